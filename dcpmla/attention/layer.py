@@ -1,0 +1,186 @@
+"""The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.forward` reads top to bottom."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.metadata import StepMetadata
+from dcpmla.attention.prefill import dcp_mla_prefill
+from dcpmla.attention.rope import apply_rope, llama_4_factor
+from dcpmla.cache.latent import write_latents
+from dcpmla.comm.exchange import Exchange
+from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.parallel.linear import RowParallelLinear, Weight, read_weight, shard
+from dcpmla.parallel.mesh import DCPMesh
+
+
+class MLAAttention(nn.Module):
+    """Multi-head Latent Attention: heads cut over the TP group, latent cache sharded over the DCP group.
+
+    Dims: T tokens, h heads of this rank; P, R, V, L, Lq the nope, rope, value, latent and query-latent widths.
+
+    Args:
+        config: geometry of the whole layer, before any cut.
+        dcp: layout of the cache and bound of the context workspace.
+        mesh: groups of this rank.
+        exchange: how the DCP group moves rows, from `dcpmla.comm.select.select_exchange`.
+        dtype, device: of the parameters; they hold nothing until `load_weights`.
+    Raises:
+        ValueError: the heads do not divide by the TP size.
+    Source: DeepSeek-V2, section 2.1; names of the projections as in DeepSeek's checkpoints.
+    """
+
+    def __init__(
+        self, config: MLAConfig, dcp: DCPConfig, mesh: DCPMesh, exchange: Exchange, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.config, self.dcp, self.mesh, self.exchange = config, dcp, mesh, exchange
+        self.num_heads = config.heads_per_rank(mesh.tp_size)
+        new = {"dtype": dtype, "device": device}
+        q_dim = self.num_heads * config.qk_head_dim
+        if config.q_lora_rank is None:
+            self.q_proj = skip_init(nn.Linear, config.hidden_size, q_dim, bias=False, **new)
+            self.kv_a_proj = skip_init(nn.Linear, config.hidden_size, config.latent_dim, bias=config.attention_bias, **new)
+        else:
+            down_dim = config.q_lora_rank + config.latent_dim
+            self.fused_qkv_a_proj = skip_init(nn.Linear, config.hidden_size, down_dim, bias=config.attention_bias, **new)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
+            self.q_b_proj = skip_init(nn.Linear, config.q_lora_rank, q_dim, bias=False, **new)
+        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
+        kv_b_shape = (self.num_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        self.w_kv_b = nn.Parameter(torch.empty(kv_b_shape, **new))
+        self.o_proj = skip_init(
+            RowParallelLinear, config.num_heads * config.v_head_dim, config.hidden_size, config.attention_bias, mesh.tp_group, **new
+        )
+
+    @property
+    def w_uk(self) -> Tensor:
+        """[h, P, L], absorbed into the query."""
+        return self.w_kv_b[:, : self.config.qk_nope_head_dim]
+
+    @property
+    def w_uv(self) -> Tensor:
+        """[h, V, L], applied to the merged output."""
+        return self.w_kv_b[:, self.config.qk_nope_head_dim :]
+
+    def forward(
+        self, hidden_states: Tensor, kv_cache: Tensor | None, metadata: StepMetadata | None, cos_sin: Tensor | None = None
+    ) -> Tensor:
+        """One step of a batch: decodes first, then prefills, then padding. Collective.
+
+        Args:
+            hidden_states: [T, hidden], the same on all TP ranks; T may exceed metadata.num_tokens (padding).
+            kv_cache: [num_blocks, block_size, L + R] of this layer on this rank; written and read.
+            metadata: the step's; None asks for a dummy run that only claims the memory of the largest step.
+            cos_sin: [num_tokens, R] float32 as in `apply_rope`, or None for a model without positions (NoPE).
+        Returns:
+            [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
+        Raises:
+            ValueError: shapes that do not belong together.
+        """
+        if metadata is None or kv_cache is None:
+            return self._dummy_run(hidden_states)
+        self._check(hidden_states, kv_cache, metadata, cos_sin)
+        q, kv_c, k_pe = self._project(hidden_states[: metadata.num_tokens], metadata.positions, cos_sin)
+        owned = metadata.owned_tokens
+        write_latents(kv_cache, kv_c[owned], k_pe[owned], metadata.slot_mapping[owned])
+
+        out = hidden_states.new_zeros(hidden_states.shape[0], self.num_heads, self.config.v_head_dim)
+        decodes, prefills = slice(0, metadata.num_decode_tokens), slice(metadata.num_decode_tokens, metadata.num_tokens)
+        if metadata.decode is not None:
+            out[decodes] = self._decode(q[decodes], kv_cache, metadata.decode.block_table, metadata.decode.local_seq_lens)
+        if metadata.prefill is not None:
+            out[prefills], _ = dcp_mla_prefill(
+                q[prefills], kv_c[prefills], k_pe[prefills], kv_cache, self.w_kv_b, metadata.prefill, self.config.scale, self.exchange
+            )
+        return self.o_proj(out.flatten(1))
+
+    def _project(self, hidden_states: Tensor, positions: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, hidden] -> q [T, h, P + R], kv_c [T, L], k_pe [T, R], normed and rotated."""
+        config = self.config
+        if config.q_lora_rank is None:
+            q = self.q_proj(hidden_states)
+            kv_c, k_pe = self.kv_a_proj(hidden_states).split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
+        else:
+            down = self.fused_qkv_a_proj(hidden_states)
+            q_c, kv_c, k_pe = down.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], -1)
+            q = self.q_b_proj(self.q_a_layernorm(q_c))
+        q = q.unflatten(-1, (self.num_heads, config.qk_head_dim))
+        kv_c = self.kv_a_layernorm(kv_c) * config.kv_lora_scale
+        if cos_sin is not None:
+            q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
+            q = torch.cat([q_nope, apply_rope(q_pe, cos_sin, config.rope_interleaved)], -1)
+            k_pe = apply_rope(k_pe, cos_sin, config.rope_interleaved)
+        if config.llama_4_scaling is not None:
+            q = q * llama_4_factor(positions, *config.llama_4_scaling)[:, None, None].to(q.dtype)
+        return q, kv_c, k_pe
+
+    def _decode(self, q: Tensor, kv_cache: Tensor, block_table: Tensor, local_seq_lens: Tensor) -> Tensor:
+        """[T, h, P + R] -> [T, h, V]: W_UK absorbed into the query, W_UV applied to the merged latent output."""
+        config = self.config
+        q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
+        ql_nope = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
+        q = torch.cat([ql_nope, q_pe], -1)
+        out, _ = dcp_mla_decode(q, kv_cache, block_table, local_seq_lens, config.scale, self.exchange, config.kv_lora_rank)
+        return torch.bmm(out.transpose(0, 1), self.w_uv.transpose(1, 2)).transpose(0, 1)
+
+    def _dummy_run(self, hidden_states: Tensor) -> Tensor:
+        """Claim what the largest context chunk would (latents of all ranks twice, keys and values up-projected) and return zeros."""
+        tokens, config = self.dcp.context_workspace_tokens, self.config
+        latents = hidden_states.new_empty(2, tokens, config.latent_dim)
+        keys_values = hidden_states.new_empty(tokens, self.num_heads, config.qk_head_dim + config.v_head_dim)
+        del latents, keys_values  # held together until here: the allocator's peak is what counts
+        return torch.zeros_like(hidden_states)
+
+    def load_weights(self, weights: Mapping[str, Weight]) -> None:
+        """Read this rank's part of every parameter.
+
+        Args:
+            weights: whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the slices that this
+                rank needs are taken from them.
+        Raises:
+            ValueError: a weight is missing or has another shape than the config asks for.
+        """
+        config, tp_group = self.config, self.mesh.tp_group
+        hidden, rank = config.hidden_size, config.kv_lora_rank
+        q_rows, o_cols = config.num_heads * config.qk_head_dim, config.num_heads * config.v_head_dim
+        kv_b_rows = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+        whole = slice(None)
+        down = {"kv_a_proj_with_mqa": config.latent_dim}
+        if config.q_lora_rank is None:
+            down_proj = self.kv_a_proj
+            _copy(self.q_proj.weight, read_weight(weights, "q_proj.weight", (q_rows, hidden), shard(q_rows, tp_group), whole))
+        else:
+            down = {"q_a_proj": config.q_lora_rank, **down}
+            down_proj = self.fused_qkv_a_proj
+            _copy(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
+            q_b = read_weight(weights, "q_b_proj.weight", (q_rows, config.q_lora_rank), shard(q_rows, tp_group), whole)
+            _copy(self.q_b_proj.weight, q_b)
+        _copy(down_proj.weight, *(read_weight(weights, f"{name}.weight", (rows, hidden), whole, whole) for name, rows in down.items()))
+        _copy(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
+        kv_b = read_weight(weights, "kv_b_proj.weight", (kv_b_rows, rank), shard(kv_b_rows, tp_group), whole)
+        _copy(self.w_kv_b, kv_b.unflatten(0, self.w_kv_b.shape[:2]))
+        _copy(self.o_proj.weight, read_weight(weights, "o_proj.weight", (hidden, o_cols), whole, shard(o_cols, tp_group)))
+        if config.attention_bias:
+            _copy(down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
+            _copy(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
+
+    def _check(self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None) -> None:
+        config, num_tokens = self.config, metadata.num_tokens
+        if hidden_states.ndim != 2 or hidden_states.shape[1] != config.hidden_size or hidden_states.shape[0] < num_tokens:
+            raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; expected [at least {num_tokens}, {config.hidden_size}]")
+        if kv_cache.ndim != 3 or kv_cache.shape[1:] != (self.dcp.block_size, config.latent_dim):
+            raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, {self.dcp.block_size}, {config.latent_dim}]")
+        if cos_sin is not None and tuple(cos_sin.shape) != (num_tokens, config.qk_rope_head_dim):
+            raise ValueError(f"cos_sin has shape {tuple(cos_sin.shape)}; expected [{num_tokens}, {config.qk_rope_head_dim}]")
+
+
+def _copy(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
+    """Fill a parameter with parts laid one under the other, converted to its dtype and device."""
+    assert parameter is not None
+    with torch.no_grad():
+        for target, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
+            target.copy_(part)

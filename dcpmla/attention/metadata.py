@@ -1,0 +1,220 @@
+"""What one step attends to: built once a step from numbers the host knows, then passed by hand to every layer.
+
+A batch is flat: the tokens of decodes first (one each), then those of prefills. Everything that picks a collective or its size comes from
+global lengths, so all ranks of a DCP group build the same sequence of exchanges.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcpmla import ownership
+from dcpmla.config import DCPConfig
+
+
+@dataclass(frozen=True)
+class DecodeMetadata:
+    """Requests with one new token.
+
+    Attributes:
+        block_table: [num_decodes, max_blocks] int32.
+        local_seq_lens: [num_decodes] int32, cached tokens of each request on this rank, the new one included.
+    """
+
+    block_table: Tensor
+    local_seq_lens: Tensor
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """A piece of every prefill request's cached context, small enough for the workspace.
+
+    Attributes:
+        local_slots: [N] int64, this rank's cached tokens of the chunk, request after request, padded to the same N on all ranks.
+        order: [S] int64, for each token of the chunk (request after request, in token order) its row in the gathered [W N] rows.
+        key_start: [num_prefills + 1], where each request's tokens start in S.
+    """
+
+    local_slots: Tensor
+    order: Tensor
+    key_start: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PrefillMetadata:
+    """Requests with many new tokens.
+
+    Attributes:
+        query_start: [num_prefills + 1], where each request's new tokens start, counted from the first prefill token.
+        context_chunks: what was cached before this step; empty when nothing was.
+    """
+
+    query_start: tuple[int, ...]
+    context_chunks: tuple[ContextChunk, ...]
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """One step's batch. Rows past num_tokens in a layer's input are padding.
+
+    Attributes:
+        num_tokens, num_decode_tokens: real tokens, and how many of them (the first) are decodes.
+        positions: [num_tokens] int64 in each token's sequence.
+        slot_mapping: [num_tokens] int64 cache slots, -1 where another rank owns the token.
+        owned_tokens: [n] int64, the tokens whose slot is not -1 (so that the write needs no host sync).
+        decode, prefill: None when the batch has none.
+    """
+
+    num_tokens: int
+    num_decode_tokens: int
+    positions: Tensor
+    slot_mapping: Tensor
+    owned_tokens: Tensor
+    decode: DecodeMetadata | None
+    prefill: PrefillMetadata | None
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        dcp: DCPConfig,
+        dcp_rank: int,
+        device: torch.device | str = "cpu",
+    ) -> "StepMetadata":
+        """Lay out a step.
+
+        Args:
+            query_lens: [num_reqs] new tokens of each request; requests at the front with one new token are decodes, all others prefills.
+            seq_lens: [num_reqs] tokens of each request after this step.
+            block_tables: [num_reqs] block ids of each request, enough for seq_lens.
+        Raises:
+            ValueError: lengths that do not belong together, a block table too short, more prefills than the workspace has room for.
+        """
+        _check_lengths(query_lens, seq_lens, block_tables, dcp)
+        num_decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
+        positions = np.concatenate([np.arange(seq - query, seq) for query, seq in zip(query_lens, seq_lens, strict=True)])
+        table = _pad_table(block_tables, seq_lens, dcp)
+        rows = table[np.repeat(np.arange(len(query_lens)), query_lens)]
+        slots = ownership.slot_mapping(torch.from_numpy(positions), torch.from_numpy(rows), dcp_rank=dcp_rank, **_layout(dcp))
+        assert isinstance(slots, Tensor)
+        prefills = slice(num_decodes, None)
+        return cls(
+            num_tokens=len(positions),
+            num_decode_tokens=num_decodes,
+            positions=_to(device, positions),
+            slot_mapping=_to(device, slots),
+            owned_tokens=_to(device, torch.nonzero(slots >= 0)[:, 0]),
+            decode=_build_decode(table[:num_decodes], seq_lens[:num_decodes], dcp, dcp_rank, device) if num_decodes else None,
+            prefill=_build_prefill(query_lens[prefills], seq_lens[prefills], table[prefills], dcp, dcp_rank, device)
+            if num_decodes < len(query_lens)
+            else None,
+        )
+
+
+def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConfig) -> int:
+    """Cached tokens to gather and up-project at a time: enough for one aligned chunk of every request, at most about 64k tokens beyond that.
+
+    Source: vLLM's chunked-prefill workspace for MLA.
+    """
+    page = dcp.chunk_alignment
+    return max(min(max(8 * max_model_len, 4 * max_num_seqs * page), 65536), max_num_seqs * page)
+
+
+def _build_decode(table: np.ndarray, seq_lens: Sequence[int], dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> DecodeMetadata:
+    lens = ownership.local_seq_lens(
+        torch.tensor(seq_lens), dcp.decode_context_parallel_size, dcp_rank, dcp.cp_kv_cache_interleave_size
+    )
+    assert isinstance(lens, Tensor)
+    num_columns = -(-max(seq_lens) // dcp.virtual_block_size)
+    return DecodeMetadata(_to(device, table[:, :num_columns].astype(np.int32)), _to(device, lens))
+
+
+def _build_prefill(
+    query_lens: Sequence[int], seq_lens: Sequence[int], table: np.ndarray, dcp: DCPConfig, dcp_rank: int, device: torch.device | str
+) -> PrefillMetadata:
+    context_lens = np.asarray(seq_lens) - np.asarray(query_lens)
+    chunk = _chunk_tokens(int((context_lens > 0).sum()), dcp)
+    chunks = [
+        _build_chunk(np.minimum(context_lens, start), np.minimum(context_lens, start + chunk), table, dcp, dcp_rank, device)
+        for start in range(0, int(context_lens.max()), chunk)
+    ]
+    return PrefillMetadata(_starts(query_lens), tuple(chunks))
+
+
+def _chunk_tokens(num_contexts: int, dcp: DCPConfig) -> int:
+    """Tokens of one request's context in a chunk: an equal share of the workspace, aligned."""
+    share = dcp.context_workspace_tokens // max(1, num_contexts) // dcp.chunk_alignment * dcp.chunk_alignment
+    if share == 0:
+        raise ValueError(
+            f"context_workspace_tokens is {dcp.context_workspace_tokens}; {num_contexts} prefills with context need at least "
+            f"{num_contexts * dcp.chunk_alignment} ({dcp.chunk_alignment} each)"
+        )
+    return share
+
+
+def _build_chunk(
+    begin: np.ndarray, end: np.ndarray, table: np.ndarray, dcp: DCPConfig, dcp_rank: int, device: torch.device | str
+) -> ContextChunk:
+    """The chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned."""
+    size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
+    lens = end - begin
+    # Rank 0 owns the first group of an aligned chunk, so no rank has more of it than rank 0: all ranks pad to that.
+    padded_lens = -(-lens // (size * interleave)) * interleave
+    padded_start = np.asarray(_starts(padded_lens))
+    local_slots, order = [], []
+    for request, length in enumerate(lens):
+        position = np.arange(begin[request], end[request])
+        first = begin[request] // size
+        owner = ownership.owner_rank(torch.from_numpy(position), size, interleave).numpy()
+        index = ownership.local_index(torch.from_numpy(position), size, interleave).numpy() - first
+        order.append(owner * padded_start[-1] + padded_start[request] + index)
+        # Padding reads whatever lies behind the last token in its block; `order` never points at it.
+        local = first + np.arange(padded_lens[request] if length else 0)
+        local_slots.append(table[request, local // dcp.block_size] * dcp.block_size + local % dcp.block_size)
+    return ContextChunk(_to(device, np.concatenate(local_slots)), _to(device, np.concatenate(order)), _starts(lens))
+
+
+def _starts(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+    """Lengths -> where each starts, and the total."""
+    return (0, *np.cumsum(lens).tolist())
+
+
+def _pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], dcp: DCPConfig) -> np.ndarray:
+    """[num_reqs, max_blocks] int64; short rows are filled with block 0, which nothing reads."""
+    table = np.zeros((len(block_tables), -(-max(seq_lens) // dcp.virtual_block_size)), dtype=np.int64)
+    for row, blocks in zip(table, block_tables, strict=True):
+        row[: len(blocks)] = blocks[: len(row)]
+    return table
+
+
+def _layout(dcp: DCPConfig) -> dict[str, int]:
+    return {"block_size": dcp.block_size, "dcp_size": dcp.decode_context_parallel_size, "interleave": dcp.cp_kv_cache_interleave_size}
+
+
+def _to(device: torch.device | str, array: np.ndarray | Tensor) -> Tensor:
+    tensor = torch.as_tensor(array)
+    on_gpu = torch.device(device).type == "cuda"
+    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+
+
+def _check_lengths(
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], dcp: DCPConfig
+) -> None:
+    if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
+        raise ValueError(
+            f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and {len(block_tables)} requests; "
+            f"they must have the same number, at least 1"
+        )
+    for request, (query, seq, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
+        if not 1 <= query <= seq:
+            raise ValueError(f"request {request}: query_lens is {query} and seq_lens {seq}; 1 <= query_lens <= seq_lens must hold")
+        if len(blocks) * dcp.virtual_block_size < seq:
+            raise ValueError(
+                f"request {request}: block_tables has {len(blocks)} blocks, room for {len(blocks) * dcp.virtual_block_size} tokens; "
+                f"seq_lens is {seq}"
+            )

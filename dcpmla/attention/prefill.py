@@ -1,0 +1,52 @@
+"""Prefill: new tokens attend to themselves, then to their cached context chunk by chunk, each rank for its own heads."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dcpmla.attention.backends import select_backend
+from dcpmla.attention.metadata import PrefillMetadata
+from dcpmla.cache.latent import read_latents
+from dcpmla.comm.exchange import Exchange
+from dcpmla.merge import merge_partials
+
+
+def dcp_mla_prefill(
+    q: Tensor, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, w_kv_b: Tensor, prefill: PrefillMetadata, scale: float, exchange: Exchange
+) -> tuple[Tensor, Tensor]:
+    """Multi-head attention of prefill tokens over themselves and over a context cached on all ranks of the DCP group. Collective.
+
+    No merge across ranks is needed: after the gather each rank has all keys for its own heads.
+
+    Args:
+        q: [T, h, P + R], rotated.
+        kv_c, k_pe: [T, L] after its norm, [T, R] rotated: the new tokens' own latents.
+        kv_cache: [num_blocks, block_size, L + R], this rank's tokens.
+        w_kv_b: [h, P + V, L], the up-projection of this rank's heads, W_UK over W_UV.
+    Returns:
+        out [T, h, V] in the dtype of q, lse [T, h] float32.
+    """
+    backend = select_backend(q.device)
+    qk_nope_head_dim = q.shape[-1] - k_pe.shape[-1]
+    k, v = up_project(kv_c, k_pe, w_kv_b, qk_nope_head_dim)
+    out, lse = backend.prefill(q, k, v, prefill.query_start, prefill.query_start, scale, causal=True)
+    for chunk in prefill.context_chunks:
+        latents = exchange.gather_context(read_latents(kv_cache, chunk.local_slots), chunk.order).to(q.dtype)
+        k, v = up_project(*latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1), w_kv_b, qk_nope_head_dim)
+        context_out, context_lse = backend.prefill(q, k, v, prefill.query_start, chunk.key_start, scale, causal=False)
+        out, lse = merge_partials(torch.stack([out, context_out]), torch.stack([lse, context_lse]))
+    return out, lse
+
+
+def up_project(kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
+    """Latents -> keys and values of this rank's heads.
+
+    Args:
+        kv_c, k_pe: [S, L], [S, R].
+        w_kv_b: [h, P + V, L] with P = qk_nope_head_dim.
+    Returns:
+        k [S, h, P + R], every head with the same rope part; v [S, h, V].
+    """
+    kv = F.linear(kv_c, w_kv_b.flatten(0, 1)).unflatten(-1, w_kv_b.shape[:2])
+    k_nope, v = kv.tensor_split((qk_nope_head_dim,), -1)
+    return torch.cat([k_nope, k_pe[:, None].expand(-1, kv.shape[1], -1)], -1), v

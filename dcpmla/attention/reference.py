@@ -1,0 +1,56 @@
+"""Attention in plain torch: the specification of every kernel, and the backend that works on any device.
+
+Works in float32, or in float64 on float64 inputs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MAX_SCORES = 1 << 25  # scores held at a time by mha_prefill: 128 MiB of float32
+
+
+def mla_decode(
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
+) -> tuple[Tensor, Tensor]:
+    """Absorbed MLA over a paged latent cache, one query token a request; `dcpmla.mla_decode` documents shapes."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    kv = kv_cache[block_table.to(torch.int64)].flatten(1, 2).to(dtype)
+    valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
+    kv = kv.masked_fill(~valid[..., None], 0.0)  # slots that nobody wrote may hold NaN, and 0 x NaN is NaN
+    scores = torch.einsum("thd,tsd->ths", q.to(dtype), kv) * scale
+    probs, lse = _softmax(scores.masked_fill(~valid[:, None], -torch.inf))
+    return torch.einsum("ths,tsl->thl", probs, kv[..., :kv_lora_rank]).to(q.dtype), lse
+
+
+def mha_prefill(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Sequence[int], key_start: Sequence[int], scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of a ragged batch; `dcpmla.attention.backends.AttentionBackend` documents shapes."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out, lse = q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    for request in range(len(query_start) - 1):
+        keys = slice(key_start[request], key_start[request + 1])
+        if keys.start == keys.stop:
+            continue
+        k_t, v_t = k[keys].to(dtype).permute(1, 2, 0), v[keys].to(dtype).transpose(0, 1)
+        tile = max(1, _MAX_SCORES // (q.shape[1] * (keys.stop - keys.start)))
+        first, last = query_start[request], query_start[request + 1]
+        for start in range(first, last, tile):
+            rows = slice(start, min(start + tile, last))
+            num_keys = rows.stop - first if causal else keys.stop - keys.start
+            scores = q[rows].to(dtype).transpose(0, 1) @ k_t[..., :num_keys] * scale
+            if causal:
+                scores += torch.full(scores.shape[1:], -torch.inf, dtype=dtype, device=q.device).triu(start - first + 1)
+            probs, row_lse = _softmax(scores)
+            out[rows] = (probs @ v_t[:, :num_keys]).transpose(0, 1).to(out.dtype)
+            lse[rows] = row_lse.transpose(0, 1)
+    return out, lse
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., S] -> probabilities and float32 LSE [...]; zeros and -inf where every score is -inf."""
+    lse = scores.logsumexp(-1)
+    probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return probs, lse.to(torch.float32)

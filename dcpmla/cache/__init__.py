@@ -1,0 +1,1 @@
+"""The paged latent cache and its blocks."""

@@ -1,0 +1,116 @@
+"""The paged latent cache of one rank: a row [kv_c | k_pe] for each token that this rank owns."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcpmla.config import DCPConfig, MLAConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """Sizes of a cache that is not allocated yet. Bytes and tokens are of one DCP group."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    latent_dim: int
+    dtype: torch.dtype
+    dcp_size: int
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def tokens_total(self) -> int:
+        """Tokens of context that the group holds: W times what a rank holds."""
+        return self.tokens_per_rank * self.dcp_size
+
+    @property
+    def bytes_per_rank(self) -> int:
+        return self.num_layers * self.tokens_per_rank * self.latent_dim * self.dtype.itemsize
+
+    @property
+    def bytes_total(self) -> int:
+        return self.bytes_per_rank * self.dcp_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_total:,} tokens in {self.num_blocks:,} blocks of {self.block_size} on each of {self.dcp_size} DCP ranks: "
+            f"{self.tokens_per_rank:,} tokens, {self.bytes_per_rank / 2**20:,.1f} MiB a rank; {self.bytes_total / 2**20:,.1f} MiB in total"
+        )
+
+
+class LatentCache:
+    """One tensor [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim] a layer; block ids mean the same on all DCP ranks."""
+
+    def __init__(self, plan: CachePlan, device: torch.device) -> None:
+        """Allocate a plan's bytes.
+
+        Raises:
+            ValueError: the device does not have them.
+        """
+        free = _free_bytes(device)
+        if plan.bytes_per_rank > free:
+            raise ValueError(
+                f"cache: {plan.bytes_per_rank:,} bytes a rank ({plan}) do not fit into the {free:,} bytes free on {device}; "
+                f"shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, or shard over more ranks (-dcp)"
+            )
+        self.plan = plan
+        shape = (plan.num_blocks, plan.block_size, plan.latent_dim)
+        self.layers = [torch.empty(shape, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)]
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self.layers[layer]
+
+    @staticmethod
+    def plan(config: MLAConfig, dcp: DCPConfig, num_layers: int, seq_lens: list[int], dtype: torch.dtype) -> CachePlan:
+        """Sizes of a cache that holds sequences of the given final lengths at once.
+
+        Args:
+            seq_lens: tokens of each sequence, prompt and answer; each starts on a block of its own.
+        Raises:
+            ValueError: no sequences, or a negative length.
+        """
+        if not seq_lens or min(seq_lens) < 0:
+            raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
+        return CachePlan(
+            num_layers=num_layers,
+            num_blocks=max(1, sum(num_blocks(seq_len, dcp) for seq_len in seq_lens)),
+            block_size=dcp.block_size,
+            latent_dim=config.latent_dim,
+            dtype=dtype,
+            dcp_size=dcp.decode_context_parallel_size,
+        )
+
+
+def num_blocks(seq_len: int, dcp: DCPConfig) -> int:
+    """Blocks of a sequence: a block id covers block_size positions on each DCP rank."""
+    return -(-seq_len // dcp.virtual_block_size)
+
+
+def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+    """Store latents in a layer's cache.
+
+    Args:
+        kv_cache: [num_blocks, block_size, L + R].
+        kv_c, k_pe: [N, L] after its norm, [N, R] after RoPE.
+        slots: [N] int64, each a slot of this rank.
+    """
+    rows, rank = kv_cache.flatten(0, 1), kv_c.shape[-1]
+    rows[:, :rank].index_copy_(0, slots, kv_c.to(rows.dtype))
+    rows[:, rank:].index_copy_(0, slots, k_pe.to(rows.dtype))
+
+
+def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
+    """[N, L + R] rows of a layer's cache at slots [N] int64."""
+    return kv_cache.flatten(0, 1).index_select(0, slots)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

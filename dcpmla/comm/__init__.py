@@ -1,0 +1,1 @@
+"""What a DCP step moves between ranks, and how."""

@@ -1,0 +1,82 @@
+"""Exchange by collectives of torch.distributed: NCCL between GPUs, gloo between CPUs. Correct everywhere, also across nodes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dcpmla.merge import merge_partials, weigh_partial
+
+_ROW_ALIGNMENT = 16  # bytes
+
+
+class _CollectiveExchange:
+    """What both backends share: heads and context by all-gather."""
+
+    name: str
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        return self._all_gather(q, "gather_heads").transpose(0, 1).flatten(1, 2)
+
+    def gather_context(self, rows: Tensor, order: Tensor) -> Tensor:
+        return self._all_gather(rows, "gather_context").flatten(0, 1)[order]
+
+    def _all_gather(self, tensor: Tensor, operation: str) -> Tensor:
+        """[...] of each rank -> [W, ...]."""
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        with self._named(operation):
+            dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
+        return gathered
+
+    def _split_heads(self, tensor: Tensor) -> Tensor:
+        """[T, W h, ...] -> [W, T, h, ...], the heads of each rank contiguous: what a rank sends to each owner."""
+        return tensor.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+
+    @contextmanager
+    def _named(self, operation: str) -> Iterator[None]:
+        """A collective that fails or times out says which one, on which rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            error.add_note(f"{operation} ({self.name}) failed on DCP rank {self.rank} of {self.size}: a rank is missing, stuck or late")
+            raise
+
+
+class AllGatherReduceScatter(_CollectiveExchange):
+    """`ag_rs`: all-gather the LSEs, weigh the own rows, reduce-scatter them over the heads in float32."""
+
+    name = "ag_rs"
+
+    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        merged_lse = self._all_gather(lse, "combine").logsumexp(0)
+        shares = self._split_heads(weigh_partial(out, lse, merged_lse))
+        merged = torch.empty_like(shares[0])
+        with self._named("combine"):
+            dist.reduce_scatter_tensor(merged, shares.flatten(0, 1), group=self.group)
+        return merged.to(out.dtype), merged_lse.unflatten(1, (self.size, -1))[:, self.rank].contiguous()
+
+
+class AllToAll(_CollectiveExchange):
+    """`a2a`: send every owner its heads' rows with their LSE behind them, in one collective; each owner merges in float32."""
+
+    name = "a2a"
+
+    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        num_tokens, _, width = out.shape
+        lse_lanes = lse.element_size() // out.element_size()  # a float32 LSE as bits in lanes of the rows' dtype
+        row_lanes = _ROW_ALIGNMENT // out.element_size()  # keeps rows aligned for vector loads
+        sent = out.new_zeros(self.size, num_tokens, out.shape[1] // self.size, width + max(row_lanes, lse_lanes))
+        sent[..., :width] = self._split_heads(out)
+        sent[..., width : width + lse_lanes] = self._split_heads(lse).unsqueeze(-1).view(out.dtype)
+        received = torch.empty_like(sent)
+        with self._named("combine"):
+            dist.all_to_all_single(received, sent, group=self.group)
+        received_lse = received[..., width : width + lse_lanes].contiguous().view(lse.dtype).squeeze(-1)
+        return merge_partials(received[..., :width], received_lse)

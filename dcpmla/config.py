@@ -1,0 +1,167 @@
+"""What a model's attention is (`MLAConfig`) and how it is spread over ranks (`DCPConfig`). The only place that knows Hugging Face names."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dcpmla.ownership import check_block_size
+
+DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a")
+# Hugging Face model types whose self-attention is the dense MLA of DeepSeek-V2/V3.
+MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "longcat_flash", "mistral4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+    """Geometry and constants of one MLA layer, before any sharding.
+
+    Attributes:
+        scale: factor of the attention scores; YaRN's mscale^2 and LongCat's query factor are folded in.
+        rms_norm_eps: of the two latent norms (q_c, kv_c); transformers uses 1e-6 whatever the model's own eps.
+        rope_interleaved: rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
+        attention_bias: q_a, kv_a and o projections have a bias.
+        kv_lora_scale: factor of kv_c after its norm (LongCat).
+        llama_4_scaling: (beta, original_max_position) of the position-dependent query factor (Mistral 4), or None.
+    """
+
+    hidden_size: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scale: float
+    rms_norm_eps: float = 1e-6
+    rope_interleaved: bool = True
+    attention_bias: bool = False
+    kv_lora_scale: float = 1.0
+    llama_4_scaling: tuple[float, int] | None = None
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of a cache row: the latent and the rotated shared key part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def heads_per_rank(self, tensor_parallel_size: int) -> int:
+        """Heads of one TP rank.
+
+        Raises:
+            ValueError: the heads do not divide; the message lists the sizes that do.
+        """
+        if tensor_parallel_size < 1 or self.num_heads % tensor_parallel_size:
+            raise ValueError(
+                f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide the model's {self.num_heads} attention heads: "
+                f"{_choices(divisors(self.num_heads))}"
+            )
+        return self.num_heads // tensor_parallel_size
+
+    @classmethod
+    def from_hf(cls, config: Any) -> "MLAConfig":
+        """Read a transformers config of one of MLA_MODEL_TYPES.
+
+        Raises:
+            ValueError: another architecture.
+        Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper; LongCat's factors from its report.
+        """
+        check_model_type(config.model_type)
+        rope = config.rope_parameters or {}
+        scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+        if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
+            scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+        kv_lora_scale = 1.0
+        if config.model_type == "longcat_flash":
+            scale *= math.sqrt(config.hidden_size / config.q_lora_rank)
+            kv_lora_scale = math.sqrt(config.hidden_size / config.kv_lora_rank)
+        llama_4_scaling = None
+        if config.model_type == "mistral4" and rope.get("llama_4_scaling_beta"):
+            llama_4_scaling = (float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
+        return cls(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            scale=scale,
+            rope_interleaved=getattr(config, "rope_interleave", True),
+            attention_bias=config.attention_bias,
+            kv_lora_scale=kv_lora_scale,
+            llama_4_scaling=llama_4_scaling,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DCPConfig:
+    """How the latent cache is spread over the ranks of a TP group. Field names are vLLM's option names.
+
+    Attributes:
+        cp_kv_cache_interleave_size: I, consecutive tokens on one rank before the next rank's turn.
+        dcp_comm_backend: "ag_rs", "a2a", or "auto" to choose.
+        block_size: tokens of one cache block on one rank.
+        context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and up-projects at a time.
+    Raises:
+        ValueError: sizes that do not divide, an unknown backend, a workspace below one aligned chunk.
+    """
+
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int = 1
+    dcp_comm_backend: str = "auto"
+    block_size: int = 64
+    context_workspace_tokens: int = 65536
+
+    def __post_init__(self) -> None:
+        tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
+        if tp < 1:
+            raise ValueError(f"tensor_parallel_size (-tp) is {tp}; it must be at least 1")
+        if dcp < 1 or tp % dcp:
+            raise ValueError(
+                f"decode_context_parallel_size (-dcp) is {dcp}; it must divide tensor_parallel_size (-tp) {tp}: {_choices(divisors(tp))}"
+            )
+        if self.cp_kv_cache_interleave_size < 1:
+            raise ValueError(
+                f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is {self.cp_kv_cache_interleave_size}; it must be at least 1"
+            )
+        check_block_size(self.block_size, self.cp_kv_cache_interleave_size)
+        if self.dcp_comm_backend not in DCP_COMM_BACKENDS:
+            raise ValueError(f"dcp_comm_backend (--dcp-comm-backend) is {self.dcp_comm_backend!r}; {_choices(DCP_COMM_BACKENDS)}")
+        if self.context_workspace_tokens < self.chunk_alignment:
+            raise ValueError(
+                f"context_workspace_tokens is {self.context_workspace_tokens}; a context chunk needs at least lcm(block_size, dcp x interleave) "
+                f"= {self.chunk_alignment}"
+            )
+
+    @property
+    def chunk_alignment(self) -> int:
+        """Context chunks are multiples of this, so that every rank's part of a chunk starts at the same local index."""
+        return math.lcm(self.block_size, self.decode_context_parallel_size * self.cp_kv_cache_interleave_size)
+
+    @property
+    def virtual_block_size(self) -> int:
+        """Positions that one block id covers: block_size on each of the DCP ranks."""
+        return self.block_size * self.decode_context_parallel_size
+
+
+def check_model_type(model_type: str) -> None:
+    """Raise ValueError for an architecture whose attention this package does not know."""
+    if model_type not in MLA_MODEL_TYPES:
+        raise ValueError(f"model: architecture {model_type!r} is not a dense MLA model this runtime knows; {_choices(MLA_MODEL_TYPES)}")
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's attention temperature for a context stretched by factor: 0.1 mscale ln(factor) + 1 (YaRN, section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _choices(values: list[int] | tuple[str, ...]) -> str:
+    return "choose " + ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else f"choose {values[0]}"

@@ -1,0 +1,127 @@
+"""Who owns which token: the index arithmetic of decode context parallelism (DCP).
+
+W = dcp_size ranks share one sequence in groups of I = interleave tokens: position p lives on rank (p // I) % W, as that rank's token number
+(p // (W I)) I + p % I. In a paged cache one block id stands for block_size tokens on every rank, that is block_size W positions.
+
+Every function takes Python ints or integer tensors (any shape, any device) and returns the same kind. Nothing here knows torch.distributed.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
+
+
+def owner_rank(position: IntOrTensor, dcp_size: int, interleave: int = 1) -> IntOrTensor:
+    """DCP rank that stores the token at a position of its sequence.
+
+    Args:
+        position: 0-based position in the sequence.
+    Returns:
+        Rank in [0, dcp_size).
+    Raises:
+        ValueError: dcp_size or interleave below 1, or a negative int position.
+    """
+    _check_layout(dcp_size, interleave)
+    _check_non_negative("position", position)
+    return position // interleave % dcp_size
+
+
+def local_index(position: IntOrTensor, dcp_size: int, interleave: int = 1) -> IntOrTensor:
+    """Index of the token among the tokens of its owner; see `owner_rank` for arguments and errors."""
+    _check_layout(dcp_size, interleave)
+    _check_non_negative("position", position)
+    return position // (dcp_size * interleave) * interleave + position % interleave
+
+
+def global_position(local_index: IntOrTensor, dcp_rank: int, dcp_size: int, interleave: int = 1) -> IntOrTensor:
+    """Position in the sequence of a rank's local token: the inverse of (`owner_rank`, `local_index`).
+
+    Raises:
+        ValueError: dcp_size or interleave below 1, dcp_rank outside [0, dcp_size), or a negative int index.
+    """
+    _check_layout(dcp_size, interleave, dcp_rank)
+    _check_non_negative("local_index", local_index)
+    return local_index // interleave * (dcp_size * interleave) + dcp_rank * interleave + local_index % interleave
+
+
+def local_seq_lens(seq_lens: int | Tensor, dcp_size: int, dcp_rank: int | None = None, interleave: int = 1) -> int | Tensor:
+    """Number of tokens of each sequence that a rank stores.
+
+    Args:
+        seq_lens: lengths of whole sequences, any shape.
+        dcp_rank: the rank asked about; None asks about all.
+    Returns:
+        int32 tensor of the shape of seq_lens, with a last dim of size dcp_size added when dcp_rank is None. An int stays an int when
+        dcp_rank is given.
+    Raises:
+        ValueError: dcp_size or interleave below 1, dcp_rank outside [0, dcp_size), or a negative int length.
+    """
+    _check_layout(dcp_size, interleave, dcp_rank)
+    _check_non_negative("seq_lens", seq_lens)
+    whole = seq_lens // (dcp_size * interleave) * interleave
+    rest = seq_lens % (dcp_size * interleave)
+    if isinstance(seq_lens, int) and dcp_rank is not None:
+        return whole + min(max(rest - dcp_rank * interleave, 0), interleave)
+    whole, rest = torch.as_tensor(whole), torch.as_tensor(rest)
+    if dcp_rank is None:
+        first = torch.arange(dcp_size, device=rest.device) * interleave
+        return (whole[..., None] + (rest[..., None] - first).clamp(0, interleave)).to(torch.int32)
+    return (whole + (rest - dcp_rank * interleave).clamp(0, interleave)).to(torch.int32)
+
+
+def slot_mapping(
+    positions: int | Tensor,
+    block_table_rows: Sequence[int] | Tensor,
+    block_size: int,
+    dcp_size: int,
+    dcp_rank: int,
+    interleave: int = 1,
+) -> int | Tensor:
+    """Cache slot (block id x block_size + offset) of each token on this rank, -1 where another rank owns it.
+
+    Args:
+        positions: [T] positions of tokens in their sequences; a negative position (padding) gets -1.
+        block_table_rows: [T, max_blocks] block ids of each token's sequence, or [max_blocks] when all tokens are of one sequence.
+        block_size: tokens of one block on one rank.
+    Returns:
+        [T] int64; an int for an int position.
+    Raises:
+        ValueError: sizes below 1, dcp_rank outside [0, dcp_size), or an interleave that does not divide block_size.
+    """
+    _check_layout(dcp_size, interleave, dcp_rank)
+    check_block_size(block_size, interleave)
+    if isinstance(positions, int):
+        return int(slot_mapping(torch.tensor([positions]), torch.as_tensor(block_table_rows), block_size, dcp_size, dcp_rank, interleave)[0])
+    rows = torch.as_tensor(block_table_rows, device=positions.device).to(torch.int64).expand(positions.shape[0], -1)
+    mine = (positions >= 0) & (owner_rank(positions, dcp_size, interleave) == dcp_rank)
+    index = local_index(positions, dcp_size, interleave).where(mine, 0)
+    blocks = rows.gather(1, (index // block_size)[:, None])[:, 0]
+    return (blocks * block_size + index % block_size).where(mine, -1)
+
+
+def check_block_size(block_size: int, interleave: int) -> None:
+    """Raise ValueError unless a group of interleaved tokens lies within one block."""
+    if block_size < 1 or block_size % interleave:
+        raise ValueError(
+            f"block_size (--block-size) is {block_size} and cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is {interleave}; "
+            f"the interleave must divide the block size"
+        )
+
+
+def _check_layout(dcp_size: int, interleave: int, dcp_rank: int | None = None) -> None:
+    if dcp_size < 1:
+        raise ValueError(f"dcp_size is {dcp_size}; it must be at least 1")
+    if interleave < 1:
+        raise ValueError(f"interleave (--cp-kv-cache-interleave-size) is {interleave}; it must be at least 1")
+    if dcp_rank is not None and not 0 <= dcp_rank < dcp_size:
+        raise ValueError(f"dcp_rank is {dcp_rank}; with dcp_size {dcp_size} it must be in [0, {dcp_size})")
+
+
+def _check_non_negative(name: str, value: int | Tensor) -> None:
+    # Tensors are not looked into: that would synchronise with the GPU.
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{name} is {value}; it must not be negative")

@@ -1,0 +1,92 @@
+"""Start-up and shutdown: environment of the launcher -> torch.distributed, one context manager."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the job's. `device` is where its tensors live."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def read_launcher(device: str) -> Ranks:
+    """What torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) say; a single process without them.
+
+    Raises:
+        ValueError: an unknown device, or "cuda" where there are fewer GPUs than local ranks.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device (--device) is {device!r}; choose one of {', '.join(DEVICES)}")
+    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "cpu":
+        # transformers puts a tensor-parallel model on the accelerator it sees: on "cpu" it must see none.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_gpus <= local_rank:
+        raise ValueError(f"device (--device) is 'cuda', but local rank {local_rank} finds {num_gpus} GPUs; start fewer ranks or use --device cpu")
+    on_gpu = device == "cuda" or (device == "auto" and num_gpus > local_rank)
+    return Ranks(rank, num_ranks, torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"))
+
+
+@contextmanager
+def distributed(ranks: Ranks, timeout: timedelta) -> Iterator[None]:
+    """Initialise torch.distributed for the block, NCCL on GPUs and gloo on CPU, and shut it down after it.
+
+    A ValueError is every rank's (see `agree`), so the groups are shut down for it too; after any other exception the peers may be gone and
+    waiting for them would hang, so the groups are left to the end of the process.
+    """
+    on_gpu = ranks.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(ranks.device)
+    # Without a launcher there is nobody to meet: an in-process store serves the group of one.
+    store = None if "WORLD_SIZE" in os.environ else dist.HashStore()
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.num_ranks,
+        timeout=timeout,
+        device_id=ranks.device if on_gpu else None,
+    )
+    try:
+        yield
+    except ValueError:
+        dist.destroy_process_group()
+        raise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def agree() -> Iterator[None]:
+    """Run a block that any rank's ValueError may end: then every rank raises the ValueError of the first rank that has one.
+
+    Collective. A mistake that only some ranks can see (a file, a shard of a checkpoint) so ends the whole job with one message, not a hang.
+    """
+    error = None
+    try:
+        yield
+    except ValueError as mistake:
+        error = mistake
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, str(error) if error else None)
+    message = next((message for message in messages if message), None)
+    if message:
+        raise ValueError(message) from error

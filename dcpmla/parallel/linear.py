@@ -1,0 +1,52 @@
+"""Weights cut over tensor-parallel ranks: a rank reads its slice of a checkpoint tensor and nothing else."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+class Weight(Protocol):
+    """A whole [rows, cols] or [rows] weight that gives slices: a Tensor, or a tensor still on disk."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def __getitem__(self, index: slice | tuple[slice, ...], /) -> Tensor: ...
+
+
+class RowParallelLinear(nn.Linear):
+    """Linear over an input whose features are cut over the group: [T, in / size] -> [T, out], summed over the ranks."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, group: ProcessGroup, **kwargs: object) -> None:
+        super().__init__(in_features // dist.get_world_size(group), out_features, bias=bias, **kwargs)  # type: ignore[arg-type]
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = nn.functional.linear(input, self.weight)
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(out, group=self.group)
+        return out if self.bias is None else out + self.bias
+
+
+def shard(size: int, group: ProcessGroup) -> slice:
+    """This rank's part of a dim of the given size."""
+    part = size // dist.get_world_size(group)
+    return slice(dist.get_rank(group) * part, (dist.get_rank(group) + 1) * part)
+
+
+def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:
+    """The slice of a named weight; without an index, all of it.
+
+    Raises:
+        ValueError: the weight is missing or does not have the shape.
+    """
+    if name not in weights:
+        raise ValueError(f"checkpoint: tensor {name} is missing")
+    weight = weights[name]
+    if tuple(weight.shape) != shape:
+        raise ValueError(f"checkpoint: tensor {name} has shape {tuple(weight.shape)}; the model's config asks for {shape}")
+    return weight[index or (slice(None),)]

@@ -1,0 +1,73 @@
+"""The mesh: which TP ranks share a latent cache. Everything above takes the plain process groups that stand here."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+
+from dcpmla.config import DCPConfig
+
+
+@dataclass(frozen=True)
+class DCPMesh:
+    """A TP group cut into DCP groups of W neighbouring ranks: dcp_rank = tp_rank % W.
+
+    The heads of one DCP group are neighbours too, so a gather over it brings heads in TP order.
+
+    Raises:
+        ValueError: the DCP group is not the block of W neighbouring TP ranks that this rank is in.
+    """
+
+    tp_group: ProcessGroup
+    dcp_group: ProcessGroup
+
+    def __post_init__(self) -> None:
+        tp_ranks, dcp_ranks = dist.get_process_group_ranks(self.tp_group), dist.get_process_group_ranks(self.dcp_group)
+        first = self.tp_rank // len(dcp_ranks) * len(dcp_ranks)
+        expected = tp_ranks[first : first + len(dcp_ranks)]
+        if dcp_ranks != expected:
+            raise ValueError(
+                f"dcp_group has ranks {dcp_ranks}; for rank {tp_ranks[self.tp_rank]} of the TP group {tp_ranks} "
+                f"a group of {len(dcp_ranks)} neighbours is {expected}"
+            )
+
+    @property
+    def tp_size(self) -> int:
+        return dist.get_world_size(self.tp_group)
+
+    @property
+    def tp_rank(self) -> int:
+        return dist.get_rank(self.tp_group)
+
+    @property
+    def dcp_size(self) -> int:
+        return dist.get_world_size(self.dcp_group)
+
+    @property
+    def dcp_rank(self) -> int:
+        return dist.get_rank(self.dcp_group)
+
+
+def init_mesh(tensor_parallel_size: int, decode_context_parallel_size: int, device_type: str = "cpu") -> DCPMesh:
+    """Cut all ranks of the job into TP groups of neighbouring ranks, and each of those into DCP groups.
+
+    Collective: every rank calls it. torch.distributed must be initialised. A serving stack that has its groups already calls
+    `DCPMesh(tp_group, dcp_group)` instead.
+
+    Args:
+        device_type: "cpu" or "cuda", the device that the groups will exchange.
+    Raises:
+        ValueError: sizes that do not divide each other or the number of ranks; the message lists the sizes that do.
+    """
+    tp, dcp = tensor_parallel_size, decode_context_parallel_size
+    DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=dcp)
+    num_ranks = dist.get_world_size()
+    if num_ranks % tp:
+        raise ValueError(
+            f"tensor_parallel_size (-tp) is {tp}, but the job has {num_ranks} ranks, which it must divide; "
+            f"start {tp} ranks (torchrun --nproc-per-node {tp}) or a multiple"
+        )
+    tp_mesh = init_device_mesh(device_type, (num_ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+    dcp_mesh = init_device_mesh(device_type, (num_ranks // dcp, dcp), mesh_dim_names=("replica", "dcp"))
+    return DCPMesh(tp_mesh.get_group("tp"), dcp_mesh.get_group("dcp"))
