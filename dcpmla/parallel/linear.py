@@ -21,8 +21,16 @@ class Weight(Protocol):
 class RowParallelLinear(nn.Linear):
     """Linear over an input whose features are cut over the group: [T, in / size] -> [T, out], summed over the ranks."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, group: ProcessGroup, **kwargs: object) -> None:
-        super().__init__(in_features // dist.get_world_size(group), out_features, bias=bias, **kwargs)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        group: ProcessGroup,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features // dist.get_world_size(group), out_features, bias=bias, device=device, dtype=dtype)
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,0 +1,192 @@
+"""Generate from a batch of prompts with the latent cache sharded over the ranks that torchrun started."""
+
+import argparse
+import logging
+import os
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tqdm import tqdm
+
+from dcpmla.attention.metadata import context_workspace_tokens
+from dcpmla.cache.latent import LatentCache
+from dcpmla.cli.output import check_writable, write_arrays, write_json
+from dcpmla.comm.select import Selection, select_exchange
+from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
+from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
+from dcpmla.parallel.bootstrap import DEVICES, Ranks, agree, distributed, read_launcher
+from dcpmla.parallel.mesh import DCPMesh, init_mesh
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.request import Request
+
+_TIMEOUT = timedelta(minutes=10)  # of one collective: longer than ranks drift apart while they load a checkpoint
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
+    add("--prompt-ids", action="append", default=[], metavar="5,6,7", help="a prompt as token ids; repeatable, behind the texts")
+    add("--max-new-tokens", type=int, default=16, metavar="K")
+    add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that cut the heads; all ranks of the job")
+    add("-dcp", "--decode-context-parallel-size", type=int, default=1, metavar="D", help="ranks that share one cache; divides -tp")
+    add("--cp-kv-cache-interleave-size", type=int, default=1, metavar="I", help="consecutive tokens on one rank")
+    add("--dcp-comm-backend", choices=DCP_COMM_BACKENDS, default="auto")
+    add("--block-size", type=int, default=64, metavar="P", help="tokens of a cache block on one rank")
+    add("--max-num-batched-tokens", type=int, default=8192, metavar="C", help="most tokens of one prefill step")
+    add("--max-model-len", type=int, metavar="L", help="longest sequence, prompt and answer; default: the model's")
+    add("--dtype", choices=tuple(_DTYPES), default="auto", help="auto: the checkpoint's")
+    add("--device", choices=DEVICES, default="auto")
+    add("--temperature", type=float, default=0.0, help="0: greedy")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="OUT.json", help="write tokens, texts and measurements")
+    add("--logits", type=Path, metavar="OUT.npz", help="write the logits each token was chosen from")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load, generate, write. Every rank calls it; the first one reports."""
+    dcp = DCPConfig(
+        tensor_parallel_size=args.tensor_parallel_size,
+        decode_context_parallel_size=args.decode_context_parallel_size,
+        cp_kv_cache_interleave_size=args.cp_kv_cache_interleave_size,
+        dcp_comm_backend=args.dcp_comm_backend,
+        block_size=args.block_size,
+    )
+    ranks = read_launcher(args.device)
+    if ranks.num_ranks != dcp.tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size (-tp) is {dcp.tensor_parallel_size}, but {ranks.num_ranks} ranks were started; "
+            f"start torchrun with --nproc-per-node {dcp.tensor_parallel_size}, or set -tp {ranks.num_ranks}"
+        )
+    _quiet(ranks)
+    with distributed(ranks, _TIMEOUT):
+        mesh = init_mesh(args.tensor_parallel_size, args.decode_context_parallel_size, ranks.device.type)
+        with agree():
+            if ranks.is_first:
+                check_writable("--json", args.json)
+                check_writable("--logits", args.logits)
+            directory = find_model(args.model)
+            config = load_config(directory)
+            MLAConfig.from_hf(config).heads_per_rank(mesh.tp_size)
+            tokenizer = _load_tokenizer(directory)
+            max_model_len = args.max_model_len or config.max_position_embeddings
+            requests = _read_requests(args, tokenizer, config.vocab_size, max_model_len)
+        dcp = _with_workspace(dcp, max_model_len, len(requests))
+        selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
+        with agree():
+            model = load_model(directory, config, dcp, mesh, selection, _DTYPES[args.dtype], ranks.device)
+            seq_lens = [request.max_seq_len for request in requests]
+            plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, model.dtype)
+            engine = Engine(model, LatentCache(plan, ranks.device), dcp, mesh, args.max_num_batched_tokens)
+        if ranks.is_first:
+            print(f"cache: {plan}\nexchange: {selection.exchange.name} ({selection.reason})", flush=True)
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        with tqdm(total=num_prompt_tokens, desc="prefill", unit="tok", disable=not ranks.is_first) as bar:
+            engine.generate(requests, keep_logits=args.logits is not None and ranks.is_first, on_prefill=bar.update)
+        if ranks.is_first:
+            _report(args, engine, requests, _texts(requests, tokenizer), selection, mesh, model)
+
+
+def _read_requests(args: argparse.Namespace, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[Request]:
+    """The prompts in the order of the options (texts, then ids), checked against the model."""
+    if args.prompt and tokenizer is None:
+        raise ValueError("--prompt needs a tokenizer, and the model's directory has none that loads without its own code; use --prompt-ids")
+    prompts = [tokenizer(text)["input_ids"] for text in args.prompt] + [_parse_ids(text) for text in args.prompt_ids]
+    if not prompts:
+        raise ValueError("no prompt; give at least one --prompt or --prompt-ids")
+    requests = []
+    for index, prompt in enumerate(prompts):
+        outside = [token for token in prompt if not 0 <= token < vocab_size]
+        if outside:
+            raise ValueError(f"prompt {index} has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
+        if len(prompt) >= max_model_len:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; with --max-model-len {max_model_len} "
+                f"at most {max_model_len - 1} leave room for a new one"
+            )
+        max_new_tokens = min(args.max_new_tokens, max_model_len - len(prompt))
+        requests.append(Request(prompt, max_new_tokens, args.temperature, seed=args.seed * len(prompts) + index))
+    return requests
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(token) for token in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--prompt-ids is {text!r}; expected token ids separated by commas, as in 5,6,7") from None
+
+
+def _with_workspace(dcp: DCPConfig, max_model_len: int, max_num_seqs: int) -> DCPConfig:
+    return DCPConfig(**{**asdict(dcp), "context_workspace_tokens": context_workspace_tokens(max_model_len, max_num_seqs, dcp)})
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    """The model's tokenizer, or None where there is none that loads without running the checkpoint's code."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+    except (OSError, ValueError, ImportError):
+        return None
+
+
+def _texts(requests: list[Request], tokenizer: Any) -> list[str]:
+    if tokenizer is None:
+        return [""] * len(requests)
+    return [tokenizer.decode(request.token_ids, skip_special_tokens=True) for request in requests]
+
+
+def _report(
+    args: argparse.Namespace,
+    engine: Engine,
+    requests: list[Request],
+    texts: list[str],
+    selection: Selection,
+    mesh: DCPMesh,
+    model: ShardedModel,
+) -> None:
+    """Write the files, then print the answers."""
+    kv_tokens_per_rank = engine.kv_tokens_per_rank(requests)
+    outputs = [
+        {"prompt_token_ids": request.prompt_token_ids, "token_ids": request.token_ids, "text": text, "finish_reason": request.finish_reason}
+        for request, text in zip(requests, texts, strict=True)
+    ]
+    if args.json:
+        write_json(
+            args.json,
+            {
+                "outputs": outputs,
+                "kv_tokens_per_rank": kv_tokens_per_rank,
+                "dcp_comm_backend": selection.exchange.name,
+                "dcp_comm_backend_reason": selection.reason,
+                "tensor_parallel_size": mesh.tp_size,
+                "decode_context_parallel_size": mesh.dcp_size,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": model.device.type,
+                **asdict(engine.stats),
+            },
+        )
+    if args.logits:
+        write_arrays(args.logits, {f"logits_{i}": np.stack([row.numpy() for row in r.logits]) for i, r in enumerate(requests)})
+    for index, (request, text) in enumerate(zip(requests, texts, strict=True)):
+        print(f"[{index}] {len(request.prompt_token_ids)} prompt tokens -> {text or request.token_ids}")
+    stats = engine.stats
+    print(f"prefill: {stats.num_prefill_tokens} tokens, {stats.num_prefill_tokens / max(stats.prefill_seconds, 1e-9):,.0f} tok/s")
+    print(f"decode: {stats.num_decode_tokens} tokens, {stats.num_decode_tokens / max(stats.decode_seconds, 1e-9):,.0f} tok/s")
+    print(f"KV tokens per rank: {kv_tokens_per_rank}")
+
+
+def _quiet(ranks: Ranks) -> None:
+    """One voice: transformers' bars and warnings on the first rank only, and there only what matters."""
+    transformers.utils.logging.disable_progress_bar()
+    if not ranks.is_first:
+        transformers.utils.logging.set_verbosity_error()
+        logging.disable(logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.stdout.flush()

@@ -1,0 +1,45 @@
+"""Result files: known to be writable before the work starts, written whole or not at all."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Raise ValueError, naming the option, unless a file can be put at the path."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} is {path}, a directory; give the name of a file")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} is {path}, where no file can be written ({error.strerror}); give a path in a writable directory") from error
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    _replace(path, lambda file: file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()))
+
+
+def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Named arrays as .npz."""
+    _replace(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+
+
+def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write beside the path, then rename over it: a reader sees the old file or the whole new one."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            write(file)
+            file.close()
+            os.chmod(file.name, 0o644)  # a temporary file is private; the result is an ordinary one
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
