@@ -1,6 +1,8 @@
 """Run a function on several ranks: processes that meet over a file (no ports), a timeout, the first failing rank's traceback."""
 
 import multiprocessing
+import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -53,7 +55,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
         for rank in missing:
             if pipes[rank] in ready:
                 try:
-                    results[rank], error = pipes[rank].recv()
+                    results[rank], error = pickle.loads(pipes[rank].recv_bytes())
                 except EOFError:
                     error = "the process ended without a word"
                 assert error is None, f"rank {rank} of {len(pipes)} failed:\n{error}"
@@ -63,8 +65,6 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
 def _run(
     sender: Connection, rank: int, num_ranks: int, store: Path, device: str, timeout: float, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    import os
-
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)
     try:
@@ -81,6 +81,8 @@ def _run(
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()
-        sender.send((result, None))
+        outcome = result, None
     except BaseException:
-        sender.send((None, traceback.format_exc()))
+        outcome = None, traceback.format_exc()
+    # Plain pickle: the pipe's own would hand tensors over as shared memory of a process that is about to end.
+    sender.send_bytes(pickle.dumps(outcome))

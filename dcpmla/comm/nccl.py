@@ -11,6 +11,9 @@ from torch.distributed import ProcessGroup
 from dcpmla.merge import merge_partials, weigh_partial
 
 _ROW_ALIGNMENT = 16  # bytes
+# torch 2.13 renamed the collectives over one tensor, and warns about the only names that 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _CollectiveExchange:
@@ -32,7 +35,7 @@ class _CollectiveExchange:
         """[...] of each rank -> [W, ...]."""
         gathered = tensor.new_empty(self.size, *tensor.shape)
         with self._named(operation):
-            dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
+            _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
         return gathered
 
     def _split_heads(self, tensor: Tensor) -> Tensor:
@@ -59,7 +62,7 @@ class AllGatherReduceScatter(_CollectiveExchange):
         shares = self._split_heads(weigh_partial(out, lse, merged_lse))
         merged = torch.empty_like(shares[0])
         with self._named("combine"):
-            dist.reduce_scatter_tensor(merged, shares.flatten(0, 1), group=self.group)
+            _reduce_scatter(merged, shares.flatten(0, 1), group=self.group)
         return merged.to(out.dtype), merged_lse.unflatten(1, (self.size, -1))[:, self.rank].contiguous()
 
 
