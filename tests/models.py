@@ -63,7 +63,7 @@ def tiny_config(family: str) -> Any:
 def random_model(config: Any, seed: int = 0) -> Any:
     """A transformers model in float32 with every norm weight and bias drawn at random."""
     torch.manual_seed(seed)
-    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config).eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             tensor.data.uniform_(0.5, 1.5)

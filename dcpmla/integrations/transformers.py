@@ -23,6 +23,15 @@ from dcpmla.config import DCPConfig, MLAConfig, check_model_type
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.parallel.mesh import DCPMesh
 
+# transformers' classes for each architecture (MLA_MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another name.
+_CLASS_PREFIXES = {
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "kimi_k2": "DeepseekV3",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "longcat_flash": "LongcatFlash",
+    "mistral4": "Mistral4",
+}
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no code, no pickles
 
 
@@ -105,7 +114,7 @@ def find_model(model: str) -> Path:
 
 
 def load_config(directory: Path) -> Any:
-    """A model's transformers config; Kimi-K2, whose classes are DeepSeek-V3's, is read as such.
+    """A model's transformers config.
 
     Raises:
         ValueError: no config.json, or an architecture that is not dense MLA.
@@ -114,10 +123,9 @@ def load_config(directory: Path) -> Any:
         raw, _ = transformers.PretrainedConfig.get_config_dict(str(directory))
     except OSError as error:
         raise ValueError(f"model (--model): {directory} has no readable config.json") from error
-    check_model_type(raw.get("model_type", "none"))
-    if raw["model_type"] == "kimi_k2":
-        return transformers.DeepseekV3Config.from_dict({**raw, "model_type": "deepseek_v3"})
-    return transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
+    model_type = raw.pop("model_type", "none")
+    check_model_type(model_type)
+    return getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
 
 
 def load_model(
@@ -154,7 +162,7 @@ class _Placeholder(nn.Module):
 
 def _load_without_attention(directory: Path, config: Any, tp_size: int, dtype: torch.dtype | None, device: torch.device) -> Any:
     """transformers' model, its MLPs and experts cut over TP, with a `_Placeholder` for every MLA module."""
-    base: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    base: Any = getattr(transformers, f"{_CLASS_PREFIXES[config.model_type]}ForCausalLM")
 
     class Skeleton(base):
         _keys_to_ignore_on_load_unexpected = [*(base._keys_to_ignore_on_load_unexpected or []), r"\.self_attn\."]
