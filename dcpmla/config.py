@@ -133,8 +133,8 @@ class DCPConfig:
             raise ValueError(f"dcp_comm_backend (--dcp-comm-backend) is {self.dcp_comm_backend!r}; {_choices(DCP_COMM_BACKENDS)}")
         if self.context_workspace_tokens < self.chunk_alignment:
             raise ValueError(
-                f"context_workspace_tokens is {self.context_workspace_tokens}; a context chunk needs at least lcm(block_size, dcp x interleave) "
-                f"= {self.chunk_alignment}"
+                f"context_workspace_tokens is {self.context_workspace_tokens}; "
+                f"a context chunk needs at least lcm(block_size, dcp x interleave) = {self.chunk_alignment}"
             )
 
     @property

@@ -20,7 +20,8 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     Source: the reduction of Flash-Decoding (online softmax).
     """
     if out.ndim != 4 or out.shape[:-1] != lse.shape:
-        raise ValueError(f"merge_partials: lse has shape {tuple(lse.shape)}, out {tuple(out.shape)}; expected out [N, T, H, D], lse [N, T, H]")
+        shapes = f"out has shape {tuple(out.shape)}, lse {tuple(lse.shape)}"
+        raise ValueError(f"merge_partials: {shapes}; expected out [N, T, H, D] and lse [N, T, H]")
     merged_lse = lse.logsumexp(0)
     merged = weigh_partial(out, lse, merged_lse).sum(0)
     return merged.to(out.dtype), merged_lse

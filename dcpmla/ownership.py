@@ -7,7 +7,7 @@ Every function takes Python ints or integer tensors (any shape, any device) and 
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -48,6 +48,12 @@ def global_position(local_index: IntOrTensor, dcp_rank: int, dcp_size: int, inte
     return local_index // interleave * (dcp_size * interleave) + dcp_rank * interleave + local_index % interleave
 
 
+@overload
+def local_seq_lens(seq_lens: int, dcp_size: int, dcp_rank: int, interleave: int = 1) -> int: ...
+@overload
+def local_seq_lens(seq_lens: int | Tensor, dcp_size: int, dcp_rank: None = None, interleave: int = 1) -> Tensor: ...
+@overload
+def local_seq_lens(seq_lens: Tensor, dcp_size: int, dcp_rank: int | None = None, interleave: int = 1) -> Tensor: ...
 def local_seq_lens(seq_lens: int | Tensor, dcp_size: int, dcp_rank: int | None = None, interleave: int = 1) -> int | Tensor:
     """Number of tokens of each sequence that a rank stores.
 
@@ -73,6 +79,14 @@ def local_seq_lens(seq_lens: int | Tensor, dcp_size: int, dcp_rank: int | None =
     return (whole + (rest - dcp_rank * interleave).clamp(0, interleave)).to(torch.int32)
 
 
+@overload
+def slot_mapping(
+    positions: int, block_table_rows: Sequence[int] | Tensor, block_size: int, dcp_size: int, dcp_rank: int, interleave: int = 1
+) -> int: ...
+@overload
+def slot_mapping(
+    positions: Tensor, block_table_rows: Tensor, block_size: int, dcp_size: int, dcp_rank: int, interleave: int = 1
+) -> Tensor: ...
 def slot_mapping(
     positions: int | Tensor,
     block_table_rows: Sequence[int] | Tensor,
@@ -95,7 +109,8 @@ def slot_mapping(
     _check_layout(dcp_size, interleave, dcp_rank)
     check_block_size(block_size, interleave)
     if isinstance(positions, int):
-        return int(slot_mapping(torch.tensor([positions]), torch.as_tensor(block_table_rows), block_size, dcp_size, dcp_rank, interleave)[0])
+        table = torch.as_tensor(block_table_rows)
+        return int(slot_mapping(torch.tensor([positions]), table, block_size, dcp_size, dcp_rank, interleave))
     rows = torch.as_tensor(block_table_rows, device=positions.device).to(torch.int64).expand(positions.shape[0], -1)
     mine = (positions >= 0) & (owner_rank(positions, dcp_size, interleave) == dcp_rank)
     index = local_index(positions, dcp_size, interleave).where(mine, 0)

@@ -52,7 +52,14 @@ def tiny_config(family: str) -> Any:
         case "glm4_moe_lite":
             return transformers.Glm4MoeLiteConfig(**{**common, "rms_norm_eps": 1e-3}, **_MOE)
         case "longcat_flash":
-            moe = {"num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2}
+            moe = {
+                "num_layers": 2,
+                "ffn_hidden_size": 96,
+                "expert_ffn_hidden_size": 48,
+                "n_routed_experts": 4,
+                "zero_expert_num": 2,
+                "moe_topk": 2,
+            }
             return transformers.LongcatFlashConfig(**common, **moe, head_dim=8)
         case "mistral4":
             rope = {**common["rope_parameters"], "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}

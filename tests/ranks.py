@@ -63,7 +63,14 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
 
 
 def _run(
-    sender: Connection, rank: int, num_ranks: int, store: Path, device: str, timeout: float, function: Callable[..., Any], args: tuple[Any, ...]
+    sender: Connection,
+    rank: int,
+    num_ranks: int,
+    store: Path,
+    device: str,
+    timeout: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.forward` reads top to bottom."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class MLAAttention(nn.Module):
         super().__init__()
         self.config, self.dcp, self.mesh, self.exchange = config, dcp, mesh, exchange
         self.num_heads = config.heads_per_rank(mesh.tp_size)
-        new = {"dtype": dtype, "device": device}
+        new: dict[str, Any] = {"dtype": dtype, "device": device}
         q_dim = self.num_heads * config.qk_head_dim
         if config.q_lora_rank is None:
             self.q_proj = skip_init(nn.Linear, config.hidden_size, q_dim, bias=False, **new)
@@ -171,9 +172,11 @@ class MLAAttention(nn.Module):
     def _check(self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None) -> None:
         config, num_tokens = self.config, metadata.num_tokens
         if hidden_states.ndim != 2 or hidden_states.shape[1] != config.hidden_size or hidden_states.shape[0] < num_tokens:
-            raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; expected [at least {num_tokens}, {config.hidden_size}]")
+            shape = tuple(hidden_states.shape)
+            raise ValueError(f"hidden_states has shape {shape}; expected [at least {num_tokens}, {config.hidden_size}]")
         if kv_cache.ndim != 3 or kv_cache.shape[1:] != (self.dcp.block_size, config.latent_dim):
-            raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, {self.dcp.block_size}, {config.latent_dim}]")
+            shape = tuple(kv_cache.shape)
+            raise ValueError(f"kv_cache has shape {shape}; expected [num_blocks, {self.dcp.block_size}, {config.latent_dim}]")
         if cos_sin is not None and tuple(cos_sin.shape) != (num_tokens, config.qk_rope_head_dim):
             raise ValueError(f"cos_sin has shape {tuple(cos_sin.shape)}; expected [{num_tokens}, {config.qk_rope_head_dim}]")
 

@@ -101,7 +101,6 @@ class StepMetadata:
         table = _pad_table(block_tables, seq_lens, dcp)
         rows = table[np.repeat(np.arange(len(query_lens)), query_lens)]
         slots = ownership.slot_mapping(torch.from_numpy(positions), torch.from_numpy(rows), dcp_rank=dcp_rank, **_layout(dcp))
-        assert isinstance(slots, Tensor)
         prefills = slice(num_decodes, None)
         return cls(
             num_tokens=len(positions),
@@ -117,7 +116,7 @@ class StepMetadata:
 
 
 def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConfig) -> int:
-    """Cached tokens to gather and up-project at a time: enough for one aligned chunk of every request, at most about 64k tokens beyond that.
+    """Cached tokens to gather and up-project at a time: at least one aligned chunk of every request, and at most 64k tokens beyond that.
 
     Source: vLLM's chunked-prefill workspace for MLA.
     """
@@ -126,10 +125,7 @@ def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConf
 
 
 def _build_decode(table: np.ndarray, seq_lens: Sequence[int], dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> DecodeMetadata:
-    lens = ownership.local_seq_lens(
-        torch.tensor(seq_lens), dcp.decode_context_parallel_size, dcp_rank, dcp.cp_kv_cache_interleave_size
-    )
-    assert isinstance(lens, Tensor)
+    lens = ownership.local_seq_lens(torch.tensor(seq_lens), dcp.decode_context_parallel_size, dcp_rank, dcp.cp_kv_cache_interleave_size)
     num_columns = -(-max(seq_lens) // dcp.virtual_block_size)
     return DecodeMetadata(_to(device, table[:, :num_columns].astype(np.int32)), _to(device, lens))
 
@@ -202,9 +198,7 @@ def _to(device: torch.device | str, array: np.ndarray | Tensor) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
 
 
-def _check_lengths(
-    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], dcp: DCPConfig
-) -> None:
+def _check_lengths(query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], dcp: DCPConfig) -> None:
     if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
         raise ValueError(
             f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and {len(block_tables)} requests; "

@@ -32,7 +32,8 @@ def dcp_mla_prefill(
     out, lse = backend.prefill(q, k, v, prefill.query_start, prefill.query_start, scale, causal=True)
     for chunk in prefill.context_chunks:
         latents = exchange.gather_context(read_latents(kv_cache, chunk.local_slots), chunk.order).to(q.dtype)
-        k, v = up_project(*latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1), w_kv_b, qk_nope_head_dim)
+        context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
+        k, v = up_project(context_kv_c, context_k_pe, w_kv_b, qk_nope_head_dim)
         context_out, context_lse = backend.prefill(q, k, v, prefill.query_start, chunk.key_start, scale, causal=False)
         out, lse = merge_partials(torch.stack([out, context_out]), torch.stack([lse, context_lse]))
     return out, lse

@@ -45,7 +45,11 @@ class CachePlan:
 
 
 class LatentCache:
-    """One tensor [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim] a layer; block ids mean the same on all DCP ranks."""
+    """One tensor [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim] a layer; block ids mean the same on all DCP ranks.
+
+    Attributes:
+        sizes: the plan it was made from.
+    """
 
     def __init__(self, plan: CachePlan, device: torch.device) -> None:
         """Allocate a plan's bytes.
@@ -59,7 +63,7 @@ class LatentCache:
                 f"cache: {plan.bytes_per_rank:,} bytes a rank ({plan}) do not fit into the {free:,} bytes free on {device}; "
                 f"shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, or shard over more ranks (-dcp)"
             )
-        self.plan = plan
+        self.sizes = plan
         shape = (plan.num_blocks, plan.block_size, plan.latent_dim)
         self.layers = [torch.empty(shape, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)]
 

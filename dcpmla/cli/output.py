@@ -20,7 +20,8 @@ def check_writable(option: str, path: Path | None) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise ValueError(f"{option} is {path}, where no file can be written ({error.strerror}); give a path in a writable directory") from error
+        message = f"{option} is {path}, where no file can be written ({error.strerror}); give a path in a writable directory"
+        raise ValueError(message) from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

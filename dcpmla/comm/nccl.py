@@ -1,14 +1,12 @@
 """Exchange by collectives of torch.distributed: NCCL between GPUs, gloo between CPUs. Correct everywhere, also across nodes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.merge import merge_partials, weigh_partial
+from dcpmla.parallel.collectives import named
 
 _ROW_ALIGNMENT = 16  # bytes
 # torch 2.13 renamed the collectives over one tensor, and warns about the only names that 2.11 has.
@@ -34,22 +32,13 @@ class _CollectiveExchange:
     def _all_gather(self, tensor: Tensor, operation: str) -> Tensor:
         """[...] of each rank -> [W, ...]."""
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        with self._named(operation):
+        with named(operation, self.group):
             _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
         return gathered
 
     def _split_heads(self, tensor: Tensor) -> Tensor:
         """[T, W h, ...] -> [W, T, h, ...], the heads of each rank contiguous: what a rank sends to each owner."""
         return tensor.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-
-    @contextmanager
-    def _named(self, operation: str) -> Iterator[None]:
-        """A collective that fails or times out says which one, on which rank."""
-        try:
-            yield
-        except RuntimeError as error:
-            error.add_note(f"{operation} ({self.name}) failed on DCP rank {self.rank} of {self.size}: a rank is missing, stuck or late")
-            raise
 
 
 class AllGatherReduceScatter(_CollectiveExchange):
@@ -61,7 +50,7 @@ class AllGatherReduceScatter(_CollectiveExchange):
         merged_lse = self._all_gather(lse, "combine").logsumexp(0)
         shares = self._split_heads(weigh_partial(out, lse, merged_lse))
         merged = torch.empty_like(shares[0])
-        with self._named("combine"):
+        with named("combine", self.group):
             _reduce_scatter(merged, shares.flatten(0, 1), group=self.group)
         return merged.to(out.dtype), merged_lse.unflatten(1, (self.size, -1))[:, self.rank].contiguous()
 
@@ -79,7 +68,7 @@ class AllToAll(_CollectiveExchange):
         sent[..., :width] = self._split_heads(out)
         sent[..., width : width + lse_lanes] = self._split_heads(lse).unsqueeze(-1).view(out.dtype)
         received = torch.empty_like(sent)
-        with self._named("combine"):
+        with named("combine", self.group):
             dist.all_to_all_single(received, sent, group=self.group)
         received_lse = received[..., width : width + lse_lanes].contiguous().view(lse.dtype).squeeze(-1)
         return merge_partials(received[..., :width], received_lse)

@@ -89,7 +89,5 @@ class _Fp8BlockWeight:
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         codes = self._codes[index].to(torch.float32)
         index = index if isinstance(index, tuple) else (index, slice(None))
-        rows, cols = (
-            torch.arange(size)[part] // block for size, part, block in zip(self.shape, index, self._block_size, strict=True)
-        )
+        rows, cols = (torch.arange(size)[part] // block for size, part, block in zip(self.shape, index, self._block_size, strict=True))
         return codes * self._scale_inv[rows][:, cols]

@@ -165,6 +165,7 @@ def _load_without_attention(directory: Path, config: Any, tp_size: int, dtype: t
     base: Any = getattr(transformers, f"{_CLASS_PREFIXES[config.model_type]}ForCausalLM")
 
     class Skeleton(base):
+        _tp_plan: dict[str, str]
         _keys_to_ignore_on_load_unexpected = [*(base._keys_to_ignore_on_load_unexpected or []), r"\.self_attn\."]
 
         def __init__(self, config: Any) -> None:

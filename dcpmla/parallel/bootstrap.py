@@ -40,7 +40,9 @@ def read_launcher(device: str) -> Ranks:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     num_gpus = torch.cuda.device_count()
     if device == "cuda" and num_gpus <= local_rank:
-        raise ValueError(f"device (--device) is 'cuda', but local rank {local_rank} finds {num_gpus} GPUs; start fewer ranks or use --device cpu")
+        raise ValueError(
+            f"device (--device) is 'cuda', but local rank {local_rank} finds {num_gpus} GPUs; start fewer ranks or use --device cpu"
+        )
     on_gpu = device == "cuda" or (device == "auto" and num_gpus > local_rank)
     return Ranks(rank, num_ranks, torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"))
 
@@ -56,7 +58,7 @@ def distributed(ranks: Ranks, timeout: timedelta) -> Iterator[None]:
     if on_gpu:
         torch.cuda.set_device(ranks.device)
     # Without a launcher there is nobody to meet: an in-process store serves the group of one.
-    store = None if "WORLD_SIZE" in os.environ else dist.HashStore()
+    store = None if "WORLD_SIZE" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,

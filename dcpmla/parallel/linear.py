@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from dcpmla.parallel.collectives import named
+
 
 class Weight(Protocol):
     """A whole [rows, cols] or [rows] weight that gives slices: a Tensor, or a tensor still on disk."""
@@ -36,7 +38,8 @@ class RowParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         out = nn.functional.linear(input, self.weight)
         if dist.get_world_size(self.group) > 1:
-            dist.all_reduce(out, group=self.group)
+            with named("all-reduce of a row-parallel linear", self.group):
+                dist.all_reduce(out, group=self.group)
         return out if self.bias is None else out + self.bias
 
 

@@ -14,6 +14,7 @@ from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.config import DCPConfig
 from dcpmla.ownership import local_seq_lens
+from dcpmla.parallel.collectives import named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import sample
@@ -54,7 +55,7 @@ class Engine:
             raise ValueError(f"max_num_batched_tokens (--max-num-batched-tokens) is {max_num_batched_tokens}; it must be at least 1")
         self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.allocator = BlockAllocator(cache.plan.num_blocks)
+        self.allocator = BlockAllocator(cache.sizes.num_blocks)
         self.stats = Stats()
 
     def generate(
@@ -88,7 +89,7 @@ class Engine:
         """Tokens that each TP rank cached for requests."""
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         lens = torch.tensor([request.num_computed_tokens for request in requests])
-        per_dcp_rank = torch.as_tensor(local_seq_lens(lens, size, interleave=interleave)).sum(0).tolist()
+        per_dcp_rank = local_seq_lens(lens, size, interleave=interleave).sum(0).tolist()
         return [per_dcp_rank[tp_rank % size] for tp_rank in range(self.mesh.tp_size)]
 
     def _step(self, step: Sequence[tuple[Request, int]], keep_logits: bool) -> None:
@@ -116,7 +117,8 @@ class Engine:
             return
         tokens = sample(logits, [request.temperature for request in requests], [request.generator for request in requests])
         if self.mesh.tp_size > 1:
-            dist.broadcast(tokens, group=self.mesh.tp_group, group_src=0)
+            with named("broadcast of new tokens", self.mesh.tp_group):
+                dist.broadcast(tokens, group=self.mesh.tp_group, group_src=0)
         for request, row, token in zip(requests, logits, tokens.tolist(), strict=True):
             if keep_logits:
                 request.logits.append(row.cpu())

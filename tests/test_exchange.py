@@ -1,0 +1,127 @@
+"""The exchange against plain slicing and a float64 merge, on real groups of gloo ranks."""
+
+import itertools
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
+from dcpmla.comm.select import select_exchange
+
+T, H, D = 5, 3, 40  # tokens, heads a rank, row width
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def partials(num_ranks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Every rank's partial rows [W, T, W h, D] and LSE [W, T, W h]: some shards empty (holding NaN), token 1 empty on all ranks."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    out = torch.randn(num_ranks, T, num_ranks * H, D, generator=generator)
+    lse = 10 * torch.randn(num_ranks, T, num_ranks * H, generator=generator)
+    lse[torch.rand(num_ranks, T, generator=generator) < 0.3] = -torch.inf
+    lse[:, 1] = -torch.inf
+    out[lse == -torch.inf] = torch.nan
+    return out.to(dtype), lse
+
+
+def expected_merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, W h, D] and [T, W h] in float64."""
+    weights = lse.double().softmax(0).nan_to_num(0.0)
+    return (out.double().nan_to_num(0.0) * weights[..., None]).sum(0), lse.double().logsumexp(0)
+
+
+def exchanges() -> list[Exchange]:
+    return [AllGatherReduceScatter(dist.group.WORLD), AllToAll(dist.group.WORLD)]
+
+
+def check_combine() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    heads = slice(rank * H, (rank + 1) * H)
+    for exchange, dtype in itertools.product(exchanges(), DTYPES):
+        out, lse = partials(size, dtype)
+        merged, merged_lse = exchange.combine(out[rank], lse[rank])
+        wanted, wanted_lse = expected_merge(out, lse)
+        assert (merged.dtype, merged.shape, merged_lse.dtype) == (dtype, (T, H, D), torch.float32)
+        tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]  # one rounding of the result
+        torch.testing.assert_close(merged.double(), wanted[:, heads], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(merged_lse.double(), wanted_lse[:, heads], atol=1e-5, rtol=1e-6)
+        assert torch.equal(merged[1], torch.zeros(H, D, dtype=dtype))
+        assert (merged_lse[1] == -torch.inf).all()
+
+
+def check_gathers() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q = torch.arange(T * size * H * D, dtype=torch.float32).view(T, size * H, D)
+    rows = torch.randn(size, 7, D, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(size * 7, generator=torch.Generator().manual_seed(1))[:9]
+    for exchange in exchanges():
+        mine = q[:, rank * H : (rank + 1) * H]  # not contiguous
+        assert torch.equal(exchange.gather_heads(mine), q)
+        assert torch.equal(exchange.gather_context(rows[rank], order), rows.flatten(0, 1)[order])
+
+
+def check_skew() -> None:
+    """One rank comes late to each step, another each time: results stay those of the step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step, exchange in enumerate(exchanges() * 2):
+        if rank == step % size:
+            time.sleep(0.2)
+        out = torch.full((1, size, D), float(rank + step))
+        merged, _ = exchange.combine(out, torch.zeros(1, size))
+        torch.testing.assert_close(merged, torch.full((1, 1, D), step + (size - 1) / 2))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("check", [check_combine, check_gathers])
+def test_ranks(num_ranks: int, check: Any) -> None:
+    run_ranks(num_ranks, check)
+
+
+def test_skew() -> None:
+    run_ranks(3, check_skew)
+
+
+def check_identity() -> None:
+    selection = select_exchange("a2a", dist.group.WORLD)
+    out, lse = torch.randn(T, H, D), torch.randn(T, H)
+    assert selection.exchange.name == "none"
+    assert torch.equal(selection.exchange.gather_heads(out), out)
+    assert all(torch.equal(got, given) for got, given in zip(selection.exchange.combine(out, lse), (out, lse), strict=True))
+    assert torch.equal(selection.exchange.gather_context(out[:, 0], torch.tensor([2, 0])), out[[2, 0], 0])
+
+
+def test_one_rank_is_the_identity() -> None:
+    run_ranks(1, check_identity)
+
+
+def check_selection() -> list[tuple[str, str]]:
+    selections = [select_exchange(name, dist.group.WORLD) for name in ("auto", "ag_rs", "a2a")]
+    return [(selection.exchange.name, selection.reason) for selection in selections]
+
+
+def test_selection_says_why() -> None:
+    auto, *asked = run_ranks(2, check_selection)[0]
+    assert auto[0] == "a2a"
+    assert auto[1].startswith("auto: ")
+    assert asked == [("ag_rs", "asked for"), ("a2a", "asked for")]
+
+
+def wait_for_missing_rank() -> str:
+    """Rank 0 combines with a rank that is asleep; returns what the error says."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return ""
+    with pytest.raises(RuntimeError) as failure:
+        AllToAll(group).combine(torch.zeros(1, 2, D), torch.zeros(1, 2))
+    return "\n".join(failure.value.__notes__)
+
+
+def test_missing_rank_ends_with_an_error_that_names_rank_and_operation() -> None:
+    assert "combine failed on rank 0 of the group [0, 1]" in run_ranks(2, wait_for_missing_rank)[0]
