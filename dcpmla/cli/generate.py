@@ -2,8 +2,6 @@
 
 import argparse
 import logging
-import os
-import sys
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -183,10 +181,8 @@ def _report(
 
 
 def _quiet(ranks: Ranks) -> None:
-    """One voice: transformers' bars and warnings on the first rank only, and there only what matters."""
+    """One voice: no bars and notes of transformers', and from other ranks nothing but errors."""
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     if not ranks.is_first:
-        transformers.utils.logging.set_verbosity_error()
         logging.disable(logging.WARNING)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.stdout.flush()
