@@ -22,22 +22,17 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     if out.ndim != 4 or out.shape[:-1] != lse.shape:
         shapes = f"out has shape {tuple(out.shape)}, lse {tuple(lse.shape)}"
         raise ValueError(f"merge_partials: {shapes}; expected out [N, T, H, D] and lse [N, T, H]")
-    merged_lse = lse.logsumexp(0)
-    merged = weigh_partial(out, lse, merged_lse).sum(0)
-    return merged.to(out.dtype), merged_lse
+    merged = weigh_partial(out, partial_weights(lse)).sum(0)
+    return merged.to(out.dtype), lse.logsumexp(0)
 
 
-def weigh_partial(out: Tensor, lse: Tensor, merged_lse: Tensor) -> Tensor:
-    """A part's share of the merged output: the shares of all parts add up to it.
+def partial_weights(lse: Tensor) -> Tensor:
+    """Share of each part in the merged output: [N, ...] LSE -> [N, ...], adding up to 1 over the parts, or to 0 where all are empty."""
+    return lse.softmax(0).where(lse > -torch.inf, 0.0)  # the softmax over empty parts alone is NaN
 
-    Args:
-        out: [..., D], any float dtype.
-        lse: [...] float32 of the part.
-        merged_lse: [...] float32 over all parts, broadcastable to lse.
-    Returns:
-        [..., D] in float32 (float64 stays); zeros where the part is empty.
-    """
-    # -inf - -inf is NaN: a row that is empty everywhere takes weight 0 as well.
-    weight = torch.exp(lse - merged_lse).where(lse > -torch.inf, 0.0).unsqueeze(-1)
+
+def weigh_partial(out: Tensor, weight: Tensor) -> Tensor:
+    """A part's rows [..., D] times its weights [...], in float32 (float64 stays): the sum over the parts is the merged output."""
+    weight = weight.unsqueeze(-1)
     out = out.to(torch.promote_types(out.dtype, torch.float32))
     return (out * weight).where(weight > 0, 0.0)  # 0 x NaN is NaN: the product alone would let an empty row's payload through

@@ -120,10 +120,12 @@ def slot_mapping(
 
 def check_block_size(block_size: int, interleave: int) -> None:
     """Raise ValueError unless a group of interleaved tokens lies within one block."""
-    if block_size < 1 or block_size % interleave:
+    if block_size < 1:
+        raise ValueError(f"block_size (--block-size) is {block_size}; it must be at least 1")
+    if block_size % interleave:
         raise ValueError(
-            f"block_size (--block-size) is {block_size} and cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is {interleave}; "
-            f"the interleave must divide the block size"
+            f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is {interleave}; "
+            f"it must divide block_size (--block-size) {block_size}"
         )
 
 

@@ -15,7 +15,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
         As x; pairs stay where they were.
     Source: RoFormer; the two layouts as in GPT-J and GPT-NeoX.
     """
-    cos, sin = cos_sin.view(x.shape[0], *(1,) * (x.ndim - 2), -1).chunk(2, -1)
+    cos, sin = cos_sin.view(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1]).chunk(2, -1)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
     rotated = first * cos - second * sin, second * cos + first * sin

@@ -18,8 +18,10 @@ class BlockAllocator:
         """Take blocks off the free list, all or none.
 
         Raises:
-            ValueError: the cache does not have that many free; the message says when it never will.
+            ValueError: a negative number, or more than are free; the message says when that can never change.
         """
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks is {num_blocks}; it must not be negative")
         if num_blocks > self.num_blocks:
             raise ValueError(f"num_blocks is {num_blocks}, but the whole cache has {self.num_blocks}: this can never fit")
         if num_blocks > self.num_free:

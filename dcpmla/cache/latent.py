@@ -104,14 +104,14 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor) -
         kv_c, k_pe: [N, L] after its norm, [N, R] after RoPE.
         slots: [N] int64, each a slot of this rank.
     """
-    rows, rank = kv_cache.flatten(0, 1), kv_c.shape[-1]
-    rows[:, :rank].index_copy_(0, slots, kv_c.to(rows.dtype))
-    rows[:, rank:].index_copy_(0, slots, k_pe.to(rows.dtype))
+    # By block and offset: a cache that is a slice of a larger one has no flat view.
+    block, offset = slots // kv_cache.shape[1], slots % kv_cache.shape[1]
+    kv_cache[block, offset] = torch.cat([kv_c, k_pe], -1).to(kv_cache.dtype)
 
 
 def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
     """[N, L + R] rows of a layer's cache at slots [N] int64."""
-    return kv_cache.flatten(0, 1).index_select(0, slots)
+    return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dcpmla.merge import merge_partials, weigh_partial
+from dcpmla.merge import merge_partials, partial_weights, weigh_partial
 from dcpmla.parallel.collectives import named
 
 _ROW_ALIGNMENT = 16  # bytes
@@ -47,12 +47,12 @@ class AllGatherReduceScatter(_CollectiveExchange):
     name = "ag_rs"
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        merged_lse = self._all_gather(lse, "combine").logsumexp(0)
-        shares = self._split_heads(weigh_partial(out, lse, merged_lse))
+        all_lse = self._all_gather(lse, "combine")
+        shares = self._split_heads(weigh_partial(out, partial_weights(all_lse)[self.rank]))
         merged = torch.empty_like(shares[0])
         with named("combine", self.group):
             _reduce_scatter(merged, shares.flatten(0, 1), group=self.group)
-        return merged.to(out.dtype), merged_lse.unflatten(1, (self.size, -1))[:, self.rank].contiguous()
+        return merged.to(out.dtype), all_lse.logsumexp(0).unflatten(1, (self.size, -1))[:, self.rank].contiguous()
 
 
 class AllToAll(_CollectiveExchange):

@@ -1,0 +1,259 @@
+"""The configuration read from Hugging Face against what transformers' attention modules compute; mistakes against their messages."""
+
+import importlib
+import math
+import re
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, tiny_config
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
+
+from dcpmla import DCPConfig, MLAConfig
+from dcpmla.config import MLA_MODEL_TYPES, divisors, yarn_mscale
+
+POSITIONS = torch.tensor([0, 15, 16, 40, 100])
+ROPES = ("default", "yarn", "yarn without mscale_all_dim")
+families = pytest.mark.parametrize("family", FAMILIES)
+ropes = pytest.mark.parametrize("rope", ROPES)
+
+
+def make_config(family: str, rope: str = "yarn") -> Any:
+    config = tiny_config(family)
+    if rope == "yarn without mscale_all_dim":
+        config.rope_parameters = {key: value for key, value in config.rope_parameters.items() if key != "mscale_all_dim"}
+    if rope == "default":
+        config.rope_parameters["rope_type"] = "default"
+    config._attn_implementation = "eager"
+    return config
+
+
+def modeling(config: Any) -> Any:
+    return importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
+
+
+def make_module(config: Any) -> Any:
+    """The family's attention module, its norms drawn at random."""
+    torch.manual_seed(0)
+    name = type(config).__name__.removesuffix("Config") + ("MLA" if config.model_type == "longcat_flash" else "Attention")
+    module = getattr(modeling(config), name)(config, layer_idx=0)
+    for parameter in (parameter for key, parameter in module.named_parameters() if "norm" in key):
+        parameter.data.uniform_(0.5, 1.5)
+    return module
+
+
+def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[str]]:
+    """Run a module on POSITIONS: what reaches its attention function, and which rotary functions it called."""
+    library, rotary, seen = modeling(module.config), [], {}
+
+    def spy(name: str) -> Any:
+        original = getattr(library, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            rotary.append(name)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    for name in ("apply_rotary_emb", "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"):
+        if hasattr(library, name):
+            monkeypatch.setattr(library, name, spy(name))
+
+    def attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **__: Any) -> tuple[Tensor, None]:
+        seen.update(query=query[0].transpose(0, 1), key=key[0].transpose(0, 1), value=value[0].transpose(0, 1), scaling=scaling)
+        return value.transpose(1, 2), None
+
+    monkeypatch.setattr(library, "eager_attention_forward", attention)
+    width = module.config.qk_rope_head_dim
+    one = torch.ones(1, len(POSITIONS), width)
+    angles = torch.ones(1, len(POSITIONS), width // 2) + 0j if module.config.model_type == "deepseek_v2" else (one, 0 * one)
+    module(hidden[None], position_embeddings=angles, attention_mask=None, position_ids=POSITIONS[None])
+    return seen, rotary
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+@families
+@ropes
+def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a module multiplies into its query and its scores, together it is scale x the Llama 4 factor."""
+    hf_config = make_config(family, rope)
+    module, config = make_module(hf_config), MLAConfig.from_hf(hf_config)
+    hidden = torch.randn(len(POSITIONS), config.hidden_size)
+    seen, _ = call(module, hidden, monkeypatch)
+    if config.q_lora_rank is None:
+        query = module.q_proj(hidden)
+    else:
+        latent = rms_norm(module.q_a_proj(hidden), module.q_a_layernorm.weight, config.rms_norm_eps)
+        query = module.q_b_proj(latent)
+    query = query.unflatten(-1, (config.num_heads, config.qk_head_dim))[..., : config.qk_nope_head_dim]
+    factor = torch.ones(len(POSITIONS))
+    if config.llama_4_scaling is not None:
+        beta, original = config.llama_4_scaling
+        factor = torch.tensor([1 + beta * math.log(1 + position // original) for position in POSITIONS.tolist()])
+    expected = query * config.scale * factor[:, None, None]
+    torch.testing.assert_close(seen["query"][..., : config.qk_nope_head_dim] * seen["scaling"], expected, atol=1e-6, rtol=1e-5)
+
+
+@families
+def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_config = make_config(family)
+    module, config = make_module(hf_config), MLAConfig.from_hf(hf_config)
+    hidden = 1e-3 * torch.randn(len(POSITIONS), config.hidden_size)  # small enough to tell the eps of the norm
+    seen, _ = call(module, hidden, monkeypatch)
+    compressed = module.kv_a_proj_with_mqa(hidden)[:, : config.kv_lora_rank]
+    kv_c = rms_norm(compressed, module.kv_a_layernorm.weight, config.rms_norm_eps) * config.kv_lora_scale
+    kv = module.kv_b_proj(kv_c).unflatten(-1, (config.num_heads, -1))
+    k_nope, v = kv.split([config.qk_nope_head_dim, config.v_head_dim], -1)
+    torch.testing.assert_close(seen["key"][..., : config.qk_nope_head_dim], k_nope, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(seen["value"], v, atol=1e-6, rtol=1e-5)
+    norms = [module.kv_a_layernorm] if config.q_lora_rank is None else [module.kv_a_layernorm, module.q_a_layernorm]
+    assert {norm.variance_epsilon for norm in norms} == {config.rms_norm_eps}
+
+
+@families
+def test_rotary_layout_is_the_one_the_module_calls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_config = make_config(family)
+    config = MLAConfig.from_hf(hf_config)
+    _, rotary = call(make_module(hf_config), torch.randn(len(POSITIONS), config.hidden_size), monkeypatch)
+    assert len(rotary) == 1
+    assert config.rope_interleaved == (rotary != ["apply_rotary_pos_emb"])
+
+
+@families
+@ropes
+def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
+    hf_config = make_config(family, rope)
+    module = make_module(hf_config)
+    scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
+    assert MLAConfig.from_hf(hf_config).scale == pytest.approx(scale, rel=1e-12)
+    assert MLAConfig.from_hf(hf_config).kv_lora_scale == pytest.approx(getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12)
+
+
+@families
+def test_geometry_is_that_of_the_weights(family: str) -> None:
+    hf_config = make_config(family)
+    module, config = make_module(hf_config), MLAConfig.from_hf(hf_config)
+    q_proj = module.q_proj if config.q_lora_rank is None else module.q_b_proj
+    assert q_proj.out_features == config.num_heads * config.qk_head_dim
+    assert q_proj.in_features == (config.q_lora_rank or config.hidden_size)
+    assert module.kv_a_proj_with_mqa.weight.shape == (config.latent_dim, config.hidden_size)
+    assert module.kv_b_proj.weight.shape == (config.num_heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
+    assert module.o_proj.weight.shape == (config.hidden_size, config.num_heads * config.v_head_dim)
+    assert (module.o_proj.bias is not None) == (module.kv_a_proj_with_mqa.bias is not None) == config.attention_bias
+
+
+def test_scale_of_deepseek_v3_as_published() -> None:
+    """192^-0.5 (0.1 ln 40 + 1)^2, from the model card's YaRN factor of 40."""
+    hf_config = make_config("deepseek_v3")
+    hf_config.qk_nope_head_dim, hf_config.qk_rope_head_dim = 128, 64
+    hf_config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    assert MLAConfig.from_hf(hf_config).scale == pytest.approx(0.1352338, abs=1e-7)
+
+
+def test_other_architectures_are_refused() -> None:
+    with pytest.raises(ValueError, match="architecture 'llama' is not a dense MLA model") as error:
+        MLAConfig.from_hf(LlamaConfig())
+    assert all(model_type in str(error.value) for model_type in MLA_MODEL_TYPES)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.5, 40.0, 128])
+@pytest.mark.parametrize("mscale", [0.707, 1.0, 2.0])
+def test_yarn_mscale(factor: float, mscale: float) -> None:
+    assert yarn_mscale(factor, mscale) == pytest.approx(yarn_get_mscale(factor, mscale), rel=1e-12)
+
+
+def test_divisors() -> None:
+    assert divisors(1) == [1]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(13) == [1, 13]
+
+
+def test_heads_per_rank() -> None:
+    config = MLAConfig.from_hf(make_config("deepseek_v3"))
+    assert {size: config.heads_per_rank(size) for size in (1, 3, 8, 24)} == {1: 24, 3: 8, 8: 3, 24: 1}
+
+
+@pytest.mark.parametrize("size", [0, -1, 5, 7, 48])
+def test_heads_that_do_not_divide(size: int) -> None:
+    message = f"tensor_parallel_size (-tp) is {size}; it must divide the model's 24 attention heads: choose 1, 2, 3, 4, 6, 8, 12 or 24"
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        MLAConfig.from_hf(make_config("deepseek_v3")).heads_per_rank(size)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size (-tp) is 0; it must be at least 1"),
+        (
+            {"tensor_parallel_size": 6, "decode_context_parallel_size": 4},
+            "decode_context_parallel_size (-dcp) is 4; it must divide tensor_parallel_size (-tp) 6: choose 1, 2, 3 or 6",
+        ),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 4},
+            "decode_context_parallel_size (-dcp) is 4; it must divide tensor_parallel_size (-tp) 2: choose 1 or 2",
+        ),
+        (
+            {"decode_context_parallel_size": 2},
+            "decode_context_parallel_size (-dcp) is 2; it must divide tensor_parallel_size (-tp) 1: choose 1",
+        ),
+        (
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 0},
+            "decode_context_parallel_size (-dcp) is 0; it must divide tensor_parallel_size (-tp) 4: choose 1, 2 or 4",
+        ),
+        (
+            {"cp_kv_cache_interleave_size": 0},
+            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 0; it must be at least 1",
+        ),
+        (
+            {"cp_kv_cache_interleave_size": 16, "block_size": 40},
+            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size (--block-size) 40",
+        ),
+        ({"dcp_comm_backend": "nvlink"}, "dcp_comm_backend (--dcp-comm-backend) is 'nvlink'; choose auto, "),
+        (
+            {
+                "tensor_parallel_size": 6,
+                "decode_context_parallel_size": 6,
+                "cp_kv_cache_interleave_size": 16,
+                "context_workspace_tokens": 191,
+            },
+            "context_workspace_tokens is 191; a context chunk needs at least lcm(block_size, dcp x interleave) = 192",
+        ),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        DCPConfig(**options)
+
+
+@pytest.mark.parametrize("block_size", [0, -64])
+def test_block_size_below_one(block_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"^block_size \(--block-size\) is {block_size}\b"):
+        DCPConfig(block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("size", "interleave", "block_size", "virtual", "alignment"),
+    [(1, 1, 64, 64, 64), (8, 1, 64, 512, 64), (3, 1, 64, 192, 192), (6, 16, 64, 384, 192), (5, 16, 64, 320, 320), (5, 2, 6, 30, 30)],
+)
+def test_sizes_of_blocks_and_chunks(size: int, interleave: int, block_size: int, virtual: int, alignment: int) -> None:
+    dcp = DCPConfig(
+        tensor_parallel_size=size, decode_context_parallel_size=size, cp_kv_cache_interleave_size=interleave, block_size=block_size
+    )
+    assert dcp.virtual_block_size == virtual
+    multiples = [tokens for tokens in range(1, virtual + 1) if tokens % block_size == 0 and tokens % (size * interleave) == 0]
+    assert dcp.chunk_alignment == multiples[0] == alignment
+
+
+def test_configs_are_frozen_and_named() -> None:
+    dcp = DCPConfig()
+    with pytest.raises(FrozenInstanceError):
+        dcp.block_size = 128  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        DCPConfig(8, 8)  # type: ignore[misc]

@@ -1,0 +1,240 @@
+"""Ownership against a deal of the cards: tokens handed to ranks one by one, blocks filled slot by slot, with no arithmetic on positions."""
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dcpmla import ownership
+
+SIZES = tuple(range(1, 9))
+INTERLEAVES = (1, 2, 16)
+LAYOUTS = list(itertools.product(SIZES, INTERLEAVES))
+layouts = pytest.mark.parametrize(("dcp_size", "interleave"), LAYOUTS, ids=[f"W{w}-I{i}" for w, i in LAYOUTS])
+
+
+def deal(num_tokens: int, dcp_size: int, interleave: int) -> list[tuple[int, int]]:
+    """(rank, index among the rank's tokens) of each token: `interleave` tokens to a rank, then it is the next rank's turn."""
+    counts = [0] * dcp_size
+    turns = itertools.chain.from_iterable(itertools.repeat(rank, interleave) for rank in itertools.cycle(range(dcp_size)))
+    places = []
+    for rank in itertools.islice(turns, num_tokens):
+        places.append((rank, counts[rank]))
+        counts[rank] += 1
+    return places
+
+
+def deal_slots(num_tokens: int, blocks: list[int], block_size: int, dcp_size: int, interleave: int) -> list[tuple[int, int]]:
+    """(rank, cache slot) of each token: every rank fills the same blocks, in order, slot after slot."""
+    free: list[Iterator[int]] = [(block * block_size + offset for block in blocks for offset in range(block_size)) for _ in range(dcp_size)]
+    return [(rank, next(free[rank])) for rank, _ in deal(num_tokens, dcp_size, interleave)]
+
+
+def shuffled_blocks(num_blocks: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).sample(range(1000), num_blocks)
+
+
+def test_deal_is_the_layout_of_the_specification() -> None:
+    assert [rank for rank, _ in deal(8, 3, 1)] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert [rank for rank, _ in deal(9, 2, 2)] == [0, 0, 1, 1, 0, 0, 1, 1, 0]
+    assert deal(9, 2, 2)[4:] == [(0, 2), (0, 3), (1, 2), (1, 3), (0, 4)]
+
+
+@layouts
+def test_owner_and_local_index_of_every_position(dcp_size: int, interleave: int) -> None:
+    num_tokens = 3 * dcp_size * interleave + interleave // 2 + 1
+    places = deal(num_tokens, dcp_size, interleave)
+    positions = torch.arange(num_tokens)
+    assert ownership.owner_rank(positions, dcp_size, interleave).tolist() == [rank for rank, _ in places]
+    assert ownership.local_index(positions, dcp_size, interleave).tolist() == [index for _, index in places]
+    for position, place in enumerate(places):
+        assert (ownership.owner_rank(position, dcp_size, interleave), ownership.local_index(position, dcp_size, interleave)) == place
+
+
+@layouts
+def test_global_position_is_the_inverse(dcp_size: int, interleave: int) -> None:
+    num_tokens = 3 * dcp_size * interleave + interleave // 2 + 1
+    held: dict[int, list[int]] = {rank: [] for rank in range(dcp_size)}
+    for position, (rank, _) in enumerate(deal(num_tokens, dcp_size, interleave)):
+        held[rank].append(position)
+    for rank, positions in held.items():
+        indices = torch.arange(len(positions))
+        assert ownership.global_position(indices, rank, dcp_size, interleave).tolist() == positions
+        assert [ownership.global_position(index, rank, dcp_size, interleave) for index in range(len(positions))] == positions
+
+
+@layouts
+def test_local_seq_lens_of_every_length(dcp_size: int, interleave: int) -> None:
+    lengths = list(range(2 * dcp_size * interleave + interleave + 2))  # 0, shorter than W, ragged tails
+    owners = [rank for rank, _ in deal(lengths[-1], dcp_size, interleave)]
+    expected = [[owners[:length].count(rank) for rank in range(dcp_size)] for length in lengths]
+    whole = ownership.local_seq_lens(torch.tensor(lengths), dcp_size, interleave=interleave)
+    assert whole.dtype == torch.int32
+    assert whole.tolist() == expected
+    for rank in range(dcp_size):
+        mine = ownership.local_seq_lens(torch.tensor(lengths), dcp_size, rank, interleave)
+        assert mine.dtype == torch.int32
+        assert mine.tolist() == [row[rank] for row in expected]
+
+
+def test_local_seq_lens_of_ints() -> None:
+    owners = [rank for rank, _ in deal(37, 5, 2)]
+    lens = ownership.local_seq_lens(37, 5, interleave=2)
+    assert (lens.dtype, lens.tolist()) == (torch.int32, [owners.count(rank) for rank in range(5)])
+    for rank in range(5):
+        mine = ownership.local_seq_lens(37, 5, rank, 2)
+        assert type(mine) is int
+        assert mine == owners.count(rank)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 1, 4)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tensors_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    numbers = torch.randint(0, 200, shape, dtype=dtype)
+    places = deal(201, 6, 2)
+    flat = numbers.flatten().tolist()
+    owners, indices = ownership.owner_rank(numbers, 6, 2), ownership.local_index(numbers, 6, 2)
+    assert owners.shape == indices.shape == torch.Size(shape)
+    assert list(zip(owners.flatten().tolist(), indices.flatten().tolist(), strict=True)) == [places[number] for number in flat]
+    whole = ownership.local_seq_lens(numbers, 6, interleave=2)
+    assert whole.shape == (*shape, 6)
+    assert whole.reshape(-1, 6).tolist() == [[sum(r == rank for r, _ in places[:number]) for rank in range(6)] for number in flat]
+    mine = ownership.local_seq_lens(numbers, 6, 4, 2)
+    assert (mine.shape, mine.dtype) == (torch.Size(shape), torch.int32)
+    assert torch.equal(mine, whole[..., 4])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dcp_size=st.integers(1, 8),
+    interleave=st.sampled_from(INTERLEAVES),
+    rounds=st.integers(2**26, 2**45),
+    offset=st.integers(0, 127),
+)
+def test_positions_past_32_bits(dcp_size: int, interleave: int, rounds: int, offset: int) -> None:
+    """Whole rounds of dealing shift the position by W I each and every rank's index by I; the owner stays."""
+    offset %= dcp_size * interleave
+    rank, index = deal(offset + 1, dcp_size, interleave)[-1]
+    position, local = rounds * dcp_size * interleave + offset, rounds * interleave + index
+    for kind in (int, torch.tensor):
+        assert int(ownership.owner_rank(kind(position), dcp_size, interleave)) == rank
+        assert int(ownership.local_index(kind(position), dcp_size, interleave)) == local
+        assert int(ownership.global_position(kind(local), rank, dcp_size, interleave)) == position
+
+
+@layouts
+@pytest.mark.parametrize("blocks_of_interleave", [1, 2])
+def test_slots_fill_the_blocks_in_order(dcp_size: int, interleave: int, blocks_of_interleave: int) -> None:
+    block_size = interleave * blocks_of_interleave
+    num_tokens = 3 * block_size * dcp_size - interleave - 1
+    blocks = shuffled_blocks(3)
+    expected = deal_slots(num_tokens, blocks, block_size, dcp_size, interleave)
+    positions = torch.arange(num_tokens)
+    for rank in range(dcp_size):
+        slots = ownership.slot_mapping(positions, torch.tensor(blocks, dtype=torch.int32), block_size, dcp_size, rank, interleave)
+        assert slots.dtype == torch.int64
+        assert slots.tolist() == [slot if owner == rank else -1 for owner, slot in expected]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_ranks_together_hold_each_token_once(data: st.DataObject) -> None:
+    """Several sequences in one batch, tokens in any order, padding among them."""
+    dcp_size, interleave = data.draw(st.integers(1, 8)), data.draw(st.sampled_from(INTERLEAVES))
+    block_size = interleave * data.draw(st.integers(1, 3))
+    ids = shuffled_blocks(12, seed=data.draw(st.integers(0, 9)))
+    tables = torch.tensor(ids, dtype=torch.int32).view(3, 4)
+    capacity = 4 * block_size * dcp_size
+    tokens = data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(-3, capacity - 1)), min_size=1, max_size=30, unique=True))
+    sequences, positions = (torch.tensor(column) for column in zip(*tokens, strict=True))
+    expected = [deal_slots(capacity, table, block_size, dcp_size, interleave) for table in tables.tolist()]
+    slots = torch.stack(
+        [ownership.slot_mapping(positions, tables[sequences], block_size, dcp_size, rank, interleave) for rank in range(dcp_size)]
+    )
+    for (sequence, position), column in zip(tokens, slots.T.tolist(), strict=True):
+        owner, slot = expected[sequence][position] if position >= 0 else (None, None)
+        assert column == [slot if rank == owner else -1 for rank in range(dcp_size)]
+
+
+def test_block_covers_block_size_positions_of_each_rank() -> None:
+    blocks, block_size, dcp_size, interleave = shuffled_blocks(4), 32, 6, 16
+    positions = torch.arange(4 * 32 * 6)
+    for rank in range(dcp_size):
+        slots = ownership.slot_mapping(positions, torch.tensor(blocks), block_size, dcp_size, rank, interleave)
+        for block, row in zip(blocks, slots.view(4, 32 * 6).tolist(), strict=True):
+            assert sorted(slot for slot in row if slot >= 0) == list(range(block * 32, (block + 1) * 32))
+
+
+def test_slots_of_one_position() -> None:
+    blocks = [7, 3]
+    expected = deal_slots(24, blocks, 4, 3, 2)
+    for position, (owner, slot) in enumerate(expected):
+        for rank in range(3):
+            mine = ownership.slot_mapping(position, blocks, 4, 3, rank, 2)
+            assert type(mine) is int
+            assert mine == (slot if rank == owner else -1)
+    assert ownership.slot_mapping(-1, blocks, 4, 3, 2, 2) == -1
+
+
+def test_padding_alone_and_no_tokens() -> None:
+    table = torch.tensor([[5], [6]], dtype=torch.int32)
+    assert ownership.slot_mapping(torch.tensor([-1, -7]), table, 4, 2, 1).tolist() == [-1, -1]
+    empty = ownership.slot_mapping(torch.empty(0, dtype=torch.int64), table[0], 4, 2, 1)
+    assert (tuple(empty.shape), empty.dtype) == ((0,), torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_past_32_bits(dtype: torch.dtype) -> None:
+    block = 2**31 - 1  # the last id of an int32 table
+    slots = ownership.slot_mapping(torch.tensor([0, 1, 127], dtype=dtype), torch.tensor([block], dtype=torch.int32), 64, 2, 1)
+    assert slots.tolist() == [-1, block * 64, block * 64 + 63]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ownership.owner_rank(0, 0), "dcp_size is 0; it must be at least 1"),
+        (lambda: ownership.owner_rank(0, -2), "dcp_size is -2; it must be at least 1"),
+        (lambda: ownership.owner_rank(0, 2, 0), "interleave (--cp-kv-cache-interleave-size) is 0; it must be at least 1"),
+        (lambda: ownership.owner_rank(-1, 2), "position is -1; it must not be negative"),
+        (lambda: ownership.local_index(-4, 2), "position is -4; it must not be negative"),
+        (lambda: ownership.local_index(4, 0), "dcp_size is 0; it must be at least 1"),
+        (lambda: ownership.global_position(-1, 0, 2), "local_index is -1; it must not be negative"),
+        (lambda: ownership.global_position(0, 2, 2), "dcp_rank is 2; with dcp_size 2 it must be in [0, 2)"),
+        (lambda: ownership.global_position(0, -1, 2), "dcp_rank is -1; with dcp_size 2 it must be in [0, 2)"),
+        (lambda: ownership.local_seq_lens(-1, 2), "seq_lens is -1; it must not be negative"),
+        (lambda: ownership.local_seq_lens(-1, 2, 0), "seq_lens is -1; it must not be negative"),
+        (lambda: ownership.local_seq_lens(torch.tensor([1]), 3, 3), "dcp_rank is 3; with dcp_size 3 it must be in [0, 3)"),
+        (lambda: ownership.local_seq_lens(1, 3, 0, -1), "interleave (--cp-kv-cache-interleave-size) is -1; it must be at least 1"),
+        (lambda: ownership.slot_mapping(torch.tensor([0]), [0], 4, 2, 2), "dcp_rank is 2; with dcp_size 2 it must be in [0, 2)"),
+        (
+            lambda: ownership.slot_mapping(torch.tensor([0]), [0], 24, 2, 0, 16),
+            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size (--block-size) 24",
+        ),
+        (lambda: ownership.check_block_size(0, 1), "block_size (--block-size) is 0; it must be at least 1"),
+        (lambda: ownership.check_block_size(-4, 2), "block_size (--block-size) is -4; it must be at least 1"),
+    ],
+)
+def test_mistakes_are_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        call()
+
+
+def test_tensors_are_not_looked_into() -> None:
+    """A look would be a host sync; on the meta device it would fail."""
+    positions = torch.empty(3, dtype=torch.int64, device="meta")
+    tensors: list[Tensor] = [
+        ownership.owner_rank(positions, 4),
+        ownership.local_index(positions, 4),
+        ownership.global_position(positions, 1, 4),
+        ownership.slot_mapping(positions, torch.empty(3, 2, dtype=torch.int32, device="meta"), 16, 4, 1),
+    ]
+    assert all(tensor.shape == (3,) and tensor.device.type == "meta" for tensor in tensors)
+    assert ownership.local_seq_lens(positions, 4).shape == (3, 4)

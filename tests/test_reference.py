@@ -1,0 +1,390 @@
+"""The plain-torch attention, which every kernel is held against, against softmax attention written out in float64, token by token."""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_ownership import deal_slots
+from torch import Tensor
+
+from dcpmla import DCPConfig, StepMetadata, dcp_mla_decode, dcp_mla_prefill, merge_partials, mla_decode
+from dcpmla.attention import reference
+from dcpmla.attention.backends import select_backend
+from dcpmla.cache.latent import read_latents, write_latents
+from dcpmla.comm.exchange import LocalExchange
+
+L, R, P, V = 6, 4, 5, 3  # latent, rope part, key and value of a head
+SCALE = 0.37
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, float]:
+    """One query [d] over keys [S, d] and values [S, v] in float64: softmax as in the textbook; (0, -inf) without keys."""
+    if len(keys) == 0:
+        return torch.zeros(values.shape[-1], dtype=torch.float64), -math.inf
+    scores = [scale * float(query.double() @ key.double()) for key in keys]
+    peak = max(scores)
+    weights = [math.exp(score - peak) for score in scores]
+    out = sum(weight * value.double() for weight, value in zip(weights, values, strict=True)) / sum(weights)
+    assert isinstance(out, Tensor)
+    return out, peak + math.log(sum(weights))
+
+
+def attend_heads(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """query [h, d], keys [S, h, d], values [S, h, v] -> out [h, v], lse [h]."""
+    rows = [attend(query[head], keys[:, head], values[:, head], scale) for head in range(len(query))]
+    return torch.stack([out for out, _ in rows]), torch.tensor([lse for _, lse in rows], dtype=torch.float64)
+
+
+def check_close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], atol: float = 1e-5) -> None:
+    assert got[1].dtype == torch.float32
+    torch.testing.assert_close(got[0].double(), wanted[0], atol=atol, rtol=0)
+    torch.testing.assert_close(got[1].double(), wanted[1], atol=1e-5, rtol=1e-6)
+
+
+class PagedCache:
+    """A cache of NaN with sequences written into random blocks; a table's padding points at any block."""
+
+    def __init__(self, lens: Sequence[int], block_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.sequences = [torch.randn(length, L + R, generator=generator, dtype=torch.float64).to(dtype) for length in lens]
+        counts = [len(range(0, length, block_size)) for length in lens]
+        ids = random.Random(seed).sample(range(sum(counts) + 3), sum(counts))
+        self.kv_cache = torch.full((len(ids) + 3, block_size, L + R), torch.nan, dtype=dtype)
+        self.block_table = torch.full((len(lens), max(counts, default=0) + 1), len(ids) + 2, dtype=torch.int32)
+        self.seq_lens = torch.tensor(lens, dtype=torch.int32)
+        for sequence, row, count in zip(self.sequences, self.block_table, counts, strict=True):
+            blocks = [ids.pop() for _ in range(count)]
+            row[:count] = torch.tensor(blocks, dtype=torch.int32)
+            for position, latent in enumerate(sequence):
+                self.kv_cache[blocks[position // block_size], position % block_size] = latent
+
+
+def naive_decode(q: Tensor, sequences: Sequence[Tensor], scale: float, kv_lora_rank: int = L) -> tuple[Tensor, Tensor]:
+    """Every head of a request's query over the same latents."""
+    num_heads = q.shape[1]
+    rows = [
+        attend_heads(query, kv[:, None].expand(-1, num_heads, -1), kv[:, None, :kv_lora_rank].expand(-1, num_heads, -1), scale)
+        for query, kv in zip(q, sequences, strict=True)
+    ]
+    return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lens=st.lists(st.one_of(st.just(0), st.integers(0, 20)), min_size=1, max_size=5),
+    num_heads=st.integers(1, 3),
+    block_size=st.sampled_from([1, 3, 8]),
+    seed=st.integers(0, 10**6),
+)
+def test_decode(lens: list[int], num_heads: int, block_size: int, seed: int) -> None:
+    """Ragged lengths, some empty, NaN wherever nobody wrote."""
+    cache = PagedCache(lens, block_size, seed=seed)
+    q = torch.randn(len(lens), num_heads, L + R, generator=torch.Generator().manual_seed(seed + 1))
+    got = mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    assert got[0].shape == (len(lens), num_heads, L)
+    check_close(got, naive_decode(q, cache.sequences, SCALE))
+
+
+def test_decode_of_empty_requests() -> None:
+    cache = PagedCache([0, 0], 4)
+    out, lse = mla_decode(torch.randn(2, 3, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    assert torch.equal(out, torch.zeros(2, 3, L))
+    assert torch.equal(lse, torch.full((2, 3), -math.inf))
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+def test_rows_behind_the_last_token_never_leak(garbage: float) -> None:
+    """Block 0 is shared by the padding of all tables, as the step's metadata pads."""
+    cache = PagedCache([5, 0, 9, 1], 4)
+    kv_cache = cache.kv_cache.where(~cache.kv_cache.isnan(), garbage)
+    kv_cache = torch.cat([torch.full((1, 4, L + R), garbage), kv_cache])
+    padding = torch.arange(cache.block_table.shape[1]) * 4 >= cache.seq_lens[:, None]
+    q = torch.randn(4, 2, L + R)
+    got = mla_decode(q, kv_cache, (cache.block_table + 1).masked_fill(padding, 0), cache.seq_lens, SCALE, L)
+    check_close(got, naive_decode(q, cache.sequences, SCALE))
+
+
+@pytest.mark.parametrize("magnitude", [1e-4, 1e3])
+def test_decode_with_scores_far_from_one(magnitude: float) -> None:
+    """Scores of thousands overflow an exp that does not subtract the maximum."""
+    cache = PagedCache([7, 12], 4, dtype=torch.float64)
+    q = magnitude * torch.randn(2, 2, L + R, dtype=torch.float64)
+    out, lse = mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    assert out.dtype == torch.float64
+    assert lse.dtype == torch.float32
+    wanted, wanted_lse = naive_decode(q, cache.sequences, SCALE)
+    torch.testing.assert_close(out, wanted, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-6, rtol=2**-23)
+
+
+def test_decode_in_bfloat16_computes_in_float32() -> None:
+    """Inputs are exact in bfloat16: what is left is one rounding of the output."""
+    cache = PagedCache([30, 3], 4, dtype=torch.bfloat16)
+    q = torch.randn(2, 2, L + R).bfloat16()
+    out, lse = mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    assert out.dtype == torch.bfloat16
+    wanted, wanted_lse = naive_decode(q, cache.sequences, SCALE)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=2**-8)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=0)
+
+
+def test_decode_of_strided_views() -> None:
+    """A layer's slice of a cache that holds all layers, every second column of a wider table, heads cut out of a wider query."""
+    cache = PagedCache([6, 11], 4)
+    layers = torch.stack([torch.full_like(cache.kv_cache, math.nan), cache.kv_cache], 1)
+    table = torch.stack([cache.block_table, torch.full_like(cache.block_table, 10**6)], -1).flatten(1)[:, ::2]
+    q = torch.randn(2, 5, L + R + 2)[:, 1:4, 1:-1]
+    check_close(mla_decode(q, layers[:, 1], table, cache.seq_lens, SCALE, L), naive_decode(q, cache.sequences, SCALE))
+
+
+def test_decode_of_shards_merges_to_the_whole() -> None:
+    """W = 3, I = 2: two requests dealt out over three caches, one of them too short for the last rank."""
+    lens, size, interleave, block_size = [23, 3], 3, 2, 4
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randn(length, L + R, generator=generator) for length in lens]
+    tables = [[4, 0], [2]]
+    caches = [torch.full((5, block_size, L + R), torch.nan) for _ in range(size)]
+    local_lens = [[0, 0] for _ in range(size)]
+    for request, (sequence, table) in enumerate(zip(sequences, tables, strict=True)):
+        for latent, (rank, slot) in zip(sequence, deal_slots(len(sequence), table, block_size, size, interleave), strict=True):
+            caches[rank].view(-1, L + R)[slot] = latent
+            local_lens[rank][request] += 1
+    assert local_lens[2][1] == 0
+    q = torch.randn(2, 2, L + R, generator=generator)
+    block_table = torch.tensor([[4, 0], [2, 0]], dtype=torch.int32)
+    parts = [
+        dcp_mla_decode(q, cache, block_table, torch.tensor(local, dtype=torch.int32), SCALE, LocalExchange(), L)
+        for cache, local in zip(caches, local_lens, strict=True)
+    ]
+    merged = merge_partials(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))
+    check_close(merged, naive_decode(q, sequences, SCALE))
+
+
+def test_absorbed_attention_is_multi_head_attention() -> None:
+    """W_UK moved into the query and W_UV behind the attention: the heads that up-projection would have made."""
+    num_heads, length = 3, 11
+    cache = PagedCache([length], 4, dtype=torch.float64)
+    w_uk, w_uv = torch.randn(num_heads, P, L, dtype=torch.float64), torch.randn(num_heads, V, L, dtype=torch.float64)
+    q_nope, q_pe = torch.randn(1, num_heads, P, dtype=torch.float64), torch.randn(1, num_heads, R, dtype=torch.float64)
+    q = torch.cat([torch.einsum("thp,hpl->thl", q_nope, w_uk), q_pe], -1)
+    latent, lse = mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    kv_c, k_pe = cache.sequences[0].split([L, R], -1)
+    keys = torch.stack([torch.cat([kv_c @ w_uk[head].T, k_pe], -1) for head in range(num_heads)], 1)
+    values = torch.stack([kv_c @ w_uv[head].T for head in range(num_heads)], 1)
+    wanted, wanted_lse = attend_heads(torch.cat([q_nope, q_pe], -1)[0], keys, values, SCALE)
+    torch.testing.assert_close(torch.einsum("hl,hvl->hv", latent[0], w_uv), wanted, atol=1e-12, rtol=0)
+    torch.testing.assert_close(lse[0].double(), wanted_lse, atol=1e-6, rtol=0)
+
+
+def decode_arguments() -> dict[str, Any]:
+    return {
+        "q": torch.zeros(2, 3, L + R),
+        "kv_cache": torch.zeros(4, 8, L + R),
+        "block_table": torch.zeros(2, 2, dtype=torch.int32),
+        "seq_lens": torch.ones(2, dtype=torch.int32),
+        "scale": 1.0,
+        "kv_lora_rank": L,
+    }
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        ("q", torch.zeros(2, L + R), "[T, H, kv_lora_rank + rope] with kv_lora_rank 6"),
+        ("q", torch.zeros(2, 3, L - 1), "[T, H, kv_lora_rank + rope] with kv_lora_rank 6"),
+        ("kv_cache", torch.zeros(32, L + R), "[num_blocks, block_size, 10]"),
+        ("kv_cache", torch.zeros(4, 8, L), "[num_blocks, block_size, 10]"),
+        ("block_table", torch.zeros(2, dtype=torch.int32), "[2, max_blocks]"),
+        ("block_table", torch.zeros(3, 2, dtype=torch.int32), "[2, max_blocks]"),
+        ("seq_lens", torch.ones(3, dtype=torch.int32), "expected [2]"),
+        ("seq_lens", torch.ones(2, 1, dtype=torch.int32), "expected [2]"),
+    ],
+)
+def test_decode_names_the_wrong_shape(argument: str, value: Tensor, expected: str) -> None:
+    mla_decode(**decode_arguments())
+    with pytest.raises(ValueError, match=f"^{argument} has shape ") as error:
+        mla_decode(**{**decode_arguments(), argument: value})
+    assert str(tuple(value.shape)) in str(error.value)
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("kv_lora_rank", [0, -1, L + R + 1])
+def test_decode_names_the_wrong_rank(kv_lora_rank: int) -> None:
+    with pytest.raises(ValueError, match=f"kv_lora_rank {kv_lora_rank}$"):
+        mla_decode(**{**decode_arguments(), "kv_lora_rank": kv_lora_rank})
+
+
+def test_a_device_without_a_backend() -> None:
+    with pytest.raises(ValueError, match=r"^device is meta; .*'cpu', 'cuda'"):
+        select_backend(torch.device("meta"))
+
+
+def starts(lens: Sequence[int]) -> list[int]:
+    return [sum(lens[:count]) for count in range(len(lens) + 1)]
+
+
+def naive_prefill(
+    q: Tensor, k: Tensor, v: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Requests one by one, queries one by one."""
+    outs, lses = [], []
+    for q_i, k_i, v_i in zip(q.split(list(query_lens)), k.split(list(key_lens)), v.split(list(key_lens)), strict=True):
+        for index, query in enumerate(q_i):
+            visible = index + 1 if causal else len(k_i)
+            out, lse = attend_heads(query, k_i[:visible], v_i[:visible], SCALE)
+            outs.append(out)
+            lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def ragged(
+    query_lens: Sequence[int], key_lens: Sequence[int], num_heads: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(sum(query_lens), num_heads, P + R), (sum(key_lens), num_heads, P + R), (sum(key_lens), num_heads, V)]
+    q, k, v = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    query_lens=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    num_heads=st.integers(1, 3),
+    causal=st.booleans(),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_prefill(query_lens: list[int], num_heads: int, causal: bool, seed: int, data: st.DataObject) -> None:
+    """Ragged; where not causal, any number of keys, none included."""
+    count = len(query_lens)
+    key_lens = query_lens if causal else data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    q, k, v = ragged(query_lens, key_lens, num_heads, seed)
+    backend = select_backend(q.device)
+    got = backend.prefill(q, k, v, tuple(starts(query_lens)), tuple(starts(key_lens)), SCALE, causal)
+    assert got[0].shape == (sum(query_lens), num_heads, V)
+    check_close(got, naive_prefill(q, k, v, query_lens, key_lens, causal))
+
+
+@pytest.mark.parametrize("max_scores", [1, 7, 40, 100])
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, causal: bool, max_scores: int) -> None:
+    query_lens, key_lens = [5, 13, 1, 8], [5, 13, 1, 8] if causal else [3, 0, 11, 20]
+    q, k, v = ragged(query_lens, key_lens, 2)
+    wanted = naive_prefill(q, k, v, query_lens, key_lens, causal)
+    sizes = []
+    softmax = reference._softmax
+    monkeypatch.setattr(reference, "_softmax", lambda scores: (sizes.append(scores.numel()), softmax(scores))[1])
+    monkeypatch.setattr(reference, "_MAX_SCORES", max_scores)
+    check_close(reference.mha_prefill(q, k, v, starts(query_lens), starts(key_lens), SCALE, causal), wanted)
+    assert max(sizes) <= max(max_scores, 2 * max(key_lens))  # one query's row is the least there is
+    assert len(sizes) > len(query_lens)
+
+
+def test_prefill_of_requests_without_keys() -> None:
+    q, k, v = ragged([3, 2], [0, 0], 2)
+    out, lse = reference.mha_prefill(q, k, v, [0, 3, 5], [0, 0, 0], SCALE, False)
+    assert torch.equal(out, torch.zeros(5, 2, V))
+    assert torch.equal(lse, torch.full((5, 2), -math.inf))
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float64, 1e-12)])
+def test_prefill_keeps_the_dtype_and_rounds_once(dtype: torch.dtype, rtol: float) -> None:
+    q, k, v = ragged([20, 3], [20, 3], 2, dtype=dtype)
+    out, lse = reference.mha_prefill(q, k, v, [0, 20, 23], [0, 20, 23], SCALE, True)
+    wanted, wanted_lse = naive_prefill(q, k, v, [20, 3], [20, 3], True)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-12 if dtype == torch.float64 else 1e-5, rtol=rtol)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=0)
+
+
+def test_a_later_key_changes_no_earlier_query() -> None:
+    q, k, v = ragged([8], [8], 2)
+    before, before_lse = reference.mha_prefill(q, k, v, [0, 8], [0, 8], SCALE, True)
+    k[5:], v[5:] = 100 * torch.randn_like(k[5:]), 100.0
+    after, after_lse = reference.mha_prefill(q, k, v, [0, 8], [0, 8], SCALE, True)
+    torch.testing.assert_close((after[:5], after_lse[:5]), (before[:5], before_lse[:5]), atol=1e-6, rtol=0)
+    assert (after[5:] - before[5:]).abs().amin() > 1e-3
+
+
+class AllRanks:
+    """The exchange of a group whose ranks are all here: gathers the context from everybody's cache, chunk after chunk."""
+
+    name = "all ranks"
+
+    def __init__(self, caches: Sequence[Tensor], steps: Sequence[StepMetadata]) -> None:
+        chunks = [step.prefill.context_chunks for step in steps if step.prefill is not None]
+        self.chunks: Iterator[list[Tensor]] = (
+            [read_latents(cache, piece.local_slots) for cache, piece in zip(caches, pieces, strict=True)]
+            for pieces in zip(*chunks, strict=True)
+        )
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def gather_context(self, rows: Tensor, order: Tensor) -> Tensor:
+        everybody = next(self.chunks)
+        assert any(torch.equal(rows.nan_to_num(7.0), theirs.nan_to_num(7.0)) for theirs in everybody)
+        return torch.cat(everybody)[order]
+
+
+@pytest.mark.parametrize(("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 16, 16), (8, 1, 4)])
+@pytest.mark.parametrize("num_chunks_worth", [1, 3])
+def test_prefill_over_a_sharded_context(size: int, interleave: int, block_size: int, num_chunks_worth: int) -> None:
+    """Cached context on all ranks, chunk by chunk, then the new tokens: attention over the whole sequence, causal where it is new."""
+    query_lens, context_lens, num_heads = [4, 3, 6], [37, 0, 2], 2
+    seq_lens = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
+    dcp = DCPConfig(
+        tensor_parallel_size=size, decode_context_parallel_size=size, cp_kv_cache_interleave_size=interleave, block_size=block_size
+    )
+    dcp = replace(dcp, context_workspace_tokens=2 * num_chunks_worth * dcp.chunk_alignment)
+    counts = [len(range(0, seq_len, block_size * size)) for seq_len in seq_lens]
+    tables = [list(range(sum(counts[:i]), sum(counts[: i + 1])))[::-1] for i in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    latents = [torch.randn(seq_len, L + R, generator=generator) for seq_len in seq_lens]
+    caches = [torch.full((sum(counts), block_size, L + R), torch.nan) for _ in range(size)]
+    for sequence, context_len, table in zip(latents, context_lens, tables, strict=True):
+        for token, (rank, slot) in enumerate(deal_slots(context_len, table, block_size, size, interleave)):
+            write_latents(caches[rank], sequence[token : token + 1, :L], sequence[token : token + 1, L:], torch.tensor([slot]))
+    q = torch.randn(sum(query_lens), num_heads, P + R, generator=generator)
+    w_kv_b = torch.randn(num_heads, P + V, L, generator=generator)
+    wanted = naive_context_prefill(q, latents, w_kv_b, query_lens)
+    steps = [StepMetadata.build(query_lens, seq_lens, tables, dcp, rank) for rank in range(size)]
+    new = torch.cat([sequence[len(sequence) - query :] for sequence, query in zip(latents, query_lens, strict=True)])
+    for cache, step in zip(caches, steps, strict=True):
+        assert step.prefill is not None
+        got = dcp_mla_prefill(q, new[:, :L], new[:, L:], cache, w_kv_b, step.prefill, SCALE, AllRanks(caches, steps))
+        check_close(got, wanted, atol=1e-4)
+
+
+def naive_context_prefill(q: Tensor, latents: Sequence[Tensor], w_kv_b: Tensor, query_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Each new token over its whole sequence up to itself, keys and values up-projected head by head in float64."""
+    outs, lses = [], []
+    for queries, sequence in zip(q.split(list(query_lens)), latents, strict=True):
+        kv_c, k_pe = sequence.double().split([L, R], -1)
+        keys = torch.stack([torch.cat([kv_c @ head[:P].T, k_pe], -1) for head in w_kv_b.double()], 1)
+        values = torch.stack([kv_c @ head[P:].T for head in w_kv_b.double()], 1)
+        for index, query in enumerate(queries):
+            visible = len(sequence) - len(queries) + index + 1
+            out, lse = attend_heads(query, keys[:visible], values[:visible], SCALE)
+            outs.append(out)
+            lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)
+
+
+@pytest.mark.parametrize("function", [reference.mla_decode, mla_decode])
+def test_inputs_are_left_alone(function: Callable[..., Any]) -> None:
+    cache = PagedCache([5, 0], 4)
+    q = torch.randn(2, 2, L + R)
+    kept = [tensor.clone() for tensor in (q, cache.kv_cache, cache.block_table, cache.seq_lens)]
+    function(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    for tensor, before in zip((q, cache.kv_cache, cache.block_table, cache.seq_lens), kept, strict=True):
+        torch.testing.assert_close(tensor, before, atol=0, rtol=0, equal_nan=True)

@@ -1,0 +1,184 @@
+"""The house: what may import what, the public names, the options, and that importing it leaves the process as it was."""
+
+import argparse
+import ast
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dcpmla
+from dcpmla.__main__ import build_parser
+
+PACKAGE = Path(dcpmla.__file__).parent
+ROOMS = {  # first part of a module's name under dcpmla -> floor
+    "config": 0,
+    "ownership": 0,
+    "merge": 0,
+    "parallel": 1,
+    "cache": 2,
+    "comm": 2,
+    "attention": 3,
+    "runtime": 4,
+    "integrations": 4,
+    "cli": 5,
+    "__main__": 5,
+}
+GROUND_FLOOR = 0  # its files are one room: pure math may use pure math
+
+
+def module_name(path: Path) -> str:
+    """a/b/__init__.py -> dcpmla.a.b, a/b.py -> dcpmla.a.b"""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(["dcpmla", *(parts[:-1] if parts[-1] == "__init__" else parts)])
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def resolve(name: str) -> str:
+    """The module that a dotted name lives in: `dcpmla.config.MLAConfig` -> `dcpmla.config`."""
+    while name not in FILES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """Modules of the package that a file imports, wherever in the file, absolute or relative."""
+    package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            source = ".".join(filter(None, [base, node.module]))
+            names = [f"{source}.{alias.name}" for alias in node.names]
+        yield from (resolve(name) for name in names if name.split(".")[0] == "dcpmla")
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Rooms on floors below, and one's own; the ground floor is one room."""
+    if imported == "dcpmla":
+        return False  # the list of public names stands above everything
+    below, above = ROOMS[room(imported)], ROOMS[room(importer)]
+    return below < above or room(imported) == room(importer) or (above == below and above in (GROUND_FLOOR, ROOMS["cli"]))
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if module != "dcpmla"])
+def test_a_floor_imports_only_floors_below(module: str) -> None:
+    assert room(module) in ROOMS, f"{module} is on no floor"
+    wrong = [imported for imported in imports_of(module) if not may_import(module, imported)]
+    assert not wrong, f"{module} (floor {ROOMS[room(module)]}) imports {wrong}"
+
+
+def test_the_reader_of_imports_sees_them_all() -> None:
+    assert "dcpmla.config" in set(imports_of("dcpmla.attention.layer"))
+    assert "dcpmla.ownership" in set(imports_of("dcpmla.attention.metadata"))  # `from dcpmla import ownership`
+    assert "dcpmla.cli.generate" in set(imports_of("dcpmla.__main__"))
+    assert not may_import("dcpmla.cache.latent", "dcpmla.comm.exchange")
+    assert not may_import("dcpmla.runtime.engine", "dcpmla.integrations.transformers")
+    assert not may_import("dcpmla.merge", "dcpmla.parallel.mesh")
+    assert not may_import("dcpmla.cli.generate", "dcpmla")
+    assert may_import("dcpmla.attention.decode", "dcpmla.comm.exchange")
+
+
+def test_public_names() -> None:
+    assert dcpmla.__all__ == [
+        "DCPConfig",
+        "DCPMesh",
+        "LatentCache",
+        "MLAAttention",
+        "MLAConfig",
+        "StepMetadata",
+        "dcp_mla_decode",
+        "dcp_mla_prefill",
+        "init_mesh",
+        "merge_partials",
+        "mla_decode",
+    ]
+
+
+@pytest.mark.parametrize("name", dcpmla.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    thing = getattr(dcpmla, name)
+    assert (thing.__doc__ or "").strip(), f"{name} has no docstring"
+    assert not thing.__doc__.startswith(f"{name}("), f"{name} has only the signature that dataclass wrote"
+    public = [member for key, member in vars(thing).items() if not key.startswith("_")] if inspect.isclass(thing) else []
+    for member in public:
+        function = getattr(member, "__func__", member)
+        if inspect.isfunction(function):
+            assert function.__doc__, f"{function.__qualname__} has no docstring"
+
+
+def subcommand(name: str) -> argparse.ArgumentParser:
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return commands.choices[name]
+
+
+def test_options_of_generate() -> None:
+    options = [tuple(action.option_strings) for action in subcommand("generate")._actions]
+    assert options == [
+        ("-h", "--help"),
+        ("--model",),
+        ("--prompt",),
+        ("--prompt-ids",),
+        ("--max-new-tokens",),
+        ("-tp", "--tensor-parallel-size"),
+        ("-dcp", "--decode-context-parallel-size"),
+        ("--cp-kv-cache-interleave-size",),
+        ("--dcp-comm-backend",),
+        ("--block-size",),
+        ("--max-num-batched-tokens",),
+        ("--max-model-len",),
+        ("--dtype",),
+        ("--device",),
+        ("--temperature",),
+        ("--seed",),
+        ("--json",),
+        ("--logits",),
+    ]
+
+
+def test_importing_leaves_the_process_as_it_was() -> None:
+    """torch comes first: what it does to a process is not ours."""
+    script = """
+import json, logging, os, sys, threading, torch, torch.distributed
+def state():
+    return {
+        "environment": dict(os.environ),
+        "cuda": torch.cuda.is_initialized(),
+        "process group": torch.distributed.is_initialized(),
+        "dtype": str(torch.get_default_dtype()),
+        "seed": torch.random.initial_seed(),
+        "rng": torch.random.get_rng_state().tolist(),
+        "gradients": torch.is_grad_enabled(),
+        "num threads": torch.get_num_threads(),
+        "path": list(sys.path),
+        "logging": (logging.root.level, len(logging.root.handlers), logging.root.manager.disable),
+        "threads": threading.active_count(),
+    }
+before = state()
+import dcpmla
+after = state()
+print(json.dumps([{key: [before[key], after[key]] for key in before if before[key] != after[key]}, "transformers" in sys.modules]))
+"""
+    # A variable that the import sets is set in this process already, and would be inherited: hand down what Python needs, no more.
+    environment = {key: os.environ[key] for key in ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH") if key in os.environ}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True)
+    changed, transformers_imported = json.loads(result.stdout)
+    assert changed == {}
+    assert not transformers_imported, "integrations are imported when they are asked for"
+
+
+def test_types_are_for_users_too() -> None:
+    assert (PACKAGE / "py.typed").is_file()
