@@ -4,6 +4,7 @@ transformers loads the model and cuts MLPs and experts by its own tensor-paralle
 is replaced by a `MLAAttention` that reads its own slices of the checkpoint. Tokens go through the model flat, [1, T].
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,8 @@ def load_config(directory: Path) -> Any:
         ValueError: no config.json, or an architecture that is not dense MLA.
     """
     try:
-        raw, _ = transformers.PretrainedConfig.get_config_dict(str(directory))
-    except OSError as error:
+        raw = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
         raise ValueError(f"model (--model): {directory} has no readable config.json") from error
     model_type = raw.pop("model_type", "none")
     check_model_type(model_type)

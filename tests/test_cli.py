@@ -1,0 +1,210 @@
+"""`dcpmla generate` as its users call it: files it writes, mistakes it names."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import VOCAB_SIZE, save_tiny
+from safetensors.torch import load_file, save_file
+
+from dcpmla.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny("deepseek_v3", directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # --device cpu sets it
+
+
+def torchrun(num_ranks: int, *options: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        "-m",
+        "dcpmla",
+        "generate",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *map(str, options)], check=check, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def generate(*options: object) -> int:
+    return main(["generate", *map(str, options)])
+
+
+def read(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    return json.loads((directory / "out.json").read_text()), dict(np.load(directory / "out.npz"))
+
+
+def test_torchrun_gives_what_one_process_gives(model: Path, tmp_path: Path) -> None:
+    def options(directory: Path) -> list[object]:
+        directory.mkdir()
+        prompts = ["--prompt-ids", "5,6,7", "--prompt-ids", "9", "--prompt-ids", ",".join(map(str, range(1, 60)))]
+        files = ["--json", directory / "out.json", "--logits", directory / "out.npz"]
+        return ["--model", model, *prompts, "--max-new-tokens", "6", "--device", "cpu", *files]
+
+    assert generate(*options(tmp_path / "one")) == 0
+    sharded = ["-tp", 4, "-dcp", 4, "--cp-kv-cache-interleave-size", 2, "--block-size", 8, "--max-num-batched-tokens", 13]
+    run = torchrun(4, *options(tmp_path / "four"), *sharded)
+    (one, one_logits), (four, four_logits) = read(tmp_path / "one"), read(tmp_path / "four")
+    assert one["outputs"] == four["outputs"]
+    assert [len(output["prompt_token_ids"]) for output in one["outputs"]] == [3, 1, 59]
+    for index, output in enumerate(one["outputs"]):
+        logits = one_logits[f"logits_{index}"]
+        assert (logits.dtype, logits.shape) == (np.float32, (len(output["token_ids"]), VOCAB_SIZE))
+        assert logits.argmax(-1).tolist() == output["token_ids"]
+        np.testing.assert_allclose(four_logits[f"logits_{index}"], logits, atol=1e-4)
+    num_cached = sum(len(output["prompt_token_ids"]) + len(output["token_ids"]) - 1 for output in one["outputs"])
+    assert one["kv_tokens_per_rank"] == [num_cached]
+    assert sum(four["kv_tokens_per_rank"]) == num_cached
+    assert max(four["kv_tokens_per_rank"]) < num_cached / 3
+    assert (one["dcp_comm_backend"], four["dcp_comm_backend"]) == ("none", "a2a")
+    assert "prefill" in run.stderr  # the progress bar
+    assert "exchange: a2a (auto: " in run.stdout
+
+
+def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> None:
+    def sample(seed: int, tp: int) -> list[list[int]]:
+        file = tmp_path / f"{seed}_{tp}.json"
+        options = ["--model", model, "--prompt-ids", "5,6,7", "--prompt-ids", "5,6,7", "--max-new-tokens", 8, "--device", "cpu"]
+        options += ["--temperature", 0.8, "--seed", seed, "--json", file]
+        if tp == 1:
+            assert generate(*options) == 0
+        else:
+            torchrun(tp, *options, "-tp", tp, "-dcp", tp)
+        return [output["token_ids"] for output in json.loads(file.read_text())["outputs"]]
+
+    assert sample(3, 1) == sample(3, 2)
+    assert sample(3, 1) != sample(4, 1)
+    assert sample(3, 1)[0] != sample(3, 1)[1]  # equal prompts draw from different streams
+
+
+def test_stops(model: Path, tmp_path: Path) -> None:
+    """An end-of-sequence token ends a request and is its last token; --max-model-len ends it too."""
+    free = tmp_path / "free.json"
+    assert generate("--model", model, "--prompt-ids", "5,6,7", "--max-new-tokens", 5, "--device", "cpu", "--json", free) == 0
+    tokens = json.loads(free.read_text())["outputs"][0]["token_ids"]
+    stopping = tmp_path / "model"
+    stopping.mkdir()
+    for file in model.iterdir():
+        (stopping / file.name).write_bytes(file.read_bytes())
+    (stopping / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB_SIZE - 1, tokens[2]]}))
+    out = tmp_path / "stop.json"
+    assert generate("--model", stopping, "--prompt-ids", "5,6,7", "--max-new-tokens", 5, "--device", "cpu", "--json", out) == 0
+    output = json.loads(out.read_text())["outputs"][0]
+    assert output["token_ids"] == tokens[: tokens.index(tokens[2]) + 1]
+    assert output["finish_reason"] == "stop"
+    assert generate("--model", model, "--prompt-ids", "5,6,7", "--max-model-len", 5, "--device", "cpu", "--json", out) == 0
+    output = json.loads(out.read_text())["outputs"][0]
+    assert (output["token_ids"], output["finish_reason"]) == (tokens[:2], "length")
+
+
+MISTAKES = {
+    "dcp does not divide tp": (
+        ["-dcp", 2],
+        "decode_context_parallel_size (-dcp) is 2; it must divide tensor_parallel_size (-tp) 1: choose 1",
+    ),
+    "too few ranks": (["-tp", 4], "tensor_parallel_size (-tp) is 4, but 1 ranks were started; start torchrun with --nproc-per-node 4"),
+    "interleave": (
+        ["--cp-kv-cache-interleave-size", 3],
+        "(--cp-kv-cache-interleave-size) is 3; it must divide block_size (--block-size) 64",
+    ),
+    "block size": (["--block-size", 0], "block_size (--block-size) is 0; it must be at least 1"),
+    "backend": (["--dcp-comm-backend", "pigeon"], "argument --dcp-comm-backend: invalid choice: 'pigeon'"),
+    "unknown option": (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+    "model": (["--model", "/no/such/dir"], "model (--model) is '/no/such/dir': no such directory"),
+    "long prompt": (["--max-model-len", 3], "prompt 0 has 3 tokens; with --max-model-len 3 at most 2 leave room for a new one"),
+    "long prompt for the model": (["--prompt-ids", ",".join("1" * 300)], "prompt 1 has 300 tokens; with --max-model-len 256"),
+    "ids": (["--prompt-ids", f"1,{VOCAB_SIZE}"], f"prompt 1 has token id {VOCAB_SIZE}; the model's vocabulary is [0, {VOCAB_SIZE})"),
+    "negative id": (["--prompt-ids=-1"], "prompt 1 has token id -1"),
+    "no ids": (["--prompt-ids", "5,x"], "--prompt-ids is '5,x'; expected token ids separated by commas"),
+    "no tokenizer": (["--prompt", "hello"], "--prompt needs a tokenizer"),
+    "new tokens": (["--max-new-tokens", 0], "max_new_tokens (--max-new-tokens) is 0; it must be at least 1"),
+    "temperature": (["--temperature=-1"], "temperature (--temperature) is -1.0; it must not be negative"),
+    "batched tokens": (["--max-num-batched-tokens", 0], "max_num_batched_tokens (--max-num-batched-tokens) is 0; it must be at least 1"),
+    "json": (
+        ["--json", "/no/such/dir/out.json"],
+        "--json is /no/such/dir/out.json, where no file can be written (No such file or directory)",
+    ),
+    "logits": (["--logits", "/"], "--logits is /, a directory; give the name of a file"),
+    "device": (["--device", "cuda"], "device (--device) is 'cuda', but local rank 0 finds 0 GPUs"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_line(name: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options, message = MISTAKES[name]
+    out = tmp_path / "out.json"
+    assert generate("--model", model, "--prompt-ids", "5,6,7", "--device", "cpu", "--json", out, *options) == 2
+    errors = capfd.readouterr().err.strip().splitlines()
+    assert len(errors) == 1, errors
+    assert errors[0].startswith("dcpmla: error: ")
+    assert message in errors[0]
+    assert list(tmp_path.iterdir()) == []  # nothing half-written
+
+
+def test_no_prompt(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert generate("--model", model, "--device", "cpu") == 2
+    assert "no prompt; give at least one --prompt or --prompt-ids" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "replace", "message"),
+    [
+        ("model.layers.1.self_attn.q_b_proj.weight", None, "model.layers.1.self_attn: checkpoint: tensor q_b_proj.weight is missing"),
+        (
+            "model.layers.0.self_attn.kv_b_proj.weight",
+            torch.zeros(3, 16),
+            "tensor kv_b_proj.weight has shape (3, 16); the model's config asks",
+        ),
+        ("model.layers.0.mlp.up_proj.weight", None, "checkpoint: 1 tensors are missing, the first is model.layers.0.mlp.up_proj.weight"),
+        ("model.norm.weight", torch.zeros(47), "checkpoint: tensor model.norm.weight has shape (47,); the model's config asks for (48,)"),
+    ],
+)
+def test_broken_checkpoints(
+    name: str, replace: torch.Tensor | None, message: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(model / "model.safetensors")
+    del tensors[name]
+    save_file(tensors if replace is None else {**tensors, name: replace}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    assert generate("--model", tmp_path, "--prompt-ids", "5", "--device", "cpu") == 2
+    errors = capfd.readouterr().err.strip().splitlines()
+    assert len(errors) == 1, errors
+    assert message in errors[0]
+
+
+def test_unknown_architecture(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert generate("--model", tmp_path, "--prompt-ids", "5", "--device", "cpu") == 2
+    assert "architecture 'llama' is not a dense MLA model this runtime knows; choose deepseek_v2, deepseek_v3" in capfd.readouterr().err
+
+
+def test_under_torchrun_one_rank_reports(model: Path, tmp_path: Path) -> None:
+    """Every rank ends with exit code 2, rank 0 alone says why; also for a mistake that only rank 0 can see."""
+    options = ["--model", model, "--prompt-ids", "5", "--device", "cpu", "-tp", 2]
+    for wrong, message in ([["-dcp", 3], "must divide"], [["--json", tmp_path / "no" / "out.json"], "where no file can be written"]):
+        run = torchrun(2, *options, *wrong, check=False)
+        assert run.returncode != 0
+        assert run.stderr.count("dcpmla: error: ") == 1
+        assert message in run.stderr
+        assert "exitcode  : 2 " in run.stderr
+        assert "Traceback" not in run.stderr.split("dcpmla: error: ")[0]

@@ -1,0 +1,139 @@
+"""The layer alone, against transformers' DeepSeek-V3 attention: batches that mix everything, padding, no positions, a dummy run."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import random_model, tiny_config
+from ranks import run_ranks
+from torch import Tensor
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla.cache.latent import num_blocks
+from dcpmla.comm.select import select_exchange
+
+# (tokens cached before the step, new tokens): decodes at 1, 2 and 41 tokens, prefills fresh, with context, of one token behind another.
+BATCH = ((0, 1), (1, 1), (40, 1), (0, 9), (30, 6), (3, 17), (21, 1))
+
+
+def oracle(config: Any) -> DeepseekV3Attention:
+    return random_model(config).model.layers[0].self_attn
+
+
+def hidden_states(config: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(cached + new, config.hidden_size, generator=generator) for cached, new in BATCH]
+
+
+def rope(config: Any, num_tokens: int, with_positions: bool) -> tuple[Tensor, Tensor]:
+    """transformers' (cos, sin) [1, T, R]; angles of zero stand for a model without positions."""
+    cos, sin = DeepseekV3RotaryEmbedding(config)(torch.empty(0), torch.arange(num_tokens)[None])
+    return (cos, sin) if with_positions else (torch.ones_like(cos), torch.zeros_like(sin))
+
+
+def expected(config: Any, with_positions: bool) -> Tensor:
+    """Outputs of the new tokens of all requests, laid end to end."""
+    attention, outputs = oracle(config), []
+    for (_, new), hidden in zip(BATCH, hidden_states(config), strict=True):
+        causal = torch.full((len(hidden), len(hidden)), -torch.inf).triu(1)[None, None]
+        outputs.append(attention(hidden[None], rope(config, len(hidden), with_positions), causal)[0][0, -new:])
+    return torch.cat(outputs)
+
+
+def run_steps(layer: MLAAttention, hf_config: Any, dcp: DCPConfig, with_positions: bool, padding: int) -> Tensor:
+    """Fill the cache with what each request has cached, as one prefill; then the batch as one step."""
+    total = [cached + new for cached, new in BATCH]
+    cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.float32), torch.device("cpu"))[0].fill_(torch.nan)
+    blocks = iter(range(cache.shape[0] - 1, -1, -1))
+    tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in total]
+    hidden = hidden_states(hf_config)
+    cos, sin = (part[0, :, : part.shape[-1] // 2] for part in rope(hf_config, max(total), True))
+    cos_sin = torch.cat([cos, sin], -1)
+
+    def step(query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int) -> Tensor:
+        metadata = StepMetadata.build(query_lens, seq_lens, [tables[i] for i in requests], dcp, layer.mesh.dcp_rank)
+        rows = torch.cat([hidden[i][seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)])
+        rows = torch.cat([rows, torch.full((padding, rows.shape[1]), torch.nan)])
+        return layer(rows, cache, metadata, cos_sin[metadata.positions] if with_positions else None)
+
+    filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
+    step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled, padding=0)
+    return step([new for _, new in BATCH], total, list(range(len(BATCH))), padding)
+
+
+def check_layer(hf_config: Any, dcp: DCPConfig, with_positions: bool, padding: int) -> None:
+    config = MLAConfig.from_hf(hf_config)
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp.dcp_comm_backend, mesh.dcp_group).exchange, torch.float32, "cpu")
+    layer.load_weights(oracle(hf_config).state_dict())
+    with torch.no_grad():
+        out = run_steps(layer, hf_config, dcp, with_positions, padding)
+        wanted = expected(hf_config, with_positions)
+    assert out.shape == (len(wanted) + padding, config.hidden_size)
+    torch.testing.assert_close(out[: len(wanted)], wanted, atol=1e-5, rtol=1e-4)
+    assert out.isfinite().all()  # padding took nothing from the rows behind num_tokens
+
+
+def layout(tp: int, dcp: int, interleave: int = 1, backend: str = "auto") -> DCPConfig:
+    config = DCPConfig(
+        tensor_parallel_size=tp,
+        decode_context_parallel_size=dcp,
+        cp_kv_cache_interleave_size=interleave,
+        dcp_comm_backend=backend,
+        block_size=4,
+        context_workspace_tokens=1 << 16,
+    )
+    return dataclasses.replace(config, context_workspace_tokens=4 * config.chunk_alignment)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v3_neox"])
+@pytest.mark.parametrize(
+    "dcp", [layout(1, 1), layout(2, 2), layout(4, 2, 2, "ag_rs"), layout(4, 4, 4, "a2a"), layout(3, 3, 2, "ag_rs")], ids=str
+)
+def test_mixed_batch(family: str, dcp: DCPConfig) -> None:
+    run_ranks(dcp.tensor_parallel_size, check_layer, tiny_config(family), dcp, True, 0)
+
+
+def test_padding_and_no_positions() -> None:
+    run_ranks(2, check_layer, tiny_config("deepseek_v3"), layout(2, 2), False, 5)
+
+
+def check_dummy_run(hf_config: Any) -> None:
+    dcp, mesh = layout(2, 2), init_mesh(2, 2)
+    layer = MLAAttention(MLAConfig.from_hf(hf_config), dcp, mesh, select_exchange("a2a", mesh.dcp_group).exchange, torch.float32, "cpu")
+    if dist.get_rank() == 0:  # no exchange: a rank may make a dummy run by itself
+        assert torch.equal(layer(torch.full((7, 48), 3.0), None, None), torch.zeros(7, 48))
+
+
+def test_dummy_run_is_zero_and_local() -> None:
+    run_ranks(2, check_dummy_run, tiny_config("deepseek_v3"))
+
+
+def check_mistakes(hf_config: Any) -> None:
+    dcp, mesh = layout(1, 1), init_mesh(1, 1)
+    config = MLAConfig.from_hf(hf_config)
+    layer = MLAAttention(config, dcp, mesh, select_exchange("auto", mesh.dcp_group).exchange, torch.float32, "cpu")
+    metadata = StepMetadata.build([3], [3], [[0]], dcp, 0)
+    hidden, cache, cos_sin = torch.zeros(3, 48), torch.zeros(2, 4, 24), torch.zeros(3, 8)
+    with pytest.raises(ValueError, match=r"hidden_states has shape \(2, 48\); expected \[at least 3, 48\]"):
+        layer(hidden[:2], cache, metadata, cos_sin)
+    with pytest.raises(ValueError, match=r"kv_cache has shape \(2, 4, 23\); expected \[num_blocks, 4, 24\]"):
+        layer(hidden, cache[..., :23], metadata, cos_sin)
+    with pytest.raises(ValueError, match=r"cos_sin has shape \(2, 8\); expected \[3, 8\]"):
+        layer(hidden, cache, metadata, cos_sin[:2])
+    weights = oracle(hf_config).state_dict()
+    with pytest.raises(ValueError, match="checkpoint: tensor q_b_proj.weight is missing"):
+        layer.load_weights({name: weight for name, weight in weights.items() if name != "q_b_proj.weight"})
+    with pytest.raises(ValueError, match=r"tensor o_proj.weight has shape \(47, 96\); the model's config asks for \(48, 96\)"):
+        layer.load_weights({**weights, "o_proj.weight": weights["o_proj.weight"][:47]})
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel_size \(-tp\) is 5; it must divide the model's 24 attention heads: choose 1, 2, 3, "
+    ):
+        config.heads_per_rank(5)
+
+
+def test_mistakes_are_named() -> None:
+    run_ranks(1, check_mistakes, tiny_config("deepseek_v3"))
