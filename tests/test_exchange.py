@@ -40,12 +40,12 @@ def exchanges() -> list[Exchange]:
     return [AllGatherReduceScatter(dist.group.WORLD), AllToAll(dist.group.WORLD)]
 
 
-def check_combine() -> None:
+def check_combine(device: str = "cpu") -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     heads = slice(rank * H, (rank + 1) * H)
     for exchange, dtype in itertools.product(exchanges(), DTYPES):
         out, lse = partials(size, dtype)
-        merged, merged_lse = exchange.combine(out[rank], lse[rank])
+        merged, merged_lse = (tensor.cpu() for tensor in exchange.combine(out[rank].to(device), lse[rank].to(device)))
         wanted, wanted_lse = expected_merge(out, lse)
         assert (merged.dtype, merged.shape, merged_lse.dtype) == (dtype, (T, H, D), torch.float32)
         tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]  # one rounding of the result
@@ -55,11 +55,11 @@ def check_combine() -> None:
         assert (merged_lse[1] == -torch.inf).all()
 
 
-def check_gathers() -> None:
+def check_gathers(device: str = "cpu") -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    q = torch.arange(T * size * H * D, dtype=torch.float32).view(T, size * H, D)
-    rows = torch.randn(size, 7, D, generator=torch.Generator().manual_seed(0))
-    order = torch.randperm(size * 7, generator=torch.Generator().manual_seed(1))[:9]
+    q = torch.arange(T * size * H * D, dtype=torch.float32).view(T, size * H, D).to(device)
+    rows = torch.randn(size, 7, D, generator=torch.Generator().manual_seed(0)).to(device)
+    order = torch.randperm(size * 7, generator=torch.Generator().manual_seed(1))[:9].to(device)
     for exchange in exchanges():
         mine = q[:, rank * H : (rank + 1) * H]  # not contiguous
         assert torch.equal(exchange.gather_heads(mine), q)

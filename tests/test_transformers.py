@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import FAMILIES, VOCAB_SIZE, save_tiny
 from ranks import run_ranks
 
@@ -40,12 +41,13 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
 
 
-def run_cases(directory: Path, cases: list[Case]) -> list[list[tuple[list[int], torch.Tensor]]]:
+def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list[tuple[list[int], torch.Tensor]]]:
     """On one rank: for each case, each prompt's new tokens and their logits [NUM_NEW, vocab]."""
-    config, device, results = load_config(directory), torch.device("cpu"), []
+    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
+    config, results = load_config(directory), []
     for case in cases:
         dcp = case.dcp
-        mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+        mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size, device_type)
         selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
         model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
         requests = [Request(prompt, NUM_NEW) for prompt in prompts()]
@@ -76,8 +78,8 @@ def make_cases(tp: int, dcp_sizes: list[int], interleaves: tuple[int, ...], back
     return cases
 
 
-def check(reference: Any, directory: Path, tp: int, cases: list[Case]) -> None:
-    results = run_ranks(tp, run_cases, directory, cases, timeout=500)
+def check(reference: Any, directory: Path, tp: int, cases: list[Case], device_type: str = "cpu") -> None:
+    results = run_ranks(tp, run_cases, directory, cases, device_type, device=device_type, timeout=500)
     for rank, case_index, index in itertools.product(range(tp), range(len(cases)), range(len(PROMPT_LENS))):
         tokens, logits = results[rank][case_index][index]
         prompt, where = prompts()[index], f"rank {rank}, {cases[case_index]}, prompt of {PROMPT_LENS[index]}"

@@ -1,0 +1,36 @@
+"""The CPU tests' checks once more on GPUs: exchanges over NCCL, and transformers' logits in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import FAMILIES, save_tiny
+from ranks import run_ranks
+from test_exchange import check_combine, check_gathers
+from test_transformers import check, make_cases
+
+NUM_GPUS = [pytest.param(number, marks=getattr(pytest.mark, f"gpu_{number}")) for number in (2, 4, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # ranks inherit it
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@pytest.mark.parametrize("check_exchange", [check_combine, check_gathers])
+def test_exchange(num_gpus: int, check_exchange: Any) -> None:
+    run_ranks(num_gpus, check_exchange, "cuda", device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_gpu(family: str, tmp_path: Path) -> None:
+    check(save_tiny(family, tmp_path), tmp_path, 1, make_cases(1, [1], (1, 2), ("auto",)), "cuda")
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "mistral4"])
+def test_logits_and_tokens(num_gpus: int, family: str, tmp_path: Path) -> None:
+    cases = make_cases(num_gpus, [num_gpus], (1, 16), ("ag_rs", "a2a")) + make_cases(num_gpus, [num_gpus // 2], (2,), ("auto",))
+    check(save_tiny(family, tmp_path), tmp_path, num_gpus, cases, "cuda")
