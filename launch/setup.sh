@@ -6,4 +6,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "dcpmla needs Python 3.11 or later; set PYTHON to one" >&2; exit 1; }
 # The version that this project is tested with; for the small CPU-only build, point pip at PyTorch's CPU wheels (PIP_FIND_LINKS or an index).
 python -c 'import torch' 2>/dev/null || pip install --quiet torch==2.13.0
-python -c 'import dcpmla, transformers, safetensors, accelerate, tqdm' 2>/dev/null && [ -z "${1:-}" ] || pip install --quiet --editable ".${1:-}"
+pip install --quiet --disable-pip-version-check --editable ".${1:-}"

@@ -133,6 +133,7 @@ MISTAKES = {
     "model": (["--model", "/no/such/dir"], "model (--model) is '/no/such/dir': no such directory"),
     "long prompt": (["--max-model-len", 3], "prompt 0 has 3 tokens; with --max-model-len 3 at most 2 leave room for a new one"),
     "long prompt for the model": (["--prompt-ids", ",".join("1" * 300)], "prompt 1 has 300 tokens; with --max-model-len 256"),
+    "model length": (["--max-model-len", 257], "--max-model-len is 257; it must be in [2, 256], where the model's positions end"),
     "ids": (["--prompt-ids", f"1,{VOCAB_SIZE}"], f"prompt 1 has token id {VOCAB_SIZE}; the model's vocabulary is [0, {VOCAB_SIZE})"),
     "negative id": (["--prompt-ids=-1"], "prompt 1 has token id -1"),
     "no ids": (["--prompt-ids", "5,x"], "--prompt-ids is '5,x'; expected token ids separated by commas"),

@@ -83,6 +83,15 @@ def test_ranks(num_ranks: int, check: Any) -> None:
     run_ranks(num_ranks, check)
 
 
+def check_wide_rows() -> None:
+    with pytest.raises(ValueError, match="out has dtype torch.float64; a2a carries rows of float32 or narrower"):
+        AllToAll(dist.group.WORLD).combine(torch.zeros(1, 1, D, dtype=torch.float64), torch.zeros(1, 1))
+
+
+def test_rows_wider_than_the_lse_are_refused() -> None:
+    run_ranks(1, check_wide_rows)
+
+
 def test_skew() -> None:
     run_ranks(3, check_skew)
 

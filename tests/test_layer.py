@@ -129,6 +129,8 @@ def check_mistakes(hf_config: Any) -> None:
         layer.load_weights({name: weight for name, weight in weights.items() if name != "q_b_proj.weight"})
     with pytest.raises(ValueError, match=r"tensor o_proj.weight has shape \(47, 96\); the model's config asks for \(48, 96\)"):
         layer.load_weights({**weights, "o_proj.weight": weights["o_proj.weight"][:47]})
+    with pytest.raises(ValueError, match="dcp is for tensor_parallel_size 2 and decode_context_parallel_size 2; the mesh has 1 and 1"):
+        MLAAttention(config, layout(2, 2), mesh, layer.exchange, torch.float32, "cpu")
     with pytest.raises(
         ValueError, match=r"tensor_parallel_size \(-tp\) is 5; it must divide the model's 24 attention heads: choose 1, 2, 3, "
     ):

@@ -30,7 +30,7 @@ class MLAAttention(nn.Module):
         exchange: how the DCP group moves rows, from `dcpmla.comm.select.select_exchange`.
         dtype, device: of the parameters; they hold nothing until `load_weights`.
     Raises:
-        ValueError: the heads do not divide by the TP size.
+        ValueError: the heads do not divide by the TP size, or dcp speaks of other sizes than the mesh has.
     Source: DeepSeek-V2, section 2.1; names of the projections as in DeepSeek's checkpoints.
     """
 
@@ -38,6 +38,11 @@ class MLAAttention(nn.Module):
         self, config: MLAConfig, dcp: DCPConfig, mesh: DCPMesh, exchange: Exchange, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
+        if (dcp.tensor_parallel_size, dcp.decode_context_parallel_size) != (mesh.tp_size, mesh.dcp_size):
+            raise ValueError(
+                f"dcp is for tensor_parallel_size {dcp.tensor_parallel_size} and decode_context_parallel_size "
+                f"{dcp.decode_context_parallel_size}; the mesh has {mesh.tp_size} and {mesh.dcp_size}"
+            )
         self.config, self.dcp, self.mesh, self.exchange = config, dcp, mesh, exchange
         self.num_heads = config.heads_per_rank(mesh.tp_size)
         new: dict[str, Any] = {"dtype": dtype, "device": device}

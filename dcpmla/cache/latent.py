@@ -1,8 +1,8 @@
 """The paged latent cache of one rank: a row [kv_c | k_pe] for each token that this rank owns."""
 
-import os
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -117,4 +117,4 @@ def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().available)

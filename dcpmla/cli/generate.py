@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
             config = load_config(directory)
             MLAConfig.from_hf(config).heads_per_rank(mesh.tp_size)
             tokenizer = _load_tokenizer(directory)
-            max_model_len = args.max_model_len or config.max_position_embeddings
+            max_model_len = _max_model_len(args.max_model_len, config.max_position_embeddings)
             requests = _read_requests(args, tokenizer, config.vocab_size, max_model_len)
         dcp = _with_workspace(dcp, max_model_len, len(requests))
         selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
@@ -113,6 +113,12 @@ def _read_requests(args: argparse.Namespace, tokenizer: Any, vocab_size: int, ma
         max_new_tokens = min(args.max_new_tokens, max_model_len - len(prompt))
         requests.append(Request(prompt, max_new_tokens, args.temperature, seed=args.seed * len(prompts) + index))
     return requests
+
+
+def _max_model_len(asked: int | None, max_position_embeddings: int) -> int:
+    if asked is not None and not 2 <= asked <= max_position_embeddings:
+        raise ValueError(f"--max-model-len is {asked}; it must be in [2, {max_position_embeddings}], where the model's positions end")
+    return asked or max_position_embeddings
 
 
 def _parse_ids(text: str) -> list[int]:

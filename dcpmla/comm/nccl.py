@@ -61,6 +61,8 @@ class AllToAll(_CollectiveExchange):
     name = "a2a"
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        if out.element_size() > lse.element_size():
+            raise ValueError(f"out has dtype {out.dtype}; a2a carries rows of float32 or narrower")
         num_tokens, _, width = out.shape
         lse_lanes = lse.element_size() // out.element_size()  # a float32 LSE as bits in lanes of the rows' dtype
         row_lanes = _ROW_ALIGNMENT // out.element_size()  # keeps rows aligned for vector loads
