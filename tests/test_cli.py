@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import VOCAB_SIZE, save_tiny
+from models import VOCAB_SIZE, random_model, save_tiny, tiny_config
 from safetensors.torch import load_file, save_file
 
 from dcpmla.__main__ import main
@@ -138,9 +138,9 @@ MISTAKES = {
     "negative id": (["--prompt-ids=-1"], "prompt 1 has token id -1"),
     "no ids": (["--prompt-ids", "5,x"], "--prompt-ids is '5,x'; expected token ids separated by commas"),
     "no tokenizer": (["--prompt", "hello"], "--prompt needs a tokenizer"),
-    "new tokens": (["--max-new-tokens", 0], "max_new_tokens (--max-new-tokens) is 0; it must be at least 1"),
+    "new tokens": (["--max-new-tokens", 0], "argument --max-new-tokens: '0' is not a whole number of at least 1"),
     "temperature": (["--temperature=-1"], "temperature (--temperature) is -1.0; it must not be negative"),
-    "batched tokens": (["--max-num-batched-tokens", 0], "max_num_batched_tokens (--max-num-batched-tokens) is 0; it must be at least 1"),
+    "batched tokens": (["--max-num-batched-tokens=-8"], "argument --max-num-batched-tokens: '-8' is not a whole number of at least 1"),
     "json": (
         ["--json", "/no/such/dir/out.json"],
         "--json is /no/such/dir/out.json, where no file can be written (No such file or directory)",
@@ -209,3 +209,11 @@ def test_under_torchrun_one_rank_reports(model: Path, tmp_path: Path) -> None:
         assert message in run.stderr
         assert "exitcode  : 2 " in run.stderr
         assert "Traceback" not in run.stderr.split("dcpmla: error: ")[0]
+
+
+def test_experts_that_do_not_divide(tmp_path: Path) -> None:
+    config = tiny_config("deepseek_v3")
+    config.moe_intermediate_size = 51
+    random_model(config).save_pretrained(tmp_path)
+    run = torchrun(2, "--model", tmp_path, "--prompt-ids", "5", "--device", "cpu", "-tp", 2, check=False)
+    assert run.stderr.count("dcpmla: error: tensor_parallel_size (-tp) is 2; it must divide the experts' intermediate size 51") == 1

@@ -17,9 +17,9 @@ from dcpmla.cache.latent import LatentCache
 from dcpmla.cli.output import check_writable, write_arrays, write_json
 from dcpmla.comm.select import Selection, select_exchange
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
-from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
+from dcpmla.integrations.transformers import find_model, load_config, load_model
 from dcpmla.parallel.bootstrap import DEVICES, Ranks, agree, distributed, read_launcher
-from dcpmla.parallel.mesh import DCPMesh, init_mesh
+from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 
@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
     add("--prompt-ids", action="append", default=[], metavar="5,6,7", help="a prompt as token ids; repeatable, behind the texts")
-    add("--max-new-tokens", type=int, default=16, metavar="K")
+    add("--max-new-tokens", type=_positive, default=16, metavar="K")
     add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that cut the heads; all ranks of the job")
     add("-dcp", "--decode-context-parallel-size", type=int, default=1, metavar="D", help="ranks that share one cache; divides -tp")
     add("--cp-kv-cache-interleave-size", type=int, default=1, metavar="I", help="consecutive tokens on one rank")
     add("--dcp-comm-backend", choices=DCP_COMM_BACKENDS, default="auto")
     add("--block-size", type=int, default=64, metavar="P", help="tokens of a cache block on one rank")
-    add("--max-num-batched-tokens", type=int, default=8192, metavar="C", help="most tokens of one prefill step")
+    add("--max-num-batched-tokens", type=_positive, default=8192, metavar="C", help="most tokens of one prefill step")
     add("--max-model-len", type=int, metavar="L", help="longest sequence, prompt and answer; default: the model's")
     add("--dtype", choices=tuple(_DTYPES), default="auto", help="auto: the checkpoint's")
     add("--device", choices=DEVICES, default="auto")
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
         with tqdm(total=num_prompt_tokens, desc="prefill", unit="tok", disable=not ranks.is_first) as bar:
             engine.generate(requests, keep_logits=args.logits is not None and ranks.is_first, on_prefill=bar.update)
         if ranks.is_first:
-            _report(args, engine, requests, _texts(requests, tokenizer), selection, mesh, model)
+            _report(args, engine, requests, _texts(requests, tokenizer), selection)
 
 
 def _read_requests(args: argparse.Namespace, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[Request]:
@@ -121,6 +121,12 @@ def _max_model_len(asked: int | None, max_position_embeddings: int) -> int:
     return asked or max_position_embeddings
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def _parse_ids(text: str) -> list[int]:
     try:
         return [int(token) for token in text.split(",")]
@@ -146,15 +152,7 @@ def _texts(requests: list[Request], tokenizer: Any) -> list[str]:
     return [tokenizer.decode(request.token_ids, skip_special_tokens=True) for request in requests]
 
 
-def _report(
-    args: argparse.Namespace,
-    engine: Engine,
-    requests: list[Request],
-    texts: list[str],
-    selection: Selection,
-    mesh: DCPMesh,
-    model: ShardedModel,
-) -> None:
+def _report(args: argparse.Namespace, engine: Engine, requests: list[Request], texts: list[str], selection: Selection) -> None:
     """Write the files, then print the answers."""
     kv_tokens_per_rank = engine.kv_tokens_per_rank(requests)
     outputs = [
@@ -169,10 +167,10 @@ def _report(
                 "kv_tokens_per_rank": kv_tokens_per_rank,
                 "dcp_comm_backend": selection.exchange.name,
                 "dcp_comm_backend_reason": selection.reason,
-                "tensor_parallel_size": mesh.tp_size,
-                "decode_context_parallel_size": mesh.dcp_size,
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "device": model.device.type,
+                "tensor_parallel_size": engine.mesh.tp_size,
+                "decode_context_parallel_size": engine.mesh.dcp_size,
+                "dtype": str(engine.cache.sizes.dtype).removeprefix("torch."),
+                "device": engine.model.device.type,
                 **asdict(engine.stats),
             },
         )

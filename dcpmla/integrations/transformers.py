@@ -171,8 +171,11 @@ def _load_without_attention(directory: Path, config: Any, tp_size: int, dtype: t
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            for name in [name for name, module in self.named_modules() if hasattr(module, "kv_a_proj_with_mqa")]:
-                self.set_submodule(name, _Placeholder())
+            for name, module in list(self.named_modules()):
+                if hasattr(module, "kv_a_proj_with_mqa"):
+                    self.set_submodule(name, _Placeholder())
+                elif name.endswith(".experts"):
+                    _check_experts(module, tp_size)
             self._tp_plan = {rule: style for rule, style in self._tp_plan.items() if ".self_attn." not in rule}
 
     Skeleton.__name__ = base.__name__  # transformers' own reports name the class
@@ -193,6 +196,14 @@ def _load_without_attention(directory: Path, config: Any, tp_size: int, dtype: t
         raise ValueError(f"model (--model): {directory} has no safetensors checkpoint that transformers can load ({error})") from error
     _check_loaded(info)
     return model.eval()
+
+
+def _check_experts(experts: Any, tp_size: int) -> None:
+    """transformers cuts linear layers unevenly where it must, but not experts."""
+    if experts.down_proj.shape[-1] % tp_size:
+        raise ValueError(
+            f"tensor_parallel_size (-tp) is {tp_size}; it must divide the experts' intermediate size {experts.down_proj.shape[-1]}"
+        )
 
 
 def _check_loaded(info: dict[str, Any]) -> None:
