@@ -136,7 +136,7 @@ MISTAKES = {
     "model length": (["--max-model-len", 257], "--max-model-len is 257; it must be in [2, 256], where the model's positions end"),
     "ids": (["--prompt-ids", f"1,{VOCAB_SIZE}"], f"prompt 1 has token id {VOCAB_SIZE}; the model's vocabulary is [0, {VOCAB_SIZE})"),
     "negative id": (["--prompt-ids=-1"], "prompt 1 has token id -1"),
-    "no ids": (["--prompt-ids", "5,x"], "--prompt-ids is '5,x'; expected token ids separated by commas"),
+    "no ids": (["--prompt-ids", "5,x"], "argument --prompt-ids: '5,x' is not a list of token ids separated by commas"),
     "no tokenizer": (["--prompt", "hello"], "--prompt needs a tokenizer"),
     "new tokens": (["--max-new-tokens", 0], "argument --max-new-tokens: '0' is not a whole number of at least 1"),
     "temperature": (["--temperature=-1"], "temperature (--temperature) is -1.0; it must not be negative"),
@@ -217,3 +217,12 @@ def test_experts_that_do_not_divide(tmp_path: Path) -> None:
     random_model(config).save_pretrained(tmp_path)
     run = torchrun(2, "--model", tmp_path, "--prompt-ids", "5", "--device", "cpu", "-tp", 2, check=False)
     assert run.stderr.count("dcpmla: error: tensor_parallel_size (-tp) is 2; it must divide the experts' intermediate size 51") == 1
+
+
+def test_texts_and_ids_keep_the_order_given(tmp_path: Path) -> None:
+    needle, out = Path(__file__).parents[1] / "examples" / "needle" / "model", tmp_path / "out.json"
+    prompts = ["--prompt-ids", "1,7,2000,4,7,5", "--prompt", "amber-ant 123; amber-apple 456; amber-ant?", "--prompt-ids", "1,9"]
+    assert generate("--model", needle, *prompts, "--max-new-tokens", 1, "--device", "cpu", "--json", out) == 0
+    outputs = json.loads(out.read_text())["outputs"]
+    assert [len(output["prompt_token_ids"]) for output in outputs] == [6, 9, 2]
+    assert outputs[1]["text"] == "123"

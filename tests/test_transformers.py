@@ -47,7 +47,7 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
     config, results = load_config(directory), []
     for case in cases:
         dcp = case.dcp
-        mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size, device_type)
+        mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
         selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
         model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
         requests = [Request(prompt, NUM_NEW) for prompt in prompts()]

@@ -31,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
-    add("--prompt-ids", action="append", default=[], metavar="5,6,7", help="a prompt as token ids; repeatable, behind the texts")
+    # One list for both, so that prompts keep the order in which they were given.
+    add("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
+    add("--prompt-ids", dest="prompts", action="append", type=_token_ids, metavar="5,6,7", help="a prompt as token ids; repeatable")
     add("--max-new-tokens", type=_positive, default=16, metavar="K")
     add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that cut the heads; all ranks of the job")
     add("-dcp", "--decode-context-parallel-size", type=int, default=1, metavar="D", help="ranks that share one cache; divides -tp")
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
         )
     _quiet(ranks)
     with distributed(ranks, _TIMEOUT):
-        mesh = init_mesh(args.tensor_parallel_size, args.decode_context_parallel_size, ranks.device.type)
+        mesh = init_mesh(args.tensor_parallel_size, args.decode_context_parallel_size)
         with agree():
             if ranks.is_first:
                 check_writable("--json", args.json)
@@ -94,10 +95,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read_requests(args: argparse.Namespace, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[Request]:
-    """The prompts in the order of the options (texts, then ids), checked against the model."""
-    if args.prompt and tokenizer is None:
+    """The prompts in the order given, checked against the model."""
+    if tokenizer is None and any(isinstance(prompt, str) for prompt in args.prompts):
         raise ValueError("--prompt needs a tokenizer, and the model's directory has none that loads without its own code; use --prompt-ids")
-    prompts = [tokenizer(text)["input_ids"] for text in args.prompt] + [_parse_ids(text) for text in args.prompt_ids]
+    prompts = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in args.prompts]
     if not prompts:
         raise ValueError("no prompt; give at least one --prompt or --prompt-ids")
     requests = []
@@ -127,11 +128,11 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parse_ids(text: str) -> list[int]:
+def _token_ids(text: str) -> list[int]:
     try:
         return [int(token) for token in text.split(",")]
     except ValueError:
-        raise ValueError(f"--prompt-ids is {text!r}; expected token ids separated by commas, as in 5,6,7") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids separated by commas, as in 5,6,7") from None
 
 
 def _with_workspace(dcp: DCPConfig, max_model_len: int, max_num_seqs: int) -> DCPConfig:

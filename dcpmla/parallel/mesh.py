@@ -49,14 +49,12 @@ class DCPMesh:
         return dist.get_rank(self.dcp_group)
 
 
-def init_mesh(tensor_parallel_size: int, decode_context_parallel_size: int, device_type: str = "cpu") -> DCPMesh:
+def init_mesh(tensor_parallel_size: int, decode_context_parallel_size: int) -> DCPMesh:
     """Cut all ranks of the job into TP groups of neighbouring ranks, and each of those into DCP groups.
 
     Collective: every rank calls it. torch.distributed must be initialised. A serving stack that has its groups already calls
     `DCPMesh(tp_group, dcp_group)` instead.
 
-    Args:
-        device_type: "cpu" or "cuda", the device that the groups will exchange.
     Raises:
         ValueError: sizes that do not divide each other or the number of ranks; the message lists the sizes that do.
     """
@@ -68,6 +66,7 @@ def init_mesh(tensor_parallel_size: int, decode_context_parallel_size: int, devi
             f"tensor_parallel_size (-tp) is {tp}, but the job has {num_ranks} ranks, which it must divide; "
             f"start {tp} ranks (torchrun --nproc-per-node {tp}) or a multiple"
         )
+    device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     tp_mesh = init_device_mesh(device_type, (num_ranks // tp, tp), mesh_dim_names=("dp", "tp"))
     dcp_mesh = init_device_mesh(device_type, (num_ranks // dcp, dcp), mesh_dim_names=("replica", "dcp"))
     return DCPMesh(tp_mesh.get_group("tp"), dcp_mesh.get_group("dcp"))
