@@ -36,9 +36,9 @@ class _CollectiveExchange:
             _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
         return gathered
 
-    def _split_heads(self, tensor: Tensor) -> Tensor:
-        """[T, W h, ...] -> [W, T, h, ...], the heads of each rank contiguous: what a rank sends to each owner."""
-        return tensor.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+    def _by_owner(self, tensor: Tensor) -> Tensor:
+        """[T, W h, ...] -> a view [W, T, h, ...]: what goes to each owner."""
+        return tensor.unflatten(1, (self.size, -1)).transpose(0, 1)
 
 
 class AllGatherReduceScatter(_CollectiveExchange):
@@ -48,7 +48,7 @@ class AllGatherReduceScatter(_CollectiveExchange):
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         all_lse = self._all_gather(lse, "combine")
-        shares = self._split_heads(weigh_partial(out, partial_weights(all_lse)[self.rank]))
+        shares = self._by_owner(weigh_partial(out, partial_weights(all_lse)[self.rank])).contiguous()
         merged = torch.empty_like(shares[0])
         with named("combine", self.group):
             _reduce_scatter(merged, shares.flatten(0, 1), group=self.group)
@@ -61,16 +61,19 @@ class AllToAll(_CollectiveExchange):
     name = "a2a"
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        num_tokens, num_heads, width = out.shape
         if out.element_size() > lse.element_size():
             raise ValueError(f"out has dtype {out.dtype}; a2a carries rows of float32 or narrower")
-        num_tokens, _, width = out.shape
-        lse_lanes = lse.element_size() // out.element_size()  # a float32 LSE as bits in lanes of the rows' dtype
-        row_lanes = _ROW_ALIGNMENT // out.element_size()  # keeps rows aligned for vector loads
-        sent = out.new_zeros(self.size, num_tokens, out.shape[1] // self.size, width + max(row_lanes, lse_lanes))
-        sent[..., :width] = self._split_heads(out)
-        sent[..., width : width + lse_lanes] = self._split_heads(lse).unsqueeze(-1).view(out.dtype)
+        row_words = -(-width * out.element_size() // _ROW_ALIGNMENT) * _ROW_ALIGNMENT // 4
+        sent = lse.new_empty(self.size, num_tokens, num_heads // self.size, row_words + _ROW_ALIGNMENT // 4)
         received = torch.empty_like(sent)
+        _rows(sent, out.dtype, width).copy_(self._by_owner(out))
+        sent[..., row_words].copy_(self._by_owner(lse))
         with named("combine", self.group):
             dist.all_to_all_single(received, sent, group=self.group)
-        received_lse = received[..., width : width + lse_lanes].contiguous().view(lse.dtype).squeeze(-1)
-        return merge_partials(received[..., :width], received_lse)
+        return merge_partials(_rows(received, out.dtype, width), received[..., row_words])
+
+
+def _rows(buffer: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """The rows [..., width] in a float32 buffer [..., words], whose rows are aligned for vector loads."""
+    return buffer.view(dtype)[..., :width]
