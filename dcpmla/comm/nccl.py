@@ -71,9 +71,18 @@ class AllToAll(_CollectiveExchange):
         sent[..., row_words].copy_(self._by_owner(lse))
         with named("combine", self.group):
             dist.all_to_all_single(received, sent, group=self.group)
-        return merge_partials(_rows(received, out.dtype, width), received[..., row_words])
+        return _merge(_rows(received, out.dtype, width), received[..., row_words])
 
 
 def _rows(buffer: Tensor, dtype: torch.dtype, width: int) -> Tensor:
     """The rows [..., width] in a float32 buffer [..., words], whose rows are aligned for vector loads."""
     return buffer.view(dtype)[..., :width]
+
+
+def _merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`merge_partials`, on a GPU as one kernel."""
+    if not out.is_cuda:
+        return merge_partials(out, lse)
+    from dcpmla.comm.kernels import merge_rows  # triton is there on Linux only
+
+    return merge_rows(out, lse)

@@ -1,0 +1,52 @@
+"""Triton kernels of the exchange against `merge_partials`: on a GPU, in Triton's interpreter without one, and compiled for Hopper."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_exchange import expected_merge, partials
+
+triton = pytest.importorskip("triton")
+
+
+def check_merge_rows(device: str) -> None:
+    from dcpmla.comm.kernels import merge_rows
+
+    for num_parts in (1, 2, 3, 8):
+        for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)):  # the interpreter truncates
+            out, lse = partials(num_parts, dtype)
+            padded = torch.full((*out.shape[:-1], out.shape[-1] + 8), torch.nan, dtype=dtype)  # rows with something behind them
+            padded[..., :-8] = out
+            merged, merged_lse = merge_rows(padded.to(device)[..., :-8], lse.to(device).transpose(0, 1).contiguous().transpose(0, 1))
+            wanted, wanted_lse = expected_merge(out, lse)
+            torch.testing.assert_close(merged.double().cpu(), wanted, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(merged_lse.double().cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.gpu
+def test_merge_rows() -> None:
+    check_merge_rows("cuda")
+
+
+def test_merge_rows_in_the_interpreter() -> None:
+    """In a process of its own: Triton decides to interpret when a kernel is defined."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "from test_comm_kernels import check_merge_rows; check_merge_rows('cpu')"]
+    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_merge_kernel_compiles_for_hopper(dtype: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dcpmla.comm.kernels import merge_kernel
+
+    types = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32", "merged_ptr": f"*{dtype}", "merged_lse_ptr": "*fp32"}
+    constants = {"NUM_PARTS": 8, "PARTS": 8, "COLUMNS": 512}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in merge_kernel.arg_names}
+    compiled = triton.compile(ASTSource(merge_kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
+    assert "sm_90a" in compiled.asm["ptx"]
