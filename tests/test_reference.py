@@ -2,8 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from hypothesis import strategies as st
 from test_ownership import deal_slots
 from torch import Tensor
 
-from dcpmla import DCPConfig, StepMetadata, dcp_mla_decode, dcp_mla_prefill, merge_partials, mla_decode
+from dcpmla import dcp_mla_decode, merge_partials, mla_decode
 from dcpmla.attention import reference
 from dcpmla.attention.backends import select_backend
-from dcpmla.cache.latent import read_latents, write_latents
 from dcpmla.comm.exchange import LocalExchange
 
 L, R, P, V = 6, 4, 5, 3  # latent, rope part, key and value of a head
@@ -225,159 +223,15 @@ def test_a_device_without_a_backend() -> None:
         select_backend(torch.device("meta"))
 
 
-def starts(lens: Sequence[int]) -> list[int]:
-    return [sum(lens[:count]) for count in range(len(lens) + 1)]
-
-
-def naive_prefill(
-    q: Tensor, k: Tensor, v: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Requests one by one, queries one by one."""
-    outs, lses = [], []
-    for q_i, k_i, v_i in zip(q.split(list(query_lens)), k.split(list(key_lens)), v.split(list(key_lens)), strict=True):
-        for index, query in enumerate(q_i):
-            visible = index + 1 if causal else len(k_i)
-            out, lse = attend_heads(query, k_i[:visible], v_i[:visible], SCALE)
-            outs.append(out)
-            lses.append(lse)
-    return torch.stack(outs), torch.stack(lses)
-
-
-def ragged(
-    query_lens: Sequence[int], key_lens: Sequence[int], num_heads: int, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(sum(query_lens), num_heads, P + R), (sum(key_lens), num_heads, P + R), (sum(key_lens), num_heads, V)]
-    q, k, v = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-    return q, k, v
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    query_lens=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    num_heads=st.integers(1, 3),
-    causal=st.booleans(),
-    seed=st.integers(0, 10**6),
-    data=st.data(),
-)
-def test_prefill(query_lens: list[int], num_heads: int, causal: bool, seed: int, data: st.DataObject) -> None:
-    """Ragged; where not causal, any number of keys, none included."""
-    count = len(query_lens)
-    key_lens = query_lens if causal else data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
-    q, k, v = ragged(query_lens, key_lens, num_heads, seed)
-    backend = select_backend(q.device)
-    got = backend.prefill(q, k, v, tuple(starts(query_lens)), tuple(starts(key_lens)), SCALE, causal)
-    assert got[0].shape == (sum(query_lens), num_heads, V)
-    check_close(got, naive_prefill(q, k, v, query_lens, key_lens, causal))
-
-
-@pytest.mark.parametrize("max_scores", [1, 7, 40, 100])
-@pytest.mark.parametrize("causal", [True, False])
-def test_prefill_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, causal: bool, max_scores: int) -> None:
-    query_lens, key_lens = [5, 13, 1, 8], [5, 13, 1, 8] if causal else [3, 0, 11, 20]
-    q, k, v = ragged(query_lens, key_lens, 2)
-    wanted = naive_prefill(q, k, v, query_lens, key_lens, causal)
-    sizes = []
-    softmax = reference._softmax
-    monkeypatch.setattr(reference, "_softmax", lambda scores: (sizes.append(scores.numel()), softmax(scores))[1])
-    monkeypatch.setattr(reference, "_MAX_SCORES", max_scores)
-    check_close(reference.mha_prefill(q, k, v, starts(query_lens), starts(key_lens), SCALE, causal), wanted)
-    assert max(sizes) <= max(max_scores, 2 * max(key_lens))  # one query's row is the least there is
-    assert len(sizes) > len(query_lens)
-
-
-def test_prefill_of_requests_without_keys() -> None:
-    q, k, v = ragged([3, 2], [0, 0], 2)
-    out, lse = reference.mha_prefill(q, k, v, [0, 3, 5], [0, 0, 0], SCALE, False)
-    assert torch.equal(out, torch.zeros(5, 2, V))
-    assert torch.equal(lse, torch.full((5, 2), -math.inf))
-
-
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float64, 1e-12)])
-def test_prefill_keeps_the_dtype_and_rounds_once(dtype: torch.dtype, rtol: float) -> None:
-    q, k, v = ragged([20, 3], [20, 3], 2, dtype=dtype)
-    out, lse = reference.mha_prefill(q, k, v, [0, 20, 23], [0, 20, 23], SCALE, True)
-    wanted, wanted_lse = naive_prefill(q, k, v, [20, 3], [20, 3], True)
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    torch.testing.assert_close(out.double(), wanted, atol=1e-12 if dtype == torch.float64 else 1e-5, rtol=rtol)
-    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=0)
-
-
-def test_a_later_key_changes_no_earlier_query() -> None:
-    q, k, v = ragged([8], [8], 2)
-    before, before_lse = reference.mha_prefill(q, k, v, [0, 8], [0, 8], SCALE, True)
-    k[5:], v[5:] = 100 * torch.randn_like(k[5:]), 100.0
-    after, after_lse = reference.mha_prefill(q, k, v, [0, 8], [0, 8], SCALE, True)
-    torch.testing.assert_close((after[:5], after_lse[:5]), (before[:5], before_lse[:5]), atol=1e-6, rtol=0)
-    assert (after[5:] - before[5:]).abs().amin() > 1e-3
-
-
-class AllRanks:
-    """The exchange of a group whose ranks are all here: gathers the context from everybody's cache, chunk after chunk."""
-
-    name = "all ranks"
-
-    def __init__(self, caches: Sequence[Tensor], steps: Sequence[StepMetadata]) -> None:
-        chunks = [step.prefill.context_chunks for step in steps if step.prefill is not None]
-        self.chunks: Iterator[list[Tensor]] = (
-            [read_latents(cache, piece.local_slots) for cache, piece in zip(caches, pieces, strict=True)]
-            for pieces in zip(*chunks, strict=True)
-        )
-
-    def gather_heads(self, q: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def gather_context(self, rows: Tensor, order: Tensor) -> Tensor:
-        everybody = next(self.chunks)
-        assert any(torch.equal(rows.nan_to_num(7.0), theirs.nan_to_num(7.0)) for theirs in everybody)
-        return torch.cat(everybody)[order]
-
-
-@pytest.mark.parametrize(("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 16, 16), (8, 1, 4)])
-@pytest.mark.parametrize("num_chunks_worth", [1, 3])
-def test_prefill_over_a_sharded_context(size: int, interleave: int, block_size: int, num_chunks_worth: int) -> None:
-    """Cached context on all ranks, chunk by chunk, then the new tokens: attention over the whole sequence, causal where it is new."""
-    query_lens, context_lens, num_heads = [4, 3, 6], [37, 0, 2], 2
-    seq_lens = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
-    dcp = DCPConfig(
-        tensor_parallel_size=size, decode_context_parallel_size=size, cp_kv_cache_interleave_size=interleave, block_size=block_size
-    )
-    dcp = replace(dcp, context_workspace_tokens=2 * num_chunks_worth * dcp.chunk_alignment)
-    counts = [len(range(0, seq_len, block_size * size)) for seq_len in seq_lens]
-    tables = [list(range(sum(counts[:i]), sum(counts[: i + 1])))[::-1] for i in range(3)]
-    generator = torch.Generator().manual_seed(0)
-    latents = [torch.randn(seq_len, L + R, generator=generator) for seq_len in seq_lens]
-    caches = [torch.full((sum(counts), block_size, L + R), torch.nan) for _ in range(size)]
-    for sequence, context_len, table in zip(latents, context_lens, tables, strict=True):
-        for token, (rank, slot) in enumerate(deal_slots(context_len, table, block_size, size, interleave)):
-            write_latents(caches[rank], sequence[token : token + 1, :L], sequence[token : token + 1, L:], torch.tensor([slot]))
-    q = torch.randn(sum(query_lens), num_heads, P + R, generator=generator)
-    w_kv_b = torch.randn(num_heads, P + V, L, generator=generator)
-    wanted = naive_context_prefill(q, latents, w_kv_b, query_lens)
-    steps = [StepMetadata.build(query_lens, seq_lens, tables, dcp, rank) for rank in range(size)]
-    new = torch.cat([sequence[len(sequence) - query :] for sequence, query in zip(latents, query_lens, strict=True)])
-    for cache, step in zip(caches, steps, strict=True):
-        assert step.prefill is not None
-        got = dcp_mla_prefill(q, new[:, :L], new[:, L:], cache, w_kv_b, step.prefill, SCALE, AllRanks(caches, steps))
-        check_close(got, wanted, atol=1e-4)
-
-
-def naive_context_prefill(q: Tensor, latents: Sequence[Tensor], w_kv_b: Tensor, query_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Each new token over its whole sequence up to itself, keys and values up-projected head by head in float64."""
-    outs, lses = [], []
-    for queries, sequence in zip(q.split(list(query_lens)), latents, strict=True):
-        kv_c, k_pe = sequence.double().split([L, R], -1)
-        keys = torch.stack([torch.cat([kv_c @ head[:P].T, k_pe], -1) for head in w_kv_b.double()], 1)
-        values = torch.stack([kv_c @ head[P:].T for head in w_kv_b.double()], 1)
-        for index, query in enumerate(queries):
-            visible = len(sequence) - len(queries) + index + 1
-            out, lse = attend_heads(query, keys[:visible], values[:visible], SCALE)
-            outs.append(out)
-            lses.append(lse)
-    return torch.stack(outs), torch.stack(lses)
+@pytest.mark.parametrize("max_gathered", [1, 100, 1000])
+def test_decode_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, max_gathered: int) -> None:
+    cache = PagedCache([6, 0, 11, 3, 9], 4)
+    q = torch.randn(5, 2, L + R)
+    calls, tile = [], reference._decode_tile
+    monkeypatch.setattr(reference, "_decode_tile", lambda *args: (calls.append(args), tile(*args))[1])
+    monkeypatch.setattr(reference, "_MAX_GATHERED", max_gathered)
+    check_close(mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L), naive_decode(q, cache.sequences, SCALE))
+    assert len(calls) == {1: 5, 100: 5, 1000: 1}[max_gathered]
 
 
 @pytest.mark.parametrize("function", [reference.mla_decode, mla_decode])

@@ -8,13 +8,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_MAX_SCORES = 1 << 25  # scores held at a time by mha_prefill: 128 MiB of float32
+_MAX_SCORES = 1 << 25  # scores that mha_prefill holds at a time: 128 MiB of float32
+_MAX_GATHERED = 1 << 28  # cache elements that mla_decode gathers at a time: 1 GiB of float32
 
 
 def mla_decode(
     q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA over a paged latent cache, one query token a request; `dcpmla.mla_decode` documents shapes."""
+    tile = max(1, _MAX_GATHERED // (block_table.shape[1] * kv_cache.shape[1] * kv_cache.shape[2]))
+    tiles = [
+        _decode_tile(q[rows], kv_cache, block_table[rows], seq_lens[rows], scale, kv_lora_rank)
+        for rows in (slice(start, start + tile) for start in range(0, q.shape[0], tile))
+    ]
+    out, lse = zip(*tiles, strict=True)
+    return torch.cat(out), torch.cat(lse)
+
+
+def _decode_tile(
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
+) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     kv = kv_cache[block_table.to(torch.int64)].flatten(1, 2).to(dtype)
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
