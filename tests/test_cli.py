@@ -146,7 +146,7 @@ MISTAKES = {
         "--json is /no/such/dir/out.json, where no file can be written (No such file or directory)",
     ),
     "logits": (["--logits", "/"], "--logits is /, a directory; give the name of a file"),
-    "device": (["--device", "cuda"], "device (--device) is 'cuda', but local rank 0 finds 0 GPUs"),
+    "device": (["--device", "cuda"], "device (--device) is 'cuda', but this host has 0 GPUs for 1 ranks"),
 }
 
 

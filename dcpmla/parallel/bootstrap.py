@@ -26,25 +26,28 @@ class Ranks:
 
 
 def read_launcher(device: str) -> Ranks:
-    """What torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) say; a single process without them.
+    """What torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE) say; a single process without them.
 
+    Args:
+        device: "cuda" wants a GPU for each rank of this host; "auto" takes GPUs if there are that many, else CPUs for all.
     Raises:
-        ValueError: an unknown device, or "cuda" where there are fewer GPUs than local ranks.
+        ValueError: an unknown device, or "cuda" with too few GPUs.
     """
     if device not in DEVICES:
         raise ValueError(f"device (--device) is {device!r}; choose one of {', '.join(DEVICES)}")
-    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if device == "cpu":
-        # transformers puts a tensor-parallel model on the accelerator it sees: on "cpu" it must see none.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    rank, num_ranks, local_rank, num_local = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+    )
     num_gpus = torch.cuda.device_count()
-    if device == "cuda" and num_gpus <= local_rank:
+    if device == "cuda" and num_gpus < num_local:
         raise ValueError(
-            f"device (--device) is 'cuda', but local rank {local_rank} finds {num_gpus} GPUs; start fewer ranks or use --device cpu"
+            f"device (--device) is 'cuda', but this host has {num_gpus} GPUs for {num_local} ranks; start fewer, or use --device cpu"
         )
-    on_gpu = device == "cuda" or (device == "auto" and num_gpus > local_rank)
-    return Ranks(rank, num_ranks, torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"))
+    if device == "cpu" or num_gpus < num_local:
+        # transformers puts a tensor-parallel model on the accelerator that it sees: now it must see none.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return Ranks(rank, num_ranks, torch.device("cpu"))
+    return Ranks(rank, num_ranks, torch.device("cuda", local_rank))
 
 
 @contextmanager
