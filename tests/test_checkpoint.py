@@ -69,9 +69,10 @@ def test_slices_of_fp8_blocks(tmp_path: Path) -> None:
     assert torch.equal(weights["w"][slice(3, 9)], dequantise(codes, scales)[3:9])
 
 
-def test_fp8_checkpoint_generates_as_its_dequantised_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_2)])
+def test_fp8_checkpoint_generates_as_its_dequantised_model(device: str, tmp_path: Path) -> None:
     reference = save_fp8(tmp_path)
-    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
+    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)), device)
 
 
 def test_sharded_files(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ is replaced by a `MLAAttention` that reads its own slices of the checkpoint. Tok
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,10 @@ def load_config(directory: Path) -> Any:
         raise ValueError(f"model (--model): {directory} has no readable config.json") from error
     model_type = raw.pop("model_type", "none")
     check_model_type(model_type)
+    quantization = raw.get("quantization_config")
+    if quantization and quantization.get("quant_method") == "fp8" and find_spec("kernels") is None:
+        # transformers takes its fp8 matrix products from the package `kernels`; without it MLPs are dequantised like attention.
+        quantization["dequantize"] = True
     return getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
 
 
