@@ -4,13 +4,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dcpmla.cli import generate
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are ValueErrors, so that one rank reports them and not all."""
+    """argparse whose mistakes are ValueErrors, so that one rank reports them and not all; options are written out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -29,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
     except ValueError as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"dcpmla: error: {error}", file=sys.stderr)
+            print(f"dcpmla: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

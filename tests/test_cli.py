@@ -82,9 +82,9 @@ def test_torchrun_gives_what_one_process_gives(model: Path, tmp_path: Path) -> N
 
 
 def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> None:
-    def sample(seed: int, tp: int) -> list[list[int]]:
+    def sample(seed: int, tp: int, num_prompts: int = 2) -> list[list[int]]:
         file = tmp_path / f"{seed}_{tp}.json"
-        options = ["--model", model, "--prompt-ids", "5,6,7", "--prompt-ids", "5,6,7", "--max-new-tokens", 8, "--device", "cpu"]
+        options = ["--model", model, *num_prompts * ["--prompt-ids", "5,6,7"], "--max-new-tokens", 8, "--device", "cpu"]
         options += ["--temperature", 0.8, "--seed", seed, "--json", file]
         if tp == 1:
             assert generate(*options) == 0
@@ -95,6 +95,7 @@ def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> No
     assert sample(3, 1) == sample(3, 2)
     assert sample(3, 1) != sample(4, 1)
     assert sample(3, 1)[0] != sample(3, 1)[1]  # equal prompts draw from different streams
+    assert sample(3, 1, num_prompts=1)[0] == sample(3, 1)[0]  # and a prompt's stream is its own
 
 
 def test_stops(model: Path, tmp_path: Path) -> None:
@@ -139,13 +140,19 @@ MISTAKES = {
     "no ids": (["--prompt-ids", "5,x"], "argument --prompt-ids: '5,x' is not a list of token ids separated by commas"),
     "no tokenizer": (["--prompt", "hello"], "--prompt needs a tokenizer"),
     "new tokens": (["--max-new-tokens", 0], "argument --max-new-tokens: '0' is not a whole number of at least 1"),
-    "temperature": (["--temperature=-1"], "temperature (--temperature) is -1.0; it must not be negative"),
+    "temperature": (["--temperature=-1"], "temperature (--temperature) is -1.0; it must be a number of at least 0"),
     "batched tokens": (["--max-num-batched-tokens=-8"], "argument --max-num-batched-tokens: '-8' is not a whole number of at least 1"),
     "json": (
         ["--json", "/no/such/dir/out.json"],
         "--json is /no/such/dir/out.json, where no file can be written (No such file or directory)",
     ),
-    "logits": (["--logits", "/"], "--logits is /, a directory; give the name of a file"),
+    "logits": (["--logits", "/"], "--logits is /, which is there and not a file; give the name of a file"),
+    "no temperature": (["--temperature", "nan"], "temperature (--temperature) is nan; it must be a number of at least 0"),
+    "seed": (["--seed=-1"], "argument --seed: '-1' is not a whole number in [0, 2^32)"),
+    "device file": (["--logits", "/dev/null"], "--logits is /dev/null, which is there and not a file"),
+    "long name": (["--json", "/tmp/" + 250 * "x"], "where no file can be written (File name too long)"),
+    "abbreviation": (["--max-new", 3], "unrecognized arguments: --max-new 3"),
+    "long model name": (["--model", 300 * "x"], "no such directory, and no such model could be downloaded"),
     "device": (["--device", "cuda"], "device (--device) is 'cuda', but this host has 0 GPUs for 1 ranks"),
 }
 
@@ -162,6 +169,22 @@ def test_mistakes_are_one_line(name: str, model: Path, tmp_path: Path, capfd: py
     assert list(tmp_path.iterdir()) == []  # nothing half-written
 
 
+def test_one_file_for_both_outputs(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert generate("--model", model, "--prompt-ids", "5", "--device", "cpu", "--json", out, "--logits", tmp_path / "." / "out") == 2
+    assert f"--json and --logits are both {out}; give each its own file" in capfd.readouterr().err
+    assert not out.exists()
+
+
+def test_a_linked_output_keeps_its_link(model: Path, tmp_path: Path) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert generate("--model", model, "--prompt-ids", "5", "--max-new-tokens", 1, "--device", "cpu", "--json", link) == 0
+    assert link.is_symlink()
+    assert len(json.loads(target.read_text())["outputs"]) == 1
+
+
 def test_no_prompt(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert generate("--model", model, "--device", "cpu") == 2
     assert "no prompt; give at least one --prompt or --prompt-ids" in capfd.readouterr().err
@@ -175,6 +198,11 @@ def test_no_prompt(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
             "model.layers.0.self_attn.kv_b_proj.weight",
             torch.zeros(3, 16),
             "tensor kv_b_proj.weight has shape (3, 16); the model's config asks",
+        ),
+        (
+            "model.layers.0.self_attn.q_b_proj.weight",
+            torch.zeros(384, 24, dtype=torch.int8),
+            "tensor q_b_proj.weight has dtype torch.int8; attention weights may be float32, bfloat16, float16, or",
         ),
         ("model.layers.0.mlp.up_proj.weight", None, "checkpoint: 1 tensors are missing, the first is model.layers.0.mlp.up_proj.weight"),
         ("model.norm.weight", torch.zeros(47), "checkpoint: tensor model.norm.weight has shape (47,); the model's config asks for (48,)"),
@@ -191,6 +219,35 @@ def test_broken_checkpoints(
     errors = capfd.readouterr().err.strip().splitlines()
     assert len(errors) == 1, errors
     assert message in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", b"garbage", "model.safetensors is not a readable safetensors file"),
+        ("model.safetensors.index.json", b"{}", "model.safetensors.index.json has no readable weight_map"),
+        ("config.json", b"[]", "is not a dense MLA model"),
+        ("config.json", b"{", "has no readable config.json"),
+        ("config.json", b'{"model_type": "deepseek_v3", "hidden_size": "abc"}', "config.json is no deepseek_v3 config"),
+    ],
+)
+def test_broken_files(file: str, content: bytes, message: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    (tmp_path / file).write_bytes(content)
+    assert generate("--model", tmp_path, "--prompt-ids", "5", "--device", "cpu") == 2
+    errors = capfd.readouterr().err.strip().splitlines()
+    assert len(errors) == 1, errors
+    assert message in errors[0]
+
+
+def test_a_broken_tokenizer_matters_to_texts_only(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert generate("--model", tmp_path, "--prompt-ids", "5", "--max-new-tokens", 1, "--device", "cpu") == 0
+    assert generate("--model", tmp_path, "--prompt", "hello", "--device", "cpu") == 2
+    assert "--prompt needs a tokenizer, and the model's does not load: " in capfd.readouterr().err
 
 
 def test_unknown_architecture(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -124,6 +124,8 @@ def check_mistakes(hf_config: Any) -> None:
         layer(hidden, cache[..., :23], metadata, cos_sin)
     with pytest.raises(ValueError, match=r"cos_sin has shape \(2, 8\); expected \[3, 8\]"):
         layer(hidden, cache, metadata, cos_sin[:2])
+    with pytest.raises(ValueError, match="kv_cache is None; a step with metadata needs"):
+        layer(hidden, None, metadata, cos_sin)
     weights = oracle(hf_config).state_dict()
     with pytest.raises(ValueError, match="checkpoint: tensor q_b_proj.weight is missing"):
         layer.load_weights({name: weight for name, weight in weights.items() if name != "q_b_proj.weight"})

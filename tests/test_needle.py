@@ -73,7 +73,7 @@ def test_needles_on_other_ranks_are_found_by_a_decode_step() -> None:
 
 
 def test_long_context() -> None:
-    """4,095 and 4,800 tokens, in the dtype that the checkpoint has, by transformers alone: what the model itself can do."""
+    """4,096 and 4,800 tokens, in the dtype that the checkpoint has, by transformers alone: what the model itself can do."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).eval()
     for num_tokens in (4096, 4800):
         prompts, answers = needles(3, num_tokens)

@@ -242,3 +242,12 @@ def test_inputs_are_left_alone(function: Callable[..., Any]) -> None:
     function(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
     for tensor, before in zip((q, cache.kv_cache, cache.block_table, cache.seq_lens), kept, strict=True):
         torch.testing.assert_close(tensor, before, atol=0, rtol=0, equal_nan=True)
+
+
+def test_decode_of_nothing() -> None:
+    cache = PagedCache([3], 4)
+    out, lse = mla_decode(torch.empty(0, 2, L + R), cache.kv_cache, cache.block_table[:0], cache.seq_lens[:0], SCALE, L)
+    assert (out.shape, lse.shape) == ((0, 2, L), (0, 2))
+    out, lse = mla_decode(torch.randn(1, 2, L + R), cache.kv_cache, cache.block_table[:, :0], torch.zeros(1, dtype=torch.int32), SCALE, L)
+    assert torch.equal(out, torch.zeros(1, 2, L))
+    assert torch.equal(lse, torch.full((1, 2), -math.inf))

@@ -80,15 +80,17 @@ class MLAAttention(nn.Module):
         Args:
             hidden_states: [T, hidden], the same on all TP ranks; T may exceed metadata.num_tokens (padding).
             kv_cache: [num_blocks, block_size, L + R] of this layer on this rank; written and read.
-            metadata: the step's; None asks for a dummy run that only claims the memory of the largest step.
+            metadata: the step's; None asks for a dummy run that only claims the memory of the largest context chunk.
             cos_sin: [num_tokens, R] float32 as in `apply_rope`, or None for a model without positions (NoPE).
         Returns:
             [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
         Raises:
             ValueError: shapes that do not belong together.
         """
-        if metadata is None or kv_cache is None:
+        if metadata is None:
             return self._dummy_run(hidden_states)
+        if kv_cache is None:
+            raise ValueError("kv_cache is None; a step with metadata needs this layer's [num_blocks, block_size, L + R]")
         self._check(hidden_states, kv_cache, metadata, cos_sin)
         q, kv_c, k_pe = self._project(hidden_states[: metadata.num_tokens], metadata.positions, cos_sin)
         owned = metadata.owned_tokens

@@ -30,13 +30,14 @@ def dcp_mla_prefill(
     qk_nope_head_dim = q.shape[-1] - k_pe.shape[-1]
     k, v = up_project(kv_c, k_pe, w_kv_b, qk_nope_head_dim)
     out, lse = backend.prefill(q, k, v, prefill.query_start, prefill.query_start, scale, causal=True)
+    out = out.to(torch.promote_types(q.dtype, torch.float32))  # rounded once, behind the last chunk, not once a chunk
     for chunk in prefill.context_chunks:
         latents = exchange.gather_context(read_latents(kv_cache, chunk.local_slots), chunk.order).to(q.dtype)
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
         k, v = up_project(context_kv_c, context_k_pe, w_kv_b, qk_nope_head_dim)
         context_out, context_lse = backend.prefill(q, k, v, prefill.query_start, chunk.key_start, scale, causal=False)
-        out, lse = merge_partials(torch.stack([out, context_out]), torch.stack([lse, context_lse]))
-    return out, lse
+        out, lse = merge_partials(torch.stack([out, context_out.to(out.dtype)]), torch.stack([lse, context_lse]))
+    return out.to(q.dtype), lse
 
 
 def up_project(kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,10 @@ def mla_decode(
     q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA over a paged latent cache, one query token a request; `dcpmla.mla_decode` documents shapes."""
-    tile = max(1, _MAX_GATHERED // (block_table.shape[1] * kv_cache.shape[1] * kv_cache.shape[2]))
+    tile = max(1, _MAX_GATHERED // max(1, block_table.shape[1] * kv_cache.shape[1] * kv_cache.shape[2]))
     tiles = [
         _decode_tile(q[rows], kv_cache, block_table[rows], seq_lens[rows], scale, kv_lora_rank)
-        for rows in (slice(start, start + tile) for start in range(0, q.shape[0], tile))
+        for rows in (slice(start, start + tile) for start in range(0, max(1, q.shape[0]), tile))
     ]
     out, lse = zip(*tiles, strict=True)
     return torch.cat(out), torch.cat(lse)

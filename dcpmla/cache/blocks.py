@@ -9,6 +9,7 @@ class BlockAllocator:
             raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1")
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._allocated: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -26,7 +27,9 @@ class BlockAllocator:
             raise ValueError(f"num_blocks is {num_blocks}, but the whole cache has {self.num_blocks}: this can never fit")
         if num_blocks > self.num_free:
             raise ValueError(f"num_blocks is {num_blocks}, but only {self.num_free} of {self.num_blocks} blocks are free")
-        return [self._free.pop() for _ in range(num_blocks)]
+        blocks = [self._free.pop() for _ in range(num_blocks)]
+        self._allocated.update(blocks)
+        return blocks
 
     def free(self, blocks: list[int]) -> None:
         """Give blocks back.
@@ -34,7 +37,8 @@ class BlockAllocator:
         Raises:
             ValueError: a block that is not out (given back twice, or never handed out).
         """
-        wrong = [block for block in blocks if not 0 <= block < self.num_blocks or block in self._free]
+        wrong = [block for block in blocks if block not in self._allocated]
         if wrong or len(set(blocks)) != len(blocks):
             raise ValueError(f"blocks {wrong or blocks} are not allocated, or given twice")
+        self._allocated.difference_update(blocks)
         self._free.extend(reversed(blocks))

@@ -24,6 +24,7 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 
 _TIMEOUT = timedelta(minutes=10)  # of one collective: longer than ranks drift apart while they load a checkpoint
+_MAX_PROMPTS = 1 << 20  # prompt i of seed s draws from stream s x this + i, whatever stands beside it
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=tuple(_DTYPES), default="auto", help="auto: the checkpoint's")
     add("--device", choices=DEVICES, default="auto")
     add("--temperature", type=float, default=0.0, help="0: greedy")
-    add("--seed", type=int, default=0)
+    add("--seed", type=_seed, default=0)
     add("--json", type=Path, metavar="OUT.json", help="write tokens, texts and measurements")
     add("--logits", type=Path, metavar="OUT.npz", help="write the logits each token was chosen from")
 
@@ -70,13 +71,14 @@ def run(args: argparse.Namespace) -> None:
         mesh = init_mesh(args.tensor_parallel_size, args.decode_context_parallel_size)
         with agree():
             if ranks.is_first:
-                check_writable("--json", args.json)
-                check_writable("--logits", args.logits)
+                _check_outputs(args)
             directory = find_model(args.model)
             config = load_config(directory)
             MLAConfig.from_hf(config).heads_per_rank(mesh.tp_size)
-            tokenizer = _load_tokenizer(directory)
+            tokenizer, reason = _load_tokenizer(directory)
             max_model_len = _max_model_len(args.max_model_len, config.max_position_embeddings)
+            if tokenizer is None and any(isinstance(prompt, str) for prompt in args.prompts):
+                raise ValueError(f"--prompt needs a tokenizer, and the model's does not load: {reason}; use --prompt-ids")
             requests = _read_requests(args, tokenizer, config.vocab_size, max_model_len)
         dcp = _with_workspace(dcp, max_model_len, len(requests))
         selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
@@ -89,20 +91,23 @@ def run(args: argparse.Namespace) -> None:
             print(f"cache: {plan}\nexchange: {selection.exchange.name} ({selection.reason})", flush=True)
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         with tqdm(total=num_prompt_tokens, desc="prefill", unit="tok", disable=not ranks.is_first) as bar:
-            engine.generate(requests, keep_logits=args.logits is not None and ranks.is_first, on_prefill=bar.update)
+            try:
+                engine.generate(requests, keep_logits=args.logits is not None and ranks.is_first, on_prefill=bar.update)
+            except ValueError as error:  # all that a user can get wrong has been checked: this one wants its traceback
+                raise RuntimeError("generate failed") from error
         if ranks.is_first:
             _report(args, engine, requests, _texts(requests, tokenizer), selection)
 
 
 def _read_requests(args: argparse.Namespace, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[Request]:
     """The prompts in the order given, checked against the model."""
-    if tokenizer is None and any(isinstance(prompt, str) for prompt in args.prompts):
-        raise ValueError("--prompt needs a tokenizer, and the model's directory has none that loads without its own code; use --prompt-ids")
     prompts = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in args.prompts]
     if not prompts:
         raise ValueError("no prompt; give at least one --prompt or --prompt-ids")
     requests = []
     for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty; a prompt needs at least one token")
         outside = [token for token in prompt if not 0 <= token < vocab_size]
         if outside:
             raise ValueError(f"prompt {index} has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
@@ -112,7 +117,7 @@ def _read_requests(args: argparse.Namespace, tokenizer: Any, vocab_size: int, ma
                 f"at most {max_model_len - 1} leave room for a new one"
             )
         max_new_tokens = min(args.max_new_tokens, max_model_len - len(prompt))
-        requests.append(Request(prompt, max_new_tokens, args.temperature, seed=args.seed * len(prompts) + index))
+        requests.append(Request(prompt, max_new_tokens, args.temperature, seed=args.seed * _MAX_PROMPTS + index))
     return requests
 
 
@@ -128,6 +133,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in [0, 2^32)")
+    return int(text)
+
+
 def _token_ids(text: str) -> list[int]:
     try:
         return [int(token) for token in text.split(",")]
@@ -139,12 +150,19 @@ def _with_workspace(dcp: DCPConfig, max_model_len: int, max_num_seqs: int) -> DC
     return DCPConfig(**{**asdict(dcp), "context_workspace_tokens": context_workspace_tokens(max_model_len, max_num_seqs, dcp)})
 
 
-def _load_tokenizer(directory: Path) -> Any:
-    """The model's tokenizer, or None where there is none that loads without running the checkpoint's code."""
+def _load_tokenizer(directory: Path) -> tuple[Any, str]:
+    """The model's tokenizer; or None, and why it does not load (none there, broken, or one that needs the checkpoint's own code)."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
-    except (OSError, ValueError, ImportError):
-        return None
+        return transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False), ""
+    except Exception as error:  # a broken tokenizer.json raises whatever its reader stumbled over
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    check_writable("--json", args.json)
+    check_writable("--logits", args.logits)
+    if args.json and args.logits and args.json.resolve() == args.logits.resolve():
+        raise ValueError(f"--json and --logits are both {args.json}; give each its own file")
 
 
 def _texts(requests: list[Request], tokenizer: Any) -> list[str]:

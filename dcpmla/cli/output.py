@@ -14,10 +14,10 @@ def check_writable(option: str, path: Path | None) -> None:
     """Raise ValueError, naming the option, unless a file can be put at the path."""
     if path is None:
         return
-    if path.is_dir():
-        raise ValueError(f"{option} is {path}, a directory; give the name of a file")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent):
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{option} is {path}, which is there and not a file; give the name of a file")
+        with _beside(path):
             pass
     except OSError as error:
         message = f"{option} is {path}, where no file can be written ({error.strerror}); give a path in a writable directory"
@@ -35,7 +35,8 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write beside the path, then rename over it: a reader sees the old file or the whole new one."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    path = path.resolve()  # a link stays, what it points to is replaced
+    with _beside(path, delete=False) as file:
         try:
             write(file)
             file.close()
@@ -44,3 +45,8 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def _beside(path: Path, delete: bool = True) -> "tempfile._TemporaryFileWrapper[bytes]":
+    """A temporary file in the path's directory, with a name as long as the path's will let it be."""
+    return tempfile.NamedTemporaryFile(dir=path.resolve().parent, prefix=f".{path.name}.", delete=delete)

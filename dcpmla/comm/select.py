@@ -29,4 +29,4 @@ def select_exchange(dcp_comm_backend: str, dcp_group: ProcessGroup) -> Selection
         return Selection(AllGatherReduceScatter(dcp_group), "asked for")
     if dcp_comm_backend == "a2a":
         return Selection(AllToAll(dcp_group), "asked for")
-    return Selection(AllToAll(dcp_group), "auto: one collective a combine where ag_rs needs two, and faster at every size measured")
+    return Selection(AllToAll(dcp_group), "auto: one collective a combine where ag_rs needs two")

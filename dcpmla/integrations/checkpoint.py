@@ -28,7 +28,10 @@ class Checkpoint:
         self.fp8_block_size = fp8_block_size
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"checkpoint: {index} has no readable weight_map") from error
         elif (directory / "model.safetensors").is_file():
             names = ["model.safetensors"]
         else:

@@ -6,7 +6,6 @@ is replaced by a `MLAAttention` that reads its own slices of the checkpoint. Tok
 
 import json
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import is_kernels_available
 
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.metadata import StepMetadata
@@ -43,13 +43,12 @@ class ShardedModel:
     Attributes:
         attention_config: of every layer.
         num_attention_layers: caches that a step needs (two a decoder layer in LongCat).
-        vocab_size, eos_token_ids, dtype, device: of the model.
+        eos_token_ids, dtype, device: of the model.
     """
 
     def __init__(self, model: Any, attention_config: MLAConfig, num_attention_layers: int, device: torch.device) -> None:
         self._model = model
         self.attention_config, self.num_attention_layers = attention_config, num_attention_layers
-        self.vocab_size: int = model.config.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
         self.dtype: torch.dtype = model.dtype
         self.device = device
@@ -107,9 +106,9 @@ def find_model(model: str) -> Path:
     Raises:
         ValueError: neither.
     """
-    if Path(model).is_dir():
-        return Path(model)
     try:
+        if Path(model).is_dir():
+            return Path(model)
         return Path(snapshot_download(model, allow_patterns=_FILES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"model (--model) is {model!r}: no such directory, and no such model could be downloaded") from error
@@ -122,16 +121,19 @@ def load_config(directory: Path) -> Any:
         ValueError: no config.json, or an architecture that is not dense MLA.
     """
     try:
-        raw = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        raw = dict(json.loads((directory / "config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"model (--model): {directory} has no readable config.json") from error
     model_type = raw.pop("model_type", "none")
     check_model_type(model_type)
     quantization = raw.get("quantization_config")
-    if quantization and quantization.get("quant_method") == "fp8" and find_spec("kernels") is None:
+    if quantization and quantization.get("quant_method") == "fp8" and not is_kernels_available():
         # transformers takes its fp8 matrix products from the package `kernels`; without it MLPs are dequantised like attention.
         quantization["dequantize"] = True
-    return getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
+    try:
+        return getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
+    except Exception as error:  # transformers checks fields with exceptions of many kinds
+        raise ValueError(f"model (--model): {directory}/config.json is no {model_type} config: {error!r}") from error
 
 
 def load_model(
@@ -147,10 +149,10 @@ def load_model(
     """
     attention_config = MLAConfig.from_hf(config)
     attention_config.heads_per_rank(mesh.tp_size)
-    model = _load_without_attention(directory, config, mesh.tp_size, dtype, device)
     quantization = getattr(config, "quantization_config", None) or {}
     block_size = quantization.get("weight_block_size") or (128, 128)
     checkpoint = Checkpoint(directory, (block_size[0], block_size[1]))
+    model = _load_without_attention(directory, config, mesh.tp_size, dtype, device)
     placeholders = [name for name, module in model.named_modules() if isinstance(module, _Placeholder)]
     for layer, name in enumerate(placeholders):
         attention = MLAAttention(attention_config, dcp, mesh, selection.exchange, model.dtype, device)

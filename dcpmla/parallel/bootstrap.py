@@ -85,13 +85,15 @@ def agree() -> Iterator[None]:
 
     Collective. A mistake that only some ranks can see (a file, a shard of a checkpoint) so ends the whole job with one message, not a hang.
     """
-    error = None
+    error: Exception | None = None
     try:
         yield
-    except ValueError as mistake:
-        error = mistake
+    except Exception as caught:  # also what is no user's mistake: the other ranks wait below
+        error = caught
     messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, str(error) if error else None)
+    dist.all_gather_object(messages, None if error is None else str(error) or repr(error))
+    if error is not None and not isinstance(error, ValueError):
+        raise error
     message = next((message for message in messages if message), None)
     if message:
         raise ValueError(message) from error

@@ -21,7 +21,10 @@ class Weight(Protocol):
 
 
 class RowParallelLinear(nn.Linear):
-    """Linear over an input whose features are cut over the group: [T, in / size] -> [T, out], summed over the ranks."""
+    """Linear over an input whose features are cut over the group: [T, in / size] -> [T, out], summed over the ranks.
+
+    The sum is in the dtype of the input, as transformers' own tensor parallelism sums MLPs (the exchange sums in float32).
+    """
 
     def __init__(
         self,
@@ -53,11 +56,17 @@ def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...]
     """The slice of a named weight; without an index, all of it.
 
     Raises:
-        ValueError: the weight is missing or does not have the shape.
+        ValueError: the weight is missing, does not have the shape, or is quantised in a way that nobody has undone.
     """
     if name not in weights:
         raise ValueError(f"checkpoint: tensor {name} is missing")
     weight = weights[name]
     if tuple(weight.shape) != shape:
         raise ValueError(f"checkpoint: tensor {name} has shape {tuple(weight.shape)}; the model's config asks for {shape}")
-    return weight[index or (slice(None),)]
+    part = weight[index or (slice(None),)]
+    if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"checkpoint: tensor {name} has dtype {part.dtype}; "
+            f"attention weights may be float32, bfloat16, float16, or float8_e4m3fn with a scale per block in {name}_scale_inv"
+        )
+    return part

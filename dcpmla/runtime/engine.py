@@ -69,21 +69,27 @@ class Engine:
         Raises:
             ValueError: the batch does not fit into the cache.
         """
-        for request in requests:
-            request.block_ids = self.allocator.allocate(num_blocks(request.max_seq_len, self.dcp))
-        while step := schedule(requests, self.max_num_batched_tokens):
-            started, is_prefill = time.perf_counter(), not step[-1][0].token_ids
-            self._step(step, keep_logits)
-            num_tokens, seconds = sum(num for _, num in step), time.perf_counter() - started
-            if is_prefill:
-                self.stats.num_prefill_tokens += num_tokens
-                self.stats.prefill_seconds += seconds
-                on_prefill(num_tokens)
-            else:
-                self.stats.num_decode_tokens += num_tokens
-                self.stats.decode_seconds += seconds
-        for request in requests:
-            self.allocator.free(request.block_ids)
+        try:
+            for request in requests:
+                request.block_ids = self.allocator.allocate(num_blocks(request.max_seq_len, self.dcp))
+            while step := schedule(requests, self.max_num_batched_tokens):
+                self._timed_step(step, keep_logits, on_prefill)
+        finally:
+            for request in requests:
+                self.allocator.free(request.block_ids)
+                request.block_ids = []
+
+    def _timed_step(self, step: Sequence[tuple[Request, int]], keep_logits: bool, on_prefill: Callable[[int], None]) -> None:
+        started, is_prefill = time.perf_counter(), not step[-1][0].token_ids
+        self._step(step, keep_logits)
+        num_tokens, seconds = sum(num for _, num in step), time.perf_counter() - started
+        if is_prefill:
+            self.stats.num_prefill_tokens += num_tokens
+            self.stats.prefill_seconds += seconds
+            on_prefill(num_tokens)
+        else:
+            self.stats.num_decode_tokens += num_tokens
+            self.stats.decode_seconds += seconds
 
     def kv_tokens_per_rank(self, requests: Sequence[Request]) -> list[int]:
         """Tokens that each TP rank cached for requests."""

@@ -1,5 +1,6 @@
 """A request on its way through the engine."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -34,8 +35,8 @@ class Request:
             raise ValueError("prompt_token_ids is empty; a prompt needs at least one token")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens (--max-new-tokens) is {self.max_new_tokens}; it must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature (--temperature) is {self.temperature}; it must not be negative")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature (--temperature) is {self.temperature}; it must be a number of at least 0")
         self.generator = torch.Generator().manual_seed(self.seed)
 
     @property

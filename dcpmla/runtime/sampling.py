@@ -20,6 +20,7 @@ def sample(logits: Tensor, temperatures: Sequence[float], generators: Sequence[t
     tokens = logits.argmax(-1)
     for row, (temperature, generator) in enumerate(zip(temperatures, generators, strict=True)):
         if temperature > 0:
-            probs = torch.softmax(logits[row].cpu() / temperature, -1)
+            scores = logits[row].cpu()
+            probs = torch.softmax((scores - scores.max()) / temperature, -1)  # the difference first: a tiny temperature may overflow
             tokens[row] = (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax()
     return tokens
