@@ -48,5 +48,6 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def _beside(path: Path, delete: bool = True) -> "tempfile._TemporaryFileWrapper[bytes]":
-    """A temporary file in the path's directory, with a name as long as the path's will let it be."""
-    return tempfile.NamedTemporaryFile(dir=path.resolve().parent, prefix=f".{path.name}.", delete=delete)
+    """A temporary file beside the path (beside what a link points to); a name too long for one fails here, before the work."""
+    path = path.resolve()
+    return tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=delete)
