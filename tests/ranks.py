@@ -1,11 +1,13 @@
 """Run a function on several ranks: processes that meet over a file (no ports), a timeout, the first failing rank's traceback."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -20,12 +22,25 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers", "dcpmla", "dcpmla.integrations.transformers", "numpy"])
 
 
+class _Crashed(AssertionError):
+    """A rank was ended by a signal: native code, which this package has none of on a CPU."""
+
+
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 120) -> list[Any]:
     """Call function(*args) on every rank of a fresh job, torch.distributed initialised; return the ranks' (picklable) results in order.
 
     Raises:
         AssertionError: a rank failed, with the traceback of the first that did; or time ran out, naming the ranks that were not done.
+        A crash of native code (seen once in some thousand ranks: glibc found its heap broken) is warned of and tried once more.
     """
+    try:
+        return _run_once(num_ranks, function, args, device, timeout)
+    except _Crashed as crash:
+        warnings.warn(f"{crash}; once more", stacklevel=2)
+        return _run_once(num_ranks, function, args, device, timeout)
+
+
+def _run_once(num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], device: str, timeout: float) -> list[Any]:
     with tempfile.TemporaryDirectory() as directory:
         pipes, processes = [], []
         for rank in range(num_ranks):
@@ -38,14 +53,14 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device: 
             pipes.append(receiver)
             processes.append(process)
         try:
-            return _collect(pipes, timeout)
+            return _collect(pipes, processes, timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     while len(results) < len(pipes):
@@ -57,7 +72,10 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
                 try:
                     results[rank], error = pickle.loads(pipes[rank].recv_bytes())
                 except EOFError:
-                    error = "the process ended without a word"
+                    processes[rank].join(10)
+                    raise _Crashed(f"rank {rank} of {len(pipes)} ended without a word, exit code {processes[rank].exitcode}") from None
+                if error and any((process.exitcode or 0) < 0 for process in processes):
+                    raise _Crashed(f"rank {rank} of {len(pipes)} lost a rank that crashed:\n{error}")
                 assert error is None, f"rank {rank} of {len(pipes)} failed:\n{error}"
     return [results[rank] for rank in range(len(pipes))]
 
@@ -74,7 +92,7 @@ def _run(
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN: a row that nobody wrote shows
+    faulthandler.enable()  # a crash in native code shows where Python was
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)
