@@ -31,7 +31,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device: 
 
     Raises:
         AssertionError: a rank failed, with the traceback of the first that did; or time ran out, naming the ranks that were not done.
-        A crash of native code (seen once in some thousand ranks: glibc found its heap broken) is warned of and tried once more.
+        A crash of native code (seen once: glibc found its heap broken) is warned of and tried once more.
     """
     try:
         return _run_once(num_ranks, function, args, device, timeout)
