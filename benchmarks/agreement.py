@@ -22,35 +22,10 @@ import transformers
 ROOT = Path(__file__).parents[1]
 NEEDLE = ROOT / "examples" / "needle"
 sys.path[:0] = [str(ROOT), str(NEEDLE)]
+from checkpoints import save_random, v2_lite  # noqa: E402
 from prompts import make_prompt  # noqa: E402
 
-
-def save_v2_lite(directory: Path, num_layers: int = 4) -> None:
-    """DeepSeek-V2-Lite's layers (16 heads, latent 512 + 64, experts), fewer of them, a smaller vocabulary, random weights."""
-    torch.manual_seed(0)
-    config = transformers.DeepseekV2Config(
-        vocab_size=8192,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_hidden_layers=num_layers,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=16,
-        num_experts_per_tok=6,
-        n_shared_experts=2,
-        first_k_dense_replace=1,
-        max_position_embeddings=16384,
-        eos_token_id=None,
-        initializer_range=0.05,
-    )
-    transformers.DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+from dcpmla.cli.results import add_commit_argument, write_results  # noqa: E402
 
 
 def needle_prompts(num_prompts: int) -> tuple[list[list[int]], list[int]]:
@@ -141,21 +116,18 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-gpus", type=int, required=True)
-    parser.add_argument("--commit", default=None, help="recorded; default: git's HEAD")
+    add_commit_argument(parser)
     parser.add_argument("--output", type=Path, default=None, help="default: benchmarks/results/h200xN/agreement.json")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    commit = args.commit or subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     prompts, answers = needle_prompts(64)
     rows = measure("needle", NEEDLE / "model", prompts, 1, args.num_gpus, answers)
     with tempfile.TemporaryDirectory() as directory:
-        save_v2_lite(Path(directory))
+        save_random(v2_lite(num_layers=4, num_experts=16), Path(directory))
         rows += measure("v2-lite geometry, 4 layers, random", Path(directory), random_prompts(8), 32, args.num_gpus, None)
     output = args.output or ROOT / "benchmarks" / "results" / f"h200x{args.num_gpus}" / "agreement.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    result = {"commit": commit, "machine": torch.cuda.get_device_name(), "versions": versions, "rows": rows}
-    output.write_text(json.dumps(result, indent=2) + "\n")
+    write_results(output, rows, args.num_gpus, torch.device("cuda"), args.commit)
 
 
 if __name__ == "__main__":

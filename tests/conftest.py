@@ -1,7 +1,13 @@
-"""GPU tests skip where there are too few GPUs."""
+"""What test files share: GPU tests skip where there are too few GPUs, a tiny model on disk, a process that no launcher started."""
+
+from pathlib import Path
 
 import pytest
 import torch
+from models import save_tiny
+from plan_cases import read_v3
+
+from dcpmla.planning.weights import ModelSize
 
 _NUM_GPUS = {"gpu": 1, "gpu_2": 2, "gpu_4": 4, "gpu_8": 8}
 
@@ -10,3 +16,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = max((count for marker, count in _NUM_GPUS.items() if item.get_closest_marker(marker)), default=0)
     if needed > torch.cuda.device_count():
         pytest.skip(f"needs {needed} GPUs, there are {torch.cuda.device_count()}")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DeepSeek-V3 without a tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny("deepseek_v3", directory)
+    return directory
+
+
+@pytest.fixture
+def one_process_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that call `main` here: what it sets in the environment is gone afterwards."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # --device cpu sets it
+
+
+@pytest.fixture
+def v3() -> ModelSize:
+    return read_v3()

@@ -21,7 +21,7 @@ class Blocks(RuleBasedStateMachine):
 
     @initialize(size=st.integers(1, 12))
     def start(self, size: int) -> None:
-        self.size, self.allocator = size, BlockAllocator(size)
+        self.size, self.allocator = size, BlockAllocator(size, 4)
         self.held: list[list[int]] = []
 
     @property
@@ -73,7 +73,7 @@ TestBlocks.settings = settings(max_examples=60, stateful_step_count=30, deadline
 
 
 def test_all_blocks_can_be_out_again_and_again() -> None:
-    allocator = BlockAllocator(5)
+    allocator = BlockAllocator(5, 4)
     for _ in range(3):
         blocks = allocator.allocate(5)
         assert sorted(blocks) == list(range(5))
@@ -81,7 +81,7 @@ def test_all_blocks_can_be_out_again_and_again() -> None:
 
 
 def test_ranks_that_make_the_same_calls_get_the_same_blocks() -> None:
-    first, second = BlockAllocator(9), BlockAllocator(9)
+    first, second = BlockAllocator(9, 4), BlockAllocator(9, 4)
     for count, give_back in [(3, 0), (2, 1), (4, 2), (3, 0)]:
         blocks = first.allocate(count)
         assert blocks == second.allocate(count)
@@ -92,7 +92,7 @@ def test_ranks_that_make_the_same_calls_get_the_same_blocks() -> None:
 @pytest.mark.parametrize("size", [0, -3])
 def test_allocator_without_blocks(size: int) -> None:
     with pytest.raises(ValueError, match=rf"^num_blocks is {size}; it must be at least 1$"):
-        BlockAllocator(size)
+        BlockAllocator(size, 4)
 
 
 def make_dcp(size: int = 1, interleave: int = 1, block_size: int = 4) -> DCPConfig:

@@ -10,24 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import VOCAB_SIZE, random_model, save_tiny, tiny_config
+from models import VOCAB_SIZE, random_model, tiny_config
 from safetensors.torch import load_file, save_file
 
 from dcpmla.__main__ import main
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny("deepseek_v3", directory)
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def _keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # --device cpu sets it
+pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 
 
 def torchrun(num_ranks: int, *options: object, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -77,7 +65,9 @@ def test_torchrun_gives_what_one_process_gives(model: Path, tmp_path: Path) -> N
     assert sum(four["kv_tokens_per_rank"]) == num_cached
     assert max(four["kv_tokens_per_rank"]) < num_cached / 3
     assert (one["dcp_comm_backend"], four["dcp_comm_backend"]) == ("none", "a2a")
-    assert "prefill" in run.stderr  # the progress bar
+    assert "generate: 100%" in run.stderr  # the live line
+    assert "waiting, cache " in run.stderr
+    assert "ranks: 4 ranks, 4 of them on this host, started by torchrun" in run.stdout
     assert "exchange: a2a (auto: " in run.stdout
 
 
@@ -140,20 +130,36 @@ MISTAKES = {
     "no ids": (["--prompt-ids", "5,x"], "argument --prompt-ids: '5,x' is not a list of token ids separated by commas"),
     "no tokenizer": (["--prompt", "hello"], "--prompt needs a tokenizer"),
     "new tokens": (["--max-new-tokens", 0], "argument --max-new-tokens: '0' is not a whole number of at least 1"),
-    "temperature": (["--temperature=-1"], "temperature (--temperature) is -1.0; it must be a number of at least 0"),
+    "temperature": (["--temperature=-1"], "temperature (--temperature) is -1.0; allowed: a finite number from 0 on"),
     "batched tokens": (["--max-num-batched-tokens=-8"], "argument --max-num-batched-tokens: '-8' is not a whole number of at least 1"),
     "json": (
         ["--json", "/no/such/dir/out.json"],
         "--json is /no/such/dir/out.json, where no file can be written (No such file or directory)",
     ),
     "logits": (["--logits", "/"], "--logits is /, which is there and not a file; give the name of a file"),
-    "no temperature": (["--temperature", "nan"], "temperature (--temperature) is nan; it must be a number of at least 0"),
+    "no temperature": (["--temperature", "nan"], "temperature (--temperature) is nan; allowed: a finite number from 0 on"),
+    "top-p": (["--top-p", 0], "top_p (--top-p) is 0.0; allowed: a number in (0, 1]"),
+    "top-k": (["--top-k=-1"], "top_k (--top-k) is -1; allowed: a whole number of at least 0"),
+    "stop": (["--stop", "x"], "stop (--stop) needs a tokenizer, and the model's does not load: "),
+    "stop ids": (["--stop-token-ids", "5,x"], "argument --stop-token-ids: '5,x' is not a list of token ids"),
+    "seqs": (["--max-num-seqs", 0], "argument --max-num-seqs: '0' is not a whole number of at least 1"),
+    "small cache": (
+        ["--kv-cache-memory-bytes", 100],
+        "cache: the longest sequence, 18 tokens, needs 12,288 bytes a rank, but there is room for 0",
+    ),
+    "memory": (["--gpu-memory-utilization", 1.5], "gpu_memory_utilization (--gpu-memory-utilization) is 1.5; it must be in (0, 1]"),
+    "half a job": (["--prompt-file", "in.jsonl"], "--prompt-file and --output-file belong together; give both or neither"),
+    "job and json": (
+        ["--prompt-file", "in.jsonl", "--output-file", "out.jsonl"],
+        "--prompt-file does not go with --prompt, --prompt-ids, --json or --logits",
+    ),
+    "timeout": (["--timeout", 0], "argument --timeout: '0' is not a whole number of at least 1"),
     "seed": (["--seed=-1"], "argument --seed: '-1' is not a whole number in [0, 2^32)"),
     "device file": (["--logits", "/dev/null"], "--logits is /dev/null, which is there and not a file"),
     "long name": (["--json", "/tmp/" + 250 * "x"], "where no file can be written (File name too long)"),
     "abbreviation": (["--max-new", 3], "unrecognized arguments: --max-new 3"),
     "long model name": (["--model", 300 * "x"], "no such directory, and no such model could be downloaded"),
-    "device": (["--device", "cuda"], "device (--device) is 'cuda', but this host has 0 GPUs for 1 ranks"),
+    "device": (["--device", "cuda"], "device (--device) is 'cuda', but a rank sees 0 GPUs for 1 ranks of its host"),
 }
 
 
@@ -187,7 +193,7 @@ def test_a_linked_output_keeps_its_link(model: Path, tmp_path: Path) -> None:
 
 def test_no_prompt(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert generate("--model", model, "--device", "cpu") == 2
-    assert "no prompt; give at least one --prompt or --prompt-ids" in capfd.readouterr().err
+    assert "no prompt; give at least one --prompt, --prompt-ids or a --prompt-file" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -283,3 +289,17 @@ def test_texts_and_ids_keep_the_order_given(tmp_path: Path) -> None:
     outputs = json.loads(out.read_text())["outputs"]
     assert [len(output["prompt_token_ids"]) for output in outputs] == [6, 9, 2]
     assert outputs[1]["text"] == "123"
+
+
+def test_the_example_of_the_engine_streams() -> None:
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", root / "examples" / "stream.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
+    run = subprocess.run(
+        [*map(str, command), str(root / "examples" / "needle" / "model")], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[0] == "0: '123'"  # the answer, before its request is finished
+    assert sum(line.startswith("0: ' ") for line in lines) == 3
+    assert "0: length, {'queue_seconds': " in run.stdout

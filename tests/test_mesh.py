@@ -1,14 +1,11 @@
 """The mesh: who is whose neighbour, own groups handed in, sizes that cannot be."""
 
-import os
-
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
 from dcpmla import DCPMesh, init_mesh
-from dcpmla.parallel.bootstrap import agree, read_launcher
+from dcpmla.parallel.bootstrap import agree
 
 
 def check_grid() -> tuple[int, int, int, int, list[int], list[int]]:
@@ -66,26 +63,3 @@ def check_agree() -> str:
 
 def test_one_rank_s_mistake_is_every_rank_s() -> None:
     assert run_ranks(3, check_agree) == ["rank 1 is unhappy"] * 3
-
-
-@pytest.mark.parametrize(
-    ("asked", "num_gpus", "num_local", "expected"),
-    [("auto", 8, 4, "cuda:3"), ("auto", 2, 4, "cpu"), ("auto", 0, 4, "cpu"), ("cpu", 8, 4, "cpu"), ("cuda", 4, 4, "cuda:3")],
-)
-def test_all_ranks_of_a_host_take_the_same_kind_of_device(
-    asked: str, num_gpus: int, num_local: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where GPUs would do for some ranks; what transformers sees of GPUs agrees."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    for name, value in {"RANK": 7, "WORLD_SIZE": 8, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": num_local, "CUDA_VISIBLE_DEVICES": "all"}.items():
-        monkeypatch.setenv(name, str(value))
-    ranks = read_launcher(asked)
-    assert (ranks.rank, ranks.num_ranks, str(ranks.device)) == (7, 8, expected)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if expected == "cpu" else "all")
-
-
-def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"device \(--device\) is 'cuda', but this host has 2 GPUs for 4 ranks"):
-        read_launcher("cuda")

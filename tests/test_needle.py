@@ -18,7 +18,7 @@ from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.ownership import owner_rank
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "needle"
 MODEL = EXAMPLE / "model"
@@ -41,13 +41,12 @@ def answer(prompts: list[list[int]], tp: int, dcp_size: int, interleave: int, ma
     mesh, device = init_mesh(tp, dcp_size), torch.device("cpu")
     selection = select_exchange("auto", mesh.dcp_group)
     model = load_model(MODEL, load_config(MODEL), dcp, mesh, selection, torch.float32, device)
-    answers = []
+    seq_lens = [max(map(len, prompts))]
+    cache = LatentCache(LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, model.dtype), device)
+    engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, max_num_batched_tokens, max_num_seqs=1)
     for prompt in prompts:
-        requests = [Request(prompt, 1)]
-        cache = LatentCache(LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, [len(prompt)], model.dtype), device)
-        Engine(model, cache, dcp, mesh, max_num_batched_tokens).generate(requests)
-        answers += requests[0].token_ids
-    return answers
+        engine.add(prompt, SamplingParams(max_new_tokens=1))
+    return [request.token_ids[0] for request in engine.run()]
 
 
 def needles(num_prompts: int, num_tokens: int) -> tuple[list[list[int]], list[int]]:

@@ -17,7 +17,7 @@ from dcpmla.config import DCPConfig, divisors
 from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
 
 PROMPT_LENS = (1, 2, 5, 37, 70)  # shorter than W, one token, and contexts that chunks cut unevenly
 NUM_NEW = 4
@@ -50,14 +50,14 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
         mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
         selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
         model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
-        requests = [Request(prompt, NUM_NEW) for prompt in prompts()]
-        plan = LatentCache.plan(
-            model.attention_config, dcp, model.num_attention_layers, [request.max_seq_len for request in requests], torch.float32
-        )
+        seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
+        plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32)
         cache = LatentCache(plan, device)
         for layer in cache.layers:
             layer.fill_(torch.nan)  # a row that nobody wrote must not be seen
-        Engine(model, cache, dcp, mesh, case.max_num_batched_tokens).generate(requests, keep_logits=True)
+        engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)
+        requests = [engine.add(prompt, SamplingParams(max_new_tokens=NUM_NEW), keep_logits=True) for prompt in prompts()]
+        assert len(list(engine.run())) == len(requests)
         results.append([(request.token_ids, torch.stack(request.logits)) for request in requests])
     return results
 

@@ -99,8 +99,10 @@ class StepMetadata:
         num_decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
         positions = np.concatenate([np.arange(seq - query, seq) for query, seq in zip(query_lens, seq_lens, strict=True)])
         table = _pad_table(block_tables, seq_lens, dcp)
-        rows = table[np.repeat(np.arange(len(query_lens)), query_lens)]
-        slots = ownership.slot_mapping(torch.from_numpy(positions), torch.from_numpy(rows), dcp_rank=dcp_rank, **_layout(dcp))
+        # Each token's block alone, and its place in it: whole rows of the table would be [T, max_blocks].
+        blocks = table[np.repeat(np.arange(len(query_lens)), query_lens), positions // dcp.virtual_block_size]
+        places = torch.from_numpy(positions % dcp.virtual_block_size)
+        slots = ownership.slot_mapping(places, torch.from_numpy(blocks)[:, None], dcp_rank=dcp_rank, **_layout(dcp))
         prefills = slice(num_decodes, None)
         return cls(
             num_tokens=len(positions),

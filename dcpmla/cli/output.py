@@ -24,8 +24,13 @@ def check_writable(option: str, path: Path | None) -> None:
         raise ValueError(message) from error
 
 
+def is_same_path(one: Path, other: Path) -> bool:
+    """Whether both lead to the same place, links followed."""
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    _replace(path, lambda file: file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()))
+    _replace(path, lambda file: file.write((json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()))
 
 
 def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -33,9 +38,13 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
     _replace(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    _replace(path, lambda file: file.write(content))
+
+
 def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write beside the path, then rename over it: a reader sees the old file or the whole new one."""
-    path = path.resolve()  # a link stays, what it points to is replaced
+    path = Path(os.path.realpath(path))  # a link stays, what it points to is replaced
     with _beside(path, delete=False) as file:
         try:
             write(file)
@@ -49,5 +58,5 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 def _beside(path: Path, delete: bool = True) -> "tempfile._TemporaryFileWrapper[bytes]":
     """A temporary file beside the path (beside what a link points to); a name too long for one fails here, before the work."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # unlike Path.resolve, it leaves loops of links to whoever opens them
     return tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=delete)

@@ -1,10 +1,18 @@
 """Collectives that say who failed at what."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+# gloo raises plain RuntimeErrors: its source path, or its words, tell them from others.
+_GLOO = re.compile(r"gloo|pair closure|connection (closed|reset)|broken pipe", re.IGNORECASE)
+
+
+class PeerFault(RuntimeError):
+    """Another rank has failed, and says why itself."""
 
 
 @contextmanager
@@ -19,3 +27,8 @@ def named(operation: str, group: ProcessGroup) -> Iterator[None]:
         ranks = dist.get_process_group_ranks(group)
         error.add_note(f"{operation} failed on rank {dist.get_rank()} of the group {ranks}: another rank is missing, stuck or late")
         raise
+
+
+def is_failed_collective(error: BaseException) -> bool:
+    """Whether an error says that ranks lost each other, which most often is the consequence of another rank's fault."""
+    return isinstance(error, dist.DistError | PeerFault) or (isinstance(error, RuntimeError) and bool(_GLOO.search(str(error))))

@@ -1,8 +1,12 @@
-"""The engine: a batch of requests -> chunked prefill -> decode steps over the whole batch."""
+"""The engine: requests that come and go -> steps of decodes and prefill chunks -> tokens, texts, measurements."""
 
+import heapq
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import index
 from typing import Protocol
 
 import torch
@@ -11,20 +15,25 @@ from torch import Tensor
 
 from dcpmla.attention.metadata import StepMetadata
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.latent import LatentCache, num_blocks
+from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
-from dcpmla.ownership import local_seq_lens
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.request import Request
-from dcpmla.runtime.sampling import sample
-from dcpmla.runtime.scheduler import schedule
+from dcpmla.runtime.request import Request, check_prompt
+from dcpmla.runtime.sampling import SamplingParams, sample
+from dcpmla.runtime.scheduler import Scheduler, Step
+from dcpmla.runtime.text import TextStream, Tokenizer
+
+_MICROSECOND = 1e-6
+_MAX_SLEEP = 1.0  # seconds; whoever watches the steps hears of an idle engine as often as that
+_NOW = -math.inf  # arrival time of a request that the next step dates
 
 
 class Model(Protocol):
     """What the engine drives; `dcpmla.integrations.transformers.ShardedModel` is one."""
 
     device: torch.device
+    vocab_size: int
     eos_token_ids: frozenset[int]
 
     def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor) -> Tensor: ...
@@ -32,100 +41,259 @@ class Model(Protocol):
 
 @dataclass
 class Stats:
-    """Tokens and seconds of a run; prefill is every step with a prompt's tokens in it."""
+    """Totals of a run. A step with a prompt's tokens in it counts as prefill, with all its tokens; any other as decode.
+
+    Attributes:
+        num_preemptions, num_cached_tokens: of the finished requests; tokens that an earlier request had computed for them.
+        max_num_running: most requests that held blocks at the same time.
+    """
 
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    num_steps: int = 0
+    num_finished: int = 0
+    num_new_tokens: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    max_num_running: int = 0
 
 
 class Engine:
-    """Drives one batch at a time; every rank of the TP group runs the same engine on the same requests.
+    """Continuous batching over one sharded cache. Every rank of the TP group makes the same calls, in the same order.
+
+    Ranks decide alike without talking: only the first rank's choice of tokens and its clock are sent to the others, once a step.
 
     Args:
-        cache: with room for all requests of a batch at once.
-        max_num_batched_tokens: most tokens of one prefill step.
+        cache: its blocks are handed out to requests as they run.
+        max_model_len: longest sequence, prompt and new tokens.
+        max_num_batched_tokens: most tokens of a step.
+        max_num_seqs: most requests that run at the same time.
+        tokenizer: for prompts that are texts, for texts of new tokens and stop strings; None serves token ids only.
+        on_step: called with a line on what comes next, before the work of each step.
     Raises:
-        ValueError: max_num_batched_tokens below 1.
+        ValueError: a limit below 1.
     """
 
-    def __init__(self, model: Model, cache: LatentCache, dcp: DCPConfig, mesh: DCPMesh, max_num_batched_tokens: int) -> None:
-        if max_num_batched_tokens < 1:
-            raise ValueError(f"max_num_batched_tokens (--max-num-batched-tokens) is {max_num_batched_tokens}; it must be at least 1")
-        self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.allocator = BlockAllocator(cache.sizes.num_blocks)
-        self.stats = Stats()
-
-    def generate(
-        self, requests: Sequence[Request], keep_logits: bool = False, on_prefill: Callable[[int], None] = lambda num_tokens: None
+    def __init__(
+        self,
+        model: Model,
+        cache: LatentCache,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        tokenizer: Tokenizer | None = None,
+        on_step: Callable[[str], object] = lambda line: None,
     ) -> None:
-        """Run requests to their end, in place. Collective over the TP group.
+        self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
+        self.max_model_len, self.tokenizer, self.on_step = max_model_len, tokenizer, on_step
+        self.allocator = BlockAllocator(cache.sizes.num_blocks, dcp.virtual_block_size)
+        self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs)
+        self.stats = Stats()
+        self.now = 0.0  # seconds on the first rank's clock when the last step ended
+        self._started = time.monotonic()
+        self._arriving: list[tuple[float, int, Request]] = []  # a heap by arrival time, then the order of the calls
+        self._num_added = 0
+        self._finished: deque[Request] = deque()  # not given to the caller yet
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | int = 0,
+        arrival_time: float | None = None,
+        on_token: Callable[[Request, str], object] | None = None,
+        keep_logits: bool = False,
+    ) -> Request:
+        """Queue a prompt, a text or token ids. Requests are served in the order of their arrival, then of the calls.
 
         Args:
-            keep_logits: store the logits of each new token in its request.
-            on_prefill: called after each prefill step with its number of tokens.
+            params: default greedy, 16 tokens; max_new_tokens is cut to what max_model_len leaves.
+            arrival_time: seconds on the engine's clock before which it is not looked at; default now.
+            on_token: called at each of its tokens with the request and the text that became certain; may add and abort requests.
+            keep_logits: keep the logits that each token was chosen from.
         Raises:
-            ValueError: the batch does not fit into the cache.
+            ValueError: a prompt the model cannot continue, or that the whole cache has no room for; a text or a stop string without a
+                tokenizer; an arrival_time that never comes.
         """
-        try:
-            for request in requests:
-                request.block_ids = self.allocator.allocate(num_blocks(request.max_seq_len, self.dcp))
-            while step := schedule(requests, self.max_num_batched_tokens):
-                self._timed_step(step, keep_logits, on_prefill)
-        finally:
-            for request in requests:
-                self.allocator.free(request.block_ids)
-                request.block_ids = []
+        params = params or SamplingParams()
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop has strings, but the engine has no tokenizer; give stop_token_ids")
+        if arrival_time is not None and not math.isfinite(arrival_time):
+            raise ValueError(f"arrival_time is {arrival_time}; it must be a number of seconds")
+        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else _whole_numbers(prompt)
+        check_prompt("prompt", token_ids, self.model.vocab_size, self.max_model_len)
+        request = Request(
+            prompt_token_ids=token_ids,
+            params=replace(params, max_new_tokens=min(params.max_new_tokens, self.max_model_len - len(token_ids))),
+            request_id=request_id,
+            arrival_time=_NOW if arrival_time is None else arrival_time,
+            keep_logits=keep_logits,
+            on_token=on_token,
+            text_stream=TextStream(self.tokenizer, params.stop) if self.tokenizer is not None else None,
+        )
+        self.scheduler.check_fits(request)
+        heapq.heappush(self._arriving, (request.arrival_time, self._num_added, request))
+        self._num_added += 1
+        return request
 
-    def _timed_step(self, step: Sequence[tuple[Request, int]], keep_logits: bool, on_prefill: Callable[[int], None]) -> None:
-        started, is_prefill = time.perf_counter(), not step[-1][0].token_ids
-        self._step(step, keep_logits)
-        num_tokens, seconds = sum(num for _, num in step), time.perf_counter() - started
-        if is_prefill:
-            self.stats.num_prefill_tokens += num_tokens
-            self.stats.prefill_seconds += seconds
-            on_prefill(num_tokens)
+    def abort(self, request: Request) -> None:
+        """End a request, unless it is finished: its tokens so far stay, its blocks are freed."""
+        if request.finish_reason:
+            return
+        if any(request is other for _, _, other in self._arriving):
+            self._arriving = [entry for entry in self._arriving if entry[2] is not request]
+            heapq.heapify(self._arriving)
         else:
-            self.stats.num_decode_tokens += num_tokens
-            self.stats.decode_seconds += seconds
+            self.scheduler.remove(request)
+        request.finish_reason, request.finish_time = "abort", self.now
+        if request.text_stream is not None:
+            request.text_stream.finish()
 
-    def kv_tokens_per_rank(self, requests: Sequence[Request]) -> list[int]:
-        """Tokens that each TP rank cached for requests."""
-        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        lens = torch.tensor([request.num_computed_tokens for request in requests])
-        per_dcp_rank = local_seq_lens(lens, size, interleave=interleave).sum(0).tolist()
-        return [per_dcp_rank[tp_rank % size] for tp_rank in range(self.mesh.tp_size)]
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is still to be served, or to be given to the caller."""
+        return bool(self._arriving or self.scheduler.waiting or self.scheduler.running or self._finished)
 
-    def _step(self, step: Sequence[tuple[Request, int]], keep_logits: bool) -> None:
-        """Compute a step's tokens; requests that have all theirs computed get a new one."""
-        token_ids = [token for request, num_tokens in step for token in request.pending(num_tokens)]
+    def run(self) -> Iterator[Request]:
+        """Step until no request is left; gives each one as it finishes. Requests may be added on the way, on every rank alike."""
+        while self.has_requests:
+            if not self._finished:
+                self._advance()
+            while self._finished:
+                yield self._finished.popleft()
+
+    def step(self) -> list[Request]:
+        """One step of the batch; returns the requests that it finished. Collective over the TP group."""
+        self._advance()
+        finished = list(self._finished)
+        self._finished.clear()
+        return finished
+
+    def restart_clock(self) -> None:
+        """Set the engine's clock to 0: arrival times count from here."""
+        self._started, self.now = time.monotonic(), 0.0
+
+    def _advance(self) -> None:
+        if not self.scheduler.running:
+            self._synchronize(torch.empty(0, dtype=torch.int64))  # the clock went on while nothing was computed
+        self._let_in()
+        step = self.scheduler.schedule(self.now)
+        if not step.pieces:
+            self._wait_for_arrival()
+            return
+        self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
+        started, is_prefill = time.perf_counter(), any(num > 1 or not request.token_ids for request, num in step.pieces)
+        num_tokens = sum(num for _, num in step.pieces)
+        self.on_step(
+            f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps} ({len(step.pieces)} requests, {num_tokens} tokens)"
+        )
+        requests, token_ids, logits = self._compute(step)
+        pieces = self._append(requests, token_ids, logits)
+        self._count(is_prefill, num_tokens, time.perf_counter() - started)
+        for request, piece in zip(requests, pieces, strict=True):  # after all of them have their tokens: a callback may abort any
+            if request.on_token is not None:
+                request.on_token(request, piece)
+
+    def cache_use(self) -> float:
+        """The part of the cache's blocks that running requests hold, in [0, 1]."""
+        return 1 - self.allocator.num_free / self.allocator.num_blocks
+
+    def _tokenize(self, prompt: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("prompt is a text, but the engine has no tokenizer; give token ids")
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def _let_in(self) -> None:
+        while self._arriving and self._arriving[0][0] <= self.now:
+            _, _, request = heapq.heappop(self._arriving)
+            if request.arrival_time == _NOW:
+                request.arrival_time = self.now
+            self.scheduler.waiting.append(request)
+
+    def _wait_for_arrival(self) -> None:
+        self.on_step("waiting for the next request")
+        if self._arriving:
+            time.sleep(min(_MAX_SLEEP, max(0.0, self._arriving[0][0] - self.now)))
+
+    def _compute(self, step: Step) -> tuple[list[Request], list[int], Tensor]:
+        """Compute a step's tokens. Returns the requests that have all theirs computed, a new token for each, and its logits."""
         metadata = StepMetadata.build(
-            query_lens=[num_tokens for _, num_tokens in step],
-            seq_lens=[request.num_computed_tokens + num_tokens for request, num_tokens in step],
-            block_tables=[request.block_ids for request, _ in step],
+            query_lens=[num_tokens for _, num_tokens in step.pieces],
+            seq_lens=[request.num_computed_tokens + num_tokens for request, num_tokens in step.pieces],
+            block_tables=[request.block_ids for request, _ in step.pieces],
             dcp=self.dcp,
             dcp_rank=self.mesh.dcp_rank,
             device=self.model.device,
         )
-        last_rows = torch.tensor([num_tokens for _, num_tokens in step]).cumsum(0) - 1
-        ready = [index for index, (request, num_tokens) in enumerate(step) if request.num_pending_tokens == num_tokens]
-        device = self.model.device
-        logits = self.model.step(torch.tensor(token_ids, device=device), metadata, self.cache, last_rows[ready].to(device))
-        for request, num_tokens in step:
+        token_ids: list[int] = []
+        last_rows, ready = [], []
+        for request, num_tokens in step.pieces:
+            token_ids += request.tokens(request.num_computed_tokens, request.num_computed_tokens + num_tokens)
             request.num_computed_tokens += num_tokens
-        self._append([step[index][0] for index in ready], logits, keep_logits)
+            if not request.num_pending_tokens:
+                ready.append(request)
+                last_rows.append(len(token_ids) - 1)
+        device = self.model.device
+        logits_at = torch.tensor(last_rows, dtype=torch.int64, device=device)
+        logits = self.model.step(torch.tensor(token_ids, device=device), metadata, self.cache, logits_at)
+        for request, _ in step.pieces:
+            self.scheduler.remember(request)
+        generators = [request.generator if request.params.temperature else None for request in ready]
+        tokens = sample(logits, [request.params for request in ready], generators)
+        return ready, self._synchronize(tokens), logits
 
-    def _append(self, requests: Sequence[Request], logits: Tensor, keep_logits: bool) -> None:
-        """Sample a token for each request; the first rank's choice is everyone's."""
-        if not requests:
-            return
-        tokens = sample(logits, [request.temperature for request in requests], [request.generator for request in requests])
+    def _append(self, requests: Sequence[Request], token_ids: Sequence[int], logits: Tensor) -> list[str]:
+        """Give each request its token, and finish those that end with it; returns the text that became certain for each."""
+        pieces = []
+        for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
+            if request.keep_logits:
+                request.logits.append(logits[row].cpu())
+            if request.first_token_time is None:
+                request.first_token_time = self.now
+            pieces.append(request.append(token_id, self.model.eos_token_ids))
+            if request.finish_reason:
+                self._finish(request)
+        self.stats.num_new_tokens += len(requests)
+        return pieces
+
+    def _finish(self, request: Request) -> None:
+        request.finish_time = self.now
+        self.scheduler.remove(request)
+        self._finished.append(request)
+        self.stats.num_finished += 1
+        self.stats.num_preemptions += request.num_preemptions
+        self.stats.num_cached_tokens += request.num_cached_tokens
+
+    def _synchronize(self, tokens: Tensor) -> list[int]:
+        """The first rank's tokens [n] int64, and its clock, for every rank."""
+        device = self.model.device
+        clock = torch.tensor([int((time.monotonic() - self._started) / _MICROSECOND)], device=device)
+        message = torch.cat([clock, tokens.to(device)])
         if self.mesh.tp_size > 1:
             with named("broadcast of new tokens", self.mesh.tp_group):
-                dist.broadcast(tokens, group=self.mesh.tp_group, group_src=0)
-        for request, row, token in zip(requests, logits, tokens.tolist(), strict=True):
-            if keep_logits:
-                request.logits.append(row.cpu())
-            request.append(token, self.model.eos_token_ids)
+                dist.broadcast(message, group=self.mesh.tp_group, group_src=0)
+        microseconds, *token_ids = message.tolist()
+        self.now = microseconds * _MICROSECOND
+        return token_ids
+
+    def _count(self, is_prefill: bool, num_tokens: int, seconds: float) -> None:
+        stats = self.stats
+        stats.num_steps += 1
+        if is_prefill:
+            stats.num_prefill_tokens += num_tokens
+            stats.prefill_seconds += seconds
+        else:
+            stats.num_decode_tokens += num_tokens
+            stats.decode_seconds += seconds
+
+
+def _whole_numbers(prompt: Sequence[int]) -> list[int]:
+    try:
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise ValueError(f"prompt must be a text or token ids, whole numbers ({error})") from error

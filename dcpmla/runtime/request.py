@@ -1,63 +1,124 @@
 """A request on its way through the engine."""
 
-import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from dcpmla.runtime.sampling import SamplingParams, new_generator
+from dcpmla.runtime.text import TextStream
 
-@dataclass
+
+@dataclass(eq=False)
 class Request:
-    """A prompt and what has become of it.
+    """A prompt and what has become of it. Times are seconds on the engine's clock.
 
     Attributes:
-        max_new_tokens: where to stop at the latest.
-        temperature: 0 for greedy.
-        seed: of the request's own random numbers, which do not depend on its neighbours in the batch or on the ranks.
-        token_ids: new tokens so far; an end-of-sequence token is the last one.
-        logits: [vocab] float32 each new token was chosen from, when the engine keeps them.
-        finish_reason: "stop" at an end-of-sequence token, "length" at max_new_tokens, None while running.
+        request_id: the caller's name for it.
+        on_token: called with the request and the text that its new token made certain, maybe none; after the whole step's tokens.
+        text_stream: of the new tokens; None without a tokenizer.
+        token_ids: new tokens so far; one that stops the request is the last one.
+        logits: [vocab] float32 each new token was chosen from, when they are to be kept.
+        finish_reason: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at max_new_tokens, "abort" where the
+            caller ended it, None before.
+        num_computed_tokens: whose latents are in the cache.
+        num_cached_tokens: of the prompt, that an earlier request had computed.
+        num_preemptions: how often its blocks were taken away and it was computed anew.
     """
 
     prompt_token_ids: list[int]
-    max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
+    params: SamplingParams
+    request_id: str | int = 0
+    arrival_time: float = 0.0
+    keep_logits: bool = False
+    on_token: "Callable[[Request, str], object] | None" = None
+    text_stream: TextStream | None = None
+
     token_ids: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     finish_reason: str | None = None
-    num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
 
-    def __post_init__(self) -> None:
-        if not self.prompt_token_ids:
-            raise ValueError("prompt_token_ids is empty; a prompt needs at least one token")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens (--max-new-tokens) is {self.max_new_tokens}; it must be at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature (--temperature) is {self.temperature}; it must be a number of at least 0")
-        self.generator = torch.Generator().manual_seed(self.seed)
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_remembered_blocks: int = 0
+    num_preemptions: int = 0
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The request's own random numbers: they depend on its seed alone, not on its neighbours in a batch or on the ranks."""
+        return new_generator(self.params.seed)
+
+    @property
+    def text(self) -> str:
+        """Of the new tokens, without a stop string or the token that stopped it; empty without a tokenizer."""
+        return "" if self.text_stream is None else self.text_stream.text
 
     @property
     def max_seq_len(self) -> int:
         """Tokens that may end up in the cache: all but the last new one."""
-        return len(self.prompt_token_ids) + self.max_new_tokens - 1
+        return len(self.prompt_token_ids) + self.params.max_new_tokens - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
     def num_pending_tokens(self) -> int:
         """Known tokens that are not computed yet."""
-        return len(self.prompt_token_ids) + len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
-    def pending(self, num_tokens: int) -> list[int]:
-        """The next num_tokens tokens to compute."""
-        known = self.prompt_token_ids + self.token_ids
-        return known[self.num_computed_tokens : self.num_computed_tokens + num_tokens]
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens at positions [start, end), of the prompt and then new ones."""
+        num_prompt = len(self.prompt_token_ids)
+        return self.prompt_token_ids[start:end] + self.token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
-    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> None:
-        """Take a sampled token, and finish where it says so."""
+    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> str:
+        """Take a sampled token, and finish where it says so; returns the text that became certain."""
         self.token_ids.append(token_id)
-        if token_id in eos_token_ids:
+        params, piece = self.params, ""
+        if token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos):
             self.finish_reason = "stop"
-        elif len(self.token_ids) == self.max_new_tokens:
+        elif self.text_stream is not None:
+            piece = self.text_stream.push([token_id])
+            if self.text_stream.stopped:
+                self.finish_reason = "stop"
+        if self.finish_reason is None and len(self.token_ids) == params.max_new_tokens:
             self.finish_reason = "length"
+        if self.finish_reason and self.text_stream is not None:
+            piece += self.text_stream.finish()
+        return piece
+
+    def metrics(self) -> dict[str, float | None]:
+        """Seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (of those after the first).
+
+        None for what an aborted request did not reach.
+        """
+        per_token = _seconds(self.first_token_time, self.finish_time, max(1, len(self.token_ids) - 1))
+        return {
+            "queue_seconds": _seconds(self.arrival_time, self.scheduled_time),
+            "time_to_first_token": _seconds(self.arrival_time, self.first_token_time),
+            "time_per_token": per_token,
+        }
+
+
+def _seconds(start: float | None, end: float | None, parts: int = 1) -> float | None:
+    return None if start is None or end is None else round((end - start) / parts, 6)
+
+
+def check_prompt(name: str, token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """Raise ValueError, calling the prompt by a name, unless a model can continue it."""
+    if not token_ids:
+        raise ValueError(f"{name} is empty; a prompt needs at least one token")
+    outside = [token for token in token_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(f"{name} has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
+    if len(token_ids) >= max_model_len:
+        raise ValueError(
+            f"{name} has {len(token_ids)} tokens; with --max-model-len {max_model_len} at most {max_model_len - 1} leave room for a new one"
+        )

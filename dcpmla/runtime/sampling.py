@@ -1,26 +1,146 @@
-"""Logits -> tokens."""
+"""Logits -> tokens, and what a request asks of it."""
 
-from collections.abc import Sequence
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+_MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small beside the logits of a large batch
 
-def sample(logits: Tensor, temperatures: Sequence[float], generators: Sequence[torch.Generator]) -> Tensor:
-    """Choose a token for each row.
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a request chooses its tokens and when it ends.
+
+    Args:
+        max_new_tokens: most tokens generated, at least 1.
+        temperature: 0 takes the best token, else the softmax of logits / temperature is drawn from.
+        top_p: draw from the fewest best tokens whose probability reaches this, in (0, 1].
+        top_k: draw from this many best tokens and those as good as the last of them; 0 is all.
+        seed: of the request's draws, in [0, 2^64).
+        stop: strings that end the request; not part of its text.
+        stop_token_ids: end the request as an end-of-sequence token does.
+        ignore_eos: go on after an end-of-sequence token (for benchmarks).
+    Raises:
+        ValueError: a value of another type, or outside its range.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        self._check("max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "a whole number of at least 1")
+        self._check(
+            "temperature", _is_number(self.temperature) and 0 <= self.temperature <= sys.float_info.max, "a finite number from 0 on"
+        )
+        self._check("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
+        self._check("top_k", _is_int(self.top_k) and self.top_k >= 0, "a whole number of at least 0 (0 is all tokens)")
+        self._check("seed", _is_int(self.seed) and 0 <= self.seed < 1 << 64, "a whole number in [0, 2^64)")
+        self._check("stop", _is_tuple(self.stop) and all(isinstance(s, str) and s for s in self.stop), "strings, none of them empty")
+        token_ids = self.stop_token_ids
+        self._check("stop_token_ids", _is_tuple(token_ids) and all(_is_int(t) and t >= 0 for t in token_ids), "token ids of at least 0")
+        self._check("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object], defaults: "SamplingParams") -> "SamplingParams":
+        """The defaults with the values of a JSON object put in; `stop` may be one string.
+
+        Raises:
+            ValueError: a key that is no field, or a value that is not allowed.
+        """
+        allowed = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in allowed:
+                raise ValueError(f"{key!r} is not a sampling parameter; allowed are {', '.join(allowed)}")
+        changes = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        if isinstance(stop := changes.get("stop"), str):
+            changes["stop"] = (stop,)
+        return replace(defaults, **changes)  # type: ignore[arg-type]  # __post_init__ checks the types
+
+    def _check(self, name: str, valid: bool, allowed: str) -> None:
+        if not valid:
+            raise ValueError(f"{name} (--{name.replace('_', '-')}) is {getattr(self, name)!r}; allowed: {allowed}")
+
+
+def new_generator(seed: int) -> torch.Generator:
+    """A CPU generator for a seed in [0, 2^64). Hashed, for torch looks at the lowest 32 bits only: seeds 2^32 apart would draw alike."""
+    digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]) -> Tensor:
+    """Choose a token for each row; a row's token depends on nothing beside it.
 
     Args:
         logits: [n, vocab] float32.
-        temperatures: [n]; 0 takes the best token, else the softmax of logits / temperature is drawn from.
-        generators: [n] on the CPU, so that a seed gives the same numbers on every device; a draw uses vocab of them.
+        params: [n].
+        generators: [n] of `new_generator`: on the CPU, so that a seed gives the same numbers on every device; a draw takes one.
+            None where nothing is drawn.
     Returns:
         [n] int64 on the device of the logits.
-    Source: the exponential race: argmax of p_i / e_i with e_i ~ Exp(1) has the distribution p.
     """
     tokens = logits.argmax(-1)
-    for row, (temperature, generator) in enumerate(zip(temperatures, generators, strict=True)):
-        if temperature > 0:
-            scores = logits[row].cpu()
-            probs = torch.softmax((scores - scores.max()) / temperature, -1)  # the difference first: a tiny temperature may overflow
-            tokens[row] = (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax()
+    drawn = [row for row, param in enumerate(params) if param.temperature > 0]
+    for start in range(0, len(drawn), _MAX_ROWS):
+        rows = drawn[start : start + _MAX_ROWS]
+        uniforms = [torch.rand((), dtype=torch.float64, generator=generators[row]).item() for row in rows]
+        tokens[rows] = _draw(logits[rows], [params[row] for row in rows], uniforms)
     return tokens
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """The inverse of each row's cumulative distribution, in the vocabulary's order, at a number of [0, 1).
+
+    In this order a small change of the logits moves every boundary between tokens a little, and seldom past the number.
+    """
+    scores = logits.double()
+    scores -= scores.amax(-1, keepdim=True)  # before the division: a tiny temperature may overflow, to -inf only
+    scores /= _column([param.temperature for param in params], scores)
+    limited = [row for row, param in enumerate(params) if param.top_k or param.top_p < 1]
+    if limited:
+        scores[limited] = _keep_best(scores[limited], [params[row] for row in limited])
+    cumulative = scores.softmax(-1).cumsum(-1)
+    targets = _column(uniforms, scores) * cumulative[:, -1:]
+    last = logits.shape[-1] - 1  # where a row of NaN ends up: not outside the vocabulary
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1).clamp(max=last)
+
+
+def _keep_best(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Scores with -inf for tokens outside of top-k, and outside of top-p among those left.
+
+    Top-k keeps all that tie with its last token; top-p takes tokens of equal score by their ids.
+    """
+    vocab = scores.shape[-1]
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    kth = torch.tensor([min(param.top_k or vocab, vocab) - 1 for param in params], device=scores.device)
+    ordered.masked_fill_(ordered < ordered.gather(-1, kth[:, None]), -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1).roll(1, -1)
+    before[:, 0] = 0
+    ordered.masked_fill_(before >= _column([param.top_p for param in params], scores), -torch.inf)
+    return ordered.new_empty(ordered.shape).scatter_(-1, order, ordered)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
+def _is_tuple(value: object) -> bool:
+    return isinstance(value, tuple)

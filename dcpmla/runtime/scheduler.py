@@ -1,23 +1,154 @@
-"""Which tokens the next step computes. The same on every rank: it depends on nothing but the requests."""
+"""Which tokens the next step computes, and which blocks they go to.
 
-from collections.abc import Sequence
+Every rank runs its own scheduler and comes to the same decisions: they depend on nothing but the requests, the tokens so far and the
+engine's clock, which are the same on all ranks.
+"""
 
+from collections import deque
+from dataclasses import dataclass, field
+
+from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.runtime.request import Request
 
 
-def schedule(requests: Sequence[Request], max_num_batched_tokens: int) -> list[tuple[Request, int]]:
-    """Pick requests and how many tokens of each: prompts first, in chunks; then one token of every running request.
+@dataclass
+class Step:
+    """Requests, and how many tokens of each the step computes; pieces of one token come first.
 
-    Returns:
-        At most max_num_batched_tokens tokens of prefill, or a decode of all running requests; empty when all are finished.
+    Attributes:
+        budget: tokens that the step has room for beside those in it.
     """
-    running = [request for request in requests if request.finish_reason is None]
-    step, budget = [], max_num_batched_tokens
-    for request in running:
-        if not request.token_ids and budget:
-            num_tokens = min(request.num_pending_tokens, budget)
-            step.append((request, num_tokens))
-            budget -= num_tokens
-    # A one-token piece is a decode wherever it comes from: a batch has its decodes in front.
-    step.sort(key=lambda piece: piece[1] != 1)
-    return step or [(request, 1) for request in running]
+
+    budget: int
+    pieces: list[tuple[Request, int]] = field(default_factory=list)
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Put as many of the tokens into the step as it has room for."""
+        num_tokens = min(num_tokens, self.budget)
+        self.pieces.append((request, num_tokens))
+        self.budget -= num_tokens
+
+
+class Scheduler:
+    """Continuous batching: decodes first, then prompts in chunks, first come, first served.
+
+    A request is admitted when there are blocks for all its known tokens, and one more for each running request: a prefill never waits
+    half-way, and seldom comes too early. Decodes take a block when they reach it; when none is free, the youngest running request gives up
+    its blocks and is computed anew later (its full blocks stay findable as long as nobody else needs them).
+
+    Args:
+        allocator: of the cache.
+        max_num_batched_tokens: most tokens of a step.
+        max_num_seqs: most requests that run at the same time.
+    Raises:
+        ValueError: a limit below 1.
+    """
+
+    def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        for name, value in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
+            if value < 1:
+                raise ValueError(f"{name} (--{name.replace('_', '-')}) is {value}; it must be at least 1")
+        self.allocator = allocator
+        self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self._refused: tuple[Request | None, int, int] = (None, 0, 0)  # whom there was no room for; blocks free and remembered then
+
+    def check_fits(self, request: Request) -> None:
+        """Raise ValueError if the whole cache is too small for a request. One that fits will have its turn, whatever else there is."""
+        num_blocks = self._num_blocks(request.max_seq_len)
+        if num_blocks > self.allocator.num_blocks:
+            raise ValueError(
+                f"a prompt of {len(request.prompt_token_ids)} tokens and {request.params.max_new_tokens} new ones need {num_blocks} blocks "
+                f"of {self.allocator.block_tokens} tokens, but the cache has {self.allocator.num_blocks}; "
+                f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
+            )
+
+    def schedule(self, now: float) -> Step:
+        """The next step; without pieces when there are no requests. Takes blocks for it, from the youngest requests if need be."""
+        step = Step(self.max_num_batched_tokens)
+        self._schedule_decodes(step)
+        self._schedule_prefills(step)
+        self._admit(step, now)
+        step.pieces.sort(key=lambda piece: piece[1] != 1)
+        return step
+
+    def remember(self, request: Request) -> None:
+        """Let the request's full, computed blocks be found by requests that start with the same tokens."""
+        block_tokens, blocks = self.allocator.block_tokens, request.block_ids
+        for index in range(request.num_remembered_blocks, request.num_computed_tokens // block_tokens):
+            tokens = request.tokens(index * block_tokens, (index + 1) * block_tokens)
+            self.allocator.remember(blocks[index], blocks[index - 1] if index else None, tokens)
+            request.num_remembered_blocks += 1
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, running or waiting, and free its blocks."""
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._free(request)
+
+    def _schedule_decodes(self, step: Step) -> None:
+        index = 0
+        while index < len(self.running) and step.budget:  # growing may shorten the list from its end
+            request = self.running[index]
+            if request.num_pending_tokens == 1 and self._grow(request):
+                step.add(request, 1)
+            index += 1
+
+    def _schedule_prefills(self, step: Step) -> None:
+        for request in self.running:
+            if request.num_pending_tokens > 1 and step.budget:
+                step.add(request, request.num_pending_tokens)
+
+    def _admit(self, step: Step, now: float) -> None:
+        while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            if not self._take_blocks(request):
+                return
+            self.running.append(self.waiting.popleft())
+            step.add(request, request.num_pending_tokens)
+            if request.scheduled_time is None:
+                request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
+
+    def _take_blocks(self, request: Request) -> bool:
+        """Blocks for all known tokens: those that hold the first tokens already, then new ones; or none at all."""
+        refused, num_free, num_remembered = self._refused
+        if request is refused and self.allocator.num_free <= num_free and self.allocator.num_remembered == num_remembered:
+            return False  # not searched for at each step: its prompt may be long
+        # The last token is computed in any case: its logits are wanted.
+        found = self.allocator.find(request.tokens(0, request.num_tokens - 1))
+        self.allocator.share(found)
+        num_new = self._num_blocks(request.num_tokens) - len(found)
+        # Each running request may want a block soon: without one left for it, the new one would be the next to give way.
+        if num_new + len(self.running) > self.allocator.num_free:
+            self.allocator.free(found)
+            self._refused = request, self.allocator.num_free, self.allocator.num_remembered
+            return False
+        request.block_ids = found + self.allocator.allocate(num_new)
+        request.num_remembered_blocks = len(found)
+        request.num_computed_tokens = len(found) * self.allocator.block_tokens
+        return True
+
+    def _grow(self, request: Request) -> bool:
+        """A block for the next token, if it needs one; False if the request had to give up its own."""
+        while len(request.block_ids) < self._num_blocks(request.num_computed_tokens + 1):
+            if self.allocator.num_free:
+                request.block_ids += self.allocator.allocate(1)
+            else:
+                youngest = self.running.pop()
+                self._free(youngest)
+                youngest.num_preemptions += 1
+                self.waiting.appendleft(youngest)
+                if youngest is request:
+                    return False
+        return True
+
+    def _free(self, request: Request) -> None:
+        self.allocator.free(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = request.num_remembered_blocks = 0
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.allocator.block_tokens)

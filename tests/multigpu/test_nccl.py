@@ -1,4 +1,4 @@
-"""The CPU tests' checks once more on GPUs: exchanges over NCCL, and transformers' logits in float32."""
+"""The CPU tests' checks once more on GPUs: exchanges over NCCL, transformers' logits in float32, random loads."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 from models import FAMILIES, save_tiny
 from ranks import run_ranks
 from test_exchange import check_combine, check_gathers
+from test_load import check_loads
 from test_transformers import check, make_cases
 
 NUM_GPUS = [pytest.param(number, marks=getattr(pytest.mark, f"gpu_{number}")) for number in (2, 4, 8)]
@@ -34,3 +35,8 @@ def test_one_gpu(family: str, tmp_path: Path) -> None:
 def test_logits_and_tokens(num_gpus: int, family: str, tmp_path: Path) -> None:
     cases = make_cases(num_gpus, [num_gpus], (1, 16), ("ag_rs", "a2a")) + make_cases(num_gpus, [num_gpus // 2], (2,), ("auto",))
     check(save_tiny(family, tmp_path), tmp_path, num_gpus, cases, "cuda")
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_loads(num_gpus: int, tmp_path: Path) -> None:
+    check_loads(num_gpus, num_gpus, 1, tmp_path, "cuda")

@@ -1,0 +1,184 @@
+"""What the commands that run a model have in common: options, start-up, the engine."""
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from dcpmla.cli.values import positive, seconds
+from dcpmla.comm.select import Selection, select_exchange
+from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig
+from dcpmla.integrations.engine import ModelFiles, load_engine
+from dcpmla.parallel.bootstrap import DEVICES, Ranks, check_equal_arguments, place_on, process_groups
+from dcpmla.parallel.launcher import Place, find_place
+from dcpmla.parallel.meeting import agree_at, meet
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.parallel.watchdog import Reported, Watchdog
+from dcpmla.runtime.engine import Engine
+
+TIMEOUT = 60  # seconds, where no --timeout says otherwise
+LOAD_TIMEOUT = 1800.0  # seconds that a rank may take to read its part of a checkpoint, to download one, or to write large files
+_LINGER = 1.0  # seconds that rank 0, which may hold the store, stays for what the others still post there
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[str], object] = int) -> None:
+    """Options of a model, its cut and its engine; dcp_sizes reads the value of -dcp."""
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
+    add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that cut the heads; all ranks of the job")
+    add("-dcp", "--decode-context-parallel-size", type=dcp_sizes, default="1", metavar="D", help="ranks that share one cache; divides -tp")
+    add("--cp-kv-cache-interleave-size", type=int, default=1, metavar="I", help="consecutive tokens on one rank")
+    add("--dcp-comm-backend", choices=DCP_COMM_BACKENDS, default="auto")
+    add("--enable-expert-parallel", action="store_true", help="spread experts whole over the ranks instead of cutting each")
+    add("--block-size", type=int, default=64, metavar="P", help="tokens of a cache block on one rank")
+    add("--max-num-batched-tokens", type=positive, default=8192, metavar="C", help="most tokens of one step")
+    add("--max-num-seqs", type=positive, default=256, metavar="R", help="most requests that run at the same time")
+    add("--max-model-len", type=int, metavar="L", help="longest sequence, prompt and answer; default: the model's")
+    add("--kv-cache-memory-bytes", type=positive, metavar="B", help="cache of one rank; default: what its requests need and memory allows")
+    add("--gpu-memory-utilization", type=float, default=0.9, metavar="F", help="part of the device's memory to use")
+    add("--dtype", choices=tuple(_DTYPES), default="auto", help="auto: the checkpoint's")
+    add_job_arguments(parser)
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of any job of ranks."""
+    add = parser.add_argument
+    add("--device", choices=DEVICES, default="auto")
+    add("--timeout", type=seconds, default=TIMEOUT, metavar="S", help="seconds in a step after which a rank counts as lost")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command's ranks, joined in torch.distributed."""
+
+    ranks: Ranks
+    watchdog: Watchdog
+
+
+@contextmanager
+def start(args: argparse.Namespace) -> Iterator[Job]:
+    """`join`, for a command with -tp.
+
+    Raises:
+        ValueError: another number of ranks than -tp.
+    """
+    with join(args, partial(_check_num_ranks, args.tensor_parallel_size)) as job:
+        yield job
+
+
+@contextmanager
+def join(args: argparse.Namespace, check: Callable[[Place], object] = lambda _: None) -> Iterator[Job]:
+    """Join the ranks that a launcher started, check that they were asked for the same, and part at the end.
+
+    Args:
+        check: what may be wrong (ValueError) with this rank's place.
+    Raises:
+        ValueError: places that cannot be, ranks with unequal arguments.
+        ConnectionError: the ranks did not meet.
+    """
+    # The watchdog speaks first: torch's own limit only stands behind it.
+    limit = timedelta(seconds=LOAD_TIMEOUT + 2 * args.timeout)
+    with _met(args.timeout) as (place, store, watchdog):
+        with agree_at(store, place):
+            check(place)
+            ranks = place_on(args.device, place)
+        _quiet(ranks)
+        with process_groups(ranks, store, limit):
+            watchdog.enter("comparing arguments")
+            check_equal_arguments({key: value for key, value in vars(args).items() if key != "run"})
+            yield Job(ranks, watchdog)
+            watchdog.enter("shutdown")
+
+
+def share_mistake(mistake: ValueError) -> None:
+    """End the job for a mistake that this rank found before the ranks met: they meet for it, and one of them says it.
+
+    Raises:
+        Reported: it is said.
+        ValueError, ConnectionError: they cannot meet; it is not said.
+    """
+    with _met(TIMEOUT) as (place, store, _), agree_at(store, place):
+        raise mistake
+
+
+@contextmanager
+def _met(timeout: float) -> Iterator[tuple[Place, dist.Store, Watchdog]]:
+    place = find_place(os.environ, timedelta(seconds=timeout))
+    store = meet(place, timedelta(seconds=timeout))
+    try:
+        with Watchdog(store, place.rank, place.num_ranks, timeout) as watchdog:
+            yield place, store, watchdog
+    except Reported:
+        if place.rank == 0 and place.num_ranks > 1:
+            time.sleep(_LINGER)
+        raise
+
+
+def _check_num_ranks(tensor_parallel_size: int, place: Place) -> None:
+    if place.num_ranks != tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size (-tp) is {tensor_parallel_size}, but {place.num_ranks} ranks were started; "
+            f"start torchrun with --nproc-per-node {tensor_parallel_size}, or set -tp {place.num_ranks}"
+        )
+
+
+def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> DCPConfig:
+    """The layout that the options ask for.
+
+    Raises:
+        ValueError: sizes that do not divide.
+    """
+    return DCPConfig(
+        tensor_parallel_size=args.tensor_parallel_size,
+        decode_context_parallel_size=decode_context_parallel_size,
+        cp_kv_cache_interleave_size=args.cp_kv_cache_interleave_size,
+        dcp_comm_backend=args.dcp_comm_backend,
+        block_size=args.block_size,
+    )
+
+
+def build_engine(
+    args: argparse.Namespace, job: Job, dcp: DCPConfig, files: ModelFiles, seq_lens: Sequence[int] | None
+) -> tuple[Engine, Selection]:
+    """Load the model as the options say; rank 0 prints what came of it. Collective."""
+    job.watchdog.enter("loading the model", LOAD_TIMEOUT)
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
+    engine = load_engine(
+        files,
+        dcp,
+        mesh,
+        selection,
+        job.ranks.device,
+        dtype=_DTYPES[args.dtype],
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.max_num_seqs,
+        seq_lens=seq_lens,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        num_local_ranks=job.ranks.num_local_ranks,
+        enable_expert_parallel=args.enable_expert_parallel,
+        on_step=job.watchdog.enter,
+    )
+    if job.ranks.is_first:
+        print(f"ranks: {job.ranks.origin}\ncache: {engine.cache.sizes}")
+        print(f"exchange: {selection.exchange.name} ({selection.reason})", flush=True)
+    return engine, selection
+
+
+def _quiet(ranks: Ranks) -> None:
+    """One voice: no bars and notes of transformers', and from other ranks nothing but errors."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if not ranks.is_first:
+        logging.disable(logging.WARNING)

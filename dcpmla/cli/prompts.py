@@ -1,0 +1,127 @@
+"""What to generate: prompts from the command line or from lines of JSON, checked before any weight is read."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dcpmla.integrations.engine import ModelFiles
+from dcpmla.runtime.request import check_prompt
+from dcpmla.runtime.sampling import SamplingParams
+
+_MAX_PROMPTS = 1 << 31  # prompt i of seed s draws from stream s x this + i, whatever stands beside it
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request before the engine sees it."""
+
+    request_id: str | int
+    token_ids: list[int]
+    params: SamplingParams
+
+
+def prompts_from_options(args: argparse.Namespace, files: ModelFiles) -> list[Prompt]:
+    """--prompt and --prompt-ids, in the order given.
+
+    Raises:
+        ValueError: no prompt, or one that the model cannot continue.
+    """
+    if not args.prompts:
+        raise ValueError("no prompt; give at least one --prompt, --prompt-ids or a --prompt-file")
+    return [
+        _prompt(index, f"prompt {index}", prompt, _defaults(args, index), "--prompt", files) for index, prompt in enumerate(args.prompts)
+    ]
+
+
+def prompts_from_file(args: argparse.Namespace, files: ModelFiles) -> list[Prompt]:
+    """Lines of --prompt-file: {"id", "prompt" or "prompt_token_ids", and any field of SamplingParams in place of the option's value}.
+
+    Raises:
+        ValueError: a file that cannot be read, or a line that is not such an object; the message names the line.
+    """
+    path: Path = args.prompt_file
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what str.splitlines takes for ends
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt-file is {path}, which cannot be read ({error}); give a file with a JSON object on each line") from error
+    prompts, line_of_id = [], dict[str | int, int]()
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        where = f"{path}, line {index + 1}"
+        try:
+            prompt = _read_line(line, _defaults(args, index), files)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if prompt.request_id in line_of_id:
+            raise ValueError(f"{where}: id {prompt.request_id!r} is also that of line {line_of_id[prompt.request_id]}; ids must differ")
+        line_of_id[prompt.request_id] = index + 1
+        prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"--prompt-file is {path}, which has no prompts; give a JSON object on each line")
+    return prompts
+
+
+def _read_line(line: str, defaults: SamplingParams, files: ModelFiles) -> Prompt:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a JSON object ({error}); is the line cut off?") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"a JSON object is expected, not {type(values).__name__}")
+    request_id = values.pop("id", None)
+    if not isinstance(request_id, str | int) or isinstance(request_id, bool):
+        raise ValueError(f'"id" is {json.dumps(request_id)}; it must be there, a string or a whole number')
+    _check_text('"id"', request_id)
+    given = [values.pop(name) for name in ("prompt", "prompt_token_ids") if name in values]
+    if len(given) != 1 or not _is_prompt(given[0]):
+        raise ValueError('give either "prompt", a string, or "prompt_token_ids", a list of whole numbers')
+    return _prompt(request_id, "the prompt", given[0], SamplingParams.from_dict(values, defaults), '"prompt"', files)
+
+
+def _is_prompt(prompt: object) -> bool:
+    is_ids = isinstance(prompt, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+    return isinstance(prompt, str) or is_ids
+
+
+def _prompt(request_id: str | int, name: str, prompt: str | list[int], params: SamplingParams, option: str, files: ModelFiles) -> Prompt:
+    """Tokenize and check; the name is what messages call it, the option what asked for a text."""
+    if files.tokenizer is None and (isinstance(prompt, str) or params.stop):
+        wanted, instead = (option, "token ids") if isinstance(prompt, str) else ("stop (--stop)", "stop_token_ids (--stop-token-ids)")
+        raise ValueError(f"{wanted} needs a tokenizer, and the model's does not load: {files.no_tokenizer}; give {instead}")
+    for text in (prompt, *params.stop):
+        _check_text(name, text)
+    token_ids = _tokenize(prompt, files) if isinstance(prompt, str) else prompt
+    check_prompt(name, token_ids, files.config.vocab_size, files.max_model_len)
+    return Prompt(request_id, token_ids, replace(params, max_new_tokens=min(params.max_new_tokens, files.max_model_len - len(token_ids))))
+
+
+def _check_text(name: str, text: object) -> None:
+    """Raise ValueError for a text that no file and no tokenizer takes; anything else is checked elsewhere."""
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} has {text[error.start]!r} at position {error.start}, which is no character of Unicode") from error
+
+
+def _tokenize(prompt: str, files: ModelFiles) -> list[int]:
+    assert files.tokenizer is not None
+    encoded: Mapping[str, Any] = files.tokenizer(prompt)
+    return list(encoded["input_ids"])
+
+
+def _defaults(args: argparse.Namespace, index: int) -> SamplingParams:
+    """What the options say of the prompt with an index."""
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed * _MAX_PROMPTS + index,
+        stop=tuple(args.stop),
+        stop_token_ids=tuple(args.stop_token_ids),
+    )

@@ -1,0 +1,83 @@
+"""How long an operation takes on all ranks: in a CUDA graph where one can be captured, else call by call."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can rotate its inputs
+CALLS_PER_SAMPLE = 16
+_NUM_WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the median over samples, the slowest rank's."""
+
+    median_us: float
+    in_graph: bool
+
+
+def time_operation(operation: Operation, device: torch.device, calls: int = CALLS_PER_SAMPLE, num_samples: int = 30) -> Timing:
+    """Time an operation of all ranks. Collective over the job.
+
+    Args:
+        calls: operation(0) ... operation(calls - 1) are one sample.
+    """
+    for index in range(_NUM_WARM_UPS):
+        operation(index % calls)
+    graph = _capture(operation, calls) if device.type == "cuda" else None
+    sample = _sampler(operation, calls, device) if graph is None else _graph_sampler(graph)
+    times = []
+    for _ in range(num_samples):
+        dist.barrier()
+        times.append(sample() / calls)
+    slowest = torch.tensor(statistics.median(times), device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return Timing(float(slowest), graph is not None)
+
+
+def _capture(operation: Operation, calls: int) -> torch.cuda.CUDAGraph | None:
+    """A graph of one sample; None, on every rank, where some rank cannot capture it."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # what a first call on a new stream allocates must not be part of the graph
+        operation(0)
+    torch.cuda.synchronize()
+    graph, is_captured = torch.cuda.CUDAGraph(), True
+    try:
+        with torch.cuda.graph(graph):
+            for index in range(calls):
+                operation(index)
+    except RuntimeError:  # an operation that synchronises with the host
+        is_captured = False
+    torch.cuda.synchronize()
+    everywhere = torch.tensor(int(is_captured), device="cuda")
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return graph if everywhere else None
+
+
+def _graph_sampler(graph: torch.cuda.CUDAGraph) -> Callable[[], float]:
+    def sample() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    return sample
+
+
+def _sampler(operation: Operation, calls: int, device: torch.device) -> Callable[[], float]:
+    def sample() -> float:
+        start = time.perf_counter()
+        for index in range(calls):
+            operation(index)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e6
+
+    return sample

@@ -1,0 +1,38 @@
+"""Values of options, read for argparse."""
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def seconds(text: str) -> int:
+    """A whole number in [1, 604800], a week."""
+    number = positive(text)
+    if number > 604800:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than a week, 604800 seconds")
+    return number
+
+
+def positive_list(text: str) -> list[int]:
+    """Whole numbers of at least 1, separated by commas."""
+    return [positive(item) for item in text.split(",")]
+
+
+def token_ids(text: str) -> list[int]:
+    """Whole numbers separated by commas; which of them are tokens is the model's to say."""
+    try:
+        return [int(token) for token in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids separated by commas, as in 5,6,7") from None
+
+
+def seed(text: str) -> int:
+    """A whole number in [0, 2^32)."""
+    if not text.isdecimal() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in [0, 2^32)")
+    return int(text)

@@ -1,0 +1,96 @@
+"""transformers' model without its attention, cut over the TP group by transformers' own tensor-parallel plan."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from dcpmla.integrations.experts import check_experts, choose_implementation, keep_own_routes, spread_experts
+from dcpmla.parallel.mesh import DCPMesh
+
+
+class Placeholder(nn.Module):
+    """Stands where an MLA module was, so that transformers neither allocates nor loads it."""
+
+
+def load_skeleton(
+    directory: Path, config: Any, mesh: DCPMesh, dtype: torch.dtype | None, device: torch.device, enable_expert_parallel: bool
+) -> Any:
+    """Load a checkpoint with a `Placeholder` for every MLA module. Collective over the job, whose ranks must be the TP group.
+
+    Args:
+        config: a transformers config.
+        dtype: of the parameters; None takes the checkpoint's.
+        enable_expert_parallel: spread experts whole over the ranks; dense and shared MLPs are cut either way.
+    Raises:
+        ValueError: experts that do not divide, no checkpoint, tensors that are missing or misshaped.
+    """
+    base: Any = getattr(transformers, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")
+    whole_experts = enable_expert_parallel and mesh.tp_size > 1
+
+    class Skeleton(base):
+        _keys_to_ignore_on_load_unexpected = [*(base._keys_to_ignore_on_load_unexpected or []), r"\.self_attn\.", r"\.zero_experts\."]
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for name, module in list(self.named_modules()):
+                if hasattr(module, "kv_a_proj_with_mqa"):
+                    self.set_submodule(name, Placeholder())
+                elif hasattr(module, "zero_expert_num"):  # LongCat: see _without_zero_experts
+                    module.gate_up_proj = nn.Parameter(module.gate_up_proj[: module.num_routed_experts])
+            check_experts(self, mesh.tp_size, enable_expert_parallel)
+            self._tp_plan = _plan_without_attention(self)
+            if whole_experts:
+                spread_experts(self)
+
+    # transformers' reports name the class, and it reads the source of the class's module to learn that experts can be computed in groups.
+    Skeleton.__name__, Skeleton.__module__ = base.__name__, base.__module__
+    # transformers places a cut model itself: on the accelerator of LOCAL_RANK, or on the CPU where there is none.
+    placement = {"distributed_config": DistributedConfig(tp_size=mesh.tp_size)} if mesh.tp_size > 1 else {"device_map": str(device)}
+    try:
+        model, info = Skeleton.from_pretrained(
+            str(directory),
+            config=config,
+            dtype=dtype or "auto",
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            key_mapping=_without_zero_experts(config),
+            **placement,
+        )
+    except OSError as error:
+        raise ValueError(f"model (--model): {directory} has no safetensors checkpoint that transformers can load ({error})") from error
+    _check_loaded(info)
+    if whole_experts:
+        keep_own_routes(model, mesh.tp_rank, mesh.tp_size)
+    else:
+        choose_implementation(model, mesh.tp_size)
+    return model.eval()
+
+
+def _plan_without_attention(model: Any) -> dict[str, str]:
+    """transformers' rules for everything but attention, and for shared experts where its own leave those out (GLM-4)."""
+    plan = {rule: style for rule, style in model._tp_plan.items() if ".self_attn." not in rule}
+    if any(name.endswith(".shared_experts") for name, _ in model.named_modules()):
+        shared = "model.layers.*.mlp.shared_experts"
+        plan |= {f"{shared}.gate_proj": "colwise", f"{shared}.up_proj": "colwise", f"{shared}.down_proj": "rowwise"}
+    return plan
+
+
+def _without_zero_experts(config: Any) -> dict[str, str]:
+    """Set LongCat's zero experts aside: they are the identity, published checkpoints have no weights for them, transformers' own do."""
+    zero_experts = [str(config.n_routed_experts + number) for number in range(getattr(config, "zero_expert_num", None) or 0)]
+    return {rf"\.mlp\.experts\.({'|'.join(zero_experts)})\.": r".mlp.zero_experts.\1."} if zero_experts else {}
+
+
+def _check_loaded(info: dict[str, Any]) -> None:
+    """transformers fills what a checkpoint lacks with random numbers; here that is an error."""
+    if info["missing_keys"]:
+        raise ValueError(f"checkpoint: {len(info['missing_keys'])} tensors are missing, the first is {min(info['missing_keys'])}")
+    if info["mismatched_keys"]:
+        name, found, expected = min(info["mismatched_keys"])
+        raise ValueError(f"checkpoint: tensor {name} has shape {tuple(found)}; the model's config asks for {tuple(expected)}")

@@ -1,0 +1,201 @@
+"""A machine type as the few numbers a prediction needs: memory, speeds, and what a collective costs."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
+_ATTENTION = ("attention_overhead_us", "attention_read_share", "attention_tflops")
+_SMALLEST, _LARGEST = 1e-9, 1e18  # numbers of a machine: products and quotients of them stay finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Inside a node, W ranks pay overhead_us + per_rank_us (W - 1) + (bytes of all W chunks) / gb_per_s.
+
+    A chunk is what one rank gives to one other; its own chunk counts, for NCCL copies it as well.
+    """
+
+    overhead_us: float
+    per_rank_us: float
+    gb_per_s: float
+
+    def latency_us(self, num_ranks: int) -> float:
+        return self.overhead_us + self.per_rank_us * (num_ranks - 1)
+
+    def transfer_us(self, num_bytes: float) -> float:
+        return num_bytes / self.gb_per_s / 1e3
+
+
+def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values, those of collectives included."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif name != "name":
+            yield name, value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes of GPUs joined by NVLink, nodes joined by a network.
+
+    Attributes:
+        memory_bytes: of one GPU.
+        workspace_share: of that memory, left to activations, workspaces, communication buffers and the driver.
+        hbm_gb_per_s: of a kernel that only reads (weights, cache).
+        copy_gb_per_s: of a kernel that reads and writes, both counted.
+        matmul_tflops: of bf16 matrix products.
+        kernel_us: what a kernel costs in a CUDA graph before it moves a byte.
+        layer_us: of an attention layer, what is no matrix product, norm, attention or exchange: RoPE, cache write, joins, residual.
+        attention_overhead_us, attention_tflops: of a decode kernel over a latent cache, its combine included.
+        attention_read_share: of hbm_gb_per_s that such a kernel reads the cache at.
+        network_gb_per_s: of one GPU to other nodes, each way.
+        network_us: added by each step of a collective that crosses nodes.
+    """
+
+    name: str
+    gpus_per_node: int
+    memory_bytes: int
+    workspace_share: float
+    hbm_gb_per_s: float
+    copy_gb_per_s: float
+    matmul_tflops: float
+    kernel_us: float
+    layer_us: float
+    attention_overhead_us: float
+    attention_read_share: float
+    attention_tflops: float
+    all_gather: Collective
+    reduce_scatter: Collective
+    all_to_all: Collective
+    network_gb_per_s: float
+    network_us: float
+
+    def __post_init__(self) -> None:
+        for name, number in _numbers(asdict(self)):
+            smallest = 0 if name.endswith("_us") or name == "workspace_share" else _SMALLEST
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not is_number or not smallest <= number <= _LARGEST:  # NaN is in no range
+                raise ValueError(f"machine (--machine): {name} is {number!r}; it must be a number in [{smallest:g}, {_LARGEST:g}]")
+        for name, is_right, wanted in (
+            ("name", isinstance(self.name, str), "text"),
+            ("gpus_per_node", isinstance(self.gpus_per_node, int), "a whole number"),
+            ("workspace_share", self.workspace_share < 1, "below 1"),
+            ("attention_read_share", self.attention_read_share <= 1, "at most 1"),
+        ):
+            if not is_right:
+                raise ValueError(f"machine (--machine): {name} is {getattr(self, name)!r}; it must be {wanted}")
+
+    @property
+    def has_best_attention(self) -> bool:
+        """Whether its attention is still the preset's, that of the best published kernels."""
+        return all(getattr(self, name) == getattr(H200X8, name) for name in _ATTENTION)
+
+    def num_nodes(self, group_size: int, num_ranks: int) -> int:
+        """Nodes that a group of neighbouring ranks touches at worst, in a job of num_ranks that fills nodes one after the other."""
+        if num_ranks <= self.gpus_per_node:
+            return 1
+        full = -(-group_size // self.gpus_per_node)
+        aligned = self.gpus_per_node % group_size == 0 or group_size % self.gpus_per_node == 0
+        return full if aligned else full + 1
+
+    def collective_us(self, kind: str, chunk_bytes: float, num_ranks: int, num_nodes: int = 1) -> float:
+        """Microseconds of one collective of COLLECTIVES inside a CUDA graph.
+
+        Across nodes, NVLink and network work at the same time. An all_to_all has its own bytes for every peer, but waits for the network
+        once. Of all_gather and reduce_scatter every chunk enters a node once, its GPUs sharing the work: around a ring of the nodes, or
+        over a tree, which waits log2(nodes) times only, but passes chunks on while it receives others, so that they share the adapters.
+
+        Args:
+            chunk_bytes: what one rank gives to one other.
+            num_nodes: that the ranks are spread over.
+        """
+        collective: Collective = getattr(self, kind)
+        transfer = collective.transfer_us(num_ranks * chunk_bytes)
+        if num_nodes == 1:
+            return collective.latency_us(num_ranks) + transfer
+
+        def across(num_steps: int, num_chunks: float) -> float:
+            return num_steps * self.network_us + max(transfer, num_chunks * chunk_bytes / self.network_gb_per_s / 1e3)
+
+        local_ranks = -(-num_ranks // num_nodes)
+        if kind == "all_to_all":
+            return collective.latency_us(num_ranks) + across(1, num_ranks - local_ranks)
+        ring, tree = across(num_nodes - 1, num_nodes - 1), across(_log2(num_nodes), 2 * (num_nodes - 1))
+        return collective.latency_us(local_ranks) + min(ring, tree)
+
+    def all_reduce_us(self, num_bytes: float, num_ranks: int, num_nodes: int = 1) -> float:
+        """A reduce-scatter and an all-gather under one launch: how a ring and a tree do it."""
+        if num_ranks == 1:
+            return 0.0
+        halves = (self.collective_us(kind, num_bytes / num_ranks, num_ranks, num_nodes) for kind in ("reduce_scatter", "all_gather"))
+        return sum(halves) - self.all_gather.overhead_us
+
+
+# Sources: [L] the measured ceilings of 8 x H200 in docs/planning.md; [N] NCCL 2.28.9 in CUDA graphs there, 8 ranks, 0.5 KiB to 16 MiB,
+# and benchmarks/results/h200x{2,4}/exchange.json: three numbers for each collective that keep all of these within 30 %.
+H200X8 = Machine(
+    name="h200x8",
+    gpus_per_node=8,
+    memory_bytes=139 * 2**30,  # what the driver shows of 141 GB
+    workspace_share=0.1,
+    hbm_gb_per_s=4460,  # [L] read-only pass over 2 GiB
+    copy_gb_per_s=2700,  # [L] device-to-device copy, read + write
+    matmul_tflops=700,  # [L] 693-794 for 8192^3
+    kernel_us=1.5,  # [L] one tiny kernel as a graph node
+    layer_us=7.5,  # five such kernels
+    attention_overhead_us=15,  # best of FlashMLA, FA3 and FlashInfer, short contexts, bf16 cache
+    attention_read_share=1,
+    attention_tflops=650,  # the same, long contexts: 570-608 with the overhead in it
+    all_gather=Collective(overhead_us=7.5, per_rank_us=1.5, gb_per_s=270),  # [N]
+    reduce_scatter=Collective(overhead_us=6.0, per_rank_us=1.2, gb_per_s=290),  # [N]
+    all_to_all=Collective(overhead_us=7.5, per_rank_us=0.7, gb_per_s=270),  # [N]
+    network_gb_per_s=45,  # assumed, not measured: a 400 Gbit/s adapter for each GPU at nine tenths of its 50 GB/s
+    network_us=8,  # assumed, not measured: a small message over such a network
+)
+PRESETS = {machine.name: machine for machine in (H200X8,)}
+
+
+def change_machine(machine: Machine, values: dict[str, Any], name: str) -> Machine:
+    """A machine with some numbers replaced; a collective may be given in part.
+
+    Raises:
+        ValueError: fields that a machine does not have, or values that are not numbers.
+    """
+    _check_fields(values, Machine, name)
+    changed = dict(values)
+    for kind in COLLECTIVES:
+        if kind in values:
+            _check_fields(values[kind], Collective, f"{name}, {kind}")
+            changed[kind] = replace(getattr(machine, kind), **values[kind])
+    return replace(machine, **{"name": name, **changed})
+
+
+def read_json(path: Path, option: str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: naming the option: no such file, or no JSON object in it.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{option} is {path}, which is no readable JSON file ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{option} is {path}; it must hold a JSON object")
+    return content
+
+
+def _check_fields(values: Any, kind: type[Machine] | type[Collective], name: str) -> None:
+    allowed = [field.name for field in fields(kind)]
+    unknown = sorted(set(values) - set(allowed)) if isinstance(values, dict) else [repr(values)]
+    if unknown:
+        raise ValueError(f"machine (--machine): {name} has {', '.join(unknown)}; a machine's numbers are {', '.join(allowed)}")
+
+
+def _log2(number: int) -> int:
+    """Rounded up."""
+    return (number - 1).bit_length()

@@ -1,0 +1,208 @@
+"""Which (tp, dcp, cache format) to take for a load: what fits, how fast it steps, from where DCP pays, and why."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dcpmla.planning.machine import Machine
+from dcpmla.planning.predict import Setting, kv_row_bytes, predict_step
+from dcpmla.planning.weights import ModelSize
+
+_BLOCK_SIZE = 64  # tokens of a cache block on one rank: the runtime's default
+_LONGEST = 1 << 24  # where the search for a crossover ends: tokens of a context, or requests
+_LARGEST_LOAD = 1 << 40  # requests, and tokens of one
+_CLOSE = 0.02  # steps within this share of each other count as equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One setting under one load.
+
+    Attributes:
+        weights_widened: the cut runs through the checkpoint's fp8 blocks, which the runtime cannot load: weighed and read as bfloat16.
+        kv_bytes_per_token: all layers, one copy.
+        kv_tokens_per_rank, kv_tokens_total: that fit beside the weights, on one rank and on a DCP group; whole blocks.
+        num_gpus, num_nodes: of the job; num_replicas TP groups share its requests.
+        dcp_num_nodes: that a DCP group is spread over.
+        fits: batch x context tokens and the weights.
+        longest_context: that `batch` requests can have at once, by memory alone.
+        max_num_seqs: requests of `context` tokens that fit at once, on the whole job.
+        step_us: "total" and its parts, of one decode step.
+        tokens_per_second: of the job.
+        crossover: smallest context at this batch, and smallest batch at this context, from which the step is shorter than plain TP's
+            (None: never up to 16 Mi); empty for plain TP itself.
+    """
+
+    tp: int
+    dcp: int
+    kv_cache_dtype: str
+    weight_bytes_per_rank: int
+    weights_widened: bool
+    kv_bytes_per_token: int
+    kv_tokens_per_rank: int
+    kv_tokens_total: int
+    num_gpus: int
+    num_replicas: int
+    num_nodes: int
+    dcp_num_nodes: int
+    fits: bool
+    longest_context: int
+    max_num_seqs: int
+    step_us: dict[str, float]
+    tokens_per_second: float
+    crossover: dict[str, int | None]
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(tp=self.tp, dcp=self.dcp, kv_cache_dtype=self.kv_cache_dtype, num_gpus=self.num_gpus)
+
+
+def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> Plan:
+    """Memory and step of one setting.
+
+    Args:
+        batch: requests of the whole job, spread evenly over its replicas; the fullest one counts.
+        context: tokens of each.
+    Raises:
+        ValueError: heads, experts or a cache format that the model cannot have, or a load out of range.
+    """
+    _check_load(batch, context)
+    weights_widened = model.cuts_blocks(setting.tp)
+    model = model.widened() if weights_widened else model
+    weight_bytes = model.weight_bytes(setting.tp)
+    row_bytes = model.num_attention_layers * kv_row_bytes(model.attention, setting.kv_cache_dtype)
+    free = max(0, int(machine.memory_bytes * (1 - machine.workspace_share)) - weight_bytes)
+    num_blocks = free // (row_bytes * _BLOCK_SIZE)
+    virtual_block = _BLOCK_SIZE * setting.dcp
+    max_num_seqs = num_blocks // -(-context // virtual_block) * setting.num_replicas
+    step = _step(machine, model, setting, batch, context)
+    return Plan(
+        tp=setting.tp,
+        dcp=setting.dcp,
+        kv_cache_dtype=setting.kv_cache_dtype,
+        weight_bytes_per_rank=weight_bytes,
+        weights_widened=weights_widened,
+        kv_bytes_per_token=row_bytes,
+        kv_tokens_per_rank=num_blocks * _BLOCK_SIZE,
+        kv_tokens_total=num_blocks * virtual_block,
+        num_gpus=setting.num_ranks,
+        num_replicas=setting.num_replicas,
+        num_nodes=machine.num_nodes(setting.num_ranks, setting.num_ranks),
+        dcp_num_nodes=machine.num_nodes(setting.dcp, setting.num_ranks),
+        fits=max_num_seqs >= batch,
+        longest_context=num_blocks // _share(setting, batch) * virtual_block,
+        max_num_seqs=max_num_seqs,
+        step_us={part: round(time, 2) for part, time in step.items()},
+        tokens_per_second=round(batch / step["total"] * 1e6, 1),
+        crossover=_crossover(machine, model, setting, batch, context) if setting.dcp > 1 else {},
+    )
+
+
+def _check_load(batch: int, context: int) -> None:
+    for name, size in (("batch (--batch)", batch), ("context (--context)", context)):
+        if not 1 <= size <= _LARGEST_LOAD:
+            shown = f"{size:,}" if abs(size) <= _LARGEST_LOAD**2 else "far more"
+            raise ValueError(f"{name} is {shown}; it must be in [1, {_LARGEST_LOAD:,}]")
+
+
+def _share(setting: Setting, batch: int) -> int:
+    """Requests of the fullest replica."""
+    return -(-batch // setting.num_replicas)
+
+
+def _step(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> dict[str, float]:
+    return predict_step(machine, model, setting, _share(setting, batch), context)
+
+
+def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int) -> tuple[Plan, str]:
+    """The plan to take and the reason, in sentences.
+
+    The shortest step of those that fit; among steps within 2 % the smaller DCP group, which moves less. If none fits, what holds most.
+    """
+    fitting = [plan for plan in plans if plan.fits]
+    load = f"{batch:,} x {context:,} tokens"
+    if not fitting:
+        best = max(plans, key=lambda plan: (plan.kv_tokens_total * plan.num_replicas, -plan.step_us["total"]))
+        if best.kv_tokens_total == 0:
+            return (
+                best,
+                f"No setting holds even the weights ({_gib(best.weight_bytes_per_rank)} a rank); use more ranks (-tp) or larger GPUs.",
+            )
+        return best, (
+            f"No setting holds {load}; {best.setting} holds most: {best.kv_tokens_total * best.num_replicas:,} tokens, "
+            f"{best.max_num_seqs:,} such requests, or {batch:,} requests of {best.longest_context:,}."
+        )
+    shortest = min(plan.step_us["total"] for plan in fitting)
+    best = min((plan for plan in fitting if plan.step_us["total"] <= shortest * (1 + _CLOSE)), key=lambda p: (p.dcp, p.step_us["total"]))
+    rank = "the shortest step" if best.step_us["total"] == shortest else f"a step within {_CLOSE:.0%} of the shortest at the smallest DCP"
+    reason = f"{len(fitting)} of {len(plans)} settings hold {load}; of these {best.setting} has {rank}, {_ms(best)}"
+    return best, f"{reason}{_against_plain(best, plans)}.{_crossing(machine, best, fitting)}"
+
+
+def _against_plain(best: Plan, plans: Sequence[Plan]) -> str:
+    """How the plan compares with plain TP of the same tp and format, or with the best DCP if it is plain TP itself."""
+    same = [plan for plan in plans if (plan.tp, plan.kv_cache_dtype) == (best.tp, best.kv_cache_dtype) and plan.dcp != best.dcp]
+    if best.dcp == 1:
+        sharded = min((plan for plan in same if plan.fits), key=lambda plan: plan.step_us["total"], default=None)
+        return "" if sharded is None else f" (dcp {sharded.dcp}: {_ms(sharded)}, its exchange costs what its attention saves)"
+    plain = next((plan for plan in same if plan.dcp == 1), None)
+    if plain is None:
+        return ""
+    return f" (plain TP: {_ms(plain)}" + (")" if plain.fits else f", and it holds {plain.kv_tokens_total:,} tokens only)")
+
+
+def _crossing(machine: Machine, best: Plan, fitting: Sequence[Plan]) -> str:
+    """Whether DCP groups should stay inside a node, with the price of leaving it; nothing if all plans that hold the load agree."""
+    if best.dcp == 1:
+        return ""
+    peers = [plan for plan in fitting if (plan.num_gpus, plan.kv_cache_dtype) == (best.num_gpus, best.kv_cache_dtype)]
+    others = [plan for plan in peers if (plan.dcp_num_nodes == 1) != (best.dcp_num_nodes == 1)]
+    other = min(others, key=lambda plan: plan.step_us["total"], default=None)
+    if best.dcp_num_nodes == 1:
+        if other is None:
+            return ""
+        verdict = f"Keep DCP inside a node of {machine.gpus_per_node} GPUs"
+        return f" {verdict}: {_exchange(best)}; {_exchange(other)} over {other.dcp_num_nodes} nodes."
+    if other is None:
+        return f" Only DCP across nodes holds the load: {_exchange(best)} over {best.dcp_num_nodes} nodes."
+    inside = f"inside a node {_exchange(other)}" if other.dcp > 1 else f"tp {other.tp} without DCP takes {_ms(other)}"
+    return f" DCP across nodes is worth it here: {_exchange(best)} over {best.dcp_num_nodes} nodes; {inside}."
+
+
+def _crossover(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> dict[str, int | None]:
+    plain = replace(setting, dcp=1)
+
+    def is_faster(batch: int, context: int) -> bool:
+        ours, theirs = (_step(machine, model, s, batch, context)["total"] for s in (setting, plain))
+        return ours < theirs
+
+    return {
+        "context_at_batch": _smallest(lambda size: is_faster(batch, size)),
+        "batch_at_context": _smallest(lambda size: is_faster(size, context)),
+    }
+
+
+def _smallest(holds: Callable[[int], bool]) -> int | None:
+    """The smallest size at which a condition holds that, once it does, holds up to the next power of two; None up to _LONGEST."""
+    high = 1
+    while not holds(high):
+        high *= 2
+        if high > _LONGEST:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _ms(plan: Plan) -> str:
+    return f"{plan.step_us['total'] / 1e3:.2f} ms"
+
+
+def _exchange(plan: Plan) -> str:
+    exchange = (plan.step_us["gather"] + plan.step_us["combine"]) / 1e3
+    return f"tp {plan.tp}, dcp {plan.dcp} pays {exchange:.2f} ms of {_ms(plan)} for its exchange"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,31 @@
+"""Faults of `generate` over NCCL, with no launcher that would end the other rank: one line each, and all end."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from models import save_tiny
+from test_faults import MARGIN, at, direct
+
+TIMEOUT = 15  # seconds: the first step starts NCCL and loads kernels
+STEP = "decode step 8"
+
+FAULTS = {
+    "killed": (at(STEP, "kill"), None, [1, -9], f"rank 0 .* in {STEP} .*: rank 1 is missing, last seen .* in {STEP}"),
+    "asleep": (at(STEP, "sleep"), None, [1, 1], rf"rank [01] (waited|has not come back) .*{STEP} .*at faulty.py"),
+    "told to stop": (at(STEP, "sleep"), (signal.SIGTERM, 0), [143, 143], rf"rank 0 was asked to stop \(SIGTERM\) in {STEP}"),
+}
+
+
+@pytest.mark.gpu_2
+@pytest.mark.parametrize("name", FAULTS)
+def test_both_end_with_one_line(name: str, tmp_path: Path) -> None:
+    save_tiny("deepseek_v3", tmp_path)
+    fault, sent, codes, line = FAULTS[name]
+    ended = direct(tmp_path, fault, sent, device="cuda", timeout=TIMEOUT)
+    assert ended.codes == codes, ended.text
+    assert len(ended.lines) == 1, ended.text
+    assert re.search(f"dcpmla: error: {line}", ended.lines[0]), ended.lines[0]
+    assert ended.seconds < TIMEOUT + MARGIN
+    assert len(ended.ids) == 2

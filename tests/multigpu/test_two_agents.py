@@ -1,0 +1,48 @@
+"""Two hosts of GPUs in one: two agents of torchrun, each with its half of the GPUs, and NCCL between them over sockets."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launchers import GENERATE, Command, free_port, run_together, torchrun
+from models import save_tiny
+
+NUM_GPUS = [pytest.param(number, marks=getattr(pytest.mark, f"gpu_{number}")) for number in (4, 8)]
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_same_tokens_as_one_agent(num_gpus: int, tmp_path: Path) -> None:
+    save_tiny("deepseek_v3", tmp_path / "model")
+    run_together([(torchrun(generate(num_gpus, tmp_path, "one.json"), num_gpus), {"NVIDIA_TF32_OVERRIDE": "0"})])
+    run_together(agents(generate(num_gpus, tmp_path, "two.json"), num_gpus // 2, tmp_path))
+    assert read_tokens(tmp_path / "two.json") == read_tokens(tmp_path / "one.json")
+    log = "".join(file.read_text(errors="replace") for file in tmp_path.glob("nccl.*"))
+    assert "via NET/Socket" in log
+
+
+def generate(num_gpus: int, directory: Path, out: str) -> list[object]:
+    prompts = ["--prompt-ids", "5,6,7", "--prompt-ids", ",".join(map(str, range(1, 60)))]
+    cut = ["-tp", num_gpus, "-dcp", num_gpus, "--block-size", 8, "--dcp-comm-backend", "a2a", "--device", "cuda"]
+    return [*GENERATE, "--model", directory / "model", *prompts, *cut, "--max-new-tokens", 6, "--json", directory / out]
+
+
+def agents(program: list[object], num_local: int, directory: Path) -> list[Command]:
+    """NCCL takes the ranks of an agent for a host (NCCL_HOSTID), so that between agents nothing but the network is left to it."""
+    options = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--local-addr", "localhost"]
+    shared = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{directory}/nccl.%p"}
+    return [
+        (
+            torchrun(program, num_local, *options),
+            {
+                **shared,
+                "NVIDIA_TF32_OVERRIDE": "0",
+                "NCCL_HOSTID": f"agent{agent}",
+                "CUDA_VISIBLE_DEVICES": ",".join(str(agent * num_local + gpu) for gpu in range(num_local)),
+            },
+        )
+        for agent in range(2)
+    ]
+
+
+def read_tokens(file: Path) -> list[list[int]]:
+    return [output["token_ids"] for output in json.loads(file.read_text())["outputs"]]
