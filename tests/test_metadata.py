@@ -24,6 +24,7 @@ class Batch:
     seq_lens: list[int]
     block_tables: list[list[int]]
     dcp: DCPConfig
+    max_decode_query_len: int = 1
 
     @property
     def size(self) -> int:
@@ -39,9 +40,9 @@ class Batch:
 
     @property
     def num_decodes(self) -> int:
-        """Decodes stand in front: one new token each, up to the first request with more."""
+        """Decodes stand in front: few new tokens each, up to the first request with more."""
         count = 0
-        while count < len(self.query_lens) and self.query_lens[count] == 1:
+        while count < len(self.query_lens) and self.query_lens[count] <= self.max_decode_query_len:
             count += 1
         return count
 
@@ -50,7 +51,8 @@ class Batch:
         return deal_slots(self.seq_lens[request], self.block_tables[request], self.dcp.block_size, self.size, self.interleave)
 
     def build(self) -> list[StepMetadata]:
-        return [StepMetadata.build(self.query_lens, self.seq_lens, self.block_tables, self.dcp, rank) for rank in range(self.size)]
+        numbers = self.query_lens, self.seq_lens, self.block_tables, self.dcp
+        return [StepMetadata.build(*numbers, rank, max_decode_query_len=self.max_decode_query_len) for rank in range(self.size)]
 
 
 def make_batch(
@@ -80,6 +82,7 @@ def batches(draw: st.DrawFn) -> Batch:
     requests = draw(st.lists(st.tuples(queries, contexts), min_size=1, max_size=5))
     requests = draw(st.permutations(requests)) if draw(st.booleans()) else sorted(requests)
     batch = make_batch(requests, size, interleave, block_size, seed=draw(st.integers(0, 99)))
+    batch.max_decode_query_len = draw(st.sampled_from([1, 1, 2, 5]))
     needed = batch.dcp.chunk_alignment * max(1, sum(context > 0 for context in batch.context_lens[batch.num_decodes :]))
     workspace = needed + draw(st.integers(0, 3 * needed))
     batch.dcp = DCPConfig(**{**vars(batch.dcp), "context_workspace_tokens": workspace})
@@ -148,7 +151,7 @@ def check_tokens(batch: Batch, steps: list[StepMetadata]) -> None:
     ]
     for rank, step in enumerate(steps):
         assert step.num_tokens == sum(batch.query_lens) == len(expected)
-        assert step.num_decode_tokens == batch.num_decodes
+        assert step.num_decode_tokens == sum(batch.query_lens[: batch.num_decodes])
         assert step.positions.dtype == step.slot_mapping.dtype == step.owned_tokens.dtype == torch.int64
         assert step.positions.tolist() == [position for position, _, _ in expected]
         assert step.slot_mapping.tolist() == [slot if owner == rank else -1 for _, owner, slot in expected]
@@ -161,8 +164,18 @@ def check_decodes(batch: Batch, steps: list[StepMetadata]) -> None:
         if step.decode is None:
             continue
         assert step.decode.block_table.dtype == step.decode.local_seq_lens.dtype == torch.int32
-        lens = [sum(owner == rank for owner, _ in batch.places(request)) for request in range(batch.num_decodes)]
-        assert step.decode.local_seq_lens.tolist() == lens
+        seen = [
+            sum(owner == rank for owner, _ in batch.places(request)[: position + 1])
+            for request in range(batch.num_decodes)
+            for position in range(batch.context_lens[request], batch.seq_lens[request])
+        ]
+        assert step.decode.local_seq_lens.tolist() == seen
+        queries = batch.query_lens[: batch.num_decodes]
+        assert step.decode.max_query_len == max(queries)
+        starts = [sum(queries[:request]) for request in range(len(queries) + 1)]
+        start_loc = step.decode.query_start_loc
+        assert (start_loc is None) == (len(set(queries)) == 1)
+        assert start_loc is None or (start_loc.dtype == torch.int32 and start_loc.tolist() == starts)
         tables = batch.block_tables[: batch.num_decodes]
         assert step.decode.block_table.shape == (batch.num_decodes, max(map(len, tables)))
         for row, table in zip(step.decode.block_table.tolist(), tables, strict=True):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dcpmla import dcp_mla_decode, merge_partials, mla_decode
 from dcpmla.attention import reference
-from dcpmla.attention.backends import select_backend
+from dcpmla.attention.backends import select_decode
+from dcpmla.attention.metadata import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
 
 L, R, P, V = 6, 4, 5, 3  # latent, rope part, key and value of a head
@@ -46,7 +47,7 @@ def check_close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], atol:
 
 
 class PagedCache:
-    """A cache of NaN with sequences written into random blocks; a table's padding points at any block."""
+    """A cache of NaN with sequences written into random blocks; a table's padding points nowhere."""
 
     def __init__(self, lens: Sequence[int], block_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -54,7 +55,7 @@ class PagedCache:
         counts = [len(range(0, length, block_size)) for length in lens]
         ids = random.Random(seed).sample(range(sum(counts) + 3), sum(counts))
         self.kv_cache = torch.full((len(ids) + 3, block_size, L + R), torch.nan, dtype=dtype)
-        self.block_table = torch.full((len(lens), max(counts, default=0) + 1), len(ids) + 2, dtype=torch.int32)
+        self.block_table = torch.full((len(lens), max(counts, default=0) + 1), 2**31 - 1, dtype=torch.int32)
         self.seq_lens = torch.tensor(lens, dtype=torch.int32)
         for sequence, row, count in zip(self.sequences, self.block_table, counts, strict=True):
             blocks = [ids.pop() for _ in range(count)]
@@ -157,7 +158,9 @@ def test_decode_of_shards_merges_to_the_whole() -> None:
     q = torch.randn(2, 2, L + R, generator=generator)
     block_table = torch.tensor([[4, 0], [2, 0]], dtype=torch.int32)
     parts = [
-        dcp_mla_decode(q, cache, block_table, torch.tensor(local, dtype=torch.int32), SCALE, LocalExchange(), L)
+        dcp_mla_decode(
+            q, cache, DecodeMetadata(block_table, torch.tensor(local, dtype=torch.int32), None, 1, None), SCALE, LocalExchange(), L
+        )
         for cache, local in zip(caches, local_lens, strict=True)
     ]
     merged = merge_partials(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))
@@ -198,8 +201,9 @@ def decode_arguments() -> dict[str, Any]:
         ("q", torch.zeros(2, 3, L - 1), "[T, H, kv_lora_rank + rope] with kv_lora_rank 6"),
         ("kv_cache", torch.zeros(32, L + R), "[num_blocks, block_size, 10]"),
         ("kv_cache", torch.zeros(4, 8, L), "[num_blocks, block_size, 10]"),
-        ("block_table", torch.zeros(2, dtype=torch.int32), "[2, max_blocks]"),
-        ("block_table", torch.zeros(3, 2, dtype=torch.int32), "[2, max_blocks]"),
+        ("block_table", torch.zeros(2, dtype=torch.int32), "[num_reqs, max_blocks]"),
+        ("block_table", torch.zeros(0, 2, dtype=torch.int32), "[num_reqs, max_blocks]"),
+        ("query_start_loc", torch.zeros(2, dtype=torch.int32), "[3], num_reqs + 1"),
         ("seq_lens", torch.ones(3, dtype=torch.int32), "expected [2]"),
         ("seq_lens", torch.ones(2, 1, dtype=torch.int32), "expected [2]"),
     ],
@@ -219,8 +223,8 @@ def test_decode_names_the_wrong_rank(kv_lora_rank: int) -> None:
 
 
 def test_a_device_without_a_backend() -> None:
-    with pytest.raises(ValueError, match=r"^device is meta; .*'cpu', 'cuda'"):
-        select_backend(torch.device("meta"))
+    with pytest.raises(ValueError, match=r"^q is on device meta; .*'cpu', 'cuda'"):
+        select_decode(torch.empty(1, 1, L + R, device="meta"), torch.empty(1, 4, L + R, device="meta"), L)
 
 
 @pytest.mark.parametrize("max_gathered", [1, 100, 1000])
@@ -251,3 +255,49 @@ def test_decode_of_nothing() -> None:
     out, lse = mla_decode(torch.randn(1, 2, L + R), cache.kv_cache, cache.block_table[:, :0], torch.zeros(1, dtype=torch.int32), SCALE, L)
     assert torch.equal(out, torch.zeros(1, 2, L))
     assert torch.equal(lse, torch.full((1, 2), -math.inf))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 20)), min_size=1, max_size=5),
+    is_uniform=st.booleans(),
+    padding=st.integers(0, 2),
+    seed=st.integers(0, 10**6),
+)
+def test_several_query_tokens_see_as_much_as_each_is_told(
+    requests: list[tuple[int, int]], is_uniform: bool, padding: int, seed: int
+) -> None:
+    """Query tokens of a request share its blocks; each sees the first tokens of the cache, up to its own bound; padding sees none."""
+    draw = random.Random(seed)
+    query_lens = [requests[0][0] if is_uniform else query for query, _ in requests]
+    cache = PagedCache([length for _, length in requests], 4, seed=seed)
+    bounds = [sorted(draw.randint(0, length) for _ in range(query)) for query, (_, length) in zip(query_lens, requests, strict=True)]
+    sequences = [cache.sequences[request][:bound] for request, seen in enumerate(bounds) for bound in seen]
+    seq_lens = torch.tensor([bound for seen in bounds for bound in seen], dtype=torch.int32)
+    q = torch.randn(len(sequences), 2, L + R, generator=torch.Generator().manual_seed(seed))
+    wanted = naive_decode(q, sequences, SCALE)
+    if is_uniform:
+        check_close(mla_decode(q, cache.kv_cache, cache.block_table, seq_lens, SCALE, L), wanted)
+    start_loc = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    padded_q, padded_lens = torch.cat([q, q[:1].expand(padding, -1, -1)]), torch.cat([seq_lens, seq_lens.new_zeros(padding)])
+    ragged = {"query_start_loc": start_loc, "max_query_len": max(query_lens)}
+    out, lse = mla_decode(padded_q, cache.kv_cache, cache.block_table, padded_lens, SCALE, L, **ragged)
+    check_close((out[: len(q)], lse[: len(q)]), wanted)
+    assert not out[len(q) :].any()
+    assert (lse[len(q) :] == -math.inf).all()
+
+
+def test_decode_names_wrong_query_lens() -> None:
+    arguments = decode_arguments()
+    with pytest.raises(ValueError, match="^q has 2 tokens for 3 requests"):
+        mla_decode(**{**arguments, "block_table": torch.zeros(3, 2, dtype=torch.int32)})
+    with pytest.raises(ValueError, match="^max_query_len is 2; .* 2 / 2 = 1"):
+        mla_decode(**arguments, max_query_len=2)
+    with pytest.raises(ValueError, match="^max_query_len is None; "):
+        mla_decode(**arguments, query_start_loc=torch.zeros(3, dtype=torch.int32))
+
+
+def test_decode_is_an_operator_of_torch() -> None:
+    cache = PagedCache([5, 0], 4)
+    arguments = torch.randn(2, 2, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L, None, 1, None
+    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, arguments)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention import reference
-from dcpmla.attention.backends import select_backend
+from dcpmla.attention.prefill_backends import select_prefill
 from dcpmla.cache.latent import read_latents, write_latents
 from dcpmla.comm.exchange import LocalExchange
 
@@ -59,7 +59,7 @@ def test_prefill(query_lens: list[int], num_heads: int, causal: bool, seed: int,
     count = len(query_lens)
     key_lens = query_lens if causal else data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     q, k, v = ragged(query_lens, key_lens, num_heads, seed)
-    backend = select_backend(q.device)
+    backend = select_prefill(q.device)
     got = backend.prefill(q, k, v, tuple(starts(query_lens)), tuple(starts(key_lens)), SCALE, causal)
     assert got[0].shape == (sum(query_lens), num_heads, V)
     check_close(got, naive_prefill(q, k, v, query_lens, key_lens, causal))

@@ -1,6 +1,6 @@
-"""Attention kernels by capability: a backend is a pair of functions, and the best one that can run is taken."""
+"""Decode kernels by capability: the first that takes the inputs runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,50 +9,58 @@ from torch import Tensor
 
 from dcpmla.attention import reference
 
+_HALF = (torch.bfloat16, torch.float16)
+
 
 class Decode(Protocol):
     def __call__(
-        self, q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        kv_lora_rank: int,
+        query_start_loc: Tensor | None,
+        max_query_len: int,
+        workspace: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """See `dcpmla.mla_decode`; arguments are checked already."""
 
 
-class Prefill(Protocol):
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, query_start: Sequence[int], key_start: Sequence[int], scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Multi-head attention of a ragged batch.
-
-        Args:
-            q: [T, h, P + R], the queries of request i at [query_start[i], query_start[i + 1]).
-            k, v: [S, h, P + R], [S, h, V], the keys of request i at [key_start[i], key_start[i + 1]).
-            causal: query j of a request sees its first j + 1 keys (there are as many keys as queries); else all.
-        Returns:
-            out [T, h, V] in the dtype of q, lse [T, h] float32 natural log; (0, -inf) for a request without keys.
-        """
-
-
 @dataclass(frozen=True)
-class AttentionBackend:
-    """A pair of kernels with the devices they run on."""
+class DecodeBackend:
+    """A decode kernel and what it takes.
+
+    Attributes:
+        takes: whether it runs on the device, dtypes and sizes of (q, kv_cache, kv_lora_rank).
+        load: gives the kernel, importing what only it needs.
+    """
 
     name: str
-    decode: Decode
-    prefill: Prefill
-    device_types: tuple[str, ...]
+    takes: Callable[[Tensor, Tensor, int], bool]
+    load: Callable[[], Decode]
+
+
+def _takes_torch(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
+    return q.device.type in ("cpu", "cuda")
+
+
+def _load_torch() -> Decode:
+    return reference.mla_decode
 
 
 # Best first.
-_BACKENDS = (AttentionBackend("torch", reference.mla_decode, reference.mha_prefill, ("cpu", "cuda")),)
+DECODE_BACKENDS = (DecodeBackend("torch", _takes_torch, _load_torch),)
 
 
-def select_backend(device: torch.device) -> AttentionBackend:
-    """The first backend that runs on a device.
+def select_decode(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> DecodeBackend:
+    """The first backend that takes the inputs.
 
     Raises:
         ValueError: none does.
     """
-    for backend in _BACKENDS:
-        if device.type in backend.device_types:
+    for backend in DECODE_BACKENDS:
+        if backend.takes(q, kv_cache, kv_lora_rank):
             return backend
-    raise ValueError(f"device is {device}; attention backends exist for {sorted({t for b in _BACKENDS for t in b.device_types})}")
+    raise ValueError(f"q is on device {q.device}; decode kernels exist for 'cpu', 'cuda'")

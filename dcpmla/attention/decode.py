@@ -1,57 +1,115 @@
-"""Decode: one query token a request, all heads of the DCP group over this rank's tokens, merged across ranks."""
+"""Decode: the newest query tokens of each request, all heads of the DCP group over this rank's tokens, merged across ranks."""
 
+import torch
 from torch import Tensor
 
-from dcpmla.attention.backends import select_backend
+from dcpmla.attention.backends import select_decode
+from dcpmla.attention.metadata import DecodeMetadata
 from dcpmla.comm.exchange import Exchange
 
 
 def mla_decode(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int = 512
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int = 512,
+    *,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int | None = None,
+    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of absorbed queries over a paged latent cache on one rank.
 
     Args:
-        q: [T, H, kv_lora_rank + rope], one query token a request: [ql_nope | q_pe].
+        q: [T, H, kv_lora_rank + rope], the query tokens of one request after the other: [ql_nope | q_pe].
         kv_cache: [num_blocks, block_size, kv_lora_rank + rope].
-        block_table: [T, max_blocks] int32, block ids of each request.
-        seq_lens: [T] int32, tokens of each request in this cache (under DCP: on this rank); all of them are attended to.
+        block_table: [num_reqs, max_blocks] int32, block ids of each request; entries behind its last block are not read.
+        seq_lens: [T] int32, for each query token how many of its request's first tokens in this cache it sees. Under DCP this is the
+            causal bound, cut to this rank: tokens of a request see as many as the one before or more.
         scale: factor of the scores.
         kv_lora_rank: width of the latent, which is the value.
+        query_start_loc: [num_reqs + 1] int32, where each request's query tokens start; None when all have T / num_reqs of them.
+        max_query_len: most query tokens of a request; asked for with query_start_loc.
+        workspace: from `decode_workspace`, for kernels that split a request over programs; calls in a row may share one. None makes one.
     Returns:
-        out [T, H, kv_lora_rank] in the dtype of q, lse [T, H] float32 natural log; (0, -inf) for a request without tokens.
+        out [T, H, kv_lora_rank] in the dtype of q, lse [T, H] float32 natural log; (0, -inf) for a query that sees no token.
     Raises:
         ValueError: shapes that do not belong together.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
+    num_tokens, num_reqs = q.shape[0], block_table.shape[0]
     if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}")
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != q.shape[-1]:
         raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {q.shape[-1]}] to match q")
-    if block_table.ndim != 2 or block_table.shape[0] != q.shape[0]:
-        raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [{q.shape[0]}, max_blocks], a row for each query")
-    if tuple(seq_lens.shape) != (q.shape[0],):
-        raise ValueError(f"seq_lens has shape {tuple(seq_lens.shape)}; expected [{q.shape[0]}], one for each query")
-    return select_backend(q.device).decode(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank)
+    if block_table.ndim != 2 or (query_start_loc is None and (num_reqs == 0) != (num_tokens == 0)):
+        raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request")
+    if tuple(seq_lens.shape) != (num_tokens,):
+        raise ValueError(f"seq_lens has shape {tuple(seq_lens.shape)}; expected [{num_tokens}], one for each query token")
+    if query_start_loc is None:
+        max_query_len = _uniform_query_len(num_tokens, num_reqs, max_query_len)
+    elif tuple(query_start_loc.shape) != (num_reqs + 1,):
+        raise ValueError(f"query_start_loc has shape {tuple(query_start_loc.shape)}; expected [{num_reqs + 1}], num_reqs + 1")
+    elif max_query_len is None or max_query_len < 1:
+        raise ValueError(f"max_query_len is {max_query_len}; query_start_loc asks for the most query tokens of a request, at least 1")
+    return torch.ops.dcpmla.mla_decode(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len, workspace)
 
 
 def dcp_mla_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    local_seq_lens: Tensor,
-    scale: float,
-    exchange: Exchange,
-    kv_lora_rank: int = 512,
+    q: Tensor, kv_cache: Tensor, decode: DecodeMetadata, scale: float, exchange: Exchange, kv_lora_rank: int = 512
 ) -> tuple[Tensor, Tensor]:
     """`mla_decode` over a cache that is sharded over the DCP group. Collective.
 
     Args:
         q: [T, h, kv_lora_rank + rope], this rank's heads.
-        local_seq_lens: [T] int32, tokens of each request on this rank; the other arguments are those of `mla_decode`.
+        decode: the step's, with this rank's lengths; the other arguments are those of `mla_decode`.
     Returns:
         out [T, h, kv_lora_rank], lse [T, h] float32: this rank's heads over all ranks' tokens.
     """
     q = exchange.gather_heads(q)
-    out, lse = mla_decode(q, kv_cache, block_table, local_seq_lens, scale, kv_lora_rank)
+    out, lse = mla_decode(
+        q,
+        kv_cache,
+        decode.block_table,
+        decode.local_seq_lens,
+        scale,
+        kv_lora_rank,
+        query_start_loc=decode.query_start_loc,
+        max_query_len=decode.max_query_len,
+        workspace=decode.workspace,
+    )
     return exchange.combine(out, lse)
+
+
+@torch.library.custom_op("dcpmla::mla_decode", mutates_args=("workspace",))
+def _mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    query_start_loc: Tensor | None,
+    max_query_len: int,
+    workspace: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    kernel = select_decode(q, kv_cache, kv_lora_rank).load()
+    return kernel(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len, workspace)
+
+
+@_mla_decode.register_fake
+def _(
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int, *_: object
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:2], kv_lora_rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _uniform_query_len(num_tokens: int, num_reqs: int, max_query_len: int | None) -> int:
+    query_len = num_tokens // num_reqs if num_reqs else 0
+    if query_len * num_reqs != num_tokens:
+        raise ValueError(f"q has {num_tokens} tokens for {num_reqs} requests; without query_start_loc each has as many")
+    if max_query_len not in (None, query_len):
+        raise ValueError(f"max_query_len is {max_query_len}; without query_start_loc it is {num_tokens} / {num_reqs} = {query_len}")
+    return query_len

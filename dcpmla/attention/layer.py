@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from dcpmla.attention.decode import dcp_mla_decode
-from dcpmla.attention.metadata import StepMetadata
+from dcpmla.attention.metadata import DecodeMetadata, StepMetadata
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.rope import apply_rope, llama_4_factor
 from dcpmla.cache.latent import write_latents
@@ -99,7 +99,7 @@ class MLAAttention(nn.Module):
         out = hidden_states.new_zeros(hidden_states.shape[0], self.num_heads, self.config.v_head_dim)
         decodes, prefills = slice(0, metadata.num_decode_tokens), slice(metadata.num_decode_tokens, metadata.num_tokens)
         if metadata.decode is not None:
-            out[decodes] = self._decode(q[decodes], kv_cache, metadata.decode.block_table, metadata.decode.local_seq_lens)
+            out[decodes] = self._decode(q[decodes], kv_cache, metadata.decode)
         if metadata.prefill is not None:
             out[prefills], _ = dcp_mla_prefill(
                 q[prefills], kv_c[prefills], k_pe[prefills], kv_cache, self.w_kv_b, metadata.prefill, self.config.scale, self.exchange
@@ -126,13 +126,13 @@ class MLAAttention(nn.Module):
             q = q * llama_4_factor(positions, *config.llama_4_scaling)[:, None, None].to(q.dtype)
         return q, kv_c, k_pe
 
-    def _decode(self, q: Tensor, kv_cache: Tensor, block_table: Tensor, local_seq_lens: Tensor) -> Tensor:
+    def _decode(self, q: Tensor, kv_cache: Tensor, decode: DecodeMetadata) -> Tensor:
         """[T, h, P + R] -> [T, h, V]: W_UK absorbed into the query, W_UV applied to the merged latent output."""
         config = self.config
         q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
         ql_nope = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
         q = torch.cat([ql_nope, q_pe], -1)
-        out, _ = dcp_mla_decode(q, kv_cache, block_table, local_seq_lens, config.scale, self.exchange, config.kv_lora_rank)
+        out, _ = dcp_mla_decode(q, kv_cache, decode, config.scale, self.exchange, config.kv_lora_rank)
         return torch.bmm(out.transpose(0, 1), self.w_uv.transpose(1, 2)).transpose(0, 1)
 
     def _dummy_run(self, hidden_states: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What one step attends to: built once a step from numbers the host knows, then passed by hand to every layer.
 
-A batch is flat: the tokens of decodes first (one each), then those of prefills. Everything that picks a collective or its size comes from
-global lengths, so all ranks of a DCP group build the same sequence of exchanges.
+A batch is flat: the tokens of decodes first (one each, or a few where tokens are speculated), then those of prefills. Everything that picks
+a collective or its size comes from global lengths, so all ranks of a DCP group build the same sequence of exchanges.
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,28 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
+from dcpmla.attention.workspace import decode_workspace
 from dcpmla.config import DCPConfig
 
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """Requests with one new token.
+    """Requests with few new tokens: one, or those that a draft speculated.
 
     Attributes:
         block_table: [num_decodes, max_blocks] int32.
-        local_seq_lens: [num_decodes] int32, cached tokens of each request on this rank, the new one included.
+        local_seq_lens: [num_decode_tokens] int32, for each new token how many of its request's tokens on this rank it sees: those at its
+            position and before. The causal bound is global, so a rank may see no more at a request's next token.
+        query_start_loc: [num_decodes + 1] int32, where each request's new tokens start; None when all have max_query_len.
+        max_query_len: most new tokens of a request.
+        workspace: of the kernels that split a request over programs (`decode_workspace`); None where there is none.
     """
 
     block_table: Tensor
     local_seq_lens: Tensor
+    query_start_loc: Tensor | None
+    max_query_len: int
+    workspace: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -85,32 +93,37 @@ class StepMetadata:
         dcp: DCPConfig,
         dcp_rank: int,
         device: torch.device | str = "cpu",
+        max_decode_query_len: int = 1,
     ) -> "StepMetadata":
         """Lay out a step.
 
         Args:
-            query_lens: [num_reqs] new tokens of each request; requests at the front with one new token are decodes, all others prefills.
+            query_lens: [num_reqs] new tokens of each request; requests at the front with at most max_decode_query_len are decodes, all
+                others prefills.
             seq_lens: [num_reqs] tokens of each request after this step.
             block_tables: [num_reqs] block ids of each request, enough for seq_lens.
         Raises:
             ValueError: lengths that do not belong together, a block table too short, more prefills than the workspace has room for.
         """
         _check_lengths(query_lens, seq_lens, block_tables, dcp)
-        num_decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
+        num_decodes = next((i for i, length in enumerate(query_lens) if length > max_decode_query_len), len(query_lens))
         positions = np.concatenate([np.arange(seq - query, seq) for query, seq in zip(query_lens, seq_lens, strict=True)])
         table = _pad_table(block_tables, seq_lens, dcp)
         # Each token's block alone, and its place in it: whole rows of the table would be [T, max_blocks].
         blocks = table[np.repeat(np.arange(len(query_lens)), query_lens), positions // dcp.virtual_block_size]
         places = torch.from_numpy(positions % dcp.virtual_block_size)
         slots = ownership.slot_mapping(places, torch.from_numpy(blocks)[:, None], dcp_rank=dcp_rank, **_layout(dcp))
-        prefills = slice(num_decodes, None)
+        decodes, prefills = slice(num_decodes), slice(num_decodes, None)
+        num_decode_tokens = sum(query_lens[decodes])
         return cls(
             num_tokens=len(positions),
-            num_decode_tokens=num_decodes,
+            num_decode_tokens=num_decode_tokens,
             positions=_to(device, positions),
             slot_mapping=_to(device, slots),
             owned_tokens=_to(device, torch.nonzero(slots >= 0)[:, 0]),
-            decode=_build_decode(table[:num_decodes], seq_lens[:num_decodes], dcp, dcp_rank, device) if num_decodes else None,
+            decode=_build_decode(query_lens[decodes], positions[:num_decode_tokens], table[decodes], dcp, dcp_rank, device)
+            if num_decodes
+            else None,
             prefill=_build_prefill(query_lens[prefills], seq_lens[prefills], table[prefills], dcp, dcp_rank, device)
             if num_decodes < len(query_lens)
             else None,
@@ -126,10 +139,20 @@ def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConf
     return max(min(max(8 * max_model_len, 4 * max_num_seqs * page), 65536), max_num_seqs * page)
 
 
-def _build_decode(table: np.ndarray, seq_lens: Sequence[int], dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> DecodeMetadata:
-    lens = ownership.local_seq_lens(torch.tensor(seq_lens), dcp.decode_context_parallel_size, dcp_rank, dcp.cp_kv_cache_interleave_size)
-    num_columns = -(-max(seq_lens) // dcp.virtual_block_size)
-    return DecodeMetadata(_to(device, table[:, :num_columns].astype(np.int32)), _to(device, lens))
+def _build_decode(
+    query_lens: Sequence[int], positions: np.ndarray, table: np.ndarray, dcp: DCPConfig, dcp_rank: int, device: torch.device | str
+) -> DecodeMetadata:
+    size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
+    lens = ownership.local_seq_lens(torch.from_numpy(positions + 1), size, dcp_rank, interleave)
+    num_columns = -(-int(positions.max() + 1) // dcp.virtual_block_size)
+    is_uniform = min(query_lens) == max(query_lens)
+    return DecodeMetadata(
+        block_table=_to(device, table[:, :num_columns].astype(np.int32)),
+        local_seq_lens=_to(device, lens.to(torch.int32)),
+        query_start_loc=None if is_uniform else _to(device, np.asarray(_starts(query_lens), dtype=np.int32)),
+        max_query_len=max(query_lens),
+        workspace=decode_workspace(device),
+    )
 
 
 def _build_prefill(

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.backends import select_backend
 from dcpmla.attention.metadata import PrefillMetadata
+from dcpmla.attention.prefill_backends import select_prefill
 from dcpmla.cache.latent import read_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
@@ -26,7 +26,7 @@ def dcp_mla_prefill(
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     """
-    backend = select_backend(q.device)
+    backend = select_prefill(q.device)
     qk_nope_head_dim = q.shape[-1] - k_pe.shape[-1]
     k, v = up_project(kv_c, k_pe, w_kv_b, qk_nope_head_dim)
     out, lse = backend.prefill(q, k, v, prefill.query_start, prefill.query_start, scale, causal=True)

@@ -13,13 +13,25 @@ _MAX_GATHERED = 1 << 28  # cache elements that mla_decode gathers at a time: 1 G
 
 
 def mla_decode(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    query_start_loc: Tensor | None,
+    max_query_len: int,
+    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Absorbed MLA over a paged latent cache, one query token a request; `dcpmla.mla_decode` documents shapes."""
-    tile = max(1, _MAX_GATHERED // max(1, block_table.shape[1] * kv_cache.shape[1] * kv_cache.shape[2]))
+    """Absorbed MLA over a paged latent cache, each query token by itself; `dcpmla.mla_decode` documents shapes."""
+    num_tokens, num_reqs = q.shape[0], block_table.shape[0]
+    token = torch.arange(num_tokens, device=q.device)
+    request = token // max_query_len if query_start_loc is None else torch.searchsorted(query_start_loc[1:], token, right=True)
+    table = block_table[request.clamp(max=num_reqs - 1)] if num_reqs else block_table.new_zeros(num_tokens, block_table.shape[1])
+    tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * kv_cache.shape[1] * kv_cache.shape[2]))
     tiles = [
-        _decode_tile(q[rows], kv_cache, block_table[rows], seq_lens[rows], scale, kv_lora_rank)
-        for rows in (slice(start, start + tile) for start in range(0, max(1, q.shape[0]), tile))
+        _decode_tile(q[rows], kv_cache, table[rows], seq_lens[rows], scale, kv_lora_rank)
+        for rows in (slice(start, start + tile) for start in range(0, max(1, num_tokens), tile))
     ]
     out, lse = zip(*tiles, strict=True)
     return torch.cat(out), torch.cat(lse)
@@ -29,6 +41,8 @@ def _decode_tile(
     q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
+    first_of_block = torch.arange(block_table.shape[1], device=q.device) * kv_cache.shape[1]
+    block_table = block_table.where(first_of_block < seq_lens[:, None], 0)  # behind a request's last block stands anything
     kv = kv_cache[block_table.to(torch.int64)].flatten(1, 2).to(dtype)
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
     kv = kv.masked_fill(~valid[..., None], 0.0)  # slots that nobody wrote may hold NaN, and 0 x NaN is NaN
@@ -40,7 +54,7 @@ def _decode_tile(
 def mha_prefill(
     q: Tensor, k: Tensor, v: Tensor, query_start: Sequence[int], key_start: Sequence[int], scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a ragged batch; `dcpmla.attention.backends.AttentionBackend` documents shapes."""
+    """Attention of a ragged batch; `dcpmla.attention.prefill_backends.Prefill` documents shapes."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     for request in range(len(query_start) - 1):

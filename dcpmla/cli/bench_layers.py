@@ -129,7 +129,15 @@ class LayerStack:
         decode = self.metadata.decode
         assert decode is not None
         for rows in self.cache.layers:
-            mla_decode(self.queries, rows, decode.block_table, decode.local_seq_lens, self.config.scale, self.config.kv_lora_rank)
+            mla_decode(
+                self.queries,
+                rows,
+                decode.block_table,
+                decode.local_seq_lens,
+                self.config.scale,
+                self.config.kv_lora_rank,
+                workspace=decode.workspace,
+            )
 
 
 def _calls(device: torch.device) -> int:
