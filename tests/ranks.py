@@ -22,6 +22,18 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers", "dcpmla", "dcpmla.integrations.transformers", "numpy"])
 
 
+def start_process(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """A process that runs target(*args); whoever starts it also kills and joins it.
+
+    multiprocessing looks after all its children whenever any thread starts another, and an exit status can be read once: of two threads
+    that ask for it at the same time, one is told 255. So it gets to know of these children no more than their start.
+    """
+    process = _CONTEXT.Process(target=target, args=args, daemon=True)
+    process.start()
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    return process
+
+
 class _Crashed(AssertionError):
     """A rank was ended by a signal: native code, which this package has none of on a CPU."""
 
@@ -45,13 +57,10 @@ def _run_once(num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...
         pipes, processes = [], []
         for rank in range(num_ranks):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_run, args=(sender, rank, num_ranks, Path(directory) / "store", device, timeout, function, args), daemon=True
-            )
-            process.start()
+            store = Path(directory) / "store"
+            processes.append(start_process(_run, (sender, rank, num_ranks, store, device, timeout, function, args)))
             sender.close()
             pipes.append(receiver)
-            processes.append(process)
         try:
             return _collect(pipes, processes, timeout)
         finally:

@@ -21,7 +21,7 @@ import faulty
 import psutil
 import pytest
 from launchers import free_port
-from ranks import _CONTEXT
+from ranks import start_process
 from test_watchdog import is_stopped, process_status
 
 TIMEOUT = 5
@@ -115,8 +115,7 @@ def direct(
         for rank in range(2):
             environment = {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
             mine = [*arguments, *(more if rank == 1 else [])]
-            processes.append(_CONTEXT.Process(target=_rank, args=(job.directory, environment, fault or {}, mine)))
-            processes[-1].start()
+            processes.append(start_process(_rank, (job.directory, environment, fault or {}, mine)))
         try:
             return job.wait(lambda: [process.exitcode for process in processes], lambda: send and os.kill(job.pids()[send[1]], send[0]))
         finally:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launchers import free_port
-from ranks import _CONTEXT
+from ranks import start_process
 
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.watchdog import Reported, Watchdog
@@ -54,10 +54,8 @@ def run(work: Work, num_ranks: int = 2, store_on_rank_0: bool = False, store_sec
     store = None if store_on_rank_0 else dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as directory:
         errors = Path(directory) / "errors"
-        processes = [_CONTEXT.Process(target=_rank, args=(errors, rank, num_ranks, port, store is None, work)) for rank in range(num_ranks)]
         started = time.monotonic()
-        for process in processes:
-            process.start()
+        processes = [start_process(_rank, (errors, rank, num_ranks, port, store is None, work)) for rank in range(num_ranks)]
         try:
             while running := [process for process in processes if process.exitcode is None]:
                 wait([process.sentinel for process in running], timeout=0.2)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self, TypeVar
@@ -136,7 +137,8 @@ class Watchdog:
         self._beaten = now
         count, operation, since, limit = self._operation
         # Native code that keeps the interpreter's lock stops both threads; this timer needs no lock, and says where.
-        faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
+        with suppress(RuntimeError):  # it is a thread, and there may be no memory left for one: this rank is about to say so itself
+            faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
         place, waits = _place(self._main_thread)
         post = Post(self._num_beats, count, operation, now - since, limit, place, waits, self._left.is_set(), time.time())
         self._ask(lambda: self._store.set(f"post/{self._rank}", json.dumps(asdict(post))), None)
