@@ -14,13 +14,17 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention import reference
-from dcpmla.attention.prefill_backends import select_prefill
+from dcpmla.attention.prefill_backends import Segments, select_prefill
 from dcpmla.cache.latent import read_latents, write_latents
 from dcpmla.comm.exchange import LocalExchange
 
 
 def starts(lens: Sequence[int]) -> list[int]:
     return [sum(lens[:count]) for count in range(len(lens) + 1)]
+
+
+def segments(lens: Sequence[int]) -> Segments:
+    return Segments(tuple(starts(lens)), torch.tensor(starts(lens), dtype=torch.int32))
 
 
 def naive_prefill(
@@ -59,10 +63,18 @@ def test_prefill(query_lens: list[int], num_heads: int, causal: bool, seed: int,
     count = len(query_lens)
     key_lens = query_lens if causal else data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     q, k, v = ragged(query_lens, key_lens, num_heads, seed)
-    backend = select_prefill(q.device)
-    got = backend.prefill(q, k, v, tuple(starts(query_lens)), tuple(starts(key_lens)), SCALE, causal)
+    k[..., P:] = k[:, :1, P:]  # every head has the same rope part
+    backend = select_prefill(q, v)
+    assert backend.name == "torch"
+    got = backend.load()(q, k[..., :P], k[:, 0, P:], v, segments(query_lens), segments(key_lens), SCALE, causal)
     assert got[0].shape == (sum(query_lens), num_heads, V)
     check_close(got, naive_prefill(q, k, v, query_lens, key_lens, causal))
+
+
+def test_no_backend_for_a_device() -> None:
+    q = torch.empty(1, 2, P + R, device="meta")
+    with pytest.raises(ValueError, match="q is on device meta; prefill kernels exist for 'cpu', 'cuda'"):
+        select_prefill(q, q)
 
 
 @pytest.mark.parametrize("max_scores", [1, 7, 40, 100])

@@ -44,11 +44,13 @@ class ContextChunk:
         local_slots: [N] int64, this rank's cached tokens of the chunk, request after request, padded to the same N on all ranks.
         order: [S] int64, for each token of the chunk (request after request, in token order) its row in the gathered [W N] rows.
         key_start: [num_prefills + 1], where each request's tokens start in S.
+        key_start_loc: [num_prefills + 1] int32, the same on the device.
     """
 
     local_slots: Tensor
     order: Tensor
     key_start: tuple[int, ...]
+    key_start_loc: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,12 @@ class PrefillMetadata:
 
     Attributes:
         query_start: [num_prefills + 1], where each request's new tokens start, counted from the first prefill token.
+        query_start_loc: [num_prefills + 1] int32, the same on the device.
         context_chunks: what was cached before this step; empty when nothing was.
     """
 
     query_start: tuple[int, ...]
+    query_start_loc: Tensor
     context_chunks: tuple[ContextChunk, ...]
 
 
@@ -164,7 +168,7 @@ def _build_prefill(
         _build_chunk(np.minimum(context_lens, start), np.minimum(context_lens, start + chunk), table, dcp, dcp_rank, device)
         for start in range(0, int(context_lens.max()), chunk)
     ]
-    return PrefillMetadata(_starts(query_lens), tuple(chunks))
+    return PrefillMetadata(*_start_both(query_lens, device), tuple(chunks))
 
 
 def _chunk_tokens(num_contexts: int, dcp: DCPConfig) -> int:
@@ -197,12 +201,18 @@ def _build_chunk(
         # Padding reads whatever lies behind the last token in its block; `order` never points at it.
         local = first + np.arange(padded_lens[request] if length else 0)
         local_slots.append(table[request, local // dcp.block_size] * dcp.block_size + local % dcp.block_size)
-    return ContextChunk(_to(device, np.concatenate(local_slots)), _to(device, np.concatenate(order)), _starts(lens))
+    return ContextChunk(_to(device, np.concatenate(local_slots)), _to(device, np.concatenate(order)), *_start_both(lens, device))
 
 
 def _starts(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
     """Lengths -> where each starts, and the total."""
     return (0, *np.cumsum(lens).tolist())
+
+
+def _start_both(lens: Sequence[int] | np.ndarray, device: torch.device | str) -> tuple[tuple[int, ...], Tensor]:
+    """`_starts` on the host, and on the device as int32."""
+    start = _starts(lens)
+    return start, _to(device, np.asarray(start, dtype=np.int32))
 
 
 def _pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], dcp: DCPConfig) -> np.ndarray:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.attention.metadata import PrefillMetadata
-from dcpmla.attention.prefill_backends import select_prefill
+from dcpmla.attention.prefill_backends import Segments, select_prefill
 from dcpmla.cache.latent import read_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
@@ -26,29 +26,41 @@ def dcp_mla_prefill(
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     """
-    backend = select_prefill(q.device)
     qk_nope_head_dim = q.shape[-1] - k_pe.shape[-1]
-    k, v = up_project(kv_c, k_pe, w_kv_b, qk_nope_head_dim)
-    out, lse = backend.prefill(q, k, v, prefill.query_start, prefill.query_start, scale, causal=True)
-    out = out.to(torch.promote_types(q.dtype, torch.float32))  # rounded once, behind the last chunk, not once a chunk
+    k_nope, v = up_project(kv_c, w_kv_b, qk_nope_head_dim)
+    attend = select_prefill(q, v).load()
+    queries = Segments(prefill.query_start, prefill.query_start_loc)
+    out, lse = attend(q, k_nope, k_pe, v, queries, queries, scale, causal=True)
+    if prefill.context_chunks:
+        out = out.to(torch.promote_types(q.dtype, torch.float32))  # rounded once, behind the last chunk, not once a chunk
     for chunk in prefill.context_chunks:
         latents = exchange.gather_context(read_latents(kv_cache, chunk.local_slots), chunk.order).to(q.dtype)
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
-        k, v = up_project(context_kv_c, context_k_pe, w_kv_b, qk_nope_head_dim)
-        context_out, context_lse = backend.prefill(q, k, v, prefill.query_start, chunk.key_start, scale, causal=False)
-        out, lse = merge_partials(torch.stack([out, context_out.to(out.dtype)]), torch.stack([lse, context_lse]))
+        k_nope, v = up_project(context_kv_c, w_kv_b, qk_nope_head_dim)
+        keys = Segments(chunk.key_start, chunk.key_start_loc)
+        out, lse = _merge(out, lse, *attend(q, k_nope, context_k_pe, v, queries, keys, scale, causal=False))
     return out.to(q.dtype), lse
 
 
-def up_project(kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
-    """Latents -> keys and values of this rank's heads.
+def up_project(kv_c: Tensor, w_kv_b: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
+    """Latents -> the nope part of keys, and values, of this rank's heads.
 
     Args:
-        kv_c, k_pe: [S, L], [S, R].
+        kv_c: [S, L].
         w_kv_b: [h, P + V, L] with P = qk_nope_head_dim.
     Returns:
-        k [S, h, P + R], every head with the same rope part; v [S, h, V].
+        k_nope [S, h, P] and v [S, h, V], views of one [S, h, P + V].
     """
     kv = F.linear(kv_c, w_kv_b.flatten(0, 1)).unflatten(-1, w_kv_b.shape[:2])
     k_nope, v = kv.tensor_split((qk_nope_head_dim,), -1)
-    return torch.cat([k_nope, k_pe[:, None].expand(-1, kv.shape[1], -1)], -1), v
+    return k_nope, v
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`merge_partials` of what there is and one more part; on a GPU in the place of what there is."""
+    if not out.is_cuda:
+        return merge_partials(torch.stack([out, part.to(out.dtype)]), torch.stack([lse, part_lse]))
+    from dcpmla.attention.kernels.merge import merge_into  # triton is there on Linux only
+
+    merge_into(out, lse, part, part_lse)
+    return out, lse

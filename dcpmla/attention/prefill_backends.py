@@ -1,50 +1,157 @@
-"""Prefill kernels by capability: the first that runs on the device."""
+"""Prefill kernels by capability: the first that takes the inputs runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention import reference
 
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Segments(NamedTuple):
+    """Where the rows of each request start in a flat batch, and where the last one's end.
+
+    Attributes:
+        start: [num_reqs + 1], on the host.
+        start_loc: [num_reqs + 1] int32, on the device of the rows.
+    """
+
+    start: tuple[int, ...]
+    start_loc: Tensor
+
+    @property
+    def lens(self) -> list[int]:
+        return [end - start for start, end in zip(self.start, self.start[1:], strict=False)]
+
 
 class Prefill(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, query_start: Sequence[int], key_start: Sequence[int], scale: float, causal: bool
+        self, q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Multi-head attention of a ragged batch.
 
         Args:
-            q: [T, h, P + R], the queries of request i at [query_start[i], query_start[i + 1]).
-            k, v: [S, h, P + R], [S, h, V], the keys of request i at [key_start[i], key_start[i + 1]).
+            q: [T, h, P + R].
+            k_nope, k_pe, v: [S, h, P], [S, R], [S, h, V]; every head's key is its part of k_nope, then k_pe. Views with any strides but
+                contiguous columns.
+            queries, keys: the requests' rows in T, in S.
             causal: query j of a request sees its first j + 1 keys (there are as many keys as queries); else all.
         Returns:
-            out [T, h, V] in the dtype of q, lse [T, h] float32 natural log; (0, -inf) for a request without keys.
+            out [T, h, V] in the dtype of q, lse [T, h] float32 natural log, contiguous; (0, -inf) for a request without keys.
         """
 
 
 @dataclass(frozen=True)
 class PrefillBackend:
-    """A prefill kernel with the devices it runs on."""
+    """A prefill kernel and what it takes.
+
+    Attributes:
+        takes: whether it runs on the device, dtypes and sizes of (q, v).
+        load: gives the kernel, importing what only it needs.
+    """
 
     name: str
-    prefill: Prefill
-    device_types: tuple[str, ...]
+    takes: Callable[[Tensor, Tensor], bool]
+    load: Callable[[], Prefill]
+
+
+def join_keys(k_nope: Tensor, k_pe: Tensor) -> Tensor:
+    """[S, h, P] and [S, R] -> [S, h, P + R], for kernels that want keys in one piece."""
+    return torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], -1)
+
+
+# ---- plain torch
+
+
+def _takes_torch(q: Tensor, v: Tensor) -> bool:
+    return q.device.type in ("cpu", "cuda")
+
+
+def _load_torch() -> Prefill:
+    return _torch
+
+
+def _torch(
+    q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    return reference.mha_prefill(q, join_keys(k_nope, k_pe), v, queries.start, keys.start, scale, causal)
+
+
+# ---- our Triton kernel
+
+
+def _takes_triton(q: Tensor, v: Tensor) -> bool:
+    return _is_half_on_gpu(q, (8, 0)) and max(q.shape[-1], v.shape[-1]) <= 256
+
+
+def _load_triton() -> Prefill:
+    from dcpmla.attention.kernels.mha_prefill import mha_prefill  # triton is there on Linux only
+
+    def prefill(
+        q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        return mha_prefill(q, k_nope, k_pe, v, queries.start_loc, keys.start_loc, scale, causal)
+
+    return prefill
+
+
+# ---- cuDNN's, through torch
+
+
+def _takes_cudnn(q: Tensor, v: Tensor) -> bool:
+    dims = (q.shape[-1], v.shape[-1])
+    return _is_half_on_gpu(q, (9, 0)) and torch.backends.cudnn.is_available() and max(dims) <= 256 and all(dim % 8 == 0 for dim in dims)
+
+
+def _load_cudnn() -> Prefill:
+    return _cudnn
+
+
+def _cudnn(
+    q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    k = join_keys(k_nope, k_pe)
+    # cuDNN makes a plan, in milliseconds, for each pair of bounds: powers of 2 are few.
+    bounds = [1 << (max(segments.lens) - 1).bit_length() for segments in (queries, keys)]
+    results = torch.ops.aten._cudnn_attention_forward(
+        q, k, v, None, queries.start_loc, keys.start_loc, *bounds, True, 0.0, causal, False, scale=scale
+    )
+    return clear_empty(results[0].contiguous(), results[1].reshape(q.shape[:2]), queries, keys)
+
+
+def clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) -> tuple[Tensor, Tensor]:
+    """(0, -inf), in place, for requests without keys, whatever a library says of them."""
+    if 0 in keys.lens:
+        query_lens, is_empty = queries.start_loc.diff(), keys.start_loc.diff() == 0
+        row_is_empty = is_empty.repeat_interleave(query_lens, output_size=len(out))  # the size spares a sync with the host
+        out.masked_fill_(row_is_empty[:, None, None], 0.0)
+        lse.masked_fill_(row_is_empty[:, None], -torch.inf)
+    return out, lse
+
+
+def _is_half_on_gpu(q: Tensor, capability: tuple[int, int]) -> bool:
+    return q.is_cuda and q.dtype in _HALF and torch.version.cuda is not None and torch.cuda.get_device_capability(q.device) >= capability
 
 
 # Best first.
-PREFILL_BACKENDS = (PrefillBackend("torch", reference.mha_prefill, ("cpu", "cuda")),)
+PREFILL_BACKENDS = (
+    PrefillBackend("cudnn", _takes_cudnn, _load_cudnn),
+    PrefillBackend("triton", _takes_triton, _load_triton),
+    PrefillBackend("torch", _takes_torch, _load_torch),
+)
 
 
-def select_prefill(device: torch.device) -> PrefillBackend:
-    """The first backend that runs on a device.
+def select_prefill(q: Tensor, v: Tensor) -> PrefillBackend:
+    """The first backend that takes queries and values.
 
     Raises:
         ValueError: none does.
     """
     for backend in PREFILL_BACKENDS:
-        if device.type in backend.device_types:
+        if backend.takes(q, v):
             return backend
-    raise ValueError(f"device is {device}; prefill kernels exist for {sorted({t for b in PREFILL_BACKENDS for t in b.device_types})}")
+    raise ValueError(f"q is on device {q.device}; prefill kernels exist for 'cpu', 'cuda'")

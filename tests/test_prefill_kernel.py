@@ -1,0 +1,201 @@
+"""The Triton kernels of prefill against float64: in Triton's interpreter, compiled for Hopper, on GPUs; and every backend that there is."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla.attention import reference
+from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend, Segments, join_keys
+from dcpmla.merge import merge_partials
+
+triton = pytest.importorskip("triton")
+
+SCALE = 0.17
+HOPPER_SHARED_MEMORY = 232448  # bytes that a program may use
+Case = tuple[list[int], list[int] | None, int, tuple[int, int, int]]  # query_lens, key_lens (None: causal), heads, (P, R, V)
+CASES: dict[str, Case] = {  # tails, single rows, requests without keys, dims that are no powers of 2
+    "causal": ([37, 1, 130, 64], None, 2, (32, 16, 32)),
+    "causal, several tiles": ([300], None, 1, (16, 16, 16)),
+    "context": ([5, 70, 33], [64, 1, 137], 3, (32, 16, 32)),
+    "requests without keys": ([3, 40, 2, 9], [0, 16, 0, 50], 2, (16, 16, 16)),
+    "no keys at all": ([3, 4], [0, 0], 1, (16, 16, 16)),
+    "many requests": ([1, 2] * 10 + [140, 3], [3, 0] * 10 + [1, 260], 1, (16, 16, 16)),
+    "dims of a tiny model": ([19, 33], None, 2, (16, 8, 24)),
+    "odd dims": ([19, 33], [40, 7], 2, (48, 16, 32)),
+    "DeepSeek-V3": ([17, 150], None, 1, (128, 64, 128)),
+    "DeepSeek-V3, context": ([17, 5], [170, 20], 1, (128, 64, 128)),
+    "GLM-5": ([9, 70], None, 1, (192, 64, 256)),
+}
+
+
+def segments(lens: Sequence[int], device: str) -> Segments:
+    start = tuple(sum(lens[:count]) for count in range(len(lens) + 1))
+    return Segments(start, torch.tensor(start, dtype=torch.int32, device=device))
+
+
+def poisoned(rows: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+    """The same rows, a view with NaN before, behind and beside them."""
+    whole = torch.full((rows.shape[0] + 200, *rows.shape[1:-1], rows.shape[-1] + 16), torch.nan, dtype=dtype, device=device)
+    view = whole[8 : 8 + rows.shape[0], ..., 8 : 8 + rows.shape[-1]]
+    return view.copy_(rows)
+
+
+def check_prefill(prefill: Prefill, case: str, dtype: torch.dtype, device: str) -> None:
+    """A backend's (out, lse) against float64."""
+    query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = CASES[case]
+    queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, num_keys = queries.start[-1], keys.start[-1]
+    shapes = [(num_tokens, num_heads, nope + rope), (num_keys, num_heads, nope), (num_keys, rope), (num_keys, num_heads, v_head_dim)]
+    q, k_nope, k_pe, v = (poisoned(torch.randn(shape, generator=generator), dtype, device) for shape in shapes)
+    out, lse = prefill(q, k_nope, k_pe, v, queries, keys, SCALE, key_lens is None)
+    wanted, wanted_lse = reference.mha_prefill(
+        *(rows.double().cpu() for rows in (q, join_keys(k_nope, k_pe), v)), queries.start, keys.start, SCALE, key_lens is None
+    )
+    assert (out.dtype, lse.dtype, out.shape, lse.shape) == (dtype, torch.float32, wanted.shape, wanted_lse.shape)
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(out.double().cpu(), wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.cpu(), wanted_lse, atol=2e-4, rtol=1e-4)
+
+
+def check_triton(dtype: torch.dtype, device: str) -> None:
+    (backend,) = (backend for backend in PREFILL_BACKENDS if backend.name == "triton")
+    for case in CASES:
+        check_prefill(backend.load(), case, dtype, device)
+
+
+def check_merge_into(device: str) -> None:
+    """Like `merge_partials`: empty rows on either side, on both, with NaN in them."""
+    from dcpmla.attention.kernels.merge import merge_into
+
+    generator = torch.Generator().manual_seed(0)
+    for (num_tokens, num_heads, width), dtype in (((5, 3, 32), torch.float32), ((7, 1, 24), torch.float16), ((1, 8, 128), torch.bfloat16)):
+        out, part = torch.randn(2, num_tokens, num_heads, width, generator=generator)
+        lse, part_lse = 30 * torch.randn(2, num_tokens, num_heads, generator=generator)
+        part = part.to(dtype)
+        wanted, wanted_lse = out, lse
+        for rows, row_lse, index in ((out, lse, 0), (part, part_lse, 1), (out, lse, 2), (part, part_lse, 2)):
+            if index < lse.numel():
+                rows.flatten(0, 1)[index], row_lse.view(-1)[index] = torch.nan, -torch.inf
+        wanted, wanted_lse = merge_partials(torch.stack([out, part.float()]).double(), torch.stack([lse, part_lse]))
+        merged, merged_lse = out.to(device), lse.to(device)
+        merge_into(merged, merged_lse, part.to(device), part_lse.to(device))
+        torch.testing.assert_close(merged.double().cpu(), wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(merged_lse.cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("check", ["check_triton(torch.float16, 'cpu')", "check_merge_into('cpu')"])
+def test_in_the_interpreter(check: str) -> None:
+    """In a process of its own: Triton decides to interpret when a kernel is defined."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", f"import torch; from test_prefill_kernel import *; {check}"]
+    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("dims", "causal"), [((128, 64, 128), True), ((128, 64, 128), False), ((192, 64, 256), True), ((48, 16, 32), False)]
+)
+def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: bool) -> None:
+    """With the tiles that such heads get, within a program's shared memory."""
+    from dcpmla.attention.kernels.mha_prefill import mha_prefill_kernel, select_tiling
+
+    tile_dims = [max(16, triton.next_power_of_2(dim)) for dim in dims]
+    tiling = select_tiling(tile_dims[0] + tile_dims[1], tile_dims[2], HOPPER_SHARED_MEMORY)
+    constants = dict(zip(("P", "R", "V", "P_TILE", "R_TILE", "V_TILE"), (*dims, *tile_dims), strict=True))
+    constants |= {"CAUSAL": causal, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
+    types = {"scale_log2": "fp32", "lse_ptr": "*fp32", "query_start_loc_ptr": "*i32", "key_start_loc_ptr": "*i32"}
+    types |= {f"{name}_ptr": "*bf16" for name in ("q", "k_nope", "k_pe", "v", "out")}
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    compiled = compile_for_hopper(mha_prefill_kernel, types, constants, options)
+    assert "wgmma" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= HOPPER_SHARED_MEMORY
+
+
+def test_merge_into_compiles_for_hopper() -> None:
+    from dcpmla.attention.kernels.merge import merge_into_kernel
+
+    types = {"out_ptr": "*fp32", "lse_ptr": "*fp32", "part_ptr": "*bf16", "part_lse_ptr": "*fp32"}
+    compiled = compile_for_hopper(merge_into_kernel, types, {"WIDTH": 128, "COLUMNS": 128, "ROWS": 8}, {})
+    assert "sm_90a" in compiled.asm["ptx"]
+
+
+def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, int], options: dict[str, int]) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if "_ptr" in name or "_stride" in name}
+    return triton.compile(
+        ASTSource(kernel, signature, constexprs=constants, attrs=aligned), target=GPUTarget("cuda", 90, 32), options=options
+    )
+
+
+def test_tilings_fit() -> None:
+    """Each takes less than the one before; heads of up to 256 find one in the 99 KiB of small GPUs, DeepSeek's the best one on Hopper."""
+    from dcpmla.attention.kernels.mha_prefill import TILINGS, select_tiling
+
+    sizes = [tiling.shared_memory(192, 128) for tiling in TILINGS]
+    assert sizes == sorted(sizes, reverse=True)
+    assert select_tiling(192, 128, HOPPER_SHARED_MEMORY) == TILINGS[0]
+    assert select_tiling(320, 256, 101376).shared_memory(320, 256) <= 101376
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", PREFILL_BACKENDS, ids=lambda backend: backend.name)
+def test_backend_on_a_gpu(backend: PrefillBackend, case: str, dtype: torch.dtype) -> None:
+    q, v = torch.empty(1, 1, sum(CASES[case][3][:2]), dtype=dtype, device="cuda"), torch.empty(1, 1, CASES[case][3][2], device="cuda")
+    if not backend.takes(q, v):
+        pytest.skip(f"{backend.name} does not take heads of {q.shape[-1]} and {v.shape[-1]}")
+    check_prefill(backend.load(), case, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_merge_into_on_a_gpu() -> None:
+    check_merge_into("cuda")
+
+
+@pytest.mark.gpu
+def test_triton_in_a_graph() -> None:
+    """No sync with the host: it can be captured, and a replay reads the starts anew."""
+    from dcpmla.attention.kernels.mha_prefill import mha_prefill
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k_nope, v = (torch.randn(200, 2, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for dim in (192, 128, 128))
+    k_pe = torch.randn(200, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+    start_loc, other = (torch.tensor(starts, dtype=torch.int32, device="cuda") for starts in ((0, 150, 200), (0, 30, 200)))
+    wanted = mha_prefill(q, k_nope, k_pe, v, other, other, SCALE, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = mha_prefill(q, k_nope, k_pe, v, start_loc, start_loc, SCALE, True)
+    start_loc.copy_(other)
+    graph.replay()
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+
+
+@pytest.mark.gpu
+def test_triton_past_2_31_elements() -> None:
+    """Keys whose offset in elements takes more than 32 bits."""
+    from dcpmla.attention.kernels.mha_prefill import mha_prefill
+
+    num_keys, num_heads = 90_000, 128
+    kv = torch.zeros(num_keys, num_heads, 256, device="cuda", dtype=torch.bfloat16)  # 5.9 GB
+    k_pe = torch.zeros(num_keys, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.ones(2, num_heads, 192, device="cuda", dtype=torch.bfloat16)
+    kv[-1, :, :128], kv[-1, :, 128:] = 1.0, 7.0  # the last key alone counts
+    start_loc = torch.tensor((0, 1, 2), dtype=torch.int32, device="cuda")
+    key_start_loc = torch.tensor((0, num_keys - 5, num_keys), dtype=torch.int32, device="cuda")
+    out, lse = mha_prefill(q, kv[..., :128], k_pe, kv[..., 128:], start_loc, key_start_loc, 1.0, False)
+    torch.testing.assert_close(out[1], torch.full_like(out[1], 7.0))
+    torch.testing.assert_close(lse[1], torch.full_like(lse[1], 128.0))
+    torch.testing.assert_close(out[0], torch.zeros_like(out[0]))
