@@ -8,10 +8,12 @@ from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.merge import merge_partials
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
+from dcpmla.runtime.graph import DecodeGraph
 
 __all__ = [
     "DCPConfig",
     "DCPMesh",
+    "DecodeGraph",
     "LatentCache",
     "MLAAttention",
     "MLAConfig",

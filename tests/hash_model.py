@@ -18,6 +18,7 @@ from dcpmla.attention.metadata import ContextChunk, StepMetadata
 from dcpmla.cache.latent import CachePlan, LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
 
 VOCAB_SIZE, EOS, BLOCK = 30, 29, 4
 MESH: Any = SimpleNamespace(tp_size=1, tp_rank=0, dcp_size=1, dcp_rank=0, tp_group=None)
@@ -35,13 +36,18 @@ class HashModel:
 
     def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor) -> Tensor:
         rows = cache[0].view(-1, 2)
-        rows[metadata.slot_mapping] = torch.stack([token_ids, metadata.positions], -1).float()
+        mine = metadata.slot_mapping >= 0
+        rows[metadata.slot_mapping[mine]] = torch.stack([token_ids, metadata.positions], -1)[mine].float()
         ends = self._sequences(token_ids, metadata, rows)
         self.steps.append([num_new for _, num_new in ends.values()])
         logits = torch.zeros(len(logits_at), VOCAB_SIZE)
         for row, at in enumerate(logits_at.tolist()):
             logits[row, next_token(ends[at][0])] = 1
         return logits
+
+    def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+        """For a decode graph."""
+        return self.step(token_ids, metadata, cache, torch.arange(len(token_ids)))
 
     def _sequences(self, token_ids: Tensor, metadata: StepMetadata, rows: Tensor) -> dict[int, tuple[list[int], int]]:
         """Row of each request's last token -> its sequence, and how many tokens of it are new."""
@@ -108,12 +114,15 @@ def make_engine(
     model: HashModel | None = None,
     mesh: Any = MESH,
     tokenizer: Letters | None = None,
+    with_graph: bool = False,
 ) -> Engine:
     plan = CachePlan(num_layers=1, num_blocks=num_blocks, block_size=BLOCK, latent_dim=2, dtype=torch.float32, dcp_size=1)
     cache = LatentCache(plan, torch.device("cpu"))
     cache[0].fill_(torch.nan)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs))
-    return Engine(model or HashModel(), cache, dcp, mesh, max_model_len, max_num_batched_tokens, max_num_seqs, tokenizer)
+    model = model or HashModel()
+    graph = DecodeGraph(model.decode, torch.tensor(0), cache, dcp, mesh, max_num_seqs, max_model_len) if with_graph else None
+    return Engine(model, cache, dcp, mesh, max_model_len, max_num_batched_tokens, max_num_seqs, tokenizer, graph=graph)
 
 
 class Clock:

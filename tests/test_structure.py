@@ -97,6 +97,7 @@ def test_public_names() -> None:
     assert dcpmla.__all__ == [
         "DCPConfig",
         "DCPMesh",
+        "DecodeGraph",
         "LatentCache",
         "MLAAttention",
         "MLAConfig",
@@ -143,6 +144,7 @@ def test_options_of_generate() -> None:
         ("--kv-cache-memory-bytes",),
         ("--gpu-memory-utilization",),
         ("--dtype",),
+        ("--enforce-eager",),
         ("--device",),
         ("--timeout",),
         ("--prompt",),

@@ -47,6 +47,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     add("--kv-cache-memory-bytes", type=positive, metavar="B", help="cache of one rank; default: what its requests need and memory allows")
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="F", help="part of the device's memory to use")
     add("--dtype", choices=tuple(_DTYPES), default="auto", help="auto: the checkpoint's")
+    add("--enforce-eager", action="store_true", help="no CUDA graphs of decode steps")
     add_job_arguments(parser)
 
 
@@ -168,11 +169,14 @@ def build_engine(
         gpu_memory_utilization=args.gpu_memory_utilization,
         num_local_ranks=job.ranks.num_local_ranks,
         enable_expert_parallel=args.enable_expert_parallel,
+        enforce_eager=args.enforce_eager,
         on_step=job.watchdog.enter,
     )
     if job.ranks.is_first:
         print(f"ranks: {job.ranks.origin}\ncache: {engine.cache.sizes}")
         print(f"exchange: {selection.exchange.name} ({selection.reason})", flush=True)
+        if engine.graph is not None:
+            print(f"decode graphs: {len(engine.graph.batch_sizes)}, the largest of {engine.graph.batch_sizes[-1]} requests", flush=True)
     return engine, selection
 
 

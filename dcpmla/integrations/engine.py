@@ -15,6 +15,7 @@ from dcpmla.attention.metadata import context_workspace_tokens
 from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
 from dcpmla.comm.select import Selection
 from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
 from dcpmla.parallel.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
@@ -73,15 +74,21 @@ def load_engine(
     gpu_memory_utilization: float = 0.9,
     num_local_ranks: int = 1,
     enable_expert_parallel: bool = False,
+    enforce_eager: bool = False,
     on_step: Callable[[str], object] = lambda line: None,
 ) -> Engine:
-    """Load the weights, size and allocate the cache. Collective over the job, whose ranks must be the TP group.
+    """Load the weights, allocate the cache, on GPUs capture decode graphs. Collective over the job, whose ranks must be the TP group.
+
+    What decode graphs take is found by capturing them once over a cache of one block; the cache gets the rest, then they are captured over
+    it. Where a step cannot be captured, the first rank says why and decodes run eagerly.
 
     Args:
         dtype: to compute in, and of the cache; None takes the checkpoint's.
         seq_lens: tokens of all sequences to come, where that is known: the cache then is no larger than they need together.
-        kv_cache_memory_bytes: of the cache on each rank; default: what is free after loading and beside a step's largest activations.
+        kv_cache_memory_bytes: of the cache on each rank; default: what is free after loading, beside a step's largest activations and
+            decode graphs.
         gpu_memory_utilization: part of a device's memory to use, in (0, 1]; on CPUs of the host's, shared by num_local_ranks.
+        enforce_eager: no decode graphs.
     Raises:
         ValueError: a broken checkpoint, sizes that do not divide, memory that does not hold the longest sequence.
     """
@@ -92,13 +99,18 @@ def load_engine(
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
     with agree():
         model = load_model(files.directory, files.config, dcp, mesh, selection, dtype, device, enable_expert_parallel)
+    graphs = None
+    if device.type == "cuda" and not enforce_eager:
+        num_seqs = min(max_num_seqs, max_num_batched_tokens, len(seq_lens) if seq_lens else max_num_seqs)
+        graphs = GraphMaker(model, dcp, mesh, num_seqs, max(seq_lens) if seq_lens else files.max_model_len)
     num_bytes = kv_cache_memory_bytes
     if num_bytes is None:
-        num_bytes = _free_bytes(model, gpu_memory_utilization, num_local_ranks, max_num_batched_tokens, max_num_seqs)
+        num_bytes = _free_bytes(model, gpu_memory_utilization, num_local_ranks, max_num_batched_tokens, max_num_seqs, graphs)
     plan = _plan_cache(model, dcp, mesh, seq_lens, num_bytes)
     with agree():
         cache = LatentCache(plan, device)
-    return Engine(model, cache, dcp, mesh, files.max_model_len, max_num_batched_tokens, max_num_seqs, files.tokenizer, on_step)
+    graph = graphs.capture(cache) if graphs else None
+    return Engine(model, cache, dcp, mesh, files.max_model_len, max_num_batched_tokens, max_num_seqs, files.tokenizer, on_step, graph)
 
 
 def check_heads(files: ModelFiles, tensor_parallel_size: int) -> None:
@@ -122,17 +134,20 @@ def _plan_cache(model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, seq_lens: Se
     return replace(plan, num_blocks=min(plan.num_blocks, int(affordable)) if seq_lens else int(affordable))
 
 
-def _free_bytes(model: ShardedModel, utilization: float, num_local_ranks: int, num_tokens: int, num_logits: int) -> int:
-    """Bytes for the cache of this rank: what may be used, less what the largest step needs."""
+def _free_bytes(
+    model: ShardedModel, utilization: float, num_local_ranks: int, num_tokens: int, num_logits: int, graphs: GraphMaker | None
+) -> int:
+    """Bytes for the cache of this rank: what may be used, less what the largest step and decode graphs need."""
     if model.device.type == "cpu":
         return int(psutil.virtual_memory().available * utilization / num_local_ranks)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     model.profile(num_tokens, min(num_tokens, num_logits))
     step_bytes = torch.cuda.max_memory_allocated(model.device) - before
+    graph_bytes = graphs.measure() if graphs else 0
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
-    return max(0, free - step_bytes - int(total * (1 - utilization)))
+    return max(0, free - step_bytes - graph_bytes - int(total * (1 - utilization)))
 
 
 def _digests(directory: Path, tokenizer: Any) -> dict[str, str]:

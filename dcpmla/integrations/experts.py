@@ -16,7 +16,7 @@ from dcpmla.config import divisors
 
 def check_experts(model: Any, tp_size: int, enable_expert_parallel: bool) -> None:
     """Raise ValueError where experts cannot be cut or spread evenly; other layers may be cut unevenly."""
-    all_experts = list(_experts_of(model))
+    all_experts = list(experts_of(model))
     if enable_expert_parallel and not all_experts:
         raise ValueError("enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out")
     for experts in all_experts:
@@ -32,7 +32,7 @@ def check_experts(model: Any, tp_size: int, enable_expert_parallel: bool) -> Non
 
 def choose_implementation(model: Any, tp_size: int) -> None:
     """After loading: one expert after the other where slices are too narrow for grouped matrix products (rows of whole 16 bytes)."""
-    widths = {experts.down_proj.shape[-1] // tp_size * experts.down_proj.itemsize for experts in _experts_of(model)}
+    widths = {experts.down_proj.shape[-1] // tp_size * experts.down_proj.itemsize for experts in experts_of(model)}
     if any(width % 16 for width in widths):
         model.set_experts_implementation("eager")
 
@@ -45,7 +45,7 @@ def spread_experts(model: Any) -> None:
 
 def keep_own_routes(model: Any, tp_rank: int, tp_size: int) -> None:
     """After loading: let experts see the routes to their rank's part alone."""
-    for experts in _experts_of(model):
+    for experts in experts_of(model):
         num_experts = experts.down_proj.shape[0]
         num_own = num_experts // tp_size
         if hasattr(experts, "zero_expert_num"):
@@ -67,5 +67,6 @@ def _own_routes(
     return hidden_states, (expert_ids - first).where(own, num_own), expert_weights.masked_fill(elsewhere, 0)
 
 
-def _experts_of(model: Any) -> Iterator[Any]:
+def experts_of(model: Any) -> Iterator[Any]:
+    """The modules that hold all experts of a layer."""
     return (module for name, module in model.named_modules() if name.endswith(".experts"))

@@ -8,7 +8,8 @@ import transformers
 from torch import nn
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from dcpmla.integrations.experts import check_experts, choose_implementation, keep_own_routes, spread_experts
+from dcpmla.integrations.experts import check_experts, choose_implementation, experts_of, keep_own_routes, spread_experts
+from dcpmla.integrations.static_experts import prepare_experts
 from dcpmla.parallel.mesh import DCPMesh
 
 
@@ -45,6 +46,8 @@ def load_skeleton(
             self._tp_plan = _plan_without_attention(self)
             if whole_experts:
                 spread_experts(self)
+            for experts in experts_of(self):
+                prepare_experts(experts)
 
     # transformers' reports name the class, and it reads the source of the class's module to learn that experts can be computed in groups.
     Skeleton.__name__, Skeleton.__module__ = base.__name__, base.__module__

@@ -22,7 +22,9 @@ from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.select import Selection
 from dcpmla.config import DCPConfig, MLAConfig, check_model_type
 from dcpmla.integrations.checkpoint import Checkpoint
+from dcpmla.integrations.experts import experts_of
 from dcpmla.integrations.skeleton import Placeholder, load_skeleton
+from dcpmla.integrations.static_experts import static_experts
 from dcpmla.parallel.mesh import DCPMesh
 
 # transformers' classes for each architecture (MLA_MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another name.
@@ -34,6 +36,7 @@ _CLASS_PREFIXES = {
     "longcat_flash": "LongcatFlash",
     "mistral4": "Mistral4",
 }
+_ALL_ROWS = 0  # transformers' logits_to_keep for logits of every token
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no code, no pickles
 
 
@@ -55,6 +58,7 @@ class ShardedModel:
         self.device = device
         # A 4-dim mask counts as made by the caller: it keeps transformers from building a [T, T] one that nothing reads.
         self._no_mask = torch.empty(1, 1, 0, 0, device=device)
+        self._experts = list(experts_of(model))
 
     @torch.inference_mode()
     def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor) -> Tensor:
@@ -68,6 +72,18 @@ class ShardedModel:
             [n, vocab] float32, the same on every rank.
         """
         return self._forward(token_ids, metadata.positions, metadata, cache, logits_at)
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+        """`step` for a `DecodeGraph`: every row's logits, and no look at results from the host. Collective over the TP group.
+
+        Args:
+            token_ids: [T] int64, one of each request.
+        Returns:
+            [T, vocab] float32, the same on every rank.
+        """
+        with static_experts(self._experts):
+            return self._forward(token_ids, metadata.positions, metadata, cache, _ALL_ROWS)
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_logits: int = 1) -> None:
@@ -84,7 +100,7 @@ class ShardedModel:
         self._forward(token_ids, positions, None, None, torch.zeros(num_logits, dtype=torch.int64, device=self.device))
 
     def _forward(
-        self, token_ids: Tensor, positions: Tensor, metadata: StepMetadata | None, cache: LatentCache | None, logits_at: Tensor
+        self, token_ids: Tensor, positions: Tensor, metadata: StepMetadata | None, cache: LatentCache | None, logits_at: Tensor | int
     ) -> Tensor:
         logits = self._model(
             input_ids=token_ids[None],

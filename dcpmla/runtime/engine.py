@@ -19,6 +19,7 @@ from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.request import Request, check_prompt
 from dcpmla.runtime.sampling import SamplingParams, sample
 from dcpmla.runtime.scheduler import Scheduler, Step
@@ -72,6 +73,7 @@ class Engine:
         max_num_seqs: most requests that run at the same time.
         tokenizer: for prompts that are texts, for texts of new tokens and stop strings; None serves token ids only.
         on_step: called with a line on what comes next, before the work of each step.
+        graph: of the model's decode step over the cache; takes the steps of decodes alone that are not larger than its largest batch.
     Raises:
         ValueError: a limit below 1.
     """
@@ -87,9 +89,10 @@ class Engine:
         max_num_seqs: int,
         tokenizer: Tokenizer | None = None,
         on_step: Callable[[str], object] = lambda line: None,
+        graph: DecodeGraph | None = None,
     ) -> None:
         self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
-        self.max_model_len, self.tokenizer, self.on_step = max_model_len, tokenizer, on_step
+        self.max_model_len, self.tokenizer, self.on_step, self.graph = max_model_len, tokenizer, on_step, graph
         self.allocator = BlockAllocator(cache.sizes.num_blocks, dcp.virtual_block_size)
         self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs)
         self.stats = Stats()
@@ -188,11 +191,13 @@ class Engine:
             return
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started, is_prefill = time.perf_counter(), any(num > 1 or not request.token_ids for request, num in step.pieces)
-        num_tokens = sum(num for _, num in step.pieces)
+        num_tokens, graph = sum(num for _, num in step.pieces), self._graph_of(step)
+        as_graph = f"; decode graph of {graph.batch_size(num_tokens)} requests" if graph else ""
         self.on_step(
-            f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps} ({len(step.pieces)} requests, {num_tokens} tokens)"
+            f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps} "
+            f"({len(step.pieces)} requests, {num_tokens} tokens{as_graph})"
         )
-        requests, token_ids, logits = self._compute(step)
+        requests, token_ids, logits = self._compute(step, graph)
         pieces = self._append(requests, token_ids, logits)
         self._count(is_prefill, num_tokens, time.perf_counter() - started)
         for request, piece in zip(requests, pieces, strict=True):  # after all of them have their tokens: a callback may abort any
@@ -220,7 +225,13 @@ class Engine:
         if self._arriving:
             time.sleep(min(_MAX_SLEEP, max(0.0, self._arriving[0][0] - self.now)))
 
-    def _compute(self, step: Step) -> tuple[list[Request], list[int], Tensor]:
+    def _graph_of(self, step: Step) -> DecodeGraph | None:
+        """The decode graph, if the step is one for it."""
+        if self.graph is None or len(step.pieces) > self.graph.batch_sizes[-1] or any(num > 1 for _, num in step.pieces):
+            return None
+        return self.graph
+
+    def _compute(self, step: Step, graph: DecodeGraph | None) -> tuple[list[Request], list[int], Tensor]:
         """Compute a step's tokens. Returns the requests that have all theirs computed, a new token for each, and its logits."""
         metadata = StepMetadata.build(
             query_lens=[num_tokens for _, num_tokens in step.pieces],
@@ -239,8 +250,11 @@ class Engine:
                 ready.append(request)
                 last_rows.append(len(token_ids) - 1)
         device = self.model.device
-        logits_at = torch.tensor(last_rows, dtype=torch.int64, device=device)
-        logits = self.model.step(torch.tensor(token_ids, device=device), metadata, self.cache, logits_at)
+        new_tokens, logits_at = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (token_ids, last_rows))
+        if graph is None:
+            logits = self.model.step(new_tokens, metadata, self.cache, logits_at)
+        else:
+            logits = graph.run(new_tokens, metadata, self.cache)[logits_at]
         for request, _ in step.pieces:
             self.scheduler.remember(request)
         generators = [request.generator if request.params.temperature else None for request in ready]

@@ -1,0 +1,53 @@
+"""Decode graphs of a whole model: made over a cache, measured before there is one, given up with a word where they cannot be."""
+
+import logging
+
+import torch
+
+from dcpmla.cache.latent import LatentCache
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.transformers import ShardedModel
+from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.runtime.graph import CannotCapture, DecodeGraph
+
+_logger = logging.getLogger(__name__)
+
+
+class GraphMaker:
+    """Captures a model's decode step over one cache or another; once that has failed, it no longer tries. Collective over the TP group.
+
+    Args:
+        max_num_seqs, max_model_len: of the largest batch, and of the longest sequence.
+    """
+
+    def __init__(self, model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, max_num_seqs: int, max_model_len: int) -> None:
+        self._model, self._dcp, self._mesh = model, dcp, mesh
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        self._has_failed = False
+
+    def capture(self, cache: LatentCache) -> DecodeGraph | None:
+        """The graph over a cache; or None, and the first rank says why."""
+        if self._has_failed:
+            return None
+        model = self._model
+        token = torch.zeros((), dtype=torch.int64, device=model.device)
+        graph = DecodeGraph(model.decode, token, cache, self._dcp, self._mesh, self._max_num_seqs, self._max_model_len)
+        try:
+            graph.capture()
+        except CannotCapture as reason:
+            self._has_failed = True
+            if self._mesh.tp_rank == 0:
+                _logger.warning("decode steps run without CUDA graphs: %s", reason)
+            return None
+        return graph
+
+    def measure(self) -> int:
+        """Bytes of this rank's GPU that graphs take beside their cache: what comes back when those over one block are dropped."""
+        model = self._model
+        plan = LatentCache.plan(model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype)
+        graph = self.capture(LatentCache(plan, model.device))
+        torch.cuda.empty_cache()
+        free_beside, _ = torch.cuda.mem_get_info(model.device)
+        del graph
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(model.device)[0] - free_beside

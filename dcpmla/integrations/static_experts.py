@@ -1,0 +1,96 @@
+"""Experts in shapes that are known before the routes are: what a CUDA graph can hold.
+
+transformers' own ways read the routes back to the host: the loop over the experts that were hit (LongCat has no other), and grouped matrix
+products of any dtype but bfloat16. Decode graphs compute experts here; all other steps compute them as transformers does.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_MAX_GATHERED_BYTES = 1 << 28  # of experts' weights copied at a time, where there are no grouped matrix products
+_HOPPER = (9, 0)
+
+
+def prepare_experts(experts: Any) -> None:
+    """Before transformers cuts the module: teach it `compute_statically`, inside whatever will be wrapped around its forward."""
+    experts.compute_statically = False
+    experts.forward = partial(_forward, experts, experts.forward)
+
+
+@contextmanager
+def static_experts(all_experts: Sequence[Any]) -> Iterator[None]:
+    """Within it, prepared modules look at nothing from the host."""
+    for experts in all_experts:
+        experts.compute_statically = True
+    try:
+        yield
+    finally:
+        for experts in all_experts:
+            experts.compute_statically = False
+
+
+def compute_experts(experts: Any, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+    """Each token's weighted sum over its experts.
+
+    Args:
+        experts: a transformers module with gate_up_proj [E, 2 I, hidden], down_proj [E, hidden, I] and act_fn; with zero_expert_num
+            (LongCat), ids from E on are the identity, else they count for nothing (expert parallelism: another rank's).
+        hidden_states: [T, hidden].
+        expert_ids, expert_weights: [T, k], int64 and any float dtype.
+    Returns:
+        [T, hidden] in the dtype of hidden_states, sums in the dtype of the weights or wider.
+    """
+    is_own = expert_ids < experts.down_proj.shape[0]
+    compute = _grouped if _has_grouped_mm(hidden_states) else _gathered
+    # A row that no expert of this rank computed holds anything, and 0 x NaN is NaN.
+    rows = compute(experts, hidden_states, expert_ids).masked_fill(~is_own[..., None], 0)
+    out = (rows * expert_weights[..., None]).sum(1)
+    if hasattr(experts, "zero_expert_num"):
+        out = out + experts.identity_expert(hidden_states) * expert_weights.masked_fill(is_own, 0).sum(-1, keepdim=True)
+    return out.to(hidden_states.dtype)
+
+
+def _forward(experts: Any, whole: Any, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+    if experts.compute_statically:
+        return compute_experts(experts, hidden_states, expert_ids, expert_weights)
+    out: Tensor = whole(hidden_states, expert_ids, expert_weights)
+    return out
+
+
+def _has_grouped_mm(hidden_states: Tensor) -> bool:
+    """Whether torch's grouped matrix products run as one kernel that reads the groups' sizes on the GPU."""
+    return (
+        hidden_states.is_cuda
+        and hidden_states.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(hidden_states.device) >= _HOPPER
+    )
+
+
+def _grouped(experts: Any, hidden_states: Tensor, expert_ids: Tensor) -> Tensor:
+    """[T, k, hidden] by grouped matrix products over the routes in the order of their experts; rows of ids from E on are undefined."""
+    num_experts = experts.down_proj.shape[0]
+    sorted_ids, order = expert_ids.flatten().sort()
+    ends = torch.searchsorted(sorted_ids, torch.arange(num_experts, device=expert_ids.device), right=True, out_int32=True)
+    rows = hidden_states[order // expert_ids.shape[1]]
+    gate, up = functional.grouped_mm(rows, experts.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, -1)
+    rows = functional.grouped_mm(experts.act_fn(gate) * up, experts.down_proj.transpose(1, 2), offs=ends)
+    return torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, expert_ids.shape)
+
+
+def _gathered(experts: Any, hidden_states: Tensor, expert_ids: Tensor) -> Tensor:
+    """[T, k, hidden], each route with a copy of its expert's weights, a few tokens at a time; ids from E on get the last expert's."""
+    gate_up_proj, down_proj = experts.gate_up_proj, experts.down_proj
+    expert_ids = expert_ids.clamp(max=down_proj.shape[0] - 1)
+    route_bytes = (gate_up_proj[0].numel() + down_proj[0].numel()) * down_proj.itemsize
+    tile = max(1, _MAX_GATHERED_BYTES // (route_bytes * expert_ids.shape[1]))
+    parts = []
+    for ids, rows in zip(expert_ids.split(tile), hidden_states.split(tile), strict=True):
+        gate, up = torch.einsum("tkih,th->tki", gate_up_proj[ids], rows).chunk(2, -1)
+        parts.append(torch.einsum("tkhi,tki->tkh", down_proj[ids], experts.act_fn(gate) * up))
+    return torch.cat(parts)

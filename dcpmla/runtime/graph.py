@@ -1,0 +1,209 @@
+"""The decode step as CUDA graphs: one for each of a list of batch sizes, replayed with the step's numbers copied into static memory."""
+
+import traceback
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpmla.attention.metadata import StepMetadata
+from dcpmla.cache.latent import LatentCache, num_blocks
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.collectives import is_failed_collective, named
+from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.runtime.padding import PaddedStep
+
+DecodeStep = Callable[[Tensor, StepMetadata, LatentCache], Tensor]
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class CannotCapture(RuntimeError):
+    """A step that no CUDA graph can hold, and why."""
+
+
+class DecodeGraph:
+    """A decode step, one token a request, captured per batch size and replayed for batches padded to the next one.
+
+    A replay gives bit for bit what `run_eagerly` gives: the same step on the same padded rows, without a graph. (Matrix products pick their
+    kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows of padding write nothing to the cache
+    and attend to nothing.
+
+    Args:
+        step: step(inputs [N, ...], metadata, cache) -> [N, ...], N tokens of N decodes: a model, or a stack of `MLAAttention` layers. It
+            may not look at results from the host, and its collectives must be the same on all ranks.
+        input_like: [...], shape, dtype and device of one request's input: a token id, or a row of hidden states.
+        cache: what the step writes and reads; its tensors must stay where they are.
+        dcp: layout of the cache.
+        mesh: groups of this rank.
+        max_num_seqs: requests of the largest batch.
+        max_model_len: longest sequence, which bounds the block table.
+    Raises:
+        ValueError: max_num_seqs or max_model_len below 1.
+
+    Attributes:
+        batch_sizes: ascending: 1, 2, 4, then each multiple of 8 to 256 and of 16 beyond, and max_num_seqs (the sizes vLLM captures).
+        is_captured: whether `run` replays.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        input_like: Tensor,
+        cache: LatentCache,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        self._step, self._cache, self._mesh, self._device = step, cache, mesh, input_like.device
+        self._addresses = [layer.data_ptr() for layer in cache.layers]
+        self._padded = PaddedStep(input_like, max_num_seqs, num_blocks(max_model_len, dcp))
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._out: Tensor | None = None  # of the largest batch, [max_num_seqs, ...]
+        self.batch_sizes = batch_sizes(max_num_seqs)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether `capture` has been called, and did."""
+        return bool(self._graphs)
+
+    def batch_size(self, num_reqs: int) -> int:
+        """The batch size that so many requests are padded to.
+
+        Raises:
+            ValueError: more than the largest batch has, or none.
+        """
+        if not 1 <= num_reqs <= self.batch_sizes[-1]:
+            raise ValueError(f"num_reqs is {num_reqs}; the decode graph is for 1 to {self.batch_sizes[-1]} requests (max_num_seqs)")
+        return self.batch_sizes[bisect_left(self.batch_sizes, num_reqs)]
+
+    def run(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+        """A decode step: a replay, or before `capture` the padded step itself. Collective over the TP group.
+
+        Args:
+            inputs: [n, ...], n = metadata.num_tokens.
+            metadata: of n decodes of one token each.
+            cache: the one it was made for.
+        Returns:
+            [n, ...] in static memory: good until the next run.
+        Raises:
+            ValueError: more requests or longer ones than it was made for, prefills, another cache, other shapes, dtypes or devices.
+        """
+        batch_size = self._fill(inputs, metadata, cache)
+        if batch_size not in self._graphs:
+            return self._compute(batch_size)[: metadata.num_tokens]
+        assert self._out is not None
+        with named(f"decode graph of {batch_size} requests", self._mesh.tp_group):
+            self._graphs[batch_size].replay()
+        return self._out[: metadata.num_tokens]
+
+    def run_eagerly(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+        """`run` without its graphs: what a replay equals bit for bit."""
+        return self._compute(self._fill(inputs, metadata, cache))[: metadata.num_tokens]
+
+    def capture(self) -> None:
+        """Capture all batch sizes, the largest first: one memory pool serves them all. Collective over the TP group.
+
+        Raises:
+            ValueError: the device is no GPU.
+            CannotCapture: on every rank, when a rank's step looks at results from the host, or runs out of memory.
+        """
+        if self._device.type != "cuda":
+            raise ValueError(f"input_like is on {self._device}; only steps on a GPU can be captured")
+        self._padded.clear()  # rows of padding leave the cache alone
+        stream, pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+        graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        for size in reversed(self.batch_sizes):
+            graph, reason = torch.cuda.CUDAGraph(), ""
+            try:
+                self._warm_up(size, stream)
+                if not graphs:
+                    self._check_step(size, stream)
+                self._capture(graph, size, stream, pool)
+            except RuntimeError as error:
+                if is_failed_collective(error):
+                    raise
+                reason = _reason(error)
+            self._agree(reason)
+            graphs[size] = graph
+        self._graphs = graphs
+
+    def _fill(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> int:
+        if [layer.data_ptr() for layer in cache.layers] != self._addresses:
+            raise ValueError("cache is another one than the decode graph was made for; give that one, or make a graph for this one")
+        batch_size = self.batch_size(metadata.num_tokens)
+        self._padded.fill(inputs, metadata, batch_size)
+        return batch_size
+
+    @torch.inference_mode()
+    def _compute(self, batch_size: int) -> Tensor:
+        out = self._step(*self._padded.rows(batch_size), self._cache)
+        if self._out is None:
+            with torch.inference_mode(False):  # the caller may use it outside of inference mode
+                self._out = torch.empty(self.batch_sizes[-1], *out.shape[1:], dtype=out.dtype, device=out.device)
+        if tuple(out.shape) != (batch_size, *self._out.shape[1:]):
+            raise ValueError(f"step returned shape {tuple(out.shape)}; expected {(batch_size, *self._out.shape[1:])}, a row a request")
+        return self._out[:batch_size].copy_(out)
+
+    def _warm_up(self, batch_size: int, stream: torch.cuda.Stream) -> None:
+        """What a first call compiles, loads and allocates may not be part of a graph."""
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._compute(batch_size)
+        torch.cuda.synchronize(self._device)
+
+    def _check_step(self, batch_size: int, stream: torch.cuda.Stream) -> None:
+        """Fail where the step waits for the GPU, by name and place, before a capture that would break off half-way."""
+        with torch.cuda.stream(stream), _error_on_host_sync():
+            self._compute(batch_size)
+        torch.cuda.synchronize(self._device)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, batch_size: int, stream: torch.cuda.Stream, pool: Any) -> None:
+        # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's and the watchdog's,
+        # does not touch the capture: hence thread_local.
+        with (
+            torch.cuda.stream(stream),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            self._compute(batch_size)
+
+    def _agree(self, reason: str) -> None:
+        """Raise on every rank if some rank has a reason to."""
+        failed = torch.tensor(int(bool(reason)), device=self._device)
+        with named("agreeing on decode graphs", self._mesh.tp_group):
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._mesh.tp_group)
+        if failed.item():
+            raise CannotCapture(reason or "another rank cannot capture the decode step")
+
+
+def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Ascending sizes to capture, the last one max_num_seqs. Source: vLLM's cudagraph_capture_sizes."""
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 16))
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+@contextmanager
+def _error_on_host_sync() -> Iterator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong first, in a line, and the last place outside of torch that it came through."""
+    if isinstance(error.__context__, RuntimeError):  # a capture that breaks off raises once more when it ends
+        error = error.__context__
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+    return (str(error).partition("\n")[0] or type(error).__name__) + place

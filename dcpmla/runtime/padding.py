@@ -1,0 +1,107 @@
+"""Static memory for the numbers of a decode step, padded to a batch size: what a captured graph reads."""
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.metadata import DecodeMetadata, StepMetadata
+from dcpmla.attention.workspace import decode_workspace
+
+_NO_SLOT = -1  # nothing is written for such a token
+
+
+class PaddedStep:
+    """A decode step of at most max_num_seqs requests, one token each, in memory that never moves.
+
+    A row of padding is token 0 at position 0: its latent goes to no slot, and it attends to no token.
+
+    Args:
+        input_like: [...], shape, dtype and device of one request's input: a token id, or a row of hidden states.
+        max_num_seqs: requests of the largest batch.
+        max_blocks: blocks of the longest request.
+    """
+
+    def __init__(self, input_like: Tensor, max_num_seqs: int, max_blocks: int) -> None:
+        device = input_like.device
+        self.max_blocks = max_blocks
+        self._inputs = torch.zeros(max_num_seqs, *input_like.shape, dtype=input_like.dtype, device=device)
+        self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._local_seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._block_table = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        self._workspace = decode_workspace(device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Make every row padding."""
+        self._pad(0, self._inputs.shape[0])
+
+    def fill(self, inputs: Tensor, metadata: StepMetadata, batch_size: int) -> None:
+        """Copy a step's numbers, and pad them to batch_size rows.
+
+        Args:
+            inputs: [n, ...], n = metadata.num_tokens.
+            metadata: of n decodes of one token each, whose block table has at most max_blocks columns.
+        Raises:
+            ValueError: anything else, or numbers of another dtype or device.
+        """
+        decode = self._check(inputs, metadata)
+        num_tokens = metadata.num_tokens
+        self._inputs[:num_tokens].copy_(inputs)
+        self._positions[:num_tokens].copy_(metadata.positions)
+        self._slot_mapping[:num_tokens].copy_(metadata.slot_mapping)
+        self._local_seq_lens[:num_tokens].copy_(decode.local_seq_lens)
+        self._block_table[:num_tokens, : decode.block_table.shape[1]].copy_(decode.block_table)
+        self._pad(num_tokens, batch_size)
+
+    def rows(self, batch_size: int) -> tuple[Tensor, StepMetadata]:
+        """The first rows, as a step's inputs [batch_size, ...] and metadata."""
+        slot_mapping = self._slot_mapping[:batch_size]
+        return self._inputs[:batch_size], StepMetadata(
+            num_tokens=batch_size,
+            num_decode_tokens=batch_size,
+            positions=self._positions[:batch_size],
+            slot_mapping=slot_mapping,
+            owned_tokens=slot_mapping[:0] if slot_mapping.is_cuda else torch.nonzero(slot_mapping >= 0)[:, 0],
+            decode=DecodeMetadata(
+                block_table=self._block_table[:batch_size],
+                local_seq_lens=self._local_seq_lens[:batch_size],
+                query_start_loc=None,
+                max_query_len=1,
+                workspace=self._workspace,
+            ),
+            prefill=None,
+        )
+
+    def _pad(self, first: int, end: int) -> None:
+        # Behind a request's last block its row of the table may hold anything, so those of padding stay as they are.
+        self._inputs[first:end].zero_()
+        self._positions[first:end].zero_()
+        self._slot_mapping[first:end].fill_(_NO_SLOT)
+        self._local_seq_lens[first:end].zero_()
+
+    def _check(self, inputs: Tensor, metadata: StepMetadata) -> DecodeMetadata:
+        decode, num_tokens = metadata.decode, metadata.num_tokens
+        if metadata.prefill is not None or decode is None:
+            raise ValueError("metadata has prefills; a decode graph runs decodes alone, give such a step to the model itself")
+        if decode.max_query_len != 1 or decode.block_table.shape[0] != num_tokens:
+            raise ValueError(
+                f"metadata has {num_tokens} query tokens of {decode.block_table.shape[0]} requests, at most {decode.max_query_len} each; "
+                f"a decode graph runs one a request"
+            )
+        if decode.block_table.shape[1] > self.max_blocks:
+            raise ValueError(
+                f"metadata has a block table of {decode.block_table.shape[1]} columns; the decode graph is for at most {self.max_blocks}, "
+                f"raise max_model_len"
+            )
+        if tuple(inputs.shape) != (num_tokens, *self._inputs.shape[1:]):
+            raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected {(num_tokens, *self._inputs.shape[1:])}")
+        for name, given, static in (
+            ("inputs", inputs, self._inputs),
+            ("metadata.positions", metadata.positions, self._positions),
+            ("metadata.slot_mapping", metadata.slot_mapping, self._slot_mapping),
+            ("metadata.decode.local_seq_lens", decode.local_seq_lens, self._local_seq_lens),
+            ("metadata.decode.block_table", decode.block_table, self._block_table),
+        ):
+            if (given.dtype, given.device) != (static.dtype, static.device):
+                raise ValueError(f"{name} is {given.dtype} on {given.device}; the decode graph's is {static.dtype} on {static.device}")
+        return decode

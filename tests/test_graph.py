@@ -1,0 +1,320 @@
+"""Decode graphs where there is no GPU: static memory, padding, refusals; that captured steps would hold; the same tokens from the engine.
+
+Replays are in multigpu/test_graph_gpu.py: they equal bit for bit the padded steps that run here.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hash_model import BLOCK, MESH, HashModel, make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import FAMILIES, random_model, save_tiny, tiny_config
+from ranks import run_ranks
+from test_engine import Load, loads
+from test_transformers import prompts
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dcpmla.attention.metadata import StepMetadata
+from dcpmla.cache.latent import CachePlan, LatentCache
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.static_experts import _gathered, _grouped, compute_experts, static_experts
+from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph, batch_sizes
+from dcpmla.runtime.padding import PaddedStep
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+
+DCP = DCPConfig(block_size=BLOCK)
+MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 5 * BLOCK
+aten = torch.ops.aten
+
+
+def make_cache() -> LatentCache:
+    plan = CachePlan(num_layers=1, num_blocks=40, block_size=BLOCK, latent_dim=2, dtype=torch.float32, dcp_size=1)
+    return LatentCache(plan, torch.device("cpu"))
+
+
+def step_of(seq_lens: list[int], query_lens: list[int] | None = None, **options: Any) -> StepMetadata:
+    tables = [list(range(5 * index, 5 * index + 5)) for index in range(len(seq_lens))]
+    return StepMetadata.build(query_lens or [1] * len(seq_lens), seq_lens, tables, DCP, 0, **options)
+
+
+def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+    """A step that shows all its numbers."""
+    assert metadata.decode is not None
+    numbers = [inputs, metadata.positions, metadata.slot_mapping, metadata.decode.local_seq_lens, metadata.decode.block_table[:, 0]]
+    return torch.stack([number.double() for number in numbers], -1)
+
+
+def make_graph(step: Any = sums, cache: LatentCache | None = None) -> DecodeGraph:
+    return DecodeGraph(step, torch.tensor(0), cache or make_cache(), DCP, MESH, MAX_NUM_SEQS, MAX_MODEL_LEN)
+
+
+def test_sizes_are_those_of_vllm() -> None:
+    assert batch_sizes(1) == (1,)
+    assert batch_sizes(3) == (1, 2, 3)
+    assert batch_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert batch_sizes(256) == (1, 2, 4, *range(8, 257, 8))
+    assert batch_sizes(300) == (1, 2, 4, *range(8, 257, 8), 272, 288, 300)
+
+
+@given(batches=st.lists(st.lists(st.integers(1, MAX_MODEL_LEN), min_size=1, max_size=MAX_NUM_SEQS), min_size=1, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
+    cache = make_cache()
+    graph, memory = make_graph(cache=cache), set()
+    padded: list[Tensor] = []
+    graph._step = lambda inputs, metadata, cache: padded.append(sums(inputs, metadata, cache)) or padded[-1]  # type: ignore[func-returns-value]
+    for number, seq_lens in enumerate(batches):
+        metadata = step_of(seq_lens)
+        token_ids = torch.arange(len(seq_lens)) + 10 * number
+        out = graph.run(token_ids, metadata, cache)
+        assert torch.equal(out, sums(token_ids, metadata, cache))
+        memory.add(out.data_ptr())
+        assert len(padded[-1]) == graph.batch_size(len(seq_lens))
+        assert padded[-1][len(seq_lens) :, :4].tolist() == [[0, 0, -1, 0]] * (len(padded[-1]) - len(seq_lens))
+    assert len(memory) == 1
+
+
+def test_hidden_rows_are_padded_with_zeros() -> None:
+    padded = PaddedStep(torch.empty(3, dtype=torch.bfloat16), max_num_seqs=4, max_blocks=5)
+    padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), step_of([1, 2, 3]), 4)
+    padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), step_of([7]), 2)
+    inputs, metadata = padded.rows(2)
+    assert inputs.tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert (metadata.num_tokens, metadata.num_decode_tokens) == (2, 2)
+    assert metadata.slot_mapping.tolist() == [6, -1]
+    assert metadata.decode is not None
+    assert metadata.decode.block_table.shape == (2, 5)
+
+
+def replaced(metadata: StepMetadata, **changes: Any) -> StepMetadata:
+    assert metadata.decode is not None
+    of_decode = {field.name for field in dataclasses.fields(metadata.decode)}
+    decode = dataclasses.replace(metadata.decode, **{name: value for name, value in changes.items() if name in of_decode})
+    return dataclasses.replace(metadata, decode=decode, **{name: value for name, value in changes.items() if name not in of_decode})
+
+
+REFUSED = {
+    "a prefill": (step_of([1, 3], [1, 3]), "metadata has prefills"),
+    "two tokens": (step_of([2, 2], [2, 2], max_decode_query_len=2), "metadata has 4 query tokens of 2 requests, at most 2 each"),
+    "too many": (step_of([1] * 7), r"num_reqs is 7; the decode graph is for 1 to 6 requests \(max_num_seqs\)"),
+    "too long": (
+        StepMetadata.build([1], [MAX_MODEL_LEN + 1], [[*range(6)]], DCP, 0),
+        "block table of 6 columns; .* at most 5, raise max_model_len",
+    ),
+    "another dtype": (
+        replaced(step_of([1]), local_seq_lens=torch.ones(1)),
+        "local_seq_lens is torch.float32 on cpu; .* torch.int32 on cpu",
+    ),
+    "another device": (replaced(step_of([1]), slot_mapping=torch.ones(1, dtype=torch.int64, device="meta")), "slot_mapping is .* on meta"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_other_steps(name: str) -> None:
+    metadata, message = REFUSED[name]
+    cache = make_cache()
+    with pytest.raises(ValueError, match=message):
+        make_graph(cache=cache).run(torch.zeros(metadata.num_tokens, dtype=torch.int64), metadata, cache)
+
+
+def test_refuses_other_memory() -> None:
+    cache = make_cache()
+    graph = make_graph(cache=cache)
+    token_ids = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="cache is another one"):
+        graph.run(token_ids, step_of([1]), make_cache())
+    with pytest.raises(ValueError, match=r"inputs is torch.int32 on cpu; the decode graph's is torch.int64 on cpu"):
+        graph.run(token_ids.int(), step_of([1]), cache)
+    with pytest.raises(ValueError, match=r"inputs has shape \(2,\); expected \(1,\)"):
+        graph.run_eagerly(token_ids.new_zeros(2), step_of([1]), cache)
+    cache.layers[0] = torch.empty_like(cache.layers[0])
+    with pytest.raises(ValueError, match="cache is another one"):
+        graph.run(token_ids, step_of([1]), cache)
+    with pytest.raises(ValueError, match="max_num_seqs is 0"):
+        DecodeGraph(sums, token_ids[0], cache, DCP, MESH, 0, 1)
+    with pytest.raises(ValueError, match="only steps on a GPU can be captured"):
+        graph.capture()
+    assert not graph.is_captured
+
+
+def test_refuses_steps_that_return_other_rows() -> None:
+    cache = make_cache()
+    with pytest.raises(ValueError, match=r"step returned shape \(1, 5\); expected \(2, 5\), a row a request"):
+        make_graph(lambda *numbers: sums(*numbers)[:1], cache).run(torch.zeros(2, dtype=torch.int64), step_of([1, 1]), cache)
+
+
+def outcomes(load: Load, with_graph: bool) -> list[tuple[list[int], str | None]]:
+    engine = make_engine(load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs, with_graph=with_graph)
+    requests: list[Request] = [
+        engine.add(prompt, SamplingParams(max_new_tokens=num_new, temperature=index % 2, seed=index))
+        for index, (prompt, num_new, _) in enumerate(load.prompts)
+    ]
+    assert len(list(engine.run())) == len(requests)
+    return [(request.token_ids, request.finish_reason) for request in requests]
+
+
+@given(load=loads())
+@settings(max_examples=60, deadline=None)
+def test_engine_with_and_without_graph(load: Load) -> None:
+    assert outcomes(load, with_graph=True) == outcomes(load, with_graph=False)
+
+
+def test_engine_says_which_graph_runs() -> None:
+    model, lines = HashModel(), []
+    engine = make_engine(num_blocks=20, max_num_seqs=3, model=model, with_graph=True)
+    engine.on_step = lines.append  # type: ignore[assignment]
+    for prompt in ([1, 2, 3], [4, 5], [6, 7, 8]):
+        engine.add(prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    list(engine.run())
+    assert lines[-3:] == [
+        "prefill step 0 (3 requests, 8 tokens)",
+        "decode step 1 (3 requests, 3 tokens; decode graph of 3 requests)",
+        "decode step 2 (3 requests, 3 tokens; decode graph of 3 requests)",
+    ]
+
+
+def test_batches_beyond_the_largest_run_eagerly() -> None:
+    engine = make_engine(num_blocks=20, max_num_seqs=3, with_graph=True)
+    engine.graph = DecodeGraph(HashModel().decode, torch.tensor(0), engine.cache, engine.dcp, MESH, 2, 200)
+    sizes = []
+    engine.on_step = lambda line: sizes.append("graph" in line)
+    requests = [engine.add([1, 2, 3], SamplingParams(max_new_tokens=num_new, ignore_eos=True)) for num_new in (3, 4, 4)]
+    list(engine.run())
+    assert sizes[-4:] == [False, False, False, True]
+    assert requests[1].token_ids == requests[2].token_ids
+
+
+class NoHostSync(TorchDispatchMode):
+    """Fails at what would wait for a GPU. (Inside an operator of this package it does not look: on GPUs that is a kernel.)"""
+
+    FORBIDDEN = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2, aten.bincount)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in self.FORBIDDEN, f"{func} waits for the GPU"
+        if func.overloadpacket == aten.index or (
+            func.overloadpacket == aten.index_put_ and args[2].numel() > 1
+        ):  # one value: a masked fill
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), f"{func} by a mask waits for the GPU"
+        return func(*args, **(kwargs or {}))
+
+
+def open_tiny(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> tuple[ShardedModel, Any]:
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
+    config = load_config(directory)
+    return load_model(directory, config, dcp, mesh, selection, torch.float32, torch.device("cpu"), enable_expert_parallel), mesh
+
+
+def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list[list[tuple[list[int], Tensor]]]:
+    """On one rank: tokens and logits of the same prompts by an engine without and with a graph."""
+    model, mesh = open_tiny(directory, dcp, enable_expert_parallel)
+    results = []
+    for with_graph in (False, True):
+        plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, [80] * 5, torch.float32)
+        cache = LatentCache(plan, model.device)
+        for layer in cache.layers:
+            layer.fill_(torch.nan)
+        graph = DecodeGraph(watched(model), torch.tensor(0), cache, dcp, mesh, 5, 80) if with_graph else None
+        engine = Engine(model, cache, dcp, mesh, 80, 1000, max_num_seqs=5, graph=graph)
+        requests = [
+            engine.add(prompt, SamplingParams(max_new_tokens=2 + index), keep_logits=True) for index, prompt in enumerate(prompts())
+        ]
+        list(engine.run())
+        results.append([(request.token_ids, torch.stack(request.logits)) for request in requests])
+    return results
+
+
+def watched(model: ShardedModel) -> Any:
+    def decode(*numbers: Any) -> Tensor:
+        with NoHostSync():
+            return model.decode(*numbers)
+
+    return decode
+
+
+def serve_all(directories: list[Path], dcp: DCPConfig, enable_expert_parallel: bool) -> list[Any]:
+    return [serve(directory, dcp, enable_expert_parallel) for directory in directories]
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp_size", "enable_expert_parallel", "families"),
+    [(1, 1, False, FAMILIES), (2, 2, False, ["deepseek_v2", "longcat_flash"]), (2, 1, True, ["deepseek_v3", "longcat_flash"])],
+    ids=["one rank", "dcp", "expert parallel"],
+)
+def test_models_with_and_without_graph(tp: int, dcp_size: int, enable_expert_parallel: bool, families: list[str], tmp_path: Path) -> None:
+    for family in families:
+        save_tiny(family, tmp_path / family)
+    layout = {"decode_context_parallel_size": dcp_size, "cp_kv_cache_interleave_size": 2, "block_size": 4}
+    dcp = DCPConfig(tensor_parallel_size=tp, context_workspace_tokens=512, **layout)
+    directories = [tmp_path / family for family in families]
+    for results in run_ranks(tp, serve_all, directories, dcp, enable_expert_parallel, timeout=300):
+        for family, (eager, padded) in zip(families, results, strict=True):
+            for (tokens, logits), (other_tokens, other_logits) in zip(eager, padded, strict=True):
+                torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
+                assert other_tokens == tokens, family
+
+
+def profile_watched(directory: Path) -> str:
+    """Runs transformers' own loop over experts."""
+    model, _ = open_tiny(directory, DCPConfig(), False)
+    with NoHostSync(), pytest.raises(AssertionError) as failure:
+        model.profile(3)
+    return str(failure.value)
+
+
+def test_the_watch_sees_what_transformers_does(tmp_path: Path) -> None:
+    save_tiny("longcat_flash", tmp_path)
+    assert run_ranks(1, profile_watched, tmp_path) == ["aten.nonzero.default waits for the GPU"]
+    with NoHostSync(), pytest.raises(AssertionError, match="by a mask waits"):
+        torch.ones(2)[torch.tensor([True, False])]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
+def test_static_experts(family: str) -> None:
+    """Both ways against transformers' own; routes elsewhere (expert parallelism) count for nothing, whatever their rows hold."""
+    model = random_model(tiny_config(family))
+    experts = next(module for name, module in model.named_modules() if name.endswith(".experts"))
+    num_experts, generator = experts.down_proj.shape[0], torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 48, generator=generator)
+    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:3] for _ in range(7)])
+    weights = torch.rand(7, 3, generator=generator)
+    assert experts.gate_up_proj is not None
+    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[:num_experts])
+    with torch.no_grad():
+        expected = experts(hidden, ids, weights)
+        torch.testing.assert_close(compute_experts(experts, hidden, ids, weights), expected, atol=1e-5, rtol=1e-5)
+        elsewhere = ids.masked_fill(ids == 1, num_experts)
+        grouped, gathered = (compute(experts, hidden, elsewhere) for compute in (_grouped, _gathered))
+        torch.testing.assert_close(grouped[elsewhere < num_experts], gathered[elsewhere < num_experts], atol=1e-5, rtol=1e-5)
+        if family == "longcat_flash":
+            expected = (
+                expected - experts(hidden, ids, weights.masked_fill(ids != 1, 0)) + hidden * (weights * (ids == 1)).sum(1, keepdim=True)
+            )
+        else:
+            expected = expected - experts(hidden, ids, weights.masked_fill(ids != 1, 0))
+        torch.testing.assert_close(compute_experts(experts, hidden, elsewhere, weights), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_experts_are_static_inside_decodes_alone() -> None:
+    experts = [torch.nn.Module(), torch.nn.Module()]
+    inside = []
+
+    def fail() -> None:
+        with static_experts(experts):
+            inside.extend(module.compute_statically for module in experts)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert inside == [True, True]
+    assert not any(module.compute_statically for module in experts)
