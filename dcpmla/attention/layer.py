@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from dcpmla.attention.decode import dcp_mla_decode
-from dcpmla.attention.metadata import DecodeMetadata, StepMetadata
+from dcpmla.attention.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.attention.prefill import dcp_mla_prefill
-from dcpmla.attention.rope import apply_rope, llama_4_factor
-from dcpmla.cache.latent import write_latents
+from dcpmla.attention.projections import absorb_query, finish_latents, project_values, rotate_query_
+from dcpmla.attention.rope import llama_4_factor
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.linear import RowParallelLinear, Weight, read_weight, shard
@@ -92,48 +92,51 @@ class MLAAttention(nn.Module):
         if kv_cache is None:
             raise ValueError("kv_cache is None; a step with metadata needs this layer's [num_blocks, block_size, L + R]")
         self._check(hidden_states, kv_cache, metadata, cos_sin)
-        q, kv_c, k_pe = self._project(hidden_states[: metadata.num_tokens], metadata.positions, cos_sin)
-        owned = metadata.owned_tokens
-        write_latents(kv_cache, kv_c[owned], k_pe[owned], metadata.slot_mapping[owned])
-
-        out = hidden_states.new_zeros(hidden_states.shape[0], self.num_heads, self.config.v_head_dim)
+        q, latents = self._project(hidden_states[: metadata.num_tokens], kv_cache, metadata, cos_sin)
         decodes, prefills = slice(0, metadata.num_decode_tokens), slice(metadata.num_decode_tokens, metadata.num_tokens)
+        values = []
         if metadata.decode is not None:
-            out[decodes] = self._decode(q[decodes], kv_cache, metadata.decode)
+            values.append(self._decode(q[decodes], kv_cache, metadata.decode, _rows(cos_sin, decodes)))
         if metadata.prefill is not None:
-            out[prefills], _ = dcp_mla_prefill(
-                q[prefills], kv_c[prefills], k_pe[prefills], kv_cache, self.w_kv_b, metadata.prefill, self.config.scale, self.exchange
-            )
-        return self.o_proj(out.flatten(1))
+            values.append(self._prefill(q[prefills], latents[prefills], kv_cache, metadata.prefill, _rows(cos_sin, prefills)))
+        if hidden_states.shape[0] > metadata.num_tokens:
+            values.append(values[0].new_zeros(hidden_states.shape[0] - metadata.num_tokens, values[0].shape[1]))
+        return self.o_proj(values[0] if len(values) == 1 else torch.cat(values))
 
-    def _project(self, hidden_states: Tensor, positions: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, hidden] -> q [T, h, P + R], kv_c [T, L], k_pe [T, R], normed and rotated."""
+    def _project(self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[T, hidden] -> q [T, h, P + R], not rotated, and latents [T, L + R] as they are written to the cache."""
         config = self.config
-        if config.q_lora_rank is None:
-            q = self.q_proj(hidden_states)
-            kv_c, k_pe = self.kv_a_proj(hidden_states).split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
-        else:
-            down = self.fused_qkv_a_proj(hidden_states)
-            q_c, kv_c, k_pe = down.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], -1)
-            q = self.q_b_proj(self.q_a_layernorm(q_c))
+        down = self.kv_a_proj(hidden_states) if config.q_lora_rank is None else self.fused_qkv_a_proj(hidden_states)
+        q_c, latents = finish_latents(
+            down,
+            kv_cache,
+            metadata.slot_mapping,
+            None if config.q_lora_rank is None else self.q_a_layernorm.weight,
+            self.kv_a_layernorm.weight,
+            config.rms_norm_eps,
+            config.kv_lora_scale,
+            cos_sin,
+            config.rope_interleaved,
+        )
+        q = self.q_proj(hidden_states) if config.q_lora_rank is None else self.q_b_proj(q_c)
         q = q.unflatten(-1, (self.num_heads, config.qk_head_dim))
-        kv_c = self.kv_a_layernorm(kv_c) * config.kv_lora_scale
-        if cos_sin is not None:
-            q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
-            q = torch.cat([q_nope, apply_rope(q_pe, cos_sin, config.rope_interleaved)], -1)
-            k_pe = apply_rope(k_pe, cos_sin, config.rope_interleaved)
         if config.llama_4_scaling is not None:
-            q = q * llama_4_factor(positions, *config.llama_4_scaling)[:, None, None].to(q.dtype)
-        return q, kv_c, k_pe
+            q = q * llama_4_factor(metadata.positions, *config.llama_4_scaling)[:, None, None].to(q.dtype)
+        return q, latents
 
-    def _decode(self, q: Tensor, kv_cache: Tensor, decode: DecodeMetadata) -> Tensor:
-        """[T, h, P + R] -> [T, h, V]: W_UK absorbed into the query, W_UV applied to the merged latent output."""
-        config = self.config
-        q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
-        ql_nope = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
-        q = torch.cat([ql_nope, q_pe], -1)
-        out, _ = dcp_mla_decode(q, kv_cache, decode, config.scale, self.exchange, config.kv_lora_rank)
-        return torch.bmm(out.transpose(0, 1), self.w_uv.transpose(1, 2)).transpose(0, 1)
+    def _decode(self, q: Tensor, kv_cache: Tensor, decode: DecodeMetadata, cos_sin: Tensor | None) -> Tensor:
+        """[T, h, P + R] -> [T, h V]: W_UK absorbed into the query, W_UV applied to the merged latent output."""
+        q = absorb_query(q, self.w_uk, cos_sin, self.config.rope_interleaved)
+        out, _ = dcp_mla_decode(q, kv_cache, decode, self.config.scale, self.exchange, self.config.kv_lora_rank)
+        return project_values(out, self.w_uv)
+
+    def _prefill(self, q: Tensor, latents: Tensor, kv_cache: Tensor, prefill: PrefillMetadata, cos_sin: Tensor | None) -> Tensor:
+        """[T, h, P + R] and the tokens' own latents [T, L + R] -> [T, h V]."""
+        if cos_sin is not None:
+            rotate_query_(q, cos_sin, self.config.rope_interleaved)
+        kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
+        out, _ = dcp_mla_prefill(q, kv_c, k_pe, kv_cache, self.w_kv_b, prefill, self.config.scale, self.exchange)
+        return out.flatten(1)
 
     def _dummy_run(self, hidden_states: Tensor) -> Tensor:
         """Claim what the largest context chunk would (latents of all ranks twice, keys and values up-projected) and return zeros."""
@@ -186,6 +189,10 @@ class MLAAttention(nn.Module):
             raise ValueError(f"kv_cache has shape {shape}; expected [num_blocks, {self.dcp.block_size}, {config.latent_dim}]")
         if cos_sin is not None and tuple(cos_sin.shape) != (num_tokens, config.qk_rope_head_dim):
             raise ValueError(f"cos_sin has shape {tuple(cos_sin.shape)}; expected [{num_tokens}, {config.qk_rope_head_dim}]")
+
+
+def _rows(cos_sin: Tensor | None, tokens: slice) -> Tensor | None:
+    return None if cos_sin is None else cos_sin[tokens]
 
 
 def _copy(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:

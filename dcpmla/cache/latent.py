@@ -97,21 +97,36 @@ def num_blocks(seq_len: int, dcp: DCPConfig) -> int:
 
 
 def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
-    """Store latents in a layer's cache.
+    """Store latents in a layer's cache. (On a GPU a layer's own latents get there as they are made: `finish_latents`.)
 
     Args:
         kv_cache: [num_blocks, block_size, L + R].
         kv_c, k_pe: [N, L] after its norm, [N, R] after RoPE.
-        slots: [N] int64, each a slot of this rank.
+        slots: [N] int64 slots of this rank, or -1 for a row to be left out.
     """
+    mine = slots >= 0
+    slots = slots[mine]
     # By block and offset: a cache that is a slice of a larger one has no flat view.
-    block, offset = slots // kv_cache.shape[1], slots % kv_cache.shape[1]
-    kv_cache[block, offset] = torch.cat([kv_c, k_pe], -1).to(kv_cache.dtype)
+    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = torch.cat([kv_c, k_pe], -1)[mine].to(kv_cache.dtype)
 
 
 def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
     """[N, L + R] rows of a layer's cache at slots [N] int64."""
-    return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
+    return torch.ops.dcpmla.read_latents(kv_cache, slots)
+
+
+@torch.library.custom_op("dcpmla::read_latents", mutates_args=())
+def _read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
+    if not kv_cache.is_cuda:
+        return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
+    from dcpmla.cache.kernels import read_rows  # triton is there on Linux only
+
+    return read_rows(kv_cache, slots)
+
+
+@_read_latents.register_fake
+def _(kv_cache: Tensor, slots: Tensor) -> Tensor:
+    return kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1])
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,0 +1,117 @@
+"""What stands between the projections, the cache and attention: norms, RoPE, the cache write, W_UK and W_UV absorbed.
+
+Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the kernels of
+`attention/kernels/projections.py`. No gradients.
+"""
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.rope import apply_rope
+from dcpmla.cache.latent import write_latents
+
+
+@torch.library.custom_op("dcpmla::finish_latents", mutates_args=("kv_cache",))
+def finish_latents(
+    down: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    q_weight: Tensor | None,
+    kv_weight: Tensor,
+    eps: float,
+    kv_scale: float,
+    cos_sin: Tensor | None,
+    rope_interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Norms of both latents, RoPE of k_pe, and the write of the rows that this rank owns.
+
+    Args:
+        down: [T, Lq + L + R], the fused down-projection: query latent (Lq may be 0), latent, rope part of the key.
+        kv_cache: [num_blocks, block_size, L + R], written at the slots.
+        slots: [T] int64, -1 where another rank owns the token.
+        q_weight, kv_weight: [Lq] or None, [L], of the norms.
+        kv_scale: factor of kv_c behind its norm.
+        cos_sin: [T, R] float32 as in `apply_rope`; None leaves k_pe as it is.
+    Returns:
+        q_c [T, Lq] after its norm, latents [T, L + R] as they are cached: kv_c after its norm, k_pe rotated.
+    Source: DeepSeek-V2, section 2.1; norms with the roundings of transformers' models.
+    """
+    if _runs_triton(down):
+        from dcpmla.attention.kernels import projections as kernels
+
+        return kernels.finish_latents(down, kv_cache, slots, q_weight, kv_weight, eps, kv_scale, cos_sin, rope_interleaved)
+    rope = kv_cache.shape[-1] - len(kv_weight)
+    q_c, kv_c, k_pe = down.split([down.shape[-1] - kv_cache.shape[-1], len(kv_weight), rope], -1)
+    kv_c = rms_norm(kv_c, kv_weight, eps) * kv_scale
+    if cos_sin is not None:
+        k_pe = apply_rope(k_pe, cos_sin, rope_interleaved)
+    write_latents(kv_cache, kv_c, k_pe, slots)
+    return q_c.clone() if q_weight is None else rms_norm(q_c, q_weight, eps), torch.cat([kv_c, k_pe], -1)
+
+
+@finish_latents.register_fake
+def _(down: Tensor, kv_cache: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    num_tokens, latent_dim = down.shape[0], kv_cache.shape[-1]
+    return down.new_empty(num_tokens, down.shape[1] - latent_dim), down.new_empty(num_tokens, latent_dim)
+
+
+@torch.library.custom_op("dcpmla::absorb_query", mutates_args=())
+def absorb_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool) -> Tensor:
+    """The query of attention over latents: [q_nope W_UK | q_pe rotated].
+
+    Args:
+        q: [T, h, P + R], not rotated.
+        w_uk: [h, P, L].
+        cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
+    Returns:
+        [T, h, L + R].
+    """
+    if _runs_triton(q):
+        from dcpmla.attention.kernels import projections as kernels
+
+        return kernels.absorb_query(q, w_uk, cos_sin, rope_interleaved)
+    q_nope, q_pe = q.tensor_split((w_uk.shape[1],), -1)
+    if cos_sin is not None:
+        q_pe = apply_rope(q_pe, cos_sin, rope_interleaved)
+    return torch.cat([torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), q_pe], -1)
+
+
+@absorb_query.register_fake
+def _(q: Tensor, w_uk: Tensor, *_: object) -> Tensor:
+    return q.new_empty(*q.shape[:2], q.shape[2] - w_uk.shape[1] + w_uk.shape[2])
+
+
+@torch.library.custom_op("dcpmla::rotate_query_", mutates_args=("q",))
+def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
+    """Rotate the last R columns of q [T, h, P + R] in place by cos_sin [T, R] (`apply_rope`)."""
+    q_pe = q[..., q.shape[-1] - cos_sin.shape[-1] :]
+    if _runs_triton(q):
+        from dcpmla.attention.kernels import projections as kernels
+
+        kernels.rotate_(q_pe, cos_sin, rope_interleaved)
+    else:
+        q_pe.copy_(apply_rope(q_pe, cos_sin, rope_interleaved))
+
+
+@torch.library.custom_op("dcpmla::project_values", mutates_args=())
+def project_values(out: Tensor, w_uv: Tensor) -> Tensor:
+    """Attention over latents -> values: out [T, h, L] times w_uv [h, V, L] -> [T, h V], the input of o_proj."""
+    values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
+    # A matrix product writes into any result with contiguous columns: no transposition is left to copy.
+    torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
+    return values
+
+
+@project_values.register_fake
+def _(out: Tensor, w_uv: Tensor) -> Tensor:
+    return out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[T, N] in float32 at least, rounded where transformers' models round: behind the norm, and again behind the weight [N]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def _runs_triton(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
