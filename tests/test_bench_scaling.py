@@ -15,7 +15,7 @@ from models import tiny_config
 from ranks import run_ranks
 
 from dcpmla.__main__ import main
-from dcpmla.cli.bench_layers import LayerStack
+from dcpmla.cli.layer_stack import LayerStack
 from dcpmla.cli.results import write_results
 from dcpmla.cli.timing import time_operation
 from dcpmla.config import MLAConfig
@@ -176,9 +176,9 @@ def stacks_of(cuts: list[tuple[int, int]]) -> list[StackOfRank]:
             written = sum(int((rows != old).any(-1).sum()) for rows, old in zip(stack.cache.layers, before, strict=True))
             everyone = [torch.empty_like(out) for _ in range(4)]
             torch.distributed.all_gather(everyone, out)
-            assert stack.metadata.decode is not None
+            assert stack.metadata[0].decode is not None
             is_same = bool(out.isfinite().all()) and all(torch.equal(out, other) for other in everyone)
-            stacks.append((stack.metadata.decode.local_seq_lens.tolist(), written, is_same))
+            stacks.append((stack.metadata[0].decode.local_seq_lens.tolist(), written, is_same))
     return stacks
 
 

@@ -1,5 +1,6 @@
-"""What `bench scaling` measures: the exchange of a DCP group, and a decode step of a stack of MLA layers with random weights."""
+"""What the benchmarks of layers share: the exchange of a DCP group, timed; measurements that may not fit."""
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,20 +10,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.metadata import StepMetadata
-from dcpmla.cache.latent import LatentCache, num_blocks
+from dcpmla.cli.options import Job
 from dcpmla.cli.timing import CALLS_PER_SAMPLE, Operation, Timing, time_operation
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import select_exchange
-from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.config import MLAConfig
 from dcpmla.parallel.bootstrap import agree
 from dcpmla.parallel.faults import is_out_of_memory
-from dcpmla.parallel.mesh import DCPMesh
 
 BACKENDS = ("a2a", "ag_rs")
-_WEIGHT_STD = 0.02
+_TIMEOUTS = 5  # that one measurement may take, kernels' compilation in it
+
+
+@contextmanager
+def measurement(args: argparse.Namespace, job: Job, name: str) -> Iterator[None]:
+    """What does not fit on some rank (ValueError on all) is skipped, with a line: it may fit at the next size."""
+    job.watchdog.enter(name, _TIMEOUTS * args.timeout)
+    try:
+        yield
+    except ValueError as error:
+        if job.ranks.is_first:
+            print(f"skipped: {name}: {error}", flush=True)
+    if job.ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -68,7 +78,7 @@ def exchange_timings(
     return [
         (
             {**dict(zip(("operation", "backend"), name, strict=False)), "dcp": size, "num_tokens": num_tokens, **sizes},
-            time_operation(operation, device, calls, _num_samples(device)),
+            time_operation(operation, device, calls, num_samples(device)),
         )
         for name, operation in operations.items()
     ]
@@ -82,67 +92,10 @@ def _combine(exchange: Exchange, out: Tensor, lse: Tensor, index: int) -> None:
     exchange.combine(out[index], lse[index])
 
 
-class LayerStack:
-    """MLA layers, residual around each, over a cache that holds `batch` requests of `context` tokens: everything of a decode step but MLPs.
-
-    Args:
-        mesh: of this job; the cache is sharded over its DCP group.
-        num_layers: layers, each with its own weights and cache, random.
-    Raises:
-        ValueError: heads that do not divide, or a cache that does not fit.
-    """
-
-    def __init__(
-        self, config: MLAConfig, mesh: DCPMesh, num_layers: int, batch: int, context: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.config, self.device = config, device
-        dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size)
-        exchange = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group).exchange
-        self.layers = [MLAAttention(config, dcp, mesh, exchange, dtype, device) for _ in range(num_layers)]
-        for layer in self.layers:
-            for parameter in layer.parameters():
-                parameter.normal_(std=_WEIGHT_STD)
-        self.cache = LatentCache(LatentCache.plan(config, dcp, num_layers, [context] * batch, dtype), device)
-        for rows in self.cache.layers:
-            rows.normal_()
-        blocks = num_blocks(context, dcp)
-        tables = [list(range(request * blocks, (request + 1) * blocks)) for request in range(batch)]
-        self.metadata = StepMetadata.build([1] * batch, [context] * batch, tables, dcp, mesh.dcp_rank, device)
-        self.hidden = torch.randn(batch, config.hidden_size, device=device, dtype=dtype)
-        self.queries = torch.randn(batch, config.num_heads // mesh.tp_size * mesh.dcp_size, config.latent_dim, device=device, dtype=dtype)
-        self.cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
-
-    def timings(self) -> dict[str, Timing]:
-        """Of the whole stack: "total", and "attention", the decode kernel alone over this rank's tokens. Collective over the job."""
-        calls = 1 if self.device.type == "cpu" else 4
-        parts: dict[str, Operation] = {"total": self.step, "attention": self.attend}
-        return {part: time_operation(run, self.device, calls, _num_samples(self.device)) for part, run in parts.items()}
-
-    def step(self, _: int = 0) -> Tensor:
-        """[batch, hidden] after all layers."""
-        hidden = self.hidden
-        for index, layer in enumerate(self.layers):
-            hidden = hidden + layer(hidden, self.cache[index], self.metadata, self.cos_sin)
-        return hidden
-
-    def attend(self, _: int = 0) -> None:
-        decode = self.metadata.decode
-        assert decode is not None
-        for rows in self.cache.layers:
-            mla_decode(
-                self.queries,
-                rows,
-                decode.block_table,
-                decode.local_seq_lens,
-                self.config.scale,
-                self.config.kv_lora_rank,
-                workspace=decode.workspace,
-            )
-
-
 def _calls(device: torch.device) -> int:
     return 1 if device.type == "cpu" else CALLS_PER_SAMPLE
 
 
-def _num_samples(device: torch.device) -> int:
+def num_samples(device: torch.device) -> int:
+    """Of one measurement."""
     return 7 if device.type == "cpu" else 30

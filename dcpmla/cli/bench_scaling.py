@@ -1,17 +1,17 @@
 """Measure exchange and decode step of MLA layers over the ranks of the job, beside the planner's predictions for them and for more."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from dcpmla.cli.bench_layers import BACKENDS, LayerStack, exchange_timings, memory_on_all
+from dcpmla.cli.bench_layers import BACKENDS, exchange_timings, measurement, memory_on_all
+from dcpmla.cli.geometries import GEOMETRIES
+from dcpmla.cli.layer_stack import LayerStack
 from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
 from dcpmla.cli.plan import load_model_size
 from dcpmla.cli.plots import check_outputs, plot_scaling
@@ -26,36 +26,13 @@ from dcpmla.planning.machine import Machine
 from dcpmla.planning.measured import predict_row
 from dcpmla.planning.weights import ModelSize, read_model
 
-_TIMEOUTS = 5  # that one measurement may take, kernels' compilation in it
-_GEOMETRIES: dict[str, Callable[[], Any]] = {
-    "deepseek-v3": transformers.DeepseekV3Config,
-    "tiny": lambda: transformers.DeepseekV3Config(  # for CPUs: seconds
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        n_routed_experts=8,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        kv_lora_rank=32,
-        q_lora_rank=48,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-    ),
-}
 Row = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
-    names = ", ".join(_GEOMETRIES)
+    names = ", ".join(GEOMETRIES)
     add("--model", default="deepseek-v3", metavar="DIR_OR_CONFIG", help=f"whose layers: a directory, a config.json, or {names}")
     add("--num-layers", type=positive, default=4, metavar="L", help="attention layers of the decode step")
     add("--batch", type=positive_list, default="1,8,32,128", metavar="B,...", help="tokens of an exchange, requests of a step")
@@ -77,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
             if ranks.is_first:
                 inputs = [Path(args.model), Path(args.model) / "config.json", *map(Path, args.machine.split(","))]
                 check_outputs(args.json, args.plot, inputs)
-            model = read_model(_GEOMETRIES[args.model]()) if args.model in _GEOMETRIES else load_model_size(Path(args.model))
+            model = read_model(GEOMETRIES[args.model]()) if args.model in GEOMETRIES else load_model_size(Path(args.model))
             machine = load_machine(args.machine, model)
         if ranks.is_first:
             print(f"ranks: {ranks.origin}", flush=True)
@@ -111,29 +88,16 @@ def _measure(args: argparse.Namespace, job: Job, model: ModelSize, machine: Mach
         mesh = init_mesh(tp, dcp)
         if tp == dcp > 1:
             for batch in args.batch:
-                with _measurement(args, job, f"exchange of dcp {dcp}, {batch} tokens"):
+                with measurement(args, job, f"exchange of dcp {dcp}, {batch} tokens"):
                     for row, timing in exchange_timings(model.attention, mesh.dcp_group, batch, ranks.device, dtype):
                         yield finish(row, timing)
         for row in _steps(args, model, tp, dcp):
-            with _measurement(args, job, f"decode step of tp {tp} dcp {dcp}, {row['batch']} x {row['context']:,}"):
+            with measurement(args, job, f"decode step of tp {tp} dcp {dcp}, {row['batch']} x {row['context']:,}"):
                 with memory_on_all():
                     stack = LayerStack(model.attention, mesh, args.num_layers, row["batch"], row["context"], ranks.device, dtype)
-                for part, timing in stack.timings().items():
+                for part, timing in stack.timings(("total", "attention")).items():
                     yield finish({"part": part, **row}, timing)
                 del stack  # its cache, before the next one is made
-
-
-@contextmanager
-def _measurement(args: argparse.Namespace, job: Job, name: str) -> Iterator[None]:
-    """What does not fit on some rank (ValueError on all) is skipped: it may fit at the next cut."""
-    job.watchdog.enter(name, _TIMEOUTS * args.timeout)
-    try:
-        yield
-    except ValueError as error:
-        if job.ranks.is_first:
-            print(f"skipped: {name}: {error}", flush=True)
-    if job.ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _simulate(args: argparse.Namespace, num_ranks: int, model: ModelSize, machine: Machine) -> Iterable[Row]:

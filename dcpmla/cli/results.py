@@ -3,7 +3,7 @@
 import argparse
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,22 @@ def add_commit_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", help="recorded in the result; default: git's HEAD")
 
 
-def write_results(path: Path, rows: Sequence[dict[str, Any]], num_ranks: int, device: torch.device, commit: str | None = None) -> None:
-    """Write rows with the commit (git's HEAD if None), the machine and the versions that they were measured with."""
+def write_results(
+    path: Path,
+    rows: Sequence[dict[str, Any]],
+    num_ranks: int,
+    device: torch.device,
+    commit: str | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write rows with the commit (git's HEAD if None), the machine and the versions that they were measured with.
+
+    Args:
+        more: what stands behind the rows: findings that are none of them.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     content = {"commit": commit or _head(), "machine": f"{num_ranks} x {name}", "versions": _versions(), "rows": list(rows)}
-    write_json(path, content)
+    write_json(path, {**content, **(more or {})})
 
 
 def _head() -> str:

@@ -1,5 +1,6 @@
 """How long an operation takes on all ranks: in a CUDA graph where one can be captured, else call by call."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch.distributed as dist
 Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can rotate its inputs
 CALLS_PER_SAMPLE = 16
 _NUM_WARM_UPS = 3
+_FEWEST_SAMPLES = 5
 
 
 @dataclass(frozen=True)
@@ -21,23 +23,43 @@ class Timing:
     in_graph: bool
 
 
-def time_operation(operation: Operation, device: torch.device, calls: int = CALLS_PER_SAMPLE, num_samples: int = 30) -> Timing:
+class TimeLimit:
+    """Ends a benchmark between two measurements, on all ranks at once."""
+
+    def __init__(self, seconds: float, device: torch.device) -> None:
+        self._end, self._device = time.monotonic() + seconds, device
+
+    def is_over(self) -> bool:
+        """Whether some rank's clock says so. Collective over the job."""
+        return _largest(float(time.monotonic() >= self._end), self._device) > 0
+
+
+def time_operation(
+    operation: Operation, device: torch.device, calls: int = CALLS_PER_SAMPLE, num_samples: int = 30, seconds: float = math.inf
+) -> Timing:
     """Time an operation of all ranks. Collective over the job.
 
     Args:
         calls: operation(0) ... operation(calls - 1) are one sample.
+        num_samples: fewer, but at least 5, where they would take more than so many seconds.
     """
     for index in range(_NUM_WARM_UPS):
         operation(index % calls)
     graph = _capture(operation, calls) if device.type == "cuda" else None
     sample = _sampler(operation, calls, device) if graph is None else _graph_sampler(graph)
+    first = _largest(sample(), device)  # a graph's first replay is slower: it only says how many samples there is time for
     times = []
-    for _ in range(num_samples):
+    for _ in range(int(min(num_samples, max(_FEWEST_SAMPLES, seconds * 1e6 / first)))):
         dist.barrier()
         times.append(sample() / calls)
-    slowest = torch.tensor(statistics.median(times), device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return Timing(float(slowest), graph is not None)
+    return Timing(_largest(statistics.median(times), device), graph is not None)
+
+
+def _largest(number: float, device: torch.device) -> float:
+    """Of all ranks' numbers. Collective over the job."""
+    largest = torch.tensor(number, device=device, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def _capture(operation: Operation, calls: int) -> torch.cuda.CUDAGraph | None:

@@ -1,0 +1,163 @@
+"""A stack of MLA layers with random weights: everything of a decode step but MLPs, timed as a whole and part by part."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.metadata import StepMetadata
+from dcpmla.cache.latent import LatentCache, num_blocks
+from dcpmla.cli.bench_layers import num_samples
+from dcpmla.cli.timing import Timing, time_operation
+from dcpmla.comm.exchange import LocalExchange
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.parallel.mesh import DCPMesh
+
+PARTS = ("projections", "gather", "attention", "combine", "output")
+_EXCHANGE_PARTS = ("gather", "combine")
+_WEIGHT_STD = 0.02
+_ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # cached, of all layers: several times the L2 of an H200, 60 MB
+_FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # of a sample
+_SAMPLE_SECONDS = 0.5  # that the samples of one part may take
+
+
+class LayerStack:
+    """MLA layers, residual around each, over caches that hold `batch` requests of `context` tokens.
+
+    Calls in a row take other blocks of the caches, as many as it takes to find none of them in the L2.
+
+    Args:
+        mesh: of this job; the cache is sharded over its DCP group.
+        num_layers: layers, each with its own weights and cache, random.
+        dcp_comm_backend: of the exchange.
+    Attributes:
+        metadata: of each of the steps over other blocks.
+    Raises:
+        ValueError: heads that do not divide, or a cache that does not fit.
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        mesh: DCPMesh,
+        num_layers: int,
+        batch: int,
+        context: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        dcp_comm_backend: str = "auto",
+    ) -> None:
+        self.config, self.device = config, device
+        dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, dcp_comm_backend=dcp_comm_backend)
+        self.exchange = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group).exchange
+        self.layers = [MLAAttention(config, dcp, mesh, self.exchange, dtype, device) for _ in range(num_layers)]
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                parameter.normal_(std=_WEIGHT_STD)
+        step_bytes = LatentCache.plan(config, dcp, num_layers, [context] * batch, dtype).bytes_per_rank
+        num_steps = max(1, _ROTATED_BYTES[device.type] // step_bytes)
+        self.cache = LatentCache(LatentCache.plan(config, dcp, num_layers, [context] * batch * num_steps, dtype), device)
+        for rows in self.cache.layers:
+            rows.normal_()
+        ids = torch.randperm(self.cache.sizes.num_blocks).view(num_steps, batch, num_blocks(context, dcp))
+        self.metadata = [StepMetadata.build([1] * batch, [context] * batch, table, dcp, mesh.dcp_rank, device) for table in ids.tolist()]
+        heads, group_heads = config.num_heads // mesh.tp_size, config.num_heads // mesh.tp_size * mesh.dcp_size
+        new: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.hidden = torch.randn(batch, config.hidden_size, **new)
+        self.q = torch.randn(batch, heads, config.latent_dim, **new)
+        self.group_q = torch.randn(batch, group_heads, config.latent_dim, **new)
+        self.group_out = torch.randn(batch, group_heads, config.kv_lora_rank, **new)
+        self.group_lse = torch.randn(batch, group_heads, device=device)
+        self.out = torch.randn(batch, heads, config.kv_lora_rank, **new)
+        self.cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
+
+    def timings(self, parts: Sequence[str] = ("total", *PARTS)) -> dict[str, Timing]:
+        """Of the whole stack ("total") and of parts of it. Collective over the job.
+
+        Parts: "projections", all before the exchange of queries; "gather"; "attention" over this rank's tokens; "combine"; "output", all
+        after. A cache that is not sharded has no gather and no combine.
+        """
+        runs: dict[str, Callable[[int], object]] = {
+            "total": self.step,
+            "projections": self.project,
+            "gather": self.gather,
+            "attention": self.attend,
+            "combine": self.combine,
+            "output": self.finish,
+        }
+        calls = max(_FEWEST_CALLS[self.device.type], len(self.metadata))
+        return {
+            part: time_operation(runs[part], self.device, calls, num_samples(self.device), _SAMPLE_SECONDS)
+            for part in parts
+            if not (isinstance(self.exchange, LocalExchange) and part in _EXCHANGE_PARTS)
+        }
+
+    def step(self, index: int = 0) -> Tensor:
+        """[batch, hidden] after all layers."""
+        hidden, metadata = self.hidden, self._metadata(index)
+        for layer, rows in zip(self.layers, self.cache.layers, strict=True):
+            hidden = hidden + layer(hidden, rows, metadata, self.cos_sin)
+        return hidden
+
+    def project(self, index: int = 0) -> None:
+        """All that a layer does before it exchanges queries: its step, broken off there."""
+        metadata = self._metadata(index)
+        for layer, rows in zip(self.layers, self.cache.layers, strict=True):
+            layer.exchange = _Stop()
+            try:
+                layer(self.hidden, rows, metadata, self.cos_sin)
+            except _Stopped:
+                continue
+            finally:
+                layer.exchange = self.exchange
+            raise RuntimeError("a layer's decode made no exchange of queries: there is nothing to tell its projections by")
+
+    def gather(self, _: int = 0) -> None:
+        for _layer in self.layers:
+            self.exchange.gather_heads(self.q)
+
+    def attend(self, index: int = 0) -> None:
+        decode = self._metadata(index).decode
+        assert decode is not None
+        for rows in self.cache.layers:
+            mla_decode(
+                self.group_q,
+                rows,
+                decode.block_table,
+                decode.local_seq_lens,
+                self.config.scale,
+                self.config.kv_lora_rank,
+                query_start_loc=decode.query_start_loc,
+                max_query_len=decode.max_query_len,
+                workspace=decode.workspace,
+            )
+
+    def combine(self, _: int = 0) -> None:
+        for _layer in self.layers:
+            self.exchange.combine(self.group_out, self.group_lse)
+
+    def finish(self, _: int = 0) -> None:
+        """All that a layer does with merged rows: W_UV, o_proj, its all-reduce."""
+        for layer in self.layers:
+            values = torch.bmm(self.out.transpose(0, 1), layer.w_uv.transpose(1, 2)).transpose(0, 1)
+            layer.o_proj(values.flatten(1))
+
+    def _metadata(self, index: int) -> StepMetadata:
+        return self.metadata[index % len(self.metadata)]
+
+
+class _Stopped(Exception):
+    pass
+
+
+class _Stop(LocalExchange):
+    """In place of a layer's exchange: ends its step."""
+
+    name = "stop"
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        raise _Stopped

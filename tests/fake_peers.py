@@ -1,0 +1,63 @@
+"""A directory of peers as `bench decode` expects it, in plain torch: FlashMLA right, FlashAttention-3 deaf to the causal bound."""
+
+from pathlib import Path
+
+PEERS = """
+import torch
+
+def load_flashmla(): pass
+def load_fa3(): pass
+
+def attend(q, keys, scale):
+    scores = torch.einsum("hd,sd->hs", q.float(), keys.float()) * scale
+    return (scores.softmax(-1) @ keys[:, :512].float()).to(q.dtype), scores.logsumexp(-1)
+
+def cached(cache, table, length):
+    return cache[table.long()].flatten(0, 1)[:length]
+
+class FlashMLADense:
+    def __call__(self, q, kv, block_table, seqlens, scale, causal=False):
+        out, lse = q.new_empty(*q.shape[:3], 512), torch.empty(q.shape[0], q.shape[2], q.shape[1])
+        for i, (table, length) in enumerate(zip(block_table, seqlens.tolist())):
+            for j in range(q.shape[1]):
+                bound = length - (q.shape[1] - 1 - j if causal else 0)
+                out[i, j], lse[i, :, j] = attend(q[i, j], cached(kv[:, :, 0], table, bound), scale)
+        return out, lse
+
+class FA3MLA:
+    def __call__(self, q, cache, block_table, seqlens, cu_q, max_q, max_k, scale):
+        rows = []
+        for i, (table, length) in enumerate(zip(block_table, seqlens.tolist())):
+            rows += [attend(row, cached(cache, table, length), scale) for row in q[cu_q[i] : cu_q[i + 1]]]
+        out, lse = zip(*rows)
+        return torch.stack(out), torch.stack(lse, 1)
+"""
+FLASHINFER = """
+import torch
+
+class BatchMLAPagedAttentionWrapper:
+    def __init__(self, workspace, backend): pass
+    def plan(self, q_start, kv_start, blocks, lens, heads, latent, rope, block_size, causal, scale, q_dtype, kv_dtype):
+        self.numbers = q_start, kv_start, blocks, lens, causal, scale
+    def run(self, q_nope, q_pe, ckv, kpe, return_lse, return_lse_base_on_e):
+        q_start, kv_start, blocks, lens, causal, scale = self.numbers
+        q, cache, out, lses = torch.cat([q_nope, q_pe], -1).float(), torch.cat([ckv, kpe], -1).float(), [], []
+        for i, length in enumerate(lens.tolist()):
+            keys = cache[blocks[kv_start[i] : kv_start[i + 1]].long()].flatten(0, 1)[:length]
+            scores = torch.einsum("qhd,sd->hqs", q[q_start[i] : q_start[i + 1]], keys) * scale
+            if causal:
+                hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
+                scores = scores.masked_fill(hidden, -torch.inf)
+            out.append(torch.einsum("hqs,sl->qhl", scores.softmax(-1), keys[:, :512]))
+            lses.append(scores.logsumexp(-1).T)
+        return torch.cat(out).to(q_nope.dtype), torch.cat(lses)
+"""
+
+
+def write_peers(directory: Path) -> Path:
+    """Write peers.py, and beside it a package flashinfer, into a directory."""
+    (directory / "peers.py").write_text(PEERS)
+    (directory / "flashinfer").mkdir()
+    (directory / "flashinfer" / "__init__.py").touch()
+    (directory / "flashinfer" / "mla.py").write_text(FLASHINFER)
+    return directory
