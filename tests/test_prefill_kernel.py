@@ -172,9 +172,10 @@ def test_tilings_fit() -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", PREFILL_BACKENDS, ids=lambda backend: backend.name)
 def test_backend_on_a_gpu(backend: PrefillBackend, case: str, dtype: torch.dtype) -> None:
-    q, v = torch.empty(1, 1, sum(CASES[case][3][:2]), dtype=dtype, device="cuda"), torch.empty(1, 1, CASES[case][3][2], device="cuda")
-    if not backend.takes(q, v):
-        pytest.skip(f"{backend.name} does not take heads of {q.shape[-1]} and {v.shape[-1]}")
+    nope, rope, v_head_dim = CASES[case][3]
+    q, k_pe, v = (torch.empty(1, 1, dim, dtype=dtype, device="cuda") for dim in (nope + rope, rope, v_head_dim))
+    if not backend.takes(q, k_pe[0], v):
+        pytest.skip(f"{backend.name} does not take heads of {nope} + {rope} and {v_head_dim}")
     check_prefill(backend.load(), case, dtype, "cuda")
 
 

@@ -64,7 +64,7 @@ def test_prefill(query_lens: list[int], num_heads: int, causal: bool, seed: int,
     key_lens = query_lens if causal else data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     q, k, v = ragged(query_lens, key_lens, num_heads, seed)
     k[..., P:] = k[:, :1, P:]  # every head has the same rope part
-    backend = select_prefill(q, v)
+    backend = select_prefill(q, k[:, 0, P:], v)
     assert backend.name == "torch"
     got = backend.load()(q, k[..., :P], k[:, 0, P:], v, segments(query_lens), segments(key_lens), SCALE, causal)
     assert got[0].shape == (sum(query_lens), num_heads, V)
@@ -74,7 +74,7 @@ def test_prefill(query_lens: list[int], num_heads: int, causal: bool, seed: int,
 def test_no_backend_for_a_device() -> None:
     q = torch.empty(1, 2, P + R, device="meta")
     with pytest.raises(ValueError, match="q is on device meta; prefill kernels exist for 'cpu', 'cuda'"):
-        select_prefill(q, q)
+        select_prefill(q, q[:, 0], q)
 
 
 @pytest.mark.parametrize("max_scores", [1, 7, 40, 100])

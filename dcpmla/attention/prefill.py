@@ -28,7 +28,7 @@ def dcp_mla_prefill(
     """
     qk_nope_head_dim = q.shape[-1] - k_pe.shape[-1]
     k_nope, v = up_project(kv_c, w_kv_b, qk_nope_head_dim)
-    attend = select_prefill(q, v).load()
+    attend = select_prefill(q, k_pe, v).load()
     queries = Segments(prefill.query_start, prefill.query_start_loc)
     out, lse = attend(q, k_nope, k_pe, v, queries, queries, scale, causal=True)
     if prefill.context_chunks:

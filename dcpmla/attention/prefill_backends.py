@@ -36,8 +36,8 @@ class Prefill(Protocol):
 
         Args:
             q: [T, h, P + R].
-            k_nope, k_pe, v: [S, h, P], [S, R], [S, h, V]; every head's key is its part of k_nope, then k_pe. Views with any strides but
-                contiguous columns.
+            k_nope, k_pe, v: [S, h, P], [S, R], [S, h, V] with S > 0; every head's key is its part of k_nope, then k_pe. Views with any
+                strides but contiguous columns.
             queries, keys: the requests' rows in T, in S.
             causal: query j of a request sees its first j + 1 keys (there are as many keys as queries); else all.
         Returns:
@@ -50,12 +50,12 @@ class PrefillBackend:
     """A prefill kernel and what it takes.
 
     Attributes:
-        takes: whether it runs on the device, dtypes and sizes of (q, v).
+        takes: whether it runs on the device, dtypes and sizes of (q, k_pe, v).
         load: gives the kernel, importing what only it needs.
     """
 
     name: str
-    takes: Callable[[Tensor, Tensor], bool]
+    takes: Callable[[Tensor, Tensor, Tensor], bool]
     load: Callable[[], Prefill]
 
 
@@ -67,7 +67,7 @@ def join_keys(k_nope: Tensor, k_pe: Tensor) -> Tensor:
 # ---- plain torch
 
 
-def _takes_torch(q: Tensor, v: Tensor) -> bool:
+def _takes_torch(q: Tensor, k_pe: Tensor, v: Tensor) -> bool:
     return q.device.type in ("cpu", "cuda")
 
 
@@ -84,8 +84,8 @@ def _torch(
 # ---- our Triton kernel
 
 
-def _takes_triton(q: Tensor, v: Tensor) -> bool:
-    return _is_half_on_gpu(q, (8, 0)) and max(q.shape[-1], v.shape[-1]) <= 256
+def _takes_triton(q: Tensor, k_pe: Tensor, v: Tensor) -> bool:
+    return _is_half_on_gpu(q, (8, 0)) and k_pe.shape[-1] > 0 and max(q.shape[-1], v.shape[-1]) <= 256
 
 
 def _load_triton() -> Prefill:
@@ -102,7 +102,7 @@ def _load_triton() -> Prefill:
 # ---- cuDNN's, through torch
 
 
-def _takes_cudnn(q: Tensor, v: Tensor) -> bool:
+def _takes_cudnn(q: Tensor, k_pe: Tensor, v: Tensor) -> bool:
     dims = (q.shape[-1], v.shape[-1])
     return _is_half_on_gpu(q, (9, 0)) and torch.backends.cudnn.is_available() and max(dims) <= 256 and all(dim % 8 == 0 for dim in dims)
 
@@ -145,13 +145,13 @@ PREFILL_BACKENDS = (
 )
 
 
-def select_prefill(q: Tensor, v: Tensor) -> PrefillBackend:
-    """The first backend that takes queries and values.
+def select_prefill(q: Tensor, k_pe: Tensor, v: Tensor) -> PrefillBackend:
+    """The first backend that takes queries, keys and values.
 
     Raises:
         ValueError: none does.
     """
     for backend in PREFILL_BACKENDS:
-        if backend.takes(q, v):
+        if backend.takes(q, k_pe, v):
             return backend
     raise ValueError(f"q is on device {q.device}; prefill kernels exist for 'cpu', 'cuda'")
