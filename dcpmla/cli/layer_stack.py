@@ -9,6 +9,7 @@ from torch import Tensor
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.metadata import StepMetadata
+from dcpmla.attention.projections import project_values
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.cli.bench_layers import num_samples
 from dcpmla.cli.timing import Timing, time_operation
@@ -143,8 +144,7 @@ class LayerStack:
     def finish(self, _: int = 0) -> None:
         """All that a layer does with merged rows: W_UV, o_proj, its all-reduce."""
         for layer in self.layers:
-            values = torch.bmm(self.out.transpose(0, 1), layer.w_uv.transpose(1, 2)).transpose(0, 1)
-            layer.o_proj(values.flatten(1))
+            layer.o_proj(project_values(self.out, layer.w_uv))
 
     def _metadata(self, index: int) -> StepMetadata:
         return self.metadata[index % len(self.metadata)]

@@ -1,0 +1,195 @@
+"""`bench layer` on two ranks, its parts against whole steps, its crossover against the definition, its geometries."""
+
+import json
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from launchers import run_together, torchrun
+from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dcpmla.__main__ import main
+from dcpmla.cli.crossover import crossovers
+from dcpmla.cli.geometries import GEOMETRIES
+from dcpmla.cli.layer_stack import PARTS, LayerStack
+from dcpmla.cli.timing import TimeLimit, time_operation
+from dcpmla.config import MLAConfig
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.planning.measured import read_rows
+from dcpmla.planning.weights import read_model
+
+CPU = torch.device("cpu")
+UNSHARDED = ("total", "projections", "attention", "output")
+TINY = ["bench", "layer", "--geometry", "tiny", "--num-layers", "2"]
+
+
+def test_two_ranks_measure_each_part(tmp_path: Path) -> None:
+    out, plot = tmp_path / "layer.json", tmp_path / "layer.png"
+    options = ["-tp", 2, "-dcp", "1,2", "--dcp-comm-backend", "ag_rs,a2a", "--batch", "1,3", "--context", "64,100000000000,130"]
+    command = torchrun(["-m", "dcpmla", *TINY, *options, "--json", out, "--plot", plot, "--commit", "abc"], 2)
+    (result,) = run_together([(command, {})])
+    content = json.loads(out.read_text())
+    assert list(content) == ["commit", "machine", "versions", "rows", "crossover"]
+    assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
+    found = {(row["dcp"], row["dcp_comm_backend"], row["batch"], row["context"], row["part"]): row for row in content["rows"]}
+    layouts = [(1, "none", UNSHARDED), *((2, backend, ("total", *PARTS)) for backend in ("ag_rs", "a2a"))]
+    loads = list(product((1, 3), (64, 130)))
+    assert set(found) == {(dcp, backend, *load, part) for dcp, backend, parts in layouts for load in loads for part in parts}
+    for *setting, part in found:
+        row = found[*setting, part]
+        assert (row["geometry"], row["tp"], row["num_layers"], row["in_graph"]) == ("tiny", 2, 2, False)
+        assert row["median_us"] > 0
+        if part == "total":
+            parts = sum(found[*setting, other]["median_us"] for other in PARTS if (*setting, other) in found)
+            assert row["sum_of_parts_us"] == pytest.approx(parts, abs=0.3)
+    assert [(entry["dcp"], entry["dcp_comm_backend"]) for entry in content["crossover"]] == [(2, "ag_rs"), (2, "a2a")]
+    assert content["crossover"] == crossovers(content["rows"])
+    assert result.stdout.count("skipped: dcp ") == 6
+    assert result.stdout.count("is faster than tp 2: ") == 2
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    read_rows(content, "layer.json")  # the planner takes it
+
+
+def parts_of_steps(cuts: list[tuple[int, int, str]]) -> list[tuple[Counter[str], Counter[str]]]:
+    """Operators of a whole step, and of its parts together, without views and what the residual adds."""
+    config = MLAConfig.from_hf(GEOMETRIES["tiny"]())
+    found = []
+    with torch.inference_mode():
+        for tp, dcp, backend in cuts:
+            stack = LayerStack(config, init_mesh(tp, dcp), 2, 3, 70, CPU, torch.float32, backend)
+            runs = [stack.project, stack.attend, stack.finish, *([stack.gather, stack.combine] if dcp > 1 else [])]
+            with _Operators() as whole:
+                stack.step()
+            with _Operators() as parts:
+                for run in runs:
+                    run()
+            found.append((whole.names - Counter({"aten.add.Tensor": 2}), parts.names))
+    return found
+
+
+class _Operators(TorchDispatchMode):
+    """Counts what is computed or moved; views are neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+        if not is_view:
+            self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_parts_are_the_step() -> None:
+    """Same operators, same number of times: nothing is left out, nothing measured twice."""
+    cuts = [(2, 1, "auto"), (2, 2, "ag_rs"), (2, 2, "a2a")]
+    for cut, (whole, parts) in zip(cuts, run_ranks(2, parts_of_steps, cuts)[0], strict=True):
+        assert whole == parts, cut
+        assert {"dcpmla.mla_decode.default", "c10d.allreduce_.default"} <= whole.keys()
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-dcp", "3"], "decode_context_parallel_size (-dcp) is 3; it must divide tensor_parallel_size (-tp) 1"),
+        (["-tp", "2"], "tensor_parallel_size (-tp) is 2, but 1 ranks were started"),
+        (["--dcp-comm-backend", "a2a,mpi"], "'mpi' is not an exchange; choose from auto, ag_rs, a2a"),
+        (["--geometry", "deepseek-v9"], "invalid choice: 'deepseek-v9'"),
+        (["--plot", "/nowhere/out.png"], "--plot is /nowhere/out.png"),
+    ],
+)
+def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--device", "cpu", *options]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "billions"), [("deepseek-v3", 671), ("kimi-k2", 1026), ("v2-lite", 15.7)])
+def test_geometries_are_the_published_ones(name: str, billions: float) -> None:
+    """By the parameters of their checkpoints."""
+    model = read_model(GEOMETRIES[name]())
+    assert sum(parameter.count * torch.Size(parameter.shape).numel() for parameter in model.parameters) / 1e9 == pytest.approx(
+        billions, rel=0.005
+    )
+
+
+# ---- its parts
+
+TIMES = st.dictionaries(st.tuples(st.integers(1, 3), st.sampled_from([8, 16, 24])), st.integers(1, 3), min_size=1)
+
+
+def rows_of(times: dict[int, dict[tuple[int, int], int]]) -> list[dict[str, Any]]:
+    """Total times by DCP size, batch and context."""
+    return [
+        {"part": part, "dcp": dcp, "dcp_comm_backend": "a2a", "batch": batch, "context": context, "median_us": time * factor}
+        for dcp, loads in times.items()
+        for (batch, context), time in loads.items()
+        for part, factor in (("total", 1), ("attention", -1))
+    ]
+
+
+@given(TIMES, TIMES)
+def test_from_the_crossover_on_every_load_is_faster(plain: dict[tuple[int, int], int], sharded: dict[tuple[int, int], int]) -> None:
+    both = plain.keys() & sharded.keys()
+    found = crossovers(rows_of({1: plain, 4: sharded}))
+    if not both:
+        assert not found
+        return
+    ((entry),) = found
+
+    def expected(totals: dict[tuple[int, int], int]) -> int | None:
+        """By trying every total."""
+        fits = [total for total in totals.values() if all(sharded[load] < plain[load] for load in totals if totals[load] >= total)]
+        return min(fits, default=None)
+
+    assert entry["tokens"] == expected({load: load[0] * load[1] for load in both})
+    batches = sorted({batch for batch, _ in both})
+    assert entry["context_at_batch"] == {str(batch): expected({load: load[1] for load in both if load[0] == batch}) for batch in batches}
+
+
+def test_without_plain_tp_there_is_no_crossover() -> None:
+    assert crossovers(rows_of({2: {(1, 8): 1}})) == []
+
+
+def limits_of_ranks() -> tuple[bool, bool, int]:
+    """Whether time is over where it is over on rank 1 alone, and nowhere; the samples that little time leaves of many."""
+    rank, calls = torch.distributed.get_rank(), []
+    time_operation(calls.append, CPU, calls=1, num_samples=100, seconds=0.0)
+    return TimeLimit(1000 * (1 - rank), CPU).is_over(), TimeLimit(1000, CPU).is_over(), len(calls)
+
+
+def test_time_is_over_on_all_ranks_at_once() -> None:
+    assert run_ranks(2, limits_of_ranks) == [(True, False, 3 + 1 + 5)] * 2  # warm-ups, one to see how long it takes, samples
+
+
+@pytest.mark.gpu
+def test_one_gpu_in_graphs(tmp_path: Path) -> None:
+    out = tmp_path / "layer.json"
+    options = ["--geometry", "v2-lite", "--num-layers", "2", "--batch", "1,8", "--context", "1024,8192"]
+    (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 1), {})])
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 4 * len(UNSHARDED)
+    for row in rows:
+        assert row["in_graph"]
+        assert 0 < row["median_us"] < 1e5
+
+
+@pytest.mark.gpu_2
+def test_two_gpus_in_graphs(tmp_path: Path) -> None:
+    out = tmp_path / "layer.json"
+    options = ["--geometry", "v2-lite", "--num-layers", "2", "-tp", "2", "-dcp", "1,2", "--batch", "1,8", "--context", "1024"]
+    (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 2), {})])
+    content = json.loads(out.read_text())
+    assert len(content["rows"]) == 2 * (len(UNSHARDED) + 2 * (1 + len(PARTS)))
+    assert all(row["in_graph"] for row in content["rows"])
+    assert len(content["crossover"]) == 2
