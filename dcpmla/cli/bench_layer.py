@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")
     add("--batch", type=positive_list, default="1,4,16,64,128", metavar="B,...", help="requests of a step, one new token each")
     add("--context", type=positive_list, default="8192,32768,131072,524288", metavar="S,...", help="cached tokens of each request")
-    add("--time-limit", type=seconds, default=3600, metavar="S", help="seconds after which no further step is measured")
+    add("--time-limit", type=seconds, default=450, metavar="S", help="seconds after which no further step is measured")
     add_job_arguments(parser)
     add("--json", type=Path, metavar="OUT.json", help="write a row for each part of each step")
     add("--plot", type=Path, metavar="OUT.png", help="draw the parts over contexts, and the speedup over TP; needs the extra plot")
@@ -72,25 +72,25 @@ def _backends(text: str) -> list[str]:
 
 
 def _measure(args: argparse.Namespace, job: Job, config: MLAConfig) -> Iterator[list[Row]]:
-    """The rows of one step after the other, until time is over: every load under plain TP, then under each DCP size and exchange."""
-    device = job.ranks.device
+    """The rows of one step after the other, until time is over: for every load, all layouts of the cache."""
+    device, tp = job.ranks.device, args.tensor_parallel_size
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     limit = TimeLimit(args.time_limit, device)
-    for dcp in dict.fromkeys(args.decode_context_parallel_size):
-        mesh = init_mesh(args.tensor_parallel_size, dcp)
-        for backend in args.dcp_comm_backend if dcp > 1 else ["none"]:
-            for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
-                name = f"dcp {dcp} {backend}, {batch} x {context:,}"
-                if limit.is_over():
-                    if job.ranks.is_first:
-                        print(f"time is over (--time-limit): {name} and what follows is left out", flush=True)
-                    return
-                with measurement(args, job, name):
-                    with memory_on_all():
-                        exchange = backend if dcp > 1 else "auto"
-                        stack = LayerStack(config, mesh, args.num_layers, batch, context, device, dtype, exchange)
-                    yield _rows(args, stack, {"dcp": dcp, "dcp_comm_backend": backend, "batch": batch, "context": context})
-                    del stack  # its cache, before the next one is made
+    meshes = {dcp: init_mesh(tp, dcp) for dcp in args.decode_context_parallel_size}
+    layouts = [(dcp, backend) for dcp in meshes for backend in (args.dcp_comm_backend if dcp > 1 else ["none"])]
+    loads = product(dict.fromkeys(args.batch), dict.fromkeys(args.context))
+    for (batch, context), (dcp, backend) in product(loads, layouts):
+        name = f"dcp {dcp} {backend}, {batch} x {context:,}"
+        if limit.is_over():
+            if job.ranks.is_first:
+                print(f"time is over (--time-limit): {name} and what follows is left out", flush=True)
+            return
+        with measurement(args, job, name):
+            with memory_on_all():
+                exchange = backend if dcp > 1 else "auto"
+                stack = LayerStack(config, meshes[dcp], args.num_layers, batch, context, device, dtype, exchange)
+            yield _rows(args, stack, {"dcp": dcp, "dcp_comm_backend": backend, "batch": batch, "context": context})
+            del stack  # its cache, before the next one is made
 
 
 def _rows(args: argparse.Namespace, stack: LayerStack, setting: Row) -> list[Row]:

@@ -22,8 +22,9 @@ PARTS = ("projections", "gather", "attention", "combine", "output")
 _EXCHANGE_PARTS = ("gather", "combine")
 _WEIGHT_STD = 0.02
 _ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # cached, of all layers: several times the L2 of an H200, 60 MB
+_MOST_STEPS = 32  # over different blocks: what small caches may cost in nodes of a graph
 _FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # of a sample
-_SAMPLE_SECONDS = 0.5  # that the samples of one part may take
+_SAMPLE_SECONDS = 0.2  # that the samples of one part may take
 
 
 class LayerStack:
@@ -60,7 +61,7 @@ class LayerStack:
             for parameter in layer.parameters():
                 parameter.normal_(std=_WEIGHT_STD)
         step_bytes = LatentCache.plan(config, dcp, num_layers, [context] * batch, dtype).bytes_per_rank
-        num_steps = max(1, _ROTATED_BYTES[device.type] // step_bytes)
+        num_steps = min(_MOST_STEPS, max(1, -(-_ROTATED_BYTES[device.type] // step_bytes)))
         self.cache = LatentCache(LatentCache.plan(config, dcp, num_layers, [context] * batch * num_steps, dtype), device)
         for rows in self.cache.layers:
             rows.normal_()
