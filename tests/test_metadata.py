@@ -152,10 +152,9 @@ def check_tokens(batch: Batch, steps: list[StepMetadata]) -> None:
     for rank, step in enumerate(steps):
         assert step.num_tokens == sum(batch.query_lens) == len(expected)
         assert step.num_decode_tokens == sum(batch.query_lens[: batch.num_decodes])
-        assert step.positions.dtype == step.slot_mapping.dtype == step.owned_tokens.dtype == torch.int64
+        assert step.positions.dtype == step.slot_mapping.dtype == torch.int64
         assert step.positions.tolist() == [position for position, _, _ in expected]
         assert step.slot_mapping.tolist() == [slot if owner == rank else -1 for _, owner, slot in expected]
-        assert step.owned_tokens.tolist() == [token for token, (_, owner, _) in enumerate(expected) if owner == rank]
 
 
 def check_decodes(batch: Batch, steps: list[StepMetadata]) -> None:

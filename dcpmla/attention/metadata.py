@@ -76,7 +76,6 @@ class StepMetadata:
         num_tokens, num_decode_tokens: real tokens, and how many of them (the first) are decodes.
         positions: [num_tokens] int64 in each token's sequence.
         slot_mapping: [num_tokens] int64 cache slots, -1 where another rank owns the token.
-        owned_tokens: [n] int64, the tokens whose slot is not -1 (so that the write needs no host sync).
         decode, prefill: None when the batch has none.
     """
 
@@ -84,7 +83,6 @@ class StepMetadata:
     num_decode_tokens: int
     positions: Tensor
     slot_mapping: Tensor
-    owned_tokens: Tensor
     decode: DecodeMetadata | None
     prefill: PrefillMetadata | None
 
@@ -124,7 +122,6 @@ class StepMetadata:
             num_decode_tokens=num_decode_tokens,
             positions=_to(device, positions),
             slot_mapping=_to(device, slots),
-            owned_tokens=_to(device, torch.nonzero(slots >= 0)[:, 0]),
             decode=_build_decode(query_lens[decodes], positions[:num_decode_tokens], table[decodes], dcp, dcp_rank, device)
             if num_decodes
             else None,

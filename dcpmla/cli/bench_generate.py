@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from dcpmla.cli.values import positive, positive_list, seed
 from dcpmla.integrations.engine import ModelFiles, check_heads, open_model
 from dcpmla.parallel.bootstrap import agree
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.graph import DecodeGraph
 
 Row = dict[str, Any]
 
@@ -52,8 +52,9 @@ def run(args: argparse.Namespace) -> None:
         # A block more for each request: the scheduler keeps one free for each that runs.
         seq_len = args.input_len + args.output_len - 1 + dcp.virtual_block_size
         engine, _ = build_engine(args, job, dcp, files, [seq_len] * max(args.batch))
-        _check_room(args, num_blocks(seq_len, dcp), engine)
-        rows = _measure(args, engine, job)
+        with closing(engine):
+            _check_room(args, num_blocks(seq_len, dcp), engine)
+            rows = _measure(args, engine, job)
         job.watchdog.enter("writing the results", LOAD_TIMEOUT)
         if job.ranks.is_first:
             _report(args, job, rows)
@@ -83,16 +84,16 @@ def _check_room(args: argparse.Namespace, blocks_of_request: int, engine: Engine
 
 
 def _measure(args: argparse.Namespace, engine: Engine, job: Job) -> list[Row]:
-    modes: dict[str, DecodeGraph | None] = {"graph": engine.graph, "eager": None}
-    rows = []
-    for batch in dict.fromkeys(args.batch):
-        for mode, graph in modes.items():
-            if mode == "graph" and graph is None:
-                continue
-            engine.graph = graph
-            seconds = _slowest(_decode_seconds(args, engine, job, batch), engine)
-            row = _parameters(args, engine) | {"mode": mode, "batch": batch, "median_us": round(seconds * 1e6, 1)}
-            rows.append(row | {"tokens_per_second": round(batch / seconds, 1)})
+    graph, rows = engine.graph, []
+    modes = {"graph": graph, "eager": None} if graph else {"eager": None}
+    try:
+        for batch in dict.fromkeys(args.batch):
+            for mode, engine.graph in modes.items():
+                seconds = _slowest(_decode_seconds(args, engine, job, batch), engine)
+                row = _parameters(args, engine) | {"mode": mode, "batch": batch, "median_us": round(seconds * 1e6, 1)}
+                rows.append(row | {"tokens_per_second": round(batch / seconds, 1)})
+    finally:
+        engine.graph = graph  # closed with the engine
     return rows
 
 

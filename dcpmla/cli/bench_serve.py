@@ -4,6 +4,7 @@ import argparse
 import gc
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,17 +75,18 @@ def _check_lens(args: argparse.Namespace, files: ModelFiles) -> None:
 def _measure(args: argparse.Namespace, job: Job, dcp: DCPConfig, dcps: Sequence[DCPConfig], files: ModelFiles, load: Load) -> Served:
     """Load the model, warm up, serve the load. The cache bytes that the first size gets are those of the sizes after it."""
     engine, selection = build_engine(args, job, dcp, files, None)
-    _check_room(engine, dcps, load)
-    args.kv_cache_memory_bytes = engine.cache.sizes.bytes_per_rank
-    _serve(engine, "warm-up", _warm_up(args, files), job)
-    engine.stats = Stats()
-    served = _serve(engine, "load", load, job)
+    with closing(engine):
+        _check_room(engine, dcps, load)
+        args.kv_cache_memory_bytes = engine.cache.sizes.bytes_per_rank
+        _serve(engine, "warm-up", _warm_up(args, files), job)
+        engine.stats = Stats()
+        served = _serve(engine, "load", load, job)
     return replace(served, row={**_parameters(args, dcp, engine), "dcp_comm_backend": selection.exchange.name, **served.row})
 
 
 def _parameters(args: argparse.Namespace, dcp: DCPConfig, engine: Engine) -> dict[str, object]:
     names = ["block_size", "cp_kv_cache_interleave_size", "enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs"]
-    names += ["num_requests", "input_lens", "output_lens", "seed"]
+    names += ["enforce_eager", "num_requests", "input_lens", "output_lens", "seed"]
     return {
         "model": Path(args.model).name,  # where it lies is nobody's business
         "tp": dcp.tensor_parallel_size,

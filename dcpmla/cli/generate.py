@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     """Read the prompts, load the model, generate, write. Every rank calls it; the first one reads, writes and reports."""
     dcp = dcp_config(args, args.decode_context_parallel_size)
     _check_files(args)
-    with start(args) as job, ExitStack() as files_to_close:
+    with start(args) as job, ExitStack() as to_close:
         job.watchdog.enter("reading the prompts", LOAD_TIMEOUT)
         lines: OutputLines | None = None
         prompts: list[Prompt] = []
@@ -60,13 +60,14 @@ def run(args: argparse.Namespace) -> None:
                 check_writable("--logits", args.logits)
                 prompts = prompts_from_file(args, files) if args.prompt_file else prompts_from_options(args, files)
                 if args.output_file:
-                    lines = files_to_close.enter_context(open_output_lines(args.output_file))
+                    lines = to_close.enter_context(open_output_lines(args.output_file))
                     prompts = _missing(prompts, lines)
         prompts = _broadcast(prompts)
         if not prompts:
             return
         seq_lens = [len(prompt.token_ids) + prompt.params.max_new_tokens - 1 for prompt in prompts]
         engine, selection = build_engine(args, job, dcp, files, seq_lens)
+        to_close.callback(engine.close)
         requests = [
             engine.add(prompt.token_ids, prompt.params, request_id=prompt.request_id, keep_logits=bool(args.logits) and job.ranks.is_first)
             for prompt in prompts

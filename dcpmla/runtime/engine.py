@@ -177,6 +177,11 @@ class Engine:
         self._finished.clear()
         return finished
 
+    def close(self) -> None:
+        """Free the decode graph. To be called before the process groups are destroyed (see `DecodeGraph.release`)."""
+        if self.graph is not None:
+            self.graph.release()
+
     def restart_clock(self) -> None:
         """Set the engine's clock to 0: arrival times count from here."""
         self._started, self.now = time.monotonic(), 0.0

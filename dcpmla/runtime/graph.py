@@ -136,6 +136,13 @@ class DecodeGraph:
             graphs[size] = graph
         self._graphs = graphs
 
+    def release(self) -> None:
+        """Free what was captured; `run` computes eagerly from then on.
+
+        To be called before the process groups are destroyed: NCCL waits there until no graph holds operations of the group.
+        """
+        self._graphs = {}
+
     def _fill(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> int:
         if [layer.data_ptr() for layer in cache.layers] != self._addresses:
             raise ValueError("cache is another one than the decode graph was made for; give that one, or make a graph for this one")

@@ -55,13 +55,11 @@ class PaddedStep:
 
     def rows(self, batch_size: int) -> tuple[Tensor, StepMetadata]:
         """The first rows, as a step's inputs [batch_size, ...] and metadata."""
-        slot_mapping = self._slot_mapping[:batch_size]
         return self._inputs[:batch_size], StepMetadata(
             num_tokens=batch_size,
             num_decode_tokens=batch_size,
             positions=self._positions[:batch_size],
-            slot_mapping=slot_mapping,
-            owned_tokens=slot_mapping[:0] if slot_mapping.is_cuda else torch.nonzero(slot_mapping >= 0)[:, 0],
+            slot_mapping=self._slot_mapping[:batch_size],
             decode=DecodeMetadata(
                 block_table=self._block_table[:batch_size],
                 local_seq_lens=self._local_seq_lens[:batch_size],
