@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import reference
-from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend, Segments, join_keys
+from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend
+from dcpmla.attention.segments import Segments, join_keys
 from dcpmla.merge import merge_partials
 
 triton = pytest.importorskip("triton")
@@ -30,6 +31,7 @@ CASES: dict[str, Case] = {  # tails, single rows, requests without keys, dims th
     "odd dims": ([19, 33], [40, 7], 2, (48, 16, 32)),
     "DeepSeek-V3": ([17, 150], None, 1, (128, 64, 128)),
     "DeepSeek-V3, context": ([17, 5], [170, 20], 1, (128, 64, 128)),
+    "DeepSeek-V3, requests without keys": ([30, 5, 9], [0, 140, 0], 2, (128, 64, 128)),
     "GLM-5": ([9, 70], None, 1, (192, 64, 256)),
 }
 
@@ -75,7 +77,7 @@ def check_unaligned() -> None:
     k_pe = torch.randn(9, 13, generator=generator).half()
     k_nope, k_pe, v = k_nope[..., 3:], k_pe[:, 5:], v[..., 1:]
     queries = segments([2, 7], "cpu")
-    out, lse = mha_prefill(q, k_nope, k_pe, v, queries.start_loc, queries.start_loc, SCALE, True)
+    out, lse = mha_prefill(q, k_nope, k_pe, v, queries, queries, SCALE, True)
     wanted = reference.mha_prefill(q.double(), join_keys(k_nope, k_pe).double(), v.double(), queries.start, queries.start, SCALE, True)
     torch.testing.assert_close(out.double(), wanted[0], atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(lse, wanted[1], atol=2e-4, rtol=1e-4)
@@ -192,12 +194,12 @@ def test_triton_in_a_graph() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     q, k_nope, v = (torch.randn(200, 2, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for dim in (192, 128, 128))
     k_pe = torch.randn(200, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
-    start_loc, other = (torch.tensor(starts, dtype=torch.int32, device="cuda") for starts in ((0, 150, 200), (0, 30, 200)))
+    captured, other = segments([150, 50], "cuda"), segments([30, 170], "cuda")
     wanted = mha_prefill(q, k_nope, k_pe, v, other, other, SCALE, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = mha_prefill(q, k_nope, k_pe, v, start_loc, start_loc, SCALE, True)
-    start_loc.copy_(other)
+        got = mha_prefill(q, k_nope, k_pe, v, captured, captured, SCALE, True)
+    captured.start_loc.copy_(other.start_loc)
     graph.replay()
     torch.testing.assert_close(got, wanted, atol=0, rtol=0)
 
@@ -212,9 +214,37 @@ def test_triton_past_2_31_elements() -> None:
     k_pe = torch.zeros(num_keys, 64, device="cuda", dtype=torch.bfloat16)
     q = torch.ones(2, num_heads, 192, device="cuda", dtype=torch.bfloat16)
     kv[-1, :, :128], kv[-1, :, 128:] = 1.0, 7.0  # the last key alone counts
-    start_loc = torch.tensor((0, 1, 2), dtype=torch.int32, device="cuda")
-    key_start_loc = torch.tensor((0, num_keys - 5, num_keys), dtype=torch.int32, device="cuda")
-    out, lse = mha_prefill(q, kv[..., :128], k_pe, kv[..., 128:], start_loc, key_start_loc, 1.0, False)
+    queries, keys = segments([1, 1], "cuda"), segments([num_keys - 5, 5], "cuda")
+    out, lse = mha_prefill(q, kv[..., :128], k_pe, kv[..., 128:], queries, keys, 1.0, False)
     torch.testing.assert_close(out[1], torch.full_like(out[1], 7.0))
     torch.testing.assert_close(lse[1], torch.full_like(lse[1], 128.0))
     torch.testing.assert_close(out[0], torch.zeros_like(out[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workspace", [64, 4096])
+def test_dcp_mla_prefill_on_a_gpu(workspace: int) -> None:
+    """The whole path in bfloat16, heads of DeepSeek-V3, context in many chunks or one, against the same in float64 on the CPU."""
+    from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
+    from dcpmla.comm.exchange import LocalExchange
+
+    query_lens, seq_lens, num_heads = [150, 7, 33], [450, 7, 40], 4
+    dcp = DCPConfig(block_size=16, context_workspace_tokens=workspace)
+    tables = [list(range(29)), [29], [32, 31, 30]]
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    inputs = (rows(190, num_heads, 192), rows(190, 512), rows(190, 64), rows(33, 16, 576), rows(num_heads, 256, 512) / 512**0.5)
+
+    def run(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        prefill = StepMetadata.build(query_lens, seq_lens, tables, dcp, 0, device).prefill
+        assert prefill is not None
+        assert len(prefill.context_chunks) == (10 if workspace == 64 else 1)
+        out, lse = dcp_mla_prefill(*(tensor.to(device, dtype) for tensor in inputs), prefill, 192**-0.5, LocalExchange())
+        return out.double().cpu(), lse.cpu()
+
+    (out, lse), (wanted, wanted_lse) = run("cuda", torch.bfloat16), run("cpu", torch.float64)
+    assert (out - wanted).norm() < 1e-2 * wanted.norm()
+    torch.testing.assert_close(lse, wanted_lse, atol=2e-2, rtol=2e-3)

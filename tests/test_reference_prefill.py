@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention import reference
-from dcpmla.attention.prefill_backends import Segments, select_prefill
+from dcpmla.attention.prefill_backends import select_prefill
+from dcpmla.attention.segments import Segments
 from dcpmla.cache.latent import read_latents, write_latents
 from dcpmla.comm.exchange import LocalExchange
 

@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.attention.metadata import PrefillMetadata
-from dcpmla.attention.prefill_backends import Segments, select_prefill
+from dcpmla.attention.prefill_backends import select_prefill
+from dcpmla.attention.segments import Segments
 from dcpmla.cache.latent import read_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials

@@ -2,30 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cache
+from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention import reference
+from dcpmla.attention import prefill_flashinfer, reference
+from dcpmla.attention.segments import Segments, join_keys
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-class Segments(NamedTuple):
-    """Where the rows of each request start in a flat batch, and where the last one's end.
-
-    Attributes:
-        start: [num_reqs + 1], on the host.
-        start_loc: [num_reqs + 1] int32, on the device of the rows.
-    """
-
-    start: tuple[int, ...]
-    start_loc: Tensor
-
-    @property
-    def lens(self) -> list[int]:
-        return [end - start for start, end in zip(self.start, self.start[1:], strict=False)]
 
 
 class Prefill(Protocol):
@@ -59,11 +46,6 @@ class PrefillBackend:
     load: Callable[[], Prefill]
 
 
-def join_keys(k_nope: Tensor, k_pe: Tensor) -> Tensor:
-    """[S, h, P] and [S, R] -> [S, h, P + R], for kernels that want keys in one piece."""
-    return torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], -1)
-
-
 # ---- plain torch
 
 
@@ -91,12 +73,7 @@ def _takes_triton(q: Tensor, k_pe: Tensor, v: Tensor) -> bool:
 def _load_triton() -> Prefill:
     from dcpmla.attention.kernels.mha_prefill import mha_prefill  # triton is there on Linux only
 
-    def prefill(
-        q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        return mha_prefill(q, k_nope, k_pe, v, queries.start_loc, keys.start_loc, scale, causal)
-
-    return prefill
+    return mha_prefill
 
 
 # ---- cuDNN's, through torch
@@ -120,10 +97,10 @@ def _cudnn(
     results = torch.ops.aten._cudnn_attention_forward(
         q, k, v, None, queries.start_loc, keys.start_loc, *bounds, True, 0.0, causal, False, scale=scale
     )
-    return clear_empty(results[0].contiguous(), results[1].reshape(q.shape[:2]), queries, keys)
+    return _clear_empty(results[0].contiguous(), results[1].reshape(q.shape[:2]), queries, keys)
 
 
-def clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) -> tuple[Tensor, Tensor]:
+def _clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) -> tuple[Tensor, Tensor]:
     """(0, -inf), in place, for requests without keys, whatever a library says of them."""
     if 0 in keys.lens:
         query_lens, is_empty = queries.start_loc.diff(), keys.start_loc.diff() == 0
@@ -133,14 +110,35 @@ def clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) -> 
     return out, lse
 
 
+# ---- FlashInfer's
+
+
+def _takes_flashinfer(q: Tensor, k_pe: Tensor, v: Tensor) -> bool:
+    dims = (q.shape[-1], v.shape[-1])
+    return _is_half_on_gpu(q, (9, 0)) and dims in prefill_flashinfer.HEAD_DIMS and _has_flashinfer()
+
+
+@cache
+def _has_flashinfer() -> bool:
+    return find_spec("flashinfer") is not None
+
+
+def _load_flashinfer() -> Prefill:
+    return prefill_flashinfer.mha_prefill
+
+
+# ---- the choice
+
+
 def _is_half_on_gpu(q: Tensor, capability: tuple[int, int]) -> bool:
     return q.is_cuda and q.dtype in _HALF and torch.version.cuda is not None and torch.cuda.get_device_capability(q.device) >= capability
 
 
-# Best first.
+# Best first, by `bench prefill`.
 PREFILL_BACKENDS = (
-    PrefillBackend("cudnn", _takes_cudnn, _load_cudnn),
     PrefillBackend("triton", _takes_triton, _load_triton),
+    PrefillBackend("cudnn", _takes_cudnn, _load_cudnn),
+    PrefillBackend("flashinfer", _takes_flashinfer, _load_flashinfer),
     PrefillBackend("torch", _takes_torch, _load_torch),
 )
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend, Segments, join_keys
+from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend
+from dcpmla.attention.segments import Segments, join_keys
 from dcpmla.cli.bench_layers import measurement, memory_on_all, num_samples
 from dcpmla.cli.options import LOAD_TIMEOUT, add_job_arguments, join
 from dcpmla.cli.plots import check_outputs, new_figure, save_figure

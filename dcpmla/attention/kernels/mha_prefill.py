@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dcpmla.attention.segments import Segments
+
 _LOG2_E = 1.4426950408889634
 
 
@@ -83,7 +85,7 @@ def _attend(
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def mha_prefill_kernel(
     q_ptr,
     k_nope_desc,
@@ -176,22 +178,22 @@ def select_tiling(qk_tile: int, v_tile: int, shared_memory: int) -> Tiling:
 
 
 def mha_prefill(
-    q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, query_start_loc: Tensor, key_start_loc: Tensor, scale: float, causal: bool
+    q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention of a ragged batch on a GPU of compute capability 8.0 or more. No sync with the host.
 
     Args:
-        q: [T, h, P + R], bfloat16 or float16, the queries of request i at [query_start_loc[i], query_start_loc[i + 1]).
-        k_nope, k_pe, v: [S, h, P], [S, R], [S, h, V] in the dtype of q, S > 0; the keys of request i at [key_start_loc[i],
-            key_start_loc[i + 1]). Read where they lie if their rows are aligned to 16 bytes; copied first if not.
-        query_start_loc, key_start_loc: [num_reqs + 1] int32 on the device.
+        q: [T, h, P + R], bfloat16 or float16.
+        k_nope, k_pe, v: [S, h, P], [S, R], [S, h, V] in the dtype of q, S > 0. Read where they lie if their rows are aligned to 16 bytes;
+            copied first if not.
+        queries, keys: the requests' rows in T, in S.
         scale: positive.
         causal: query j of a request sees its first j + 1 keys (there are as many keys as queries); else all.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32 natural log; (0, -inf) for a request without keys.
     Source: FlashAttention-2.
     """
-    (num_tokens, num_heads, _), num_reqs = q.shape, len(query_start_loc) - 1
+    (num_tokens, num_heads, _), num_reqs = q.shape, len(queries.start_loc) - 1
     dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
     p_tile, r_tile, v_tile = (max(16, triton.next_power_of_2(dim)) for dim in dims)
     tiling = select_tiling(p_tile + r_tile, v_tile, _shared_memory(q.device))
@@ -204,8 +206,8 @@ def mha_prefill(
         _descriptor(v.transpose(0, 1), [1, tiling.block_n, v_tile]),
         out,
         lse,
-        query_start_loc,
-        key_start_loc,
+        queries.start_loc,
+        keys.start_loc,
         num_reqs,
         num_heads,
         scale * _LOG2_E,
