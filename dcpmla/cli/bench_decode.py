@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure every case with every kernel, report."""
-    with join(args, _check_alone) as job, torch.inference_mode():
+    with join(args, _check_alone) as job, torch.no_grad():
         device = job.ranks.device
         with agree():
             names = _check(args)
