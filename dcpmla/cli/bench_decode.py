@@ -191,13 +191,17 @@ def _measure(args: argparse.Namespace, job: Job, benchmark: _Benchmark, limit: T
         with measurement(args, job, f"{batch} x {context:,} cached tokens"):
             with memory_on_all():
                 caches = Caches(batch, context, args.block_size, benchmark.dtype, benchmark.device)
-            for num_heads, query_len in product(dict.fromkeys(args.heads), dict.fromkeys(args.query_len)):
-                case = DecodeCase(batch, context, num_heads, query_len)
-                if limit.is_over():
-                    print(f"time is over (--time-limit): {_words(case)} and what follows is left out", flush=True)
-                    return
-                yield benchmark.rows(case, caches)
-            del caches  # before the next ones are made
+            try:
+                for num_heads, query_len in product(dict.fromkeys(args.heads), dict.fromkeys(args.query_len)):
+                    case = DecodeCase(batch, context, num_heads, query_len)
+                    if limit.is_over():
+                        print(f"time is over (--time-limit): {_words(case)} and what follows is left out", flush=True)
+                        return
+                    with memory_on_all():
+                        rows = benchmark.rows(case, caches)
+                    yield rows
+            finally:
+                del caches  # before the next ones are made
 
 
 def is_right(row: Row) -> bool:

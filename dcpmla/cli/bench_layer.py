@@ -89,8 +89,12 @@ def _measure(args: argparse.Namespace, job: Job, config: MLAConfig) -> Iterator[
             with memory_on_all():
                 exchange = backend if dcp > 1 else "auto"
                 stack = LayerStack(config, meshes[dcp], args.num_layers, batch, context, device, dtype, exchange)
-            yield _rows(args, stack, {"dcp": dcp, "dcp_comm_backend": backend, "batch": batch, "context": context})
-            del stack  # its cache, before the next one is made
+            try:
+                with memory_on_all():
+                    rows = _rows(args, stack, {"dcp": dcp, "dcp_comm_backend": backend, "batch": batch, "context": context})
+                yield rows
+            finally:
+                del stack  # its cache, before the next one is made
 
 
 def _rows(args: argparse.Namespace, stack: LayerStack, setting: Row) -> list[Row]:
