@@ -228,7 +228,7 @@ def _line(rows: Sequence[Row]) -> str:
     first = rows[0]
     load = f"{first['batch']} x {first['context']:,}"
     cells = [f"{row['kernel']} {row['median_us']:>8,.1f} us {row['floor_share']:>4.0%}{'' if is_right(row) else ' WRONG'}" for row in rows]
-    ratios = [f"{row['kernel']} {best:.2f} x the best peer" for row in rows if (best := best_peer_ratio(row))]
+    ratios = [f"{row['kernel']} {best:.2f} x the best peer's speed" for row in rows if (best := best_peer_ratio(row))]
     case = f"{load:>14}  heads {first['num_heads']:>3}  new {first['query_len']}  floor {first['floor_us']:>8,.1f} us"
     return "  ".join([case, *cells, *ratios])
 
