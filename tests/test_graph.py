@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_checks import BATCHES, check_model, check_stack, open_model_on
 from hash_model import BLOCK, MESH, HashModel, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,11 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla.attention.metadata import StepMetadata
 from dcpmla.cache.latent import CachePlan, LatentCache
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.static_experts import _gathered, _grouped, compute_experts, static_experts
-from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
-from dcpmla.parallel.mesh import init_mesh
+from dcpmla.integrations.transformers import ShardedModel
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph, batch_sizes
 from dcpmla.runtime.padding import PaddedStep
@@ -37,9 +36,9 @@ MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 5 * BLOCK
 aten = torch.ops.aten
 
 
-def make_cache() -> LatentCache:
+def make_cache(device: str = "cpu") -> LatentCache:
     plan = CachePlan(num_layers=1, num_blocks=40, block_size=BLOCK, latent_dim=2, dtype=torch.float32, dcp_size=1)
-    return LatentCache(plan, torch.device("cpu"))
+    return LatentCache(plan, torch.device(device))
 
 
 def step_of(seq_lens: list[int], query_lens: list[int] | None = None, **options: Any) -> StepMetadata:
@@ -208,16 +207,9 @@ class NoHostSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def open_tiny(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> tuple[ShardedModel, Any]:
-    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
-    config = load_config(directory)
-    return load_model(directory, config, dcp, mesh, selection, torch.float32, torch.device("cpu"), enable_expert_parallel), mesh
-
-
 def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list[list[tuple[list[int], Tensor]]]:
     """On one rank: tokens and logits of the same prompts by an engine without and with a graph."""
-    model, mesh = open_tiny(directory, dcp, enable_expert_parallel)
+    model, mesh = open_model_on(directory, dcp, enable_expert_parallel, "cpu")
     results = []
     for with_graph in (False, True):
         plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, [80] * 5, torch.float32)
@@ -264,9 +256,21 @@ def test_models_with_and_without_graph(tp: int, dcp_size: int, enable_expert_par
                 assert other_tokens == tokens, family
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_padding_changes_nothing(tp: int, tmp_path: Path) -> None:
+    """Over caches full of NaN: a whole model, and a stack of layers of other head sizes."""
+    save_tiny("deepseek_v3", tmp_path)
+    dcp = DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=tp, block_size=4)
+    assert run_ranks(tp, check_both, tmp_path, dcp) == [(len(BATCHES), len(BATCHES))] * tp
+
+
+def check_both(directory: Path, dcp: DCPConfig) -> tuple[int, int]:
+    return check_model(directory, dcp, False, "cpu"), check_stack(dcp, 2, 6, "cpu")
+
+
 def profile_watched(directory: Path) -> str:
     """Runs transformers' own loop over experts."""
-    model, _ = open_tiny(directory, DCPConfig(), False)
+    model, _ = open_model_on(directory, DCPConfig(), False, "cpu")
     with NoHostSync(), pytest.raises(AssertionError) as failure:
         model.profile(3)
     return str(failure.value)

@@ -102,7 +102,7 @@ def load_engine(
     graphs = None
     if device.type == "cuda" and not enforce_eager:
         num_seqs = min(max_num_seqs, max_num_batched_tokens, len(seq_lens) if seq_lens else max_num_seqs)
-        graphs = GraphMaker(model, dcp, mesh, num_seqs, max(seq_lens) if seq_lens else files.max_model_len)
+        graphs = GraphMaker(model, dcp, mesh, num_seqs, files.max_model_len)
     num_bytes = kv_cache_memory_bytes
     if num_bytes is None:
         num_bytes = _free_bytes(model, gpu_memory_utilization, num_local_ranks, max_num_batched_tokens, max_num_seqs, graphs)

@@ -1,0 +1,128 @@
+"""Captured decode steps: bit for bit the padded steps, on one GPU and over NCCL; the same tokens; what cannot be captured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
+from models import FAMILIES, save_tiny
+from ranks import run_ranks
+from torch import Tensor
+
+from dcpmla.config import DCPConfig
+from dcpmla.runtime.graph import CannotCapture, DecodeGraph
+
+NUM_GPUS = [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)]
+CUTS = [
+    pytest.param(2, False, "a2a", id="dcp, a2a"),
+    pytest.param(2, False, "ag_rs", id="dcp, ag_rs"),
+    pytest.param(1, True, "auto", id="expert parallel"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # ranks inherit it
+
+
+def layout(tp: int, dcp: int, **changes: Any) -> DCPConfig:
+    return DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=dcp, block_size=4, context_workspace_tokens=512, **changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_on_one_gpu(family: str, in_half: bool, tmp_path: Path) -> None:
+    save_tiny(family, tmp_path)
+    assert run_ranks(1, check_model, tmp_path, layout(1, 1), False, "cuda", in_half, device="cuda") == [len(BATCHES)]
+
+
+@pytest.mark.gpu_2
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "mistral4"])
+@pytest.mark.parametrize(("dcp_size", "enable_expert_parallel", "backend"), CUTS)
+def test_models_on_two_gpus(family: str, dcp_size: int, enable_expert_parallel: bool, backend: str, tmp_path: Path) -> None:
+    save_tiny(family, tmp_path)
+    dcp = layout(2, dcp_size, cp_kv_cache_interleave_size=2, dcp_comm_backend=backend)
+    assert run_ranks(2, check_model, tmp_path, dcp, enable_expert_parallel, "cuda", device="cuda") == [len(BATCHES)] * 2
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@pytest.mark.parametrize("num_heads", [16, 6])
+def test_stack_of_layers(num_gpus: int, num_heads: int) -> None:
+    dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=64)
+    assert run_ranks(num_gpus, check_stack, dcp, 3, num_heads, "cuda", device="cuda") == [len(BATCHES)] * num_gpus
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
+def test_engines_with_and_without_graphs(num_gpus: int, family: str, tmp_path: Path) -> None:
+    """`load_engine` captures by default, beside a cache sized for it."""
+    save_tiny(family, tmp_path)
+    dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=16)
+    for (tokens, is_captured), (eager_tokens, is_captured_eagerly) in run_ranks(
+        num_gpus, serve_loaded, tmp_path, dcp, False, "cuda", device="cuda"
+    ):
+        assert (is_captured, is_captured_eagerly) == (True, False)
+        assert tokens == eager_tokens
+
+
+def fail_to_capture(directory: Path) -> list[str]:
+    """Steps that cannot be captured say where; the next one can."""
+    dcp = layout(1, 1)
+    model, mesh = open_model_on(directory, dcp, False, "cuda")
+    cache = new_cache(model.attention_config, model.num_attention_layers, dcp, torch.float32, model.device)
+    token, messages = torch.zeros((), dtype=torch.int64, device=model.device), []
+
+    def reads_back(inputs: Tensor, *_: object) -> Tensor:
+        return inputs[: int(inputs.max()) + len(inputs)].float()
+
+    def takes_too_much(inputs: Tensor, *_: object) -> Tensor:
+        return torch.empty(1 << 50, dtype=torch.uint8, device=inputs.device)
+
+    for step in (reads_back, takes_too_much):
+        with pytest.raises(CannotCapture) as failure:
+            DecodeGraph(step, token, cache, dcp, mesh, 2, 60).capture()
+        messages.append(str(failure.value))
+    graph = DecodeGraph(model.decode, token, cache, dcp, mesh, 2, 60)
+    graph.capture()
+    torch.randn(3, device=model.device).sum().item()  # random numbers and host syncs are as they were
+    assert graph.is_captured
+    graph.release()
+    return messages
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured(tmp_path: Path) -> None:
+    save_tiny("deepseek_v3", tmp_path)
+    ((reads_back, takes_too_much),) = run_ranks(1, fail_to_capture, tmp_path, device="cuda")
+    assert "synchroniz" in reads_back
+    assert "test_graph_gpu.py" in reads_back
+    assert "out of memory" in takes_too_much
+
+
+def check_refusals(directory: Path) -> None:
+    from test_graph import MAX_MODEL_LEN, make_cache, step_of, sums
+
+    from dcpmla.parallel.mesh import init_mesh
+
+    dcp, mesh, cache = DCPConfig(block_size=4), init_mesh(1, 1), make_cache("cuda")
+    graph = DecodeGraph(sums, torch.tensor(0, device="cuda"), cache, dcp, mesh, 6, MAX_MODEL_LEN)
+    graph.capture()
+    token_ids, metadata = torch.tensor([7, 8, 9], device="cuda"), step_of([3, 4, 5], device="cuda")
+    assert torch.equal(graph.run(token_ids, metadata, cache), sums(token_ids, metadata, cache))
+    for match, arguments in {
+        "inputs is torch.int64 on cpu; the decode graph's is torch.int64 on cuda:0": (token_ids.cpu(), metadata, cache),
+        "positions is torch.int64 on cpu": (token_ids, step_of([3, 4, 5]), cache),
+        "cache is another one": (token_ids, metadata, make_cache("cuda")),
+        "metadata has prefills": (token_ids, step_of([3, 4, 5], [1, 1, 2], device="cuda"), cache),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            graph.run(*arguments)
+    assert torch.equal(graph.run(token_ids, metadata, cache), sums(token_ids, metadata, cache))
+    graph.release()
+
+
+@pytest.mark.gpu
+def test_refusals(tmp_path: Path) -> None:
+    run_ranks(1, check_refusals, tmp_path, device="cuda")
