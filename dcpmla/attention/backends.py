@@ -9,8 +9,6 @@ from torch import Tensor
 
 from dcpmla.attention import reference
 
-_HALF = (torch.bfloat16, torch.float16)
-
 
 class Decode(Protocol):
     def __call__(
@@ -42,6 +40,43 @@ class DecodeBackend:
     load: Callable[[], Decode]
 
 
+def _takes_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
+    """sm_90, DeepSeek's widths, whole tiles of 64 keys in a block, and strides that make the cache one matrix, as TMA wants it."""
+    rows_per_block, rest = divmod(kv_cache.stride(0), kv_cache.stride(1)) if kv_cache.stride(1) else (0, 0)
+    return (
+        _takes_triton(q, kv_cache, kv_lora_rank)
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and (kv_lora_rank, q.shape[-1]) == (512, 576)
+        and kv_cache.shape[1] % 64 == rest == kv_cache.stride(1) % 8 == 0
+        and kv_cache.shape[0] * rows_per_block < 2**31
+    )
+
+
+def _load_hopper() -> Decode:
+    from dcpmla.attention.kernels.mla_decode_hopper import mla_decode
+
+    return mla_decode
+
+
+def _takes_triton(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
+    """sm_80 or later, half precision, widths that are powers of two and fit into registers."""
+    widths = kv_lora_rank, q.shape[-1] - kv_lora_rank
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and q.dtype == kv_cache.dtype
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and all(16 <= width <= 512 and width & (width - 1) == 0 for width in widths)
+        and q.stride(-1) == kv_cache.stride(-1) == 1
+    )
+
+
+def _load_triton() -> Decode:
+    from dcpmla.attention.kernels.mla_decode import mla_decode
+
+    return mla_decode
+
+
 def _takes_torch(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
     return q.device.type in ("cpu", "cuda")
 
@@ -50,8 +85,12 @@ def _load_torch() -> Decode:
     return reference.mla_decode
 
 
-# Best first.
-DECODE_BACKENDS = (DecodeBackend("torch", _takes_torch, _load_torch),)
+# Best first. Triton is there on Linux only, so its kernels are imported when one is chosen.
+DECODE_BACKENDS = (
+    DecodeBackend("hopper", _takes_hopper, _load_hopper),
+    DecodeBackend("triton", _takes_triton, _load_triton),
+    DecodeBackend("torch", _takes_torch, _load_torch),
+)
 
 
 def select_decode(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> DecodeBackend:

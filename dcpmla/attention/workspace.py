@@ -23,3 +23,8 @@ def decode_workspace(device: torch.device | str) -> Tensor | None:
     workspace = torch.empty(COUNTER_WORDS + num_processors * _ROWS_PER_PROCESSOR * _WORDS_PER_ROW, device=device)
     workspace[:COUNTER_WORDS].zero_()
     return workspace
+
+
+def num_programs(workspace: Tensor, rows: int) -> int:
+    """Programs that may share a workspace when each leaves up to two partial outputs of so many rows."""
+    return min(COUNTER_WORDS, (workspace.numel() - COUNTER_WORDS) // (2 * rows * _WORDS_PER_ROW))

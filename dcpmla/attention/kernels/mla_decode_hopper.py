@@ -1,0 +1,160 @@
+"""Decode attention for Hopper: wgmma over tiles of 64 query rows and 64 keys, keys brought by TMA, work cut evenly over multiprocessors.
+
+A program is three groups of warps. The loader brings queries and keys. The scorer computes scores, probabilities and the left half of
+the output; the helper computes the right half, from the scorer's probabilities. So the cache is read once, and each half of the output
+fits into its group's registers. Programs that share a request wait for each other's partial outputs and merge them: they must run at
+the same time, so the launch is cooperative.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dcpmla.attention.kernels.hopper_roles import NUM_STAGES, ROPE, help_role, load_role, score_role
+from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, LOG2E, ROWS, cut
+from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_programs
+
+
+@gluon.jit
+def decode_kernel(
+    q_desc,
+    q_pe_desc,
+    kv_desc,
+    k_pe_desc,
+    table_ptr,
+    lens_ptr,
+    start_ptr,
+    out_ptr,
+    lse_ptr,
+    counters_ptr,
+    partials_ptr,
+    table_stride,
+    rows_per_block,
+    block_size,
+    num_reqs,
+    query_len,
+    num_heads,
+    scale,
+    REQS: gl.constexpr,
+    IS_RAGGED: gl.constexpr,
+    LAGS: gl.constexpr,
+):
+    """Programs (parts, tiles of query rows). scale includes log2(e)."""
+    row_tile = gl.program_id(1)
+    dtype: gl.constexpr = q_desc.dtype
+    half: gl.constexpr = q_desc.layout
+    rope: gl.constexpr = q_pe_desc.layout
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    buffers = (
+        gl.allocate_shared_memory(dtype, [ROWS, HALF], half),
+        gl.allocate_shared_memory(dtype, [ROWS, HALF], half),
+        gl.allocate_shared_memory(dtype, [ROWS, ROPE], rope),
+        gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, HALF], half),
+        gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, HALF], half),
+        gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, ROPE], rope),
+    )
+    probs = gl.allocate_shared_memory(dtype, [ROWS, KEYS], rope)
+    factors = gl.allocate_shared_memory(gl.float32, [ROWS], flat)
+    one: gl.constexpr = [1]
+    each: gl.constexpr = [NUM_STAGES, 1]
+    q_ready = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
+    left_ready = gl.allocate_shared_memory(gl.int64, each, mbarrier.MBarrierLayout())
+    left_free = gl.allocate_shared_memory(gl.int64, each, mbarrier.MBarrierLayout())
+    right_ready = gl.allocate_shared_memory(gl.int64, each, mbarrier.MBarrierLayout())
+    right_free = gl.allocate_shared_memory(gl.int64, each, mbarrier.MBarrierLayout())
+    probs_ready = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
+    probs_free = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=1)
+    mbarrier.init(probs_ready, count=1)
+    mbarrier.init(probs_free, count=1)
+    mbarrier.init(scored, count=1)
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(left_ready.index(stage), count=1)
+        mbarrier.init(left_free.index(stage), count=1)
+        mbarrier.init(right_ready.index(stage), count=1)
+        mbarrier.init(right_free.index(stage), count=1)
+    fence_async_shared()
+    ready = (q_ready, left_ready, right_ready, probs_ready, scored)
+    free = (q_free, left_free, right_free, probs_free)
+
+    part = cut(lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED)
+    work = part + (lens_ptr, start_ptr, query_len, num_heads)
+    num_slots = gl.num_programs(0) * gl.num_programs(1) * 2
+    outputs = (out_ptr, lse_ptr, partials_ptr, partials_ptr + num_slots * ROWS * LATENT, counters_ptr)
+    descs = (q_desc, q_pe_desc, kv_desc, k_pe_desc)
+    gl.warp_specialize(
+        [
+            (score_role, (buffers, probs, factors, ready, free, outputs, scale, work, row_tile, IS_RAGGED, LAGS)),
+            (help_role, (num_reqs, buffers, probs, factors, ready, free, outputs, work, row_tile, IS_RAGGED, LAGS)),
+            (load_role, (descs, buffers, ready, free, table_ptr, table_stride, rows_per_block, block_size, work, row_tile, IS_RAGGED)),
+        ],
+        [4, 1],
+        [232, 24],
+    )
+
+
+def mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    query_start_loc: Tensor | None,
+    max_query_len: int,
+    workspace: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`dcpmla.mla_decode` in one launch, for the inputs that `backends` allows."""
+    num_tokens, num_heads, width = q.shape
+    num_reqs = block_table.shape[0]
+    out = q.new_empty(num_tokens, num_heads, kv_lora_rank)
+    lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    if num_tokens == 0:
+        return out, lse
+    workspace = decode_workspace(q.device) if workspace is None else workspace
+    assert workspace is not None
+    num_row_tiles = triton.cdiv(max_query_len * num_heads, ROWS.value)
+    num_parts = max(1, num_programs(workspace, ROWS.value) // num_row_tiles)
+    rows = q.reshape(num_tokens * num_heads, width)
+    rows_per_block = kv_cache.stride(0) // kv_cache.stride(1)
+    num_rows = (kv_cache.shape[0] - 1) * rows_per_block + kv_cache.shape[1]
+    cache = kv_cache.as_strided((num_rows, width), (kv_cache.stride(1), 1))
+    decode_kernel[(num_parts, num_row_tiles)](
+        _tiles(rows, ROWS.value, HALF.value),
+        _tiles(rows, ROWS.value, ROPE.value),
+        _tiles(cache, KEYS.value, HALF.value),
+        _tiles(cache, KEYS.value, ROPE.value),
+        block_table,
+        seq_lens,
+        seq_lens if query_start_loc is None else query_start_loc,
+        out,
+        lse,
+        workspace[:COUNTER_WORDS].view(torch.int32),
+        workspace[COUNTER_WORDS:],
+        block_table.stride(0),
+        rows_per_block,
+        kv_cache.shape[1],
+        num_reqs,
+        max_query_len,
+        num_heads,
+        scale * LOG2E.value,
+        REQS=max(32, triton.next_power_of_2(num_reqs)),
+        IS_RAGGED=query_start_loc is not None,
+        LAGS=num_row_tiles > 1,
+        num_warps=4,
+        launch_cooperative_grid=num_parts > 1,
+    )
+    return out, lse
+
+
+def _tiles(matrix: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
+    """A matrix [N, width], to be copied to shared memory in tiles."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [num_rows, num_columns], layout)

@@ -1,0 +1,247 @@
+"""Decode kernels against the reference in float64 on a GPU; without one, the portable in the interpreter, all compiled for Hopper."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla.attention import reference
+from dcpmla.attention.workspace import COUNTER_WORDS
+
+triton = pytest.importorskip("triton")
+
+NOWHERE = 2**31 - 1  # a block that no cache has
+
+
+@dataclass
+class Case:
+    """Requests as (query tokens, keys that the last of them sees); each token before sees one less, or fewer where is_sharded."""
+
+    requests: Sequence[tuple[int, int]]
+    num_heads: int = 128
+    block_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    kv_lora_rank: int = 512
+    rope: int = 64
+    is_sharded: bool = False
+    num_programs: int | None = None  # with room in the workspace, of 64 rows; None leaves the workspace to the kernel
+
+    def inputs(self, device: str, seed: int = 0) -> dict[str, Any]:
+        """Of `mla_decode`: random blocks in a cache that holds NaN wherever no key is."""
+        generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
+        width = self.kv_lora_rank + self.rope
+        counts = [-(-num_keys // self.block_size) for _, num_keys in self.requests]
+        blocks = draw.sample(range(sum(counts) + 2), sum(counts))
+        cache = torch.full((sum(counts) + 2, self.block_size, width), torch.nan)
+        table = torch.full((len(counts), max([*counts, 1]) + 1), NOWHERE, dtype=torch.int32)
+        seq_lens: list[int] = []
+        for row, count, (num_queries, num_keys) in zip(table, counts, self.requests, strict=True):
+            mine = [blocks.pop() for _ in range(count)]
+            row[:count] = torch.tensor(mine, dtype=torch.int32)
+            keys = torch.randn(num_keys, width, generator=generator)
+            for index, block in enumerate(mine):
+                part = keys[index * self.block_size : (index + 1) * self.block_size]
+                cache[block, : len(part)] = part
+            steps = [draw.randint(0, 1) if self.is_sharded else 1 for _ in range(num_queries - 1)]
+            seq_lens += [max(0, num_keys - sum(steps[token:])) for token in range(num_queries)]
+        queries = [num_queries for num_queries, _ in self.requests]
+        start = None if len(set(queries)) == 1 else torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+        workspace = None
+        if self.num_programs is not None:
+            workspace = torch.full((COUNTER_WORDS + self.num_programs * 128 * 513,), torch.nan)
+            workspace[:COUNTER_WORDS] = 0
+        q = torch.randn(len(seq_lens), self.num_heads, width, generator=generator)
+        tensors = {
+            "q": q.to(self.dtype),
+            "kv_cache": cache.to(self.dtype),
+            "block_table": table,
+            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+            "query_start_loc": start,
+            "workspace": workspace,
+        }
+        on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+        return {**on_device, "scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries)}
+
+
+def check(kernel: Any, case: Case, device: str, tolerance: float = 5e-3) -> None:
+    """Twice with one workspace: its counters must be as they were."""
+    for seed in range(2):
+        inputs = case.inputs(device, seed)
+        exact = {**inputs, "q": inputs["q"].double(), "kv_cache": inputs["kv_cache"].double()}
+        wanted, wanted_lse = reference.mla_decode(**exact)
+        for _ in range(2 if inputs["workspace"] is not None else 1):
+            compare(kernel(**inputs), (wanted, wanted_lse), case, tolerance)
+            assert inputs["workspace"] is None or not inputs["workspace"][:COUNTER_WORDS].any()
+
+
+def compare(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], case: Case, tolerance: float) -> None:
+    (out, lse), (exact, exact_lse) = got, wanted
+    assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
+    is_empty = exact_lse == -torch.inf
+    assert not out[is_empty].any(), case
+    assert torch.equal(lse == -torch.inf, is_empty), case
+    torch.testing.assert_close(lse[~is_empty].double(), exact_lse[~is_empty].double(), atol=1e-4, rtol=1e-4)
+    error = (out.double() - exact).norm() / exact.norm().clamp(min=1e-30)
+    assert error < tolerance, f"{case}: error {error:.1e}"
+
+
+SMALL = {"kv_lora_rank": 32, "rope": 16, "block_size": 16, "dtype": torch.float16}  # the interpreter multiplies bfloat16 as integers
+INTERPRETED = [
+    Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **SMALL),
+    Case([(1, 700)], num_heads=20, num_programs=3, **SMALL),
+    Case([(2, 33), (2, 2), (2, 1)], num_heads=4, num_programs=2, **SMALL),
+    Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, **SMALL),
+    Case([(1, 0), (1, 0)], num_heads=1, num_programs=1, **SMALL),
+    Case([(1, 17)], num_heads=70, num_programs=1, kv_lora_rank=64, rope=64, block_size=48, dtype=torch.float16),
+]
+
+
+def check_in_the_interpreter() -> None:
+    from dcpmla.attention.kernels.mla_decode import mla_decode
+
+    for case in INTERPRETED:
+        check(mla_decode, case, "cpu")
+
+
+def test_the_portable_kernel_in_the_interpreter() -> None:
+    """In a process of its own: Triton decides to interpret when a kernel is defined."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "from test_decode_kernel import check_in_the_interpreter; check_in_the_interpreter()"]
+    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=300)
+
+
+def long_case(num_reqs: int, num_keys: int, **more: Any) -> Case:
+    draw = random.Random(num_keys)
+    return Case([(1, draw.randint(num_keys // 2, num_keys)) for _ in range(num_reqs)], **more)
+
+
+# One class of shapes a line: what broke other kernels, and what tiles and splits make special.
+ON_GPU = [
+    Case([(1, 1)]),
+    Case([(1, 0), (1, 63), (1, 64), (1, 65), (1, 0), (1, 128), (1, 4000)]),
+    Case([(1, 0), (1, 0), (1, 0)], num_heads=16),
+    long_case(1, 4096),
+    long_case(1, 65536),
+    long_case(8, 4096),
+    long_case(37, 3000, num_heads=64),
+    long_case(33, 2000, num_heads=16),
+    long_case(300, 300, num_heads=128),
+    long_case(5, 2000, num_heads=96),
+    long_case(5, 2000, num_heads=1),
+    long_case(3, 5000, num_heads=192),
+    long_case(9, 3000, dtype=torch.float16),
+    long_case(9, 3000, block_size=128),
+    long_case(9, 3000, block_size=16),
+    long_case(9, 3000, block_size=48, num_heads=16),
+    Case([(2, 4097), (2, 2), (2, 129), (2, 1)]),
+    Case([(4, 3000)] * 9, num_heads=16),
+    Case([(3, 3000), (1, 0), (2, 65), (4, 3), (1, 777)], is_sharded=True),
+    Case([(3, 3000), (1, 0), (2, 65), (4, 3), (1, 777)], num_heads=16, is_sharded=True),
+    Case([(40, 3000)], num_heads=128, is_sharded=True),
+    Case([(1, 3000)] * 5, num_heads=128, num_programs=8),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("case", ON_GPU, ids=lambda case: f"{len(case.requests)}x{case.requests[0][1]}x{case.num_heads}")
+def test_kernels_against_float64(backend: str, case: Case) -> None:
+    from dcpmla.attention.backends import DECODE_BACKENDS
+
+    chosen = next(entry for entry in DECODE_BACKENDS if entry.name == backend)
+    inputs = case.inputs("cuda")
+    if not chosen.takes(inputs["q"], inputs["kv_cache"], case.kv_lora_rank):
+        pytest.skip(f"{backend} does not take {case}")
+    check(chosen.load(), case, "cuda")
+
+
+@pytest.mark.gpu
+def test_layers_of_one_cache_and_offsets_past_2_31() -> None:
+    """A cache that is a slice of a larger one, its last block more than 2^31 elements behind its first."""
+    from dcpmla import mla_decode
+
+    num_blocks, num_layers = 20000, 3
+    layers = torch.full((num_blocks, num_layers, 64, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+    assert layers.stride(0) * (num_blocks - 1) > 2**31
+    table = torch.tensor([[num_blocks - 1, 0, 7]], dtype=torch.int32, device="cuda")
+    keys = torch.randn(3, 64, 576, device="cuda").bfloat16()
+    layers[table[0].long(), 1] = keys
+    q, seq_lens = torch.randn(1, 128, 576, device="cuda").bfloat16(), torch.tensor([150], dtype=torch.int32, device="cuda")
+    out, lse = mla_decode(q, layers[:, 1], table, seq_lens, 0.07)
+    small = torch.arange(3, dtype=torch.int32, device="cuda")[None]
+    wanted, wanted_lse = reference.mla_decode(q.double(), keys.double(), small, seq_lens, 0.07, 512, None, 1)
+    compare((out, lse), (wanted, wanted_lse), Case([(1, 150)]), 5e-3)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_other_lengths() -> None:
+    """The schedule is the device's: one graph serves other lengths than it was captured with, with the same bits as eager calls."""
+    from dcpmla import mla_decode
+    from dcpmla.attention.workspace import decode_workspace
+
+    case = long_case(8, 4096)
+    inputs = {**case.inputs("cuda"), "workspace": decode_workspace("cuda")}
+    mla_decode(**inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = mla_decode(**inputs)
+    for lens in ([1, 0, 64, 1000, 77, 1, 0, 1500], inputs["seq_lens"].tolist()):
+        inputs["seq_lens"].copy_(torch.tensor(lens, dtype=torch.int32))
+        graph.replay()
+        eager, eager_lse = mla_decode(**inputs)
+        assert torch.equal(out, eager)
+        assert torch.equal(lse, eager_lse)
+
+
+def compile_for_hopper(kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
+    """PTX of a kernel."""
+    from triton.backends.compiler import GPUTarget
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    compiled = triton.compile(source(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32), options=options)
+    return str(compiled.asm["ptx"])
+
+
+POINTERS = {
+    "table_ptr": "*i32",
+    "lens_ptr": "*i32",
+    "start_ptr": "*i32",
+    "lse_ptr": "*fp32",
+    "counters_ptr": "*i32",
+    "partials_ptr": "*fp32",
+}
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_the_hopper_kernel_compiles(is_ragged: bool) -> None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from dcpmla.attention.kernels.mla_decode_hopper import decode_kernel
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    descriptors = {name: f"tensordesc<bf16[64, {width}],{layout}>" for name, width in [("q_desc", 256), ("kv_desc", 256)]}
+    descriptors |= {name: f"tensordesc<bf16[64, 64],{layout}>" for name in ("q_pe_desc", "k_pe_desc")}
+    types = {**POINTERS, **descriptors, "out_ptr": "*bf16", "scale": "fp32"}
+    ptx = compile_for_hopper(decode_kernel, GluonASTSource, types, {"REQS": 32, "IS_RAGGED": is_ragged, "LAGS": True}, num_warps=4)
+    assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_the_portable_kernel_compiles(rows: int) -> None:
+    from triton.compiler import ASTSource
+
+    from dcpmla.attention.kernels.mla_decode import decode_kernel
+
+    types = {**POINTERS, "q_ptr": "*bf16", "cache_ptr": "*bf16", "out_ptr": "*bf16", "scale": "fp32"}
+    constants = {"ROWS": rows, "KEYS": 32, "LATENT": 512, "ROPE": 64, "REQS": 32, "IS_RAGGED": True}
+    assert "sm_90a" in compile_for_hopper(decode_kernel, ASTSource, types, constants, num_warps=4 if rows == 16 else 8)
