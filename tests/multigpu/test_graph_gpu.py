@@ -1,11 +1,13 @@
 """Captured decode steps: bit for bit the padded steps, on one GPU and over NCCL; the same tokens; what cannot be captured."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
+from launchers import GENERATE, run_together, torchrun
 from models import FAMILIES, save_tiny
 from ranks import run_ranks
 from torch import Tensor
@@ -126,3 +128,27 @@ def check_refusals(directory: Path) -> None:
 @pytest.mark.gpu
 def test_refusals(tmp_path: Path) -> None:
     run_ranks(1, check_refusals, tmp_path, device="cuda")
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_commands_end_well(num_gpus: int, tmp_path: Path) -> None:
+    """Groups whose operations a graph still holds would not go down."""
+    save_tiny("deepseek_v3", tmp_path / "model")
+    common = ["--model", tmp_path / "model", "-tp", num_gpus, "-dcp", num_gpus, "--block-size", 8, "--device", "cuda"]
+    prompts = ["--prompt-ids", "5,6,7", "--prompt-ids", ",".join(map(str, range(1, 60)))]
+    tokens = []
+    for more in ([], ["--enforce-eager"]):
+        out = tmp_path / "out.json"
+        program = [*GENERATE, *common, *prompts, *more, "--max-new-tokens", 9, "--json", out]
+        (run,) = run_together([(torchrun(program, num_gpus), {"NVIDIA_TF32_OVERRIDE": "0"})])
+        assert ("decode graphs: 2, the largest of 2 requests" in run.stdout) == (not more), run.stderr
+        tokens.append([output["token_ids"] for output in json.loads(out.read_text())["outputs"]])
+    assert tokens[0] == tokens[1]
+    program = ["-m", "dcpmla", "bench", "generate", *common, "--batch", "1,3", "--input-len", 9, "--output-len", 8, "--json", out]
+    run_together([(torchrun(program, num_gpus), {})])
+    assert [(row["mode"], row["batch"]) for row in json.loads(out.read_text())["rows"]] == [
+        ("graph", 1),
+        ("eager", 1),
+        ("graph", 3),
+        ("eager", 3),
+    ]
