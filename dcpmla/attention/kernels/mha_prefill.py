@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dcpmla.attention.segments import Segments
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def mha_prefill_kernel(
     # fmt: on
     # Without keys: acc 0, total 0, peak -inf.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    lse = (peak + tl.log2(tl.where(total == 0.0, 1.0, total))) / 1.4426950408889634
+    lse = (peak + tl.log2(tl.where(total == 0.0, 1.0, total))) / LOG2_E
     at = (query_start + query) * num_heads + head
     tl.store(out_ptr + at[:, None] * V + d[None, :], out.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & (d < V)[None, :])
     tl.store(lse_ptr + at, lse, mask=is_query)
@@ -210,7 +210,7 @@ def mha_prefill(
         keys.start_loc,
         num_reqs,
         num_heads,
-        scale * _LOG2_E,
+        scale * LOG2_E.value,
         *q.stride()[:2],
         P=dims[0],
         R=dims[1],
