@@ -31,6 +31,7 @@ def main(model: str) -> None:
         for request in engine.run():
             if ranks.is_first:
                 print(f"{request.request_id}: {request.finish_reason}, {request.metrics()}", flush=True)
+        engine.close()  # before the process groups: decode graphs hold their operations
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def compute_experts(experts: Any, hidden_states: Tensor, expert_ids: Tensor, exp
         [T, hidden] in the dtype of hidden_states, sums in the dtype of the weights or wider.
     """
     is_own = expert_ids < experts.down_proj.shape[0]
-    compute = _grouped if _has_grouped_mm(hidden_states) else _gathered
+    compute = _grouped if _has_grouped_mm(experts) else _gathered
     # A row that no expert of this rank computed holds anything, and 0 x NaN is NaN.
     rows = compute(experts, hidden_states, expert_ids).masked_fill(~is_own[..., None], 0)
     out = (rows * expert_weights[..., None]).sum(1)
@@ -63,12 +63,14 @@ def _forward(experts: Any, whole: Any, hidden_states: Tensor, expert_ids: Tensor
     return out
 
 
-def _has_grouped_mm(hidden_states: Tensor) -> bool:
-    """Whether torch's grouped matrix products run as one kernel that reads the groups' sizes on the GPU."""
+def _has_grouped_mm(experts: Any) -> bool:
+    """Whether torch's grouped matrix products run as one kernel that reads the groups' sizes on the GPU, over rows of whole 16 bytes."""
+    weights = experts.down_proj
     return (
-        hidden_states.is_cuda
-        and hidden_states.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(hidden_states.device) >= _HOPPER
+        weights.is_cuda
+        and weights.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(weights.device) >= _HOPPER
+        and all(size * weights.itemsize % 16 == 0 for size in weights.shape[1:])
     )
 
 
