@@ -68,19 +68,36 @@ def check_prefill(prefill: Prefill, case: str, dtype: torch.dtype, device: str) 
     torch.testing.assert_close(lse.cpu(), wanted_lse, atol=2e-4, rtol=1e-4)
 
 
-def check_unaligned() -> None:
+def check_unaligned(device: str) -> None:
     """Rows that no descriptor may point to."""
     from dcpmla.attention.kernels.mha_prefill import mha_prefill
 
     generator = torch.Generator().manual_seed(0)
-    q, k_nope, v = (torch.randn(9, 2, width, generator=generator).half() for width in (24, 19, 21))
-    k_pe = torch.randn(9, 13, generator=generator).half()
+    q, k_nope, v = (torch.randn(9, 2, width, generator=generator).half().to(device) for width in (24, 19, 21))
+    k_pe = torch.randn(9, 13, generator=generator).half().to(device)
     k_nope, k_pe, v = k_nope[..., 3:], k_pe[:, 5:], v[..., 1:]
-    queries = segments([2, 7], "cpu")
+    queries = segments([2, 7], device)
     out, lse = mha_prefill(q, k_nope, k_pe, v, queries, queries, SCALE, True)
     wanted = reference.mha_prefill(q.double(), join_keys(k_nope, k_pe).double(), v.double(), queries.start, queries.start, SCALE, True)
     torch.testing.assert_close(out.double(), wanted[0], atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(lse, wanted[1], atol=2e-4, rtol=1e-4)
+
+
+def check_neighbours(device: str) -> None:
+    """A request whose rows are NaN spoils no other's."""
+    from dcpmla.attention.kernels.mha_prefill import mha_prefill
+
+    generator = torch.Generator().manual_seed(0)
+    q, k_nope, v = (torch.randn(30, 2, width, generator=generator).half().to(device) for width in (32, 16, 16))
+    k_pe, lens = torch.randn(30, 16, generator=generator).half().to(device), segments([10, 10, 10], device)
+    for causal in (True, False):
+        wanted = mha_prefill(q, k_nope, k_pe, v, lens, lens, SCALE, causal)
+        spoiled = [tensor.index_fill(0, torch.arange(10, 20, device=device), torch.nan) for tensor in (q, k_nope, k_pe, v)]
+        got = mha_prefill(*spoiled, lens, lens, SCALE, causal)
+        for one, other in zip(got, wanted, strict=True):
+            assert one[10:20].isnan().all()
+            torch.testing.assert_close(one[:10], other[:10], atol=0, rtol=0)
+            torch.testing.assert_close(one[20:], other[20:], atol=0, rtol=0)
 
 
 def check_triton(dtype: torch.dtype, device: str) -> None:
@@ -112,8 +129,8 @@ def check_merge_into(device: str) -> None:
 def test_in_the_interpreter() -> None:
     """In a process of its own: Triton decides to interpret when a kernel is defined."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    checks = "from test_prefill_kernel import *; check_triton(torch.float16, 'cpu'); check_unaligned(); check_merge_into('cpu')"
-    command = [sys.executable, "-c", checks]
+    checks = "from test_prefill_kernel import *; check_triton(torch.float16, 'cpu'); check_unaligned('cpu'); check_neighbours('cpu')"
+    command = [sys.executable, "-c", f"{checks}; check_merge_into('cpu')"]
     subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
 
 
@@ -181,7 +198,9 @@ def test_backend_on_a_gpu(backend: PrefillBackend, case: str, dtype: torch.dtype
 
 
 @pytest.mark.gpu
-def test_merge_into_on_a_gpu() -> None:
+def test_on_a_gpu() -> None:
+    check_unaligned("cuda")
+    check_neighbours("cuda")
     check_merge_into("cuda")
 
 
