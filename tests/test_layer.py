@@ -122,6 +122,8 @@ def check_mistakes(hf_config: Any) -> None:
         layer(hidden[:2], cache, metadata, cos_sin)
     with pytest.raises(ValueError, match=r"kv_cache has shape \(2, 4, 23\); expected \[num_blocks, 4, 24\]"):
         layer(hidden, cache[..., :23], metadata, cos_sin)
+    with pytest.raises(ValueError, match=r"kv_cache has strides \(96, 1, 4\); the values of a row must lie side by side"):
+        layer(hidden, cache.transpose(1, 2).contiguous().transpose(1, 2), metadata, cos_sin)
     with pytest.raises(ValueError, match=r"cos_sin has shape \(2, 8\); expected \[3, 8\]"):
         layer(hidden, cache, metadata, cos_sin[:2])
     with pytest.raises(ValueError, match="kv_cache is None; a step with metadata needs"):

@@ -62,7 +62,7 @@ def query_case(sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, rope
     """Arguments of `absorb_query`: rows cut out, W_UK as it lies over W_UV."""
     _, rank, width, nope, value, heads = sizes
     cos_sin = randn(num_tokens, width, seed=2) if rope else None
-    w_uk = randn(heads, nope + value, rank, dtype=dtype, seed=5)[:, :nope] / nope**0.5
+    w_uk = (randn(heads, nope + value, rank, dtype=dtype, seed=5) / nope**0.5)[:, :nope]
     return [cut(randn(num_tokens, heads, nope + width, dtype=dtype, seed=6)), w_uk, cos_sin, interleaved]
 
 
@@ -137,7 +137,7 @@ def test_operators_run_the_kernels_and_match_the_torch_code() -> None:
         tolerance = TOLERANCE.get(dtype, 1e-6)
         arguments, queries = latents_case(DEEPSEEK, [5, -1, 0], dtype, True, True), query_case(DEEPSEEK, 3, dtype, True, True)
         moved = on("cuda", arguments)
-        out, w_uv = randn(3, 16, 512, dtype=dtype), randn(16, 256, 512, dtype=dtype)[:, 128:] / 512**0.5
+        out, w_uv = randn(3, 16, 512, dtype=dtype), (randn(16, 256, 512, dtype=dtype) / 512**0.5)[:, 128:]
         wanted = [*projections.finish_latents(*arguments), projections.absorb_query(*queries), projections.project_values(out, w_uv)]
         got = [
             *projections.finish_latents(*moved),

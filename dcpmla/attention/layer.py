@@ -187,6 +187,8 @@ class MLAAttention(nn.Module):
         if kv_cache.ndim != 3 or kv_cache.shape[1:] != (self.dcp.block_size, config.latent_dim):
             shape = tuple(kv_cache.shape)
             raise ValueError(f"kv_cache has shape {shape}; expected [num_blocks, {self.dcp.block_size}, {config.latent_dim}]")
+        if kv_cache.stride(-1) != 1:
+            raise ValueError(f"kv_cache has strides {kv_cache.stride()}; the values of a row must lie side by side")
         if cos_sin is not None and tuple(cos_sin.shape) != (num_tokens, config.qk_rope_head_dim):
             raise ValueError(f"cos_sin has shape {tuple(cos_sin.shape)}; expected [{num_tokens}, {config.qk_rope_head_dim}]")
 
