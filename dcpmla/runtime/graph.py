@@ -1,6 +1,7 @@
 """The decode step as CUDA graphs: one for each of a list of batch sizes, replayed with the step's numbers copied into static memory."""
 
 import traceback
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -200,7 +201,9 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 @contextmanager
 def _error_on_host_sync() -> Iterator[None]:
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
