@@ -44,7 +44,7 @@ def mla_decode(
         raise ValueError(f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}")
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != q.shape[-1]:
         raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {q.shape[-1]}] to match q")
-    if block_table.ndim != 2 or (query_start_loc is None and (num_reqs == 0) != (num_tokens == 0)):
+    if block_table.ndim != 2 or (query_start_loc is None and (num_reqs == 0 or num_tokens == 0) and num_reqs != num_tokens):
         raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request")
     if tuple(seq_lens.shape) != (num_tokens,):
         raise ValueError(f"seq_lens has shape {tuple(seq_lens.shape)}; expected [{num_tokens}], one for each query token")
@@ -110,6 +110,6 @@ def _uniform_query_len(num_tokens: int, num_reqs: int, max_query_len: int | None
     query_len = num_tokens // num_reqs if num_reqs else 0
     if query_len * num_reqs != num_tokens:
         raise ValueError(f"q has {num_tokens} tokens for {num_reqs} requests; without query_start_loc each has as many")
-    if max_query_len not in (None, query_len):
+    if max_query_len is not None and max_query_len != query_len:
         raise ValueError(f"max_query_len is {max_query_len}; without query_start_loc it is {num_tokens} / {num_reqs} = {query_len}")
     return query_len

@@ -93,8 +93,7 @@ def score_role(buffers, probs, factors, ready, free, outputs, scale, work, row_t
     q_free, left_free, _, probs_free = free
     out_ptr, lse_ptr, partials_ptr, partial_lse_ptr, counters_ptr = outputs
     request, begin, start, end, size, lens_ptr, start_ptr, query_len, num_heads = work
-    num_segments, num_tiles, num_handed = 0, 0, 0
-    last, last_begin = request, begin
+    num_segments, num_tiles, num_handed, last, last_begin = 0, 0, 0, 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     while start < end:
@@ -194,8 +193,7 @@ def help_role(num_reqs, buffers, probs, factors, ready, free, outputs, work, row
     _, _, right_free, probs_free = free
     out_ptr, _, partials_ptr, _, counters_ptr = outputs
     request, begin, start, end, size, lens_ptr, start_ptr, query_len, num_heads = work
-    num_tiles, num_handed = 0, 0
-    last, last_begin = request, begin
+    num_tiles, num_handed, last, last_begin = 0, 0, 0, 0
     _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED)
     while start < end:
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
