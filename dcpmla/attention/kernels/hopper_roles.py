@@ -7,7 +7,13 @@ the counts.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from dcpmla.attention.kernels.hopper_split import (
     HALF,
@@ -37,7 +43,7 @@ def load_role(descs, buffers, ready, free, table_ptr, table_stride, rows_per_blo
     """The loader: a segment's queries, then its keys tile after tile into the stages that the others have freed."""
     q_desc, q_pe_desc, kv_desc, k_pe_desc = descs
     q_left, q_right, q_pe, k_left, k_right, k_pe = buffers
-    q_ready, left_ready, right_ready, _, _ = ready
+    q_ready, left_ready, right_ready, _ = ready
     q_free, left_free, right_free, _ = free
     request, begin, start, end, _, lens_ptr, start_ptr, query_len, num_heads = work
     num_segments, num_loaded = 0, 0
@@ -55,7 +61,7 @@ def load_role(descs, buffers, ready, free, table_ptr, table_stride, rows_per_blo
             tma_load(q_desc, [row, HALF], q_ready, q_right)
             tma_load(q_pe_desc, [row, LATENT], q_ready, q_pe)
             num_segments += 1
-            for _ in range(start, stop):
+            for _tile in range(start, stop):
                 stage, phase = num_loaded % NUM_STAGES, (num_loaded // NUM_STAGES) & 1
                 row = block * rows_per_block + key % block_size
                 key += KEYS
@@ -86,68 +92,98 @@ def _clear_behind(values, num_keys):
 
 
 @gluon.jit
-def score_role(buffers, probs, factors, ready, free, outputs, scale, work, row_tile, IS_RAGGED: gl.constexpr, LAGS: gl.constexpr):
-    """The scorer: scores, probabilities, LSE, and the left half of the output."""
+def _start_scores(buffers, ready, num_tiles):
+    """Queries times a tile's keys, in three products that run on."""
     q_left, q_right, q_pe, k_left, k_right, k_pe = buffers
-    q_ready, left_ready, right_ready, probs_ready, scored = ready
+    _, left_ready, right_ready, _ = ready
+    stage, phase = num_tiles % NUM_STAGES, (num_tiles // NUM_STAGES) & 1
+    scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    mbarrier.wait(left_ready.index(stage), phase)
+    scores = warpgroup_mma(q_left, k_left.index(stage).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(q_pe, k_pe.index(stage).permute((1, 0)), scores, is_async=True)
+    mbarrier.wait(right_ready.index(stage), phase)
+    return warpgroup_mma(q_right, k_right.index(stage).permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def _hand_over(scores, first_key, num_seen, num_seen_by_all, scale, peak, total, handed, num_handed):
+    """A tile's step of the online softmax: probabilities and the factor of what was summed before, also into the helper's buffers."""
+    probs, factors, probs_ready, probs_free = handed
+    if first_key + KEYS > num_seen_by_all:
+        key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+        scores = gl.where(gl.expand_dims(num_seen, 1) > gl.expand_dims(key, 0), scores, -float("inf"))
+    new_peak = gl.maximum(peak, gl.max(scores, 1))
+    shift = gl.where(new_peak == -float("inf"), 0.0, new_peak) * scale  # -inf - -inf is NaN
+    factor = exp2(peak * scale - shift)
+    prob = exp2(scores * scale - gl.expand_dims(shift, 1))
+    total = total * factor + gl.sum(prob, 1)
+    weights = prob.to(probs.dtype)
+    mbarrier.wait(probs_free, (num_handed & 1) ^ 1)
+    probs.store(weights)
+    factors.store(factor)
+    mbarrier.arrive(probs_ready, count=1)
+    return gl.convert_layout(weights, WEIGHTS), gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), new_peak, total
+
+
+@gluon.jit
+def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED: gl.constexpr, OVERLAPS: gl.constexpr):
+    """The scorer: scores, probabilities, LSE, and the left half of the output.
+
+    A tile's product with the values is started before the next tile's scores. Where it OVERLAPS it is waited for behind their start, so
+    the tensor cores go from one to the other; else before, so the loader has the values' place while the next tile is still to come.
+    """
+    k_left = buffers[3]
+    q_ready, _, _, probs_ready = ready
     q_free, left_free, _, probs_free = free
+    probs, factors = handed
+    handed = probs, factors, probs_ready, probs_free
     out_ptr, lse_ptr, partials_ptr, partial_lse_ptr, counters_ptr = outputs
     request, begin, start, end, size, lens_ptr, start_ptr, query_len, num_heads = work
     num_segments, num_tiles, num_handed, last, last_begin = 0, 0, 0, 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     while start < end:
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), end)
         if start < stop:
-            token = first + (row_tile * ROWS + row) // num_heads
-            num_seen = gl.load(lens_ptr + token, mask=row < num_rows, other=0)
+            num_seen = gl.load(lens_ptr + first + (row_tile * ROWS + row) // num_heads, mask=row < num_rows, other=0)
             num_seen_by_all = gl.load(lens_ptr + first + row_tile * ROWS // num_heads)
             peak = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
+            key = (start - begin) * KEYS
             mbarrier.wait(q_ready, num_segments & 1)
-            for tile in range(start - begin, stop - begin):
-                stage, phase = num_tiles % NUM_STAGES, (num_tiles // NUM_STAGES) & 1
-                scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-                mbarrier.wait(left_ready.index(stage), phase)
-                scores = warpgroup_mma(q_left, k_left.index(stage).permute((1, 0)), scores, is_async=True)
-                scores = warpgroup_mma(q_pe, k_pe.index(stage).permute((1, 0)), scores, is_async=True)
-                mbarrier.wait(right_ready.index(stage), phase)
-                scores = warpgroup_mma(q_right, k_right.index(stage).permute((1, 0)), scores, is_async=True)
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                if LAGS:
-                    mbarrier.arrive(scored, count=1, pred=tile > start - begin)
-                if (tile + 1) * KEYS > num_seen_by_all:
-                    scores = gl.where(gl.expand_dims(num_seen, 1) > gl.expand_dims(tile * KEYS + key, 0), scores, -float("inf"))
-                new_peak = gl.maximum(peak, gl.max(scores, 1))
-                shift = gl.where(new_peak == -float("inf"), 0.0, new_peak) * scale  # -inf - -inf is NaN
-                factor = exp2(peak * scale - shift)
-                prob = exp2(scores * scale - gl.expand_dims(shift, 1))
-                total = total * factor + gl.sum(prob, 1)
-                peak = new_peak
-                weights = prob.to(probs.dtype)
-                mbarrier.wait(probs_free, (num_handed & 1) ^ 1)
-                probs.store(weights)
-                factors.store(factor)
-                mbarrier.arrive(probs_ready, count=1)
-                num_handed += 1
-                acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), 1)
-                if (tile + 1) * KEYS > num_keys:
-                    _clear_behind(k_left.index(stage), num_keys - tile * KEYS)
-                acc = warpgroup_mma(gl.convert_layout(weights, WEIGHTS), k_left.index(stage), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(left_free.index(stage), count=1)
+            scores = warpgroup_mma_wait(0, deps=[_start_scores(buffers, ready, num_tiles)])
+            weights, factor, peak, total = _hand_over(scores, key, num_seen, num_seen_by_all, scale, peak, total, handed, num_handed)
+            for _tile in range(start + 1, stop):
+                stage = num_tiles % NUM_STAGES
+                acc = acc * gl.expand_dims(factor, 1)
+                product = warpgroup_mma(weights, k_left.index(stage), acc, is_async=True)
+                if not OVERLAPS:
+                    acc = warpgroup_mma_wait(0, deps=[product])
+                    mbarrier.arrive(left_free.index(stage), count=1)
                 num_tiles += 1
+                num_handed += 1
+                key += KEYS
+                scores = _start_scores(buffers, ready, num_tiles)
+                if OVERLAPS:
+                    acc = warpgroup_mma_wait(3, deps=[product])  # all but the three of the scores
+                    mbarrier.arrive(left_free.index(stage), count=1)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                weights, factor, peak, total = _hand_over(scores, key, num_seen, num_seen_by_all, scale, peak, total, handed, num_handed)
             mbarrier.arrive(q_free, count=1)
-            if LAGS:
-                mbarrier.arrive(scored, count=1)
+            stage = num_tiles % NUM_STAGES
+            if key + KEYS > num_keys:
+                _clear_behind(k_left.index(stage), num_keys - key)
+            acc = warpgroup_mma(weights, k_left.index(stage), acc * gl.expand_dims(factor, 1), is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(left_free.index(stage), count=1)
             is_any = total > 0
             total = gl.where(is_any, total, 1.0)
-            mbarrier.wait(probs_free, (num_handed & 1) ^ 1)
+            mbarrier.wait(probs_free, num_handed & 1)
             factors.store(1.0 / total)
             mbarrier.arrive(probs_ready, count=1)
-            num_handed += 1
+            num_tiles += 1
+            num_handed += 2
             acc = acc / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, OUTPUT)), 1)
             lse = gl.where(is_any, (peak * scale + gl.log2(total)) * LN2, -float("inf"))
             first_row = first * num_heads + row_tile * ROWS
@@ -183,13 +219,11 @@ def _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def help_role(num_reqs, buffers, probs, factors, ready, free, outputs, work, row_tile, IS_RAGGED: gl.constexpr, LAGS: gl.constexpr):
-    """The helper: the right half of the output, from the scorer's probabilities.
-
-    Where the tensor cores are the limit it lags one tile behind, so that they work for it while the scorer computes a softmax.
-    """
-    _, _, _, _, k_right, _ = buffers
-    _, _, right_ready, probs_ready, scored = ready
+def help_role(num_reqs, buffers, handed, ready, free, outputs, work, row_tile, IS_RAGGED: gl.constexpr):
+    """The helper: the right half of the output, from the scorer's probabilities."""
+    k_right = buffers[4]
+    probs, factors = handed
+    _, _, right_ready, probs_ready = ready
     _, _, right_free, probs_free = free
     out_ptr, _, partials_ptr, _, counters_ptr = outputs
     request, begin, start, end, size, lens_ptr, start_ptr, query_len, num_heads = work
@@ -205,8 +239,6 @@ def help_role(num_reqs, buffers, probs, factors, ready, free, outputs, work, row
                 mbarrier.wait(probs_ready, num_handed & 1)
                 weights = probs.load(WEIGHTS)
                 factor = factors.load(gl.SliceLayout(1, OUTPUT))
-                if LAGS:
-                    mbarrier.wait(scored, num_tiles & 1)
                 mbarrier.arrive(probs_free, count=1)
                 num_handed += 1
                 acc = acc * gl.expand_dims(factor, 1)

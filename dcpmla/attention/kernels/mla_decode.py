@@ -14,7 +14,7 @@ from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_prog
 
 _LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
-MIN_TILES = tl.constexpr(4)  # of a part: below, partial outputs cost more than a shorter part saves
+MIN_TILES = tl.constexpr(8)  # of a part: the last one to arrive merges them all, so many short ones would cost more than they save
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def decode_kernel(
     scale,
     REQS: gl.constexpr,
     IS_RAGGED: gl.constexpr,
-    LAGS: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):
     """Programs (parts, tiles of query rows). scale includes log2(e)."""
     row_tile = gl.program_id(1)
@@ -57,8 +57,7 @@ def decode_kernel(
         gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, HALF], half),
         gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, ROPE], rope),
     )
-    probs = gl.allocate_shared_memory(dtype, [ROWS, KEYS], rope)
-    factors = gl.allocate_shared_memory(gl.float32, [ROWS], flat)
+    handed = (gl.allocate_shared_memory(dtype, [ROWS, KEYS], rope), gl.allocate_shared_memory(gl.float32, [ROWS], flat))
     one: gl.constexpr = [1]
     each: gl.constexpr = [NUM_STAGES, 1]
     q_ready = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
@@ -69,19 +68,17 @@ def decode_kernel(
     right_free = gl.allocate_shared_memory(gl.int64, each, mbarrier.MBarrierLayout())
     probs_ready = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
     probs_free = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
-    scored = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=1)
     mbarrier.init(probs_ready, count=1)
     mbarrier.init(probs_free, count=1)
-    mbarrier.init(scored, count=1)
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(left_ready.index(stage), count=1)
         mbarrier.init(left_free.index(stage), count=1)
         mbarrier.init(right_ready.index(stage), count=1)
         mbarrier.init(right_free.index(stage), count=1)
     fence_async_shared()
-    ready = (q_ready, left_ready, right_ready, probs_ready, scored)
+    ready = (q_ready, left_ready, right_ready, probs_ready)
     free = (q_free, left_free, right_free, probs_free)
 
     part = cut(lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED)
@@ -91,8 +88,8 @@ def decode_kernel(
     descs = (q_desc, q_pe_desc, kv_desc, k_pe_desc)
     gl.warp_specialize(
         [
-            (score_role, (buffers, probs, factors, ready, free, outputs, scale, work, row_tile, IS_RAGGED, LAGS)),
-            (help_role, (num_reqs, buffers, probs, factors, ready, free, outputs, work, row_tile, IS_RAGGED, LAGS)),
+            (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED, OVERLAPS)),
+            (help_role, (num_reqs, buffers, handed, ready, free, outputs, work, row_tile, IS_RAGGED)),
             (load_role, (descs, buffers, ready, free, table_ptr, table_stride, rows_per_block, block_size, work, row_tile, IS_RAGGED)),
         ],
         [4, 1],
@@ -147,7 +144,7 @@ def mla_decode(
         scale * LOG2E.value,
         REQS=max(32, triton.next_power_of_2(num_reqs)),
         IS_RAGGED=query_start_loc is not None,
-        LAGS=num_row_tiles > 1,
+        OVERLAPS=num_row_tiles > 1,
         num_warps=4,
         launch_cooperative_grid=num_parts > 1,
     )
