@@ -151,7 +151,7 @@ ON_GPU = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("backend", ["hopper", "triton", "flashinfer"])
 @pytest.mark.parametrize("case", ON_GPU, ids=lambda case: f"{len(case.requests)}x{case.requests[0][1]}x{case.num_heads}")
 def test_kernels_against_float64(backend: str, case: Case) -> None:
     from dcpmla.attention.backends import DECODE_BACKENDS
@@ -199,6 +199,15 @@ def test_a_graph_replays_with_other_lengths() -> None:
         eager, eager_lse = mla_decode(**inputs)
         assert torch.equal(out, eager)
         assert torch.equal(lse, eager_lse)
+
+
+@pytest.mark.gpu
+def test_the_operator_on_a_gpu() -> None:
+    from dcpmla.attention.workspace import decode_workspace
+
+    inputs = {**long_case(5, 2000).inputs("cuda"), "workspace": decode_workspace("cuda")}
+    names = [argument.name for argument in torch.ops.dcpmla.mla_decode.default._schema.arguments]
+    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, tuple(inputs[name] for name in names))
 
 
 def compile_for_hopper(kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:

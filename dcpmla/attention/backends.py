@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention import reference
+from dcpmla.attention import decode_flashinfer, reference
 
 
 class Decode(Protocol):
@@ -77,6 +79,24 @@ def _load_triton() -> Decode:
     return mla_decode
 
 
+def _takes_flashinfer(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
+    return (
+        _takes_triton(q, kv_cache, kv_lora_rank)
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and (kv_lora_rank, q.shape[-1] - kv_lora_rank) == decode_flashinfer.WIDTHS
+        and _has_flashinfer()
+    )
+
+
+@cache
+def _has_flashinfer() -> bool:
+    return find_spec("flashinfer") is not None
+
+
+def _load_flashinfer() -> Decode:
+    return decode_flashinfer.mla_decode
+
+
 def _takes_torch(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
     return q.device.type in ("cpu", "cuda")
 
@@ -89,6 +109,7 @@ def _load_torch() -> Decode:
 DECODE_BACKENDS = (
     DecodeBackend("hopper", _takes_hopper, _load_hopper),
     DecodeBackend("triton", _takes_triton, _load_triton),
+    DecodeBackend("flashinfer", _takes_flashinfer, _load_flashinfer),
     DecodeBackend("torch", _takes_torch, _load_torch),
 )
 
