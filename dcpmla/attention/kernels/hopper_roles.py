@@ -179,12 +179,13 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
             mbarrier.arrive(left_free.index(stage), count=1)
             is_any = total > 0
             total = gl.where(is_any, total, 1.0)
+            inverse = 1.0 / total
             mbarrier.wait(probs_free, num_handed & 1)
-            factors.store(1.0 / total)
+            factors.store(inverse)
             mbarrier.arrive(probs_ready, count=1)
             num_tiles += 1
             num_handed += 2
-            acc = acc / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, OUTPUT)), 1)
+            acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT)), 1)
             lse = gl.where(is_any, (peak * scale + gl.log2(total)) * LN2, -float("inf"))
             first_row = first * num_heads + row_tile * ROWS
             if stop - start == gl.cdiv(num_keys, KEYS):
@@ -208,14 +209,14 @@ def _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED: gl.constexpr):
     """(0, -inf) for the requests without keys that fall to this program: no part of the row of tiles is theirs."""
     out_ptr, lse_ptr, _, _, _ = outputs
     _, _, _, _, _, lens_ptr, start_ptr, query_len, num_heads = work
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUTPUT))
+    column = gl.arange(0, LATENT, layout=gl.BlockedLayout([4], [32], [4], [0]))
     for request in range(gl.program_id(0), num_reqs, gl.num_programs(0)):
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
         if num_keys == 0:
             first_row = first * num_heads + row_tile * ROWS
-            for half in gl.static_range(2):
-                store_half(out_ptr, first_row, num_rows, half, gl.zeros([ROWS, HALF], gl.float32, OUTPUT))
-            gl.store(lse_ptr + first_row + row, gl.full_like(row, -float("inf"), dtype=gl.float32), mask=row < num_rows)
+            for row in range(first_row, first_row + gl.minimum(num_rows, ROWS)):
+                gl.store(out_ptr + row.to(gl.int64) * LATENT + column, gl.full_like(column, 0, dtype=out_ptr.dtype.element_ty))
+                gl.store(lse_ptr + row, -float("inf"))
 
 
 @gluon.jit

@@ -123,7 +123,7 @@ def _merge_rows(half, first_part, num_parts, mine, rows, outputs, row_tile, AT_O
     """Online over PARTS partial outputs at a time, for AT_ONCE rows at a time."""
     out_ptr, lse_ptr, partials_ptr, partial_lse_ptr, _ = outputs
     first_row, num_mine = rows
-    layout: gl.constexpr = gl.BlockedLayout([AT_ONCE, PARTS, 2], [1, 1, 32], [1, 1, 4], [2, 1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([AT_ONCE, PARTS // 2, 4], [1, 2, 16], [1, 1, 4], [2, 1, 0])
     by_part: gl.constexpr = gl.SliceLayout(2, layout)
     by_column: gl.constexpr = gl.SliceLayout(1, layout)
     column = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
