@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dcpmla.attention import prefill as operators
 from dcpmla.attention import reference
 from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend
 from dcpmla.attention.segments import Segments, join_keys
@@ -111,7 +112,10 @@ def check_merge_into(device: str) -> None:
     from dcpmla.attention.kernels.merge import merge_into
 
     generator = torch.Generator().manual_seed(0)
-    for (num_tokens, num_heads, width), dtype in (((5, 3, 32), torch.float32), ((7, 1, 24), torch.float16), ((1, 8, 128), torch.bfloat16)):
+    cases = [((5, 3, 32), torch.float32), ((7, 1, 24), torch.float16), ((1, 8, 128), torch.bfloat16)]
+    if device == "cuda":  # in place: programs that read what they have written are wrong in few rows of many
+        cases += [((8192, 16, 128), torch.bfloat16), ((30_001, 3, 24), torch.float16)]
+    for (num_tokens, num_heads, width), dtype in cases:
         out, part = torch.randn(2, num_tokens, num_heads, width, generator=generator)
         lse, part_lse = 30 * torch.randn(2, num_tokens, num_heads, generator=generator)
         part = part.to(dtype)
@@ -124,6 +128,25 @@ def check_merge_into(device: str) -> None:
         merge_into(merged, merged_lse, part.to(device), part_lse.to(device))
         torch.testing.assert_close(merged.double().cpu(), wanted, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(merged_lse.cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
+
+
+def check_operators(device: str, dtype: torch.dtype) -> None:
+    """Schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = segments([3, 1], device), segments([0, 5], device)
+    q, kv, latents = (torch.randn(shape, generator=generator).to(device, dtype) for shape in ((4, 2, 24), (5, 2, 32), (5, 48)))
+    for num_tokens, lens, causal in ((4, queries, True), (5, keys, False)):  # keys and values, rope parts as they lie
+        rows = (q, kv[:num_tokens, :, :16], latents[:num_tokens, 32:40], kv[:num_tokens, :, 16:])
+        torch.library.opcheck(operators.mha_prefill, (*rows, *queries, *lens, SCALE, causal))
+    for width in (16, 17):
+        out, part = torch.randn(2, 3, 2, width, generator=generator).to(device)
+        lse, part_lse = torch.randn(2, 3, 2, generator=generator).to(device)
+        torch.library.opcheck(operators.merge_into, (out, lse, part.to(dtype), part_lse))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators(dtype: torch.dtype) -> None:
+    check_operators("cpu", dtype)
 
 
 def test_in_the_interpreter() -> None:
@@ -202,6 +225,8 @@ def test_on_a_gpu() -> None:
     check_unaligned("cuda")
     check_neighbours("cuda")
     check_merge_into("cuda")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        check_operators("cuda", dtype)
 
 
 @pytest.mark.gpu

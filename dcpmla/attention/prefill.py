@@ -1,5 +1,7 @@
 """Prefill: new tokens attend to themselves, then to their cached context chunk by chunk, each rank for its own heads."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,17 +31,16 @@ def dcp_mla_prefill(
     """
     qk_nope_head_dim = q.shape[-1] - k_pe.shape[-1]
     k_nope, v = up_project(kv_c, w_kv_b, qk_nope_head_dim)
-    attend = select_prefill(q, k_pe, v).load()
-    queries = Segments(prefill.query_start, prefill.query_start_loc)
-    out, lse = attend(q, k_nope, k_pe, v, queries, queries, scale, causal=True)
+    queries = prefill.query_start, prefill.query_start_loc
+    out, lse = mha_prefill(q, k_nope, k_pe, v, *queries, *queries, scale, causal=True)
     if prefill.context_chunks:
         out = out.to(torch.promote_types(q.dtype, torch.float32))  # rounded once, behind the last chunk, not once a chunk
     for chunk in prefill.context_chunks:
         latents = exchange.gather_context(read_latents(kv_cache, chunk.local_slots), chunk.order).to(q.dtype)
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
         k_nope, v = up_project(context_kv_c, w_kv_b, qk_nope_head_dim)
-        keys = Segments(chunk.key_start, chunk.key_start_loc)
-        out, lse = _merge(out, lse, *attend(q, k_nope, context_k_pe, v, queries, keys, scale, causal=False))
+        part = mha_prefill(q, k_nope, context_k_pe, v, *queries, chunk.key_start, chunk.key_start_loc, scale, causal=False)
+        merge_into(out, lse, *part)
     return out.to(q.dtype), lse
 
 
@@ -57,11 +58,42 @@ def up_project(kv_c: Tensor, w_kv_b: Tensor, qk_nope_head_dim: int) -> tuple[Ten
     return k_nope, v
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`merge_partials` of what there is and one more part; on a GPU in the place of what there is."""
-    if not out.is_cuda:
-        return merge_partials(torch.stack([out, part.to(out.dtype)]), torch.stack([lse, part_lse]))
-    from dcpmla.attention.kernels.merge import merge_into  # triton is there on Linux only
+@torch.library.custom_op("dcpmla::mha_prefill", mutates_args=())
+def mha_prefill(
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    query_start: Sequence[int],
+    query_start_loc: Tensor,
+    key_start: Sequence[int],
+    key_start_loc: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """`prefill_backends.Prefill` by the first backend that takes the inputs, as an operator of torch. No gradients."""
+    queries, keys = Segments(tuple(query_start), query_start_loc), Segments(tuple(key_start), key_start_loc)
+    return select_prefill(q, k_pe, v).load()(q, k_nope, k_pe, v, queries, keys, scale, causal)
 
-    merge_into(out, lse, part, part_lse)
-    return out, lse
+
+@mha_prefill.register_fake
+def _(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("dcpmla::merge_into", mutates_args=("out", "lse"))
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge one more part into (out, lse), which it overwrites: `merge_partials` of the two.
+
+    Args:
+        out, lse: [T, h, V] float32 or float64, [T, h] float32, contiguous.
+        part, part_lse: [T, h, V] any float dtype, [T, h] float32, contiguous; over other keys. A row whose lse is -inf may hold anything.
+    """
+    if out.is_cuda:
+        from dcpmla.attention.kernels import merge as kernels  # triton is there on Linux only
+
+        kernels.merge_into(out, lse, part, part_lse)
+    else:
+        merged, merged_lse = merge_partials(torch.stack([out, part.to(out.dtype)]), torch.stack([lse, part_lse]))
+        out.copy_(merged)
+        lse.copy_(merged_lse)

@@ -1,4 +1,4 @@
-"""One more part of attention merged into what there is, in place; `dcpmla.merge` specifies it."""
+"""One more part of attention merged into what there is, in place, as a Triton kernel; `dcpmla.merge` specifies it."""
 
 import triton
 import triton.language as tl
@@ -7,9 +7,9 @@ from torch import Tensor
 _ROWS = 8  # rows of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_into_kernel(out_ptr, lse_ptr, part_ptr, part_lse_ptr, num_rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """One program a few rows of (token, head)."""
+    """One warp a few rows of (token, head)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     is_row, is_column = row < num_rows, column < WIDTH
@@ -31,13 +31,16 @@ def merge_into_kernel(out_ptr, lse_ptr, part_ptr, part_lse_ptr, num_rows, WIDTH:
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a part into (out, lse), which it overwrites: `dcpmla.merge_partials` of the two without a copy of either, on a GPU.
-
-    Args:
-        out, lse: [T, h, V] float32 or float64, [T, h] float32, contiguous.
-        part, part_lse: [T, h, V] any float dtype, [T, h] float32, contiguous; over other keys. A row whose lse is -inf may hold anything.
-    """
+    """`prefill.merge_into` in one kernel, for contiguous rows."""
     num_rows, width = lse.numel(), out.shape[-1]
     merge_into_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        out, lse, part, part_lse, num_rows, WIDTH=width, COLUMNS=triton.next_power_of_2(width), ROWS=_ROWS
+        out,
+        lse,
+        part,
+        part_lse,
+        num_rows,
+        WIDTH=width,
+        COLUMNS=triton.next_power_of_2(width),
+        ROWS=_ROWS,
+        num_warps=1,  # in place: every warp would load all of lse, and one of them may store before another has loaded
     )
