@@ -24,6 +24,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # 
 DTYPES = tuple(TOLERANCE)
 # Lq, L, R, P, V, h: DeepSeek-V3's, no query latent, nothing a power of two.
 DEEPSEEK, NO_Q_LORA, ODD = (1536, 512, 64, 128, 128, 16), (0, 512, 64, 128, 128, 16), (24, 40, 6, 12, 5, 3)
+LONG = (0, 72, 16, 140, 5, 3)  # latents and heads longer than a tile of W_UK
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -125,7 +126,7 @@ def check_rows(device: str, width: int) -> None:
 def test_kernels() -> None:
     check_latents("cuda", DEEPSEEK, NO_Q_LORA, ODD)
     for num_tokens in (0, 1, 17, 130):
-        check_queries("cuda", num_tokens, DEEPSEEK, ODD)
+        check_queries("cuda", num_tokens, DEEPSEEK, ODD, LONG)
     check_rows("cuda", 576)
     check_rows("cuda", 7)
 
@@ -169,10 +170,10 @@ def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     script = """
-from test_small_kernels import ODD, check_latents, check_queries, check_rows
+from test_small_kernels import LONG, ODD, check_latents, check_queries, check_rows
 check_latents("cpu", ODD, (0, *ODD[1:]))
 check_queries("cpu", 5, ODD)
-check_queries("cpu", 19, ODD)
+check_queries("cpu", 19, LONG)
 check_rows("cpu", 7)
 """
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
@@ -201,7 +202,7 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
     latents = {"KV_RANK": 512, "KV_COLUMNS": 512, **rope}
     types = {"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32", "kv_scale": "fp32"}
     without_q_lora = {"Q_RANK": 0, "Q_COLUMNS": 1, "q_weight_ptr": None, "cos_sin_ptr": None}
-    query = {"NOPE": 128, "RANK": 512, "NOPE_ROWS": 128, "TOKENS": 64, "COLUMNS": 64, **rope}
+    query = {"NOPE": 128, "RANK": 512, "TOKENS": 64, "ROWS": 64, "COLUMNS": 64, **rope}
     compiled = [
         compile_for_hopper(latents_kernel, dtype, {"Q_RANK": 1536, "Q_COLUMNS": 2048, **latents}, **types),
         compile_for_hopper(latents_kernel, dtype, {**without_q_lora, **latents}, **types),
@@ -270,14 +271,19 @@ def check_operators(device: str) -> None:
     for slots in ([3, -1, 0], []):
         for sizes, rope in itertools.product((ODD, (0, *ODD[1:])), (True, False)):
             torch.library.opcheck(projections.finish_latents, on(device, latents_case(sizes, slots, torch.float32, rope, True)))
+        mixed = latents_case(ODD, slots, torch.bfloat16, True, True)
+        mixed[3], mixed[4] = mixed[3].float(), mixed[4].float()  # the weights of the norms
+        torch.library.opcheck(projections.finish_latents, on(device, mixed))
         queries = on(device, query_case(ODD, len(slots), torch.float32, True, False))
         torch.library.opcheck(projections.absorb_query, queries)
         torch.library.opcheck(projections.rotate_query_, [queries[0], *queries[2:]])
         values = [randn(len(slots), 3, 40), randn(3, 17, 40)[:, 12:]]
         torch.library.opcheck(projections.project_values, on(device, values))
         rows = [randn(NUM_BLOCKS, 2, BLOCK_SIZE, 7)[:, 1], torch.tensor(slots, dtype=torch.int64).abs()]
-        torch.library.opcheck(torch.ops.dcpmla.read_latents.default, on(device, rows))
-        torch.library.opcheck(_merge, on(device, [randn(2, len(slots), 3, 8), randn(2, len(slots), 3)]))
+        torch.library.opcheck(read_latents, on(device, rows))
+        for num_heads in (1, 3):
+            received = randn(2, len(slots), num_heads, 16)  # rows with their LSE behind them, as the exchange receives them
+            torch.library.opcheck(_merge, on(device, [received[..., :8], received[..., 8]]))
 
 
 def test_operators() -> None:

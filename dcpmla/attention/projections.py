@@ -110,7 +110,7 @@ def _(out: Tensor, w_uv: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[T, N] in float32 at least, rounded where transformers' models round: behind the norm, and again behind the weight [N]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).to(x.dtype)
 
 
 def _runs_triton(x: Tensor) -> bool:

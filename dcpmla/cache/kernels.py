@@ -8,7 +8,7 @@ from torch import Tensor
 _ROWS = 4  # of one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def read_kernel(
     cache_ptr,
     slots_ptr,

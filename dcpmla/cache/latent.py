@@ -110,13 +110,9 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor) -
     kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = torch.cat([kv_c, k_pe], -1)[mine].to(kv_cache.dtype)
 
 
-def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """[N, L + R] rows of a layer's cache at slots [N] int64."""
-    return torch.ops.dcpmla.read_latents(kv_cache, slots)
-
-
 @torch.library.custom_op("dcpmla::read_latents", mutates_args=())
-def _read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
+def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
+    """[N, L + R] rows of a layer's cache at slots [N] int64. An operator of torch."""
     if not kv_cache.is_cuda:
         return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
     from dcpmla.cache.kernels import read_rows  # triton is there on Linux only
@@ -124,7 +120,7 @@ def _read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
     return read_rows(kv_cache, slots)
 
 
-@_read_latents.register_fake
+@read_latents.register_fake
 def _(kv_cache: Tensor, slots: Tensor) -> Tensor:
     return kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1])
 

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 _LATENT_COLUMNS = 64  # of W_UK in one program
+_NOPE_ROWS = 64  # of W_UK at a time: all at once, a product of float32 would be unrolled into more values than there are registers
 _MAX_TOKENS = 64  # in one program
 
 
@@ -126,7 +127,7 @@ def finish_latents(
     return q_c, latents
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def absorb_kernel(
     q_ptr,
     w_uk_ptr,
@@ -141,9 +142,9 @@ def absorb_kernel(
     NOPE: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    NOPE_ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
@@ -155,12 +156,15 @@ def absorb_kernel(
     out_ptr += (token * num_heads + head) * (RANK + ROPE)
     is_token = token < num_tokens
     if tile * COLUMNS < RANK:
-        row, column = tl.arange(0, NOPE_ROWS), tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        q_nope = tl.load(q_ptr + row[None, :], mask=is_token & (row[None, :] < NOPE), other=0.0)
-        w_uk_mask = (row[:, None] < NOPE) & (column < RANK)
-        w_uk = tl.load(w_uk_ptr + row[:, None] * w_stride_row + column, mask=w_uk_mask, other=0.0)
-        ql_nope = tl.dot(q_nope, w_uk, input_precision="ieee")
-        tl.store(out_ptr + column, ql_nope.to(w_uk.dtype), mask=is_token & (column < RANK))
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        ql_nope = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        for first in range(0, NOPE, ROWS):
+            row = first + tl.arange(0, ROWS)
+            q_nope = tl.load(q_ptr + row[None, :], mask=is_token & (row[None, :] < NOPE), other=0.0)
+            w_uk_mask = (row[:, None] < NOPE) & (column < RANK)
+            w_uk = tl.load(w_uk_ptr + row[:, None] * w_stride_row + column, mask=w_uk_mask, other=0.0)
+            ql_nope = tl.dot(q_nope, w_uk, ql_nope, input_precision="ieee")
+        tl.store(out_ptr + column, ql_nope.to(out_ptr.dtype.element_ty), mask=is_token & (column < RANK))
     else:
         _rotate(q_ptr + NOPE, out_ptr + RANK, cos_sin_ptr, token, is_token, ROPE, PAIRS, INTERLEAVED)
 
@@ -184,16 +188,16 @@ def absorb_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleav
         NOPE=nope,
         RANK=rank,
         ROPE=rope,
-        NOPE_ROWS=max(16, triton.next_power_of_2(nope)),
         PAIRS=triton.next_power_of_2(rope // 2),
         TOKENS=tokens,
+        ROWS=_NOPE_ROWS,
         COLUMNS=_LATENT_COLUMNS,
         INTERLEAVED=rope_interleaved,
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def rotate_kernel(
     x_ptr,
     cos_sin_ptr,
