@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from test_exchange import expected_merge, partials
+
+from dcpmla.comm import nccl
 
 triton = pytest.importorskip("triton")
 
@@ -50,3 +54,18 @@ def test_merge_kernel_compiles_for_hopper(dtype: str) -> None:
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in merge_kernel.arg_names}
     compiled = triton.compile(ASTSource(merge_kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
     assert "sm_90a" in compiled.asm["ptx"]
+
+
+def check_strides() -> None:
+    """A row is loaded 16 bytes at a time where all strides are multiples of 16 elements; else element by element."""
+    merge, strides = nccl._merge, []
+    nccl._merge = lambda out, lse: (strides.extend(out.stride()[:3]), merge(out, lse))[1]  # type: ignore[assignment]
+    for width, dtype in ((512, torch.bfloat16), (512, torch.float32), (40, torch.float16), (1, torch.bfloat16)):
+        out = torch.randn(2, 3, width).to(dtype)
+        assert torch.equal(nccl.AllToAll(dist.group.WORLD).combine(out, torch.zeros(2, 3))[0], out)
+    assert len(strides) == 12
+    assert all(stride % 16 == 0 for stride in strides)
+
+
+def test_rows_in_transit_are_aligned() -> None:
+    run_ranks(1, check_strides)

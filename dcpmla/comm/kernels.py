@@ -27,7 +27,7 @@ def merge_kernel(
     """One program a (token, head): weights from the LSEs of all parts, then the weighted sum of their rows."""
     row = tl.program_id(0).to(tl.int64)
     token, head = row // num_heads, row % num_heads
-    part = tl.arange(0, PARTS)
+    part = tl.arange(0, PARTS).to(tl.int64)
     lse_at = lse_ptr + part * lse_stride_part + token * lse_stride_token + head * lse_stride_head
     lse = tl.load(lse_at, mask=part < NUM_PARTS, other=-float("inf"))
     peak = tl.max(lse, 0)

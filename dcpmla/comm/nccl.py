@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from dcpmla.merge import merge_partials, partial_weights, weigh_partial
 from dcpmla.parallel.collectives import named
 
-_ROW_ALIGNMENT = 16  # bytes
+_ROW_ALIGNMENT = 16  # elements: what Triton must know of a stride to load more than one of them at a time
 # torch 2.13 renamed the collectives over one tensor, and warns about the only names that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -64,8 +64,9 @@ class AllToAll(_CollectiveExchange):
         num_tokens, num_heads, width = out.shape
         if out.element_size() > lse.element_size():
             raise ValueError(f"out has dtype {out.dtype}; a2a carries rows of float32 or narrower")
-        row_words = -(-width * out.element_size() // _ROW_ALIGNMENT) * _ROW_ALIGNMENT // 4
-        sent = lse.new_empty(self.size, num_tokens, num_heads // self.size, row_words + _ROW_ALIGNMENT // 4)
+        unit = _ROW_ALIGNMENT * out.element_size() // lse.element_size()  # words of float32
+        row_words = -(-width // _ROW_ALIGNMENT) * unit
+        sent = lse.new_empty(self.size, num_tokens, num_heads // self.size, row_words + unit)
         received = torch.empty_like(sent)
         _rows(sent, out.dtype, width).copy_(self._by_owner(out))
         sent[..., row_words].copy_(self._by_owner(lse))
@@ -75,7 +76,7 @@ class AllToAll(_CollectiveExchange):
 
 
 def _rows(buffer: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """The rows [..., width] in a float32 buffer [..., words], whose rows are aligned for vector loads."""
+    """The rows [..., width] in a float32 buffer [..., words]."""
     return buffer.view(dtype)[..., :width]
 
 
