@@ -96,6 +96,7 @@ class StepMetadata:
         dcp_rank: int,
         device: torch.device | str = "cpu",
         max_decode_query_len: int = 1,
+        workspace: Tensor | None = None,
     ) -> "StepMetadata":
         """Lay out a step.
 
@@ -104,6 +105,7 @@ class StepMetadata:
                 others prefills.
             seq_lens: [num_reqs] tokens of each request after this step.
             block_tables: [num_reqs] block ids of each request, enough for seq_lens.
+            workspace: from `decode_workspace`, shared by steps that follow each other on one stream; None makes one for this step.
         Raises:
             ValueError: lengths that do not belong together, a block table too short, more prefills than the workspace has room for.
         """
@@ -122,7 +124,7 @@ class StepMetadata:
             num_decode_tokens=num_decode_tokens,
             positions=_to(device, positions),
             slot_mapping=_to(device, slots),
-            decode=_build_decode(query_lens[decodes], positions[:num_decode_tokens], table[decodes], dcp, dcp_rank, device)
+            decode=_build_decode(query_lens[decodes], positions[:num_decode_tokens], table[decodes], dcp, dcp_rank, device, workspace)
             if num_decodes
             else None,
             prefill=_build_prefill(query_lens[prefills], seq_lens[prefills], table[prefills], dcp, dcp_rank, device)
@@ -141,7 +143,13 @@ def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConf
 
 
 def _build_decode(
-    query_lens: Sequence[int], positions: np.ndarray, table: np.ndarray, dcp: DCPConfig, dcp_rank: int, device: torch.device | str
+    query_lens: Sequence[int],
+    positions: np.ndarray,
+    table: np.ndarray,
+    dcp: DCPConfig,
+    dcp_rank: int,
+    device: torch.device | str,
+    workspace: Tensor | None,
 ) -> DecodeMetadata:
     size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
     lens = ownership.local_seq_lens(torch.from_numpy(positions + 1), size, dcp_rank, interleave)
@@ -152,7 +160,7 @@ def _build_decode(
         local_seq_lens=_to(device, lens.to(torch.int32)),
         query_start_loc=None if is_uniform else _to(device, np.asarray(_starts(query_lens), dtype=np.int32)),
         max_query_len=max(query_lens),
-        workspace=decode_workspace(device),
+        workspace=decode_workspace(device) if workspace is None else workspace,
     )
 
 

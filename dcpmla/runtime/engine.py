@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.attention.metadata import StepMetadata
+from dcpmla.attention.workspace import decode_workspace
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
@@ -96,6 +97,7 @@ class Engine:
         self.allocator = BlockAllocator(cache.sizes.num_blocks, dcp.virtual_block_size)
         self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs)
         self.stats = Stats()
+        self._workspace = decode_workspace(model.device)
         self.now = 0.0  # seconds on the first rank's clock when the last step ended
         self._started = time.monotonic()
         self._arriving: list[tuple[float, int, Request]] = []  # a heap by arrival time, then the order of the calls
@@ -245,6 +247,7 @@ class Engine:
             dcp=self.dcp,
             dcp_rank=self.mesh.dcp_rank,
             device=self.model.device,
+            workspace=self._workspace,
         )
         token_ids: list[int] = []
         last_rows, ready = [], []
