@@ -4,16 +4,18 @@ Replays are in multigpu/test_graph_gpu.py: they equal bit for bit the padded ste
 """
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from graph_checks import BATCHES, check_model, check_stack, open_model_on
 from hash_model import BLOCK, MESH, HashModel, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import FAMILIES, random_model, save_tiny, tiny_config
+from models import FAMILIES, save_tiny
 from ranks import run_ranks
 from test_engine import Load, loads
 from test_transformers import prompts
@@ -23,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dcpmla.attention.metadata import StepMetadata
 from dcpmla.cache.latent import CachePlan, LatentCache
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.static_experts import _gathered, _grouped, compute_experts, static_experts
 from dcpmla.integrations.transformers import ShardedModel
+from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.graph import DecodeGraph, batch_sizes
+from dcpmla.runtime.graph import CannotCapture, DecodeGraph, batch_sizes
 from dcpmla.runtime.padding import PaddedStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -150,6 +152,69 @@ def test_refuses_steps_that_return_other_rows() -> None:
     cache = make_cache()
     with pytest.raises(ValueError, match=r"step returned shape \(1, 5\); expected \(2, 5\), a row a request"):
         make_graph(lambda *numbers: sums(*numbers)[:1], cache).run(torch.zeros(2, dtype=torch.int64), step_of([1, 1]), cache)
+
+
+def test_static_memory_takes_no_history_of_gradients() -> None:
+    padded = PaddedStep(torch.zeros(3), MAX_NUM_SEQS, 5)
+    padded.fill(torch.ones(2, 3, requires_grad=True) * 2, step_of([1, 1]), 2)
+    inputs, _ = padded.rows(2)
+    assert inputs.tolist() == [[2, 2, 2]] * 2
+    assert not inputs.requires_grad
+
+
+def fails(error: RuntimeError) -> Any:
+    def step(*_: Any) -> Tensor:
+        raise error
+
+    return step
+
+
+def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory it ends in order; any other error leaves torch's allocator in a state that nothing can go on from."""
+    for context in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, context, lambda *_, **__: nullcontext())
+    numbers: Any = (None, 2, None, None)
+    too_much = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total capacity of\nMuch more")
+    found = make_graph(fails(too_much))._capture(*numbers)
+    assert found.startswith("CUDA out of memory. Tried to allocate 9 GiB at test_graph.py:")
+    with pytest.raises(
+        RuntimeError, match=r"graph of 2 requests broke off \(--enforce-eager .*: not permitted at test_graph.py:\d+ \(step\)"
+    ):
+        make_graph(fails(RuntimeError("not permitted")))._capture(*numbers)
+
+
+def reasons() -> list[str]:
+    """Of the last rank alone; then of all but the first; then of none."""
+    graph, rank, found = DecodeGraph(sums, torch.tensor(0), make_cache(), DCP, init_mesh(3, 1), 1, 1), dist.get_rank(), []
+    for first in (2, 1):
+        with pytest.raises(CannotCapture) as failure:
+            graph._agree(f"no memory for {rank}" if rank >= first else "")
+        found.append(str(failure.value))
+    graph._agree("")
+    return found
+
+
+def test_all_ranks_give_the_first_reason() -> None:
+    assert run_ranks(3, reasons) == [["no memory for 2, on rank 2", "no memory for 1, on rank 1"]] * 3
+
+
+def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine for all its steps, and by the graph for its own."""
+    made: list[Tensor] = []
+    for module in ("attention.metadata", "runtime.engine", "runtime.padding"):
+        monkeypatch.setattr(f"dcpmla.{module}.decode_workspace", lambda _: made.append(torch.zeros(1)) or made[-1])
+    model, used = HashModel(), []
+    step = model.step
+    model.step = lambda tokens, metadata, *rest: used.append(metadata.decode) or step(tokens, metadata, *rest)  # type: ignore[method-assign]
+    engine = make_engine(num_blocks=20, max_num_seqs=3, model=model, with_graph=True)
+    engine.add([1, 2, 3], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    engine.step()
+    engine.step()
+    engine.graph = None
+    list(engine.run())
+    of_graph, of_engine = made
+    assert [decode and id(decode.workspace) for decode in used] == [None, id(of_graph), *[id(of_engine)] * 4]
+    assert step_of([1]).decode.workspace is made[2]  # type: ignore[union-attr]
 
 
 def outcomes(load: Load, with_graph: bool) -> list[tuple[list[int], str | None]]:
@@ -281,44 +346,3 @@ def test_the_watch_sees_what_transformers_does(tmp_path: Path) -> None:
     assert run_ranks(1, profile_watched, tmp_path) == ["aten.nonzero.default waits for the GPU"]
     with NoHostSync(), pytest.raises(AssertionError, match="by a mask waits"):
         torch.ones(2)[torch.tensor([True, False])]
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
-def test_static_experts(family: str) -> None:
-    """Both ways against transformers' own; routes elsewhere (expert parallelism) count for nothing, whatever their rows hold."""
-    model = random_model(tiny_config(family))
-    experts = next(module for name, module in model.named_modules() if name.endswith(".experts"))
-    num_experts, generator = experts.down_proj.shape[0], torch.Generator().manual_seed(0)
-    hidden = torch.randn(7, 48, generator=generator)
-    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:3] for _ in range(7)])
-    weights = torch.rand(7, 3, generator=generator)
-    assert experts.gate_up_proj is not None
-    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[:num_experts])
-    with torch.no_grad():
-        expected = experts(hidden, ids, weights)
-        torch.testing.assert_close(compute_experts(experts, hidden, ids, weights), expected, atol=1e-5, rtol=1e-5)
-        elsewhere = ids.masked_fill(ids == 1, num_experts)
-        grouped, gathered = (compute(experts, hidden, elsewhere) for compute in (_grouped, _gathered))
-        torch.testing.assert_close(grouped[elsewhere < num_experts], gathered[elsewhere < num_experts], atol=1e-5, rtol=1e-5)
-        if family == "longcat_flash":
-            expected = (
-                expected - experts(hidden, ids, weights.masked_fill(ids != 1, 0)) + hidden * (weights * (ids == 1)).sum(1, keepdim=True)
-            )
-        else:
-            expected = expected - experts(hidden, ids, weights.masked_fill(ids != 1, 0))
-        torch.testing.assert_close(compute_experts(experts, hidden, elsewhere, weights), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_experts_are_static_inside_decodes_alone() -> None:
-    experts = [torch.nn.Module(), torch.nn.Module()]
-    inside = []
-
-    def fail() -> None:
-        with static_experts(experts):
-            inside.extend(module.compute_statically for module in experts)
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert inside == [True, True]
-    assert not any(module.compute_statically for module in experts)

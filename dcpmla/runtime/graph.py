@@ -115,26 +115,21 @@ class DecodeGraph:
 
         Raises:
             ValueError: the device is no GPU.
-            CannotCapture: on every rank, when a rank's step looks at results from the host, or runs out of memory.
+            CannotCapture: on every rank, when some rank's step waits for the GPU, or has no memory left for a graph.
+            RuntimeError: the step fails without a graph too; or it breaks a capture off, after which torch's allocator cannot go on.
         """
         if self._device.type != "cuda":
             raise ValueError(f"input_like is on {self._device}; only steps on a GPU can be captured")
         self._padded.clear()  # rows of padding leave the cache alone
-        stream, pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
         graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        for size in reversed(self.batch_sizes):
-            graph, reason = torch.cuda.CUDAGraph(), ""
-            try:
+        with torch.cuda.device(self._device):
+            stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._warm_up(self.batch_sizes[-1], stream)
+            self._agree(self._host_sync(self.batch_sizes[-1], stream))
+            for size in reversed(self.batch_sizes):
                 self._warm_up(size, stream)
-                if not graphs:
-                    self._check_step(size, stream)
-                self._capture(graph, size, stream, pool)
-            except RuntimeError as error:
-                if is_failed_collective(error):
-                    raise
-                reason = _reason(error)
-            self._agree(reason)
-            graphs[size] = graph
+                graphs[size] = torch.cuda.CUDAGraph()
+                self._agree(self._capture(graphs[size], size, stream, pool))
         self._graphs = graphs
 
     def release(self) -> None:
@@ -163,33 +158,50 @@ class DecodeGraph:
 
     def _warm_up(self, batch_size: int, stream: torch.cuda.Stream) -> None:
         """What a first call compiles, loads and allocates may not be part of a graph."""
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._compute(batch_size)
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize()
 
-    def _check_step(self, batch_size: int, stream: torch.cuda.Stream) -> None:
-        """Fail where the step waits for the GPU, by name and place, before a capture that would break off half-way."""
-        with torch.cuda.stream(stream), _error_on_host_sync():
-            self._compute(batch_size)
-        torch.cuda.synchronize(self._device)
+    def _host_sync(self, batch_size: int, stream: torch.cuda.Stream) -> str:
+        """Where the step waits for the GPU, if it does: found here, for a capture would break off there."""
+        try:
+            with torch.cuda.stream(stream), _error_on_host_sync():
+                self._compute(batch_size)
+        except RuntimeError as error:
+            if is_failed_collective(error):
+                raise
+            return _reason(error)
+        finally:
+            torch.cuda.synchronize()
+        return ""
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, batch_size: int, stream: torch.cuda.Stream, pool: Any) -> None:
-        # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's and the watchdog's,
-        # does not touch the capture: hence thread_local.
-        with (
-            torch.cuda.stream(stream),
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            self._compute(batch_size)
+    def _capture(self, graph: torch.cuda.CUDAGraph, batch_size: int, stream: torch.cuda.Stream, pool: Any) -> str:
+        """Capture a size, or say where it ran out of memory: that leaves an orderly end, other errors leave none."""
+        try:
+            # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's and the
+            # watchdog's, does not touch the capture: hence thread_local.
+            with (
+                torch.cuda.stream(stream),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                self._compute(batch_size)
+        except torch.OutOfMemoryError as error:
+            return _reason(error)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the decode graph of {batch_size} requests broke off (--enforce-eager goes without graphs): {_reason(error)}"
+            ) from error
+        return ""
 
     def _agree(self, reason: str) -> None:
-        """Raise on every rank if some rank has a reason to."""
-        failed = torch.tensor(int(bool(reason)), device=self._device)
+        """Raise on every rank if some rank has a reason to; the first such rank's is given."""
+        reasons = [""] * self._mesh.tp_size
         with named("agreeing on decode graphs", self._mesh.tp_group):
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._mesh.tp_group)
-        if failed.item():
-            raise CannotCapture(reason or "another rank cannot capture the decode step")
+            dist.all_gather_object(reasons, reason, group=self._mesh.tp_group)
+        for rank, found in enumerate(reasons):
+            if found:
+                raise CannotCapture(f"{found}, on rank {rank}")
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -216,4 +228,5 @@ def _reason(error: BaseException) -> str:
         error = error.__context__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
     place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
-    return (str(error).partition("\n")[0] or type(error).__name__) + place
+    words = str(error).partition("\n")[0].partition(" GPU ")[0].rstrip(".")  # less torch's account of the memory
+    return (words or type(error).__name__) + place

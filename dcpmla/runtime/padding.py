@@ -22,7 +22,6 @@ class PaddedStep:
 
     def __init__(self, input_like: Tensor, max_num_seqs: int, max_blocks: int) -> None:
         device = input_like.device
-        self.max_blocks = max_blocks
         self._inputs = torch.zeros(max_num_seqs, *input_like.shape, dtype=input_like.dtype, device=device)
         self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._slot_mapping = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -35,6 +34,7 @@ class PaddedStep:
         """Make every row padding."""
         self._pad(0, self._inputs.shape[0])
 
+    @torch.inference_mode()  # inputs may have a gradient's history: static memory must not take it over
     def fill(self, inputs: Tensor, metadata: StepMetadata, batch_size: int) -> None:
         """Copy a step's numbers, and pad them to batch_size rows.
 
@@ -86,10 +86,10 @@ class PaddedStep:
                 f"metadata has {num_tokens} query tokens of {decode.block_table.shape[0]} requests, at most {decode.max_query_len} each; "
                 f"a decode graph runs one a request"
             )
-        if decode.block_table.shape[1] > self.max_blocks:
+        num_columns, max_blocks = decode.block_table.shape[1], self._block_table.shape[1]
+        if num_columns > max_blocks:
             raise ValueError(
-                f"metadata has a block table of {decode.block_table.shape[1]} columns; the decode graph is for at most {self.max_blocks}, "
-                f"raise max_model_len"
+                f"metadata has a block table of {num_columns} columns; the decode graph is for at most {max_blocks}, raise max_model_len"
             )
         if tuple(inputs.shape) != (num_tokens, *self._inputs.shape[1:]):
             raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected {(num_tokens, *self._inputs.shape[1:])}")

@@ -80,12 +80,14 @@ def fail_to_capture(directory: Path) -> list[str]:
         return inputs[: int(inputs.max()) + len(inputs)].float()
 
     def takes_too_much(inputs: Tensor, *_: object) -> Tensor:
-        return torch.empty(1 << 50, dtype=torch.uint8, device=inputs.device)
+        out = inputs.float()
+        return torch.empty(1 << 50, device=inputs.device) if torch.cuda.is_current_stream_capturing() else out
 
     for step in (reads_back, takes_too_much):
         with pytest.raises(CannotCapture) as failure:
             DecodeGraph(step, token, cache, dcp, mesh, 2, 60).capture()
         messages.append(str(failure.value))
+        torch.cuda.empty_cache()  # which fails where a capture broke off
     graph = DecodeGraph(model.decode, token, cache, dcp, mesh, 2, 60)
     graph.capture()
     torch.randn(3, device=model.device).sum().item()  # random numbers and host syncs are as they were
@@ -99,8 +101,39 @@ def test_what_cannot_be_captured(tmp_path: Path) -> None:
     save_tiny("deepseek_v3", tmp_path)
     ((reads_back, takes_too_much),) = run_ranks(1, fail_to_capture, tmp_path, device="cuda")
     assert "synchroniz" in reads_back
-    assert "test_graph_gpu.py" in reads_back
     assert "out of memory" in takes_too_much
+    assert all("test_graph_gpu.py" in message for message in (reads_back, takes_too_much))
+
+
+def break_off() -> list[str]:
+    """What only a capture notices, and a step that fails without one: errors of their own, not reasons to go on without graphs."""
+    from test_graph import make_cache
+
+    from dcpmla.parallel.mesh import init_mesh
+
+    cache, token, messages = make_cache("cuda"), torch.tensor(0, device="cuda"), []
+
+    def waits(inputs: Tensor, *_: object) -> Tensor:
+        torch.cuda.synchronize()
+        return inputs.float()
+
+    def takes_too_much(inputs: Tensor, *_: object) -> Tensor:
+        return torch.empty(1 << 50, device=inputs.device)
+
+    for step in (takes_too_much, waits):
+        with pytest.raises(RuntimeError) as failure:
+            DecodeGraph(step, token, cache, DCPConfig(block_size=4), init_mesh(1, 1), 2, 16).capture()
+        assert not isinstance(failure.value, CannotCapture)
+        messages.append(f"{type(failure.value).__name__}: {failure.value}")
+    return messages
+
+
+@pytest.mark.gpu
+def test_what_ends_a_capture() -> None:
+    ((takes_too_much, waits),) = run_ranks(1, break_off, device="cuda")
+    assert takes_too_much.startswith("OutOfMemoryError")
+    assert "requests broke off (--enforce-eager" in waits
+    assert "test_graph_gpu.py" in waits
 
 
 def check_refusals(directory: Path) -> None:
