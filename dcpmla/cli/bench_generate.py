@@ -88,7 +88,8 @@ def _measure(args: argparse.Namespace, engine: Engine, job: Job) -> list[Row]:
     modes = {"graph": graph, "eager": None} if graph else {"eager": None}
     try:
         for batch in dict.fromkeys(args.batch):
-            for mode, engine.graph in modes.items():
+            for mode, graph_of_mode in modes.items():
+                engine.graph = graph_of_mode
                 seconds = _slowest(_decode_seconds(args, engine, job, batch), engine)
                 row = _parameters(args, engine) | {"mode": mode, "batch": batch, "median_us": round(seconds * 1e6, 1)}
                 rows.append(row | {"tokens_per_second": round(batch / seconds, 1)})

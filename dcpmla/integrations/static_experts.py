@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _MAX_GATHERED_BYTES = 1 << 28  # of experts' weights copied at a time, where there are no grouped matrix products
-_HOPPER = (9, 0)
+_GROUPED_ON = (9, 10)  # major capabilities: Hopper and Blackwell's data-centre GPUs; on others torch reads the sizes back
 
 
 def prepare_experts(experts: Any) -> None:
@@ -69,7 +69,7 @@ def _has_grouped_mm(experts: Any) -> bool:
     return (
         weights.is_cuda
         and weights.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(weights.device) >= _HOPPER
+        and torch.cuda.get_device_capability(weights.device)[0] in _GROUPED_ON
         and all(size * weights.itemsize % 16 == 0 for size in weights.shape[1:])
     )
 
