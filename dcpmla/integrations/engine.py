@@ -91,6 +91,7 @@ def load_engine(
         enforce_eager: no decode graphs.
     Raises:
         ValueError: a broken checkpoint, sizes that do not divide, memory that does not hold the longest sequence.
+        RuntimeError: a decode step that fails, or breaks its capture off (`DecodeGraph.capture`).
     """
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization (--gpu-memory-utilization) is {gpu_memory_utilization}; it must be in (0, 1]")

@@ -32,7 +32,7 @@ class DecodeGraph:
 
     A replay gives bit for bit what `run_eagerly` gives: the same step on the same padded rows, without a graph. (Matrix products pick their
     kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows of padding write nothing to the cache
-    and attend to nothing.
+    and attend to nothing. Runs follow each other on one stream: all of them use the same memory.
 
     Args:
         step: step(inputs [N, ...], metadata, cache) -> [N, ...], N tokens of N decodes: a model, or a stack of `MLAAttention` layers. It
