@@ -1,12 +1,14 @@
 """`bench prefill` on a CPU: its rows, files and mistakes; what it does with a backend that is wrong, or fails."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launchers import run_together
 from torch import Tensor
 
 from dcpmla.__main__ import main
@@ -73,6 +75,21 @@ def test_a_wrong_backend_is_seen_and_a_failing_one_left_out(
     lines = capsys.readouterr().out.splitlines()
     assert [" WRONG" in line for line in lines if "TFLOP/s" in line] == [False, True, True, True] * 2
     assert "left out: failing of 40 new tokens over 24: no kernel image" in lines
+
+
+@pytest.mark.gpu
+def test_backends_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # GPUs may be seen again
+    out = tmp_path / "prefill.json"
+    sizes = ["--chunk", "256,2048", "--context", "4096"]
+    run_together([([sys.executable, "-m", "dcpmla", "bench", "prefill", *sizes, "--json", out], {})])
+    rows = json.loads(out.read_text())["rows"]
+    backends = [row["backend"] for row in rows]
+    assert [backends.count(name) for name in ("triton", "torch")] == [4, 4]
+    for row in rows:
+        assert row["in_graph"]
+        assert row["error"] < 0.01
+        assert row["lse_error"] < 0.01
 
 
 @pytest.mark.parametrize(

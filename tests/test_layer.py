@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from models import random_model, tiny_config
 from ranks import run_ranks
+from test_compile import DEEPSEEK, make_layer, run_layer
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
@@ -143,3 +144,32 @@ def check_mistakes(hf_config: Any) -> None:
 
 def test_mistakes_are_named() -> None:
     run_ranks(1, check_mistakes, tiny_config("deepseek_v3"))
+
+
+# Widths and variants of the models that are supported, as one rank of several has them.
+ON_A_GPU = {
+    "DeepSeek-V3": DEEPSEEK,
+    "V2-lite": dataclasses.replace(DEEPSEEK, num_heads=2, q_lora_rank=None),
+    "GLM": dataclasses.replace(DEEPSEEK, num_heads=5, qk_nope_head_dim=192, v_head_dim=256, rope_interleaved=False),
+    "LongCat": dataclasses.replace(DEEPSEEK, num_heads=8, kv_lora_scale=3.5, attention_bias=True),
+    "Mistral 4": dataclasses.replace(DEEPSEEK, num_heads=1, kv_lora_rank=256, llama_4_scaling=(0.3, 16)),
+}
+
+
+def check_on_a_gpu(config: MLAConfig, dtype: torch.dtype) -> None:
+    layer, exact = make_layer(config, 1, "auto", dtype, "cuda"), make_layer(config, 1, "auto", torch.float64, "cpu")
+    exact.load_state_dict(layer.state_dict())
+    exact.dcp = layer.dcp
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[dtype]
+    for batch in (BATCH, ((69, 1),), ((0, 300), (200, 131))):
+        for got, wanted in zip(run_layer(layer, batch), run_layer(exact, batch), strict=True):
+            assert got.dtype == dtype
+            assert (got.cpu() - wanted).norm() < tolerance * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("variant", ON_A_GPU)
+def test_on_a_gpu(variant: str, dtype: torch.dtype) -> None:
+    """The kernels of a GPU together, against the plain torch of a CPU in float64."""
+    run_ranks(1, check_on_a_gpu, ON_A_GPU[variant], dtype, device="cuda", timeout=300)
