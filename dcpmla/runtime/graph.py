@@ -120,17 +120,14 @@ class DecodeGraph:
         """
         if self._device.type != "cuda":
             raise ValueError(f"input_like is on {self._device}; only steps on a GPU can be captured")
+        self.release()
         self._padded.clear()  # rows of padding leave the cache alone
-        graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        with torch.cuda.device(self._device):
-            stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-            self._warm_up(self.batch_sizes[-1], stream)
-            self._agree(self._host_sync(self.batch_sizes[-1], stream))
-            for size in reversed(self.batch_sizes):
-                self._warm_up(size, stream)
-                graphs[size] = torch.cuda.CUDAGraph()
-                self._agree(self._capture(graphs[size], size, stream, pool))
-        self._graphs = graphs
+        try:
+            with torch.cuda.device(self._device):
+                self._capture_all(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
+        except CannotCapture:
+            self.release()  # whoever keeps the error keeps this object by its frames, and graphs would hold up NCCL's end
+            raise
 
     def release(self) -> None:
         """Free what was captured; `run` computes eagerly from then on.
@@ -155,6 +152,15 @@ class DecodeGraph:
         if tuple(out.shape) != (batch_size, *self._out.shape[1:]):
             raise ValueError(f"step returned shape {tuple(out.shape)}; expected {(batch_size, *self._out.shape[1:])}, a row a request")
         return self._out[:batch_size].copy_(out)
+
+    def _capture_all(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        largest = self.batch_sizes[-1]
+        self._warm_up(largest, stream)
+        self._agree(self._host_sync(largest, stream))
+        for size in reversed(self.batch_sizes):
+            self._warm_up(size, stream)
+            self._graphs[size] = torch.cuda.CUDAGraph()
+            self._agree(self._capture(self._graphs[size], size, stream, pool))
 
     def _warm_up(self, batch_size: int, stream: torch.cuda.Stream) -> None:
         """What a first call compiles, loads and allocates may not be part of a graph."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
 from launchers import GENERATE, run_together, torchrun
 from models import FAMILIES, save_tiny
@@ -13,6 +14,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from dcpmla.config import DCPConfig
+from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph
 
 NUM_GPUS = [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)]
@@ -109,8 +111,6 @@ def break_off() -> list[str]:
     """What only a capture notices, and a step that fails without one: errors of their own, not reasons to go on without graphs."""
     from test_graph import make_cache
 
-    from dcpmla.parallel.mesh import init_mesh
-
     cache, token, messages = make_cache("cuda"), torch.tensor(0, device="cuda"), []
 
     def waits(inputs: Tensor, *_: object) -> Tensor:
@@ -136,10 +136,42 @@ def test_what_ends_a_capture() -> None:
     assert "test_graph_gpu.py" in waits
 
 
+def one_rank_runs_out() -> str:
+    """In its capture, behind a collective; then both ranks capture the same collective and replay it."""
+    from test_graph import MAX_MODEL_LEN, make_cache, step_of
+
+    dcp, mesh, cache = DCPConfig(block_size=4, tensor_parallel_size=2), init_mesh(2, 1), make_cache("cuda")
+    token, token_ids = torch.tensor(0, device="cuda"), torch.tensor([7, 8, 9], device="cuda")
+
+    def adds(inputs: Tensor, *_: object) -> Tensor:
+        out = inputs.clone()
+        dist.all_reduce(out, group=mesh.tp_group)
+        return out
+
+    def runs_out(inputs: Tensor, *_: object) -> Tensor:
+        out = adds(inputs)
+        if mesh.tp_rank == 1 and torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 50, device=inputs.device)
+        return out
+
+    with pytest.raises(CannotCapture) as failure:  # which keeps the frames of the capture
+        DecodeGraph(runs_out, token, cache, dcp, mesh, 4, MAX_MODEL_LEN).capture()
+    graph = DecodeGraph(adds, token, cache, dcp, mesh, 4, MAX_MODEL_LEN)
+    graph.capture()
+    assert graph.run(token_ids, step_of([1, 2, 3], device="cuda"), cache).tolist() == [14, 16, 18]
+    graph.release()
+    return str(failure.value)
+
+
+@pytest.mark.gpu_2
+def test_one_rank_runs_out_of_memory() -> None:
+    for message in run_ranks(2, one_rank_runs_out, device="cuda"):
+        assert "out of memory" in message
+        assert message.endswith("on rank 1")
+
+
 def check_refusals(directory: Path) -> None:
     from test_graph import MAX_MODEL_LEN, make_cache, step_of, sums
-
-    from dcpmla.parallel.mesh import init_mesh
 
     dcp, mesh, cache = DCPConfig(block_size=4), init_mesh(1, 1), make_cache("cuda")
     graph = DecodeGraph(sums, torch.tensor(0, device="cuda"), cache, dcp, mesh, 6, MAX_MODEL_LEN)
