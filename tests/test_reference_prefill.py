@@ -1,8 +1,10 @@
 """The plain-torch prefill against softmax attention written out in float64, alone and over a context sharded on simulated ranks."""
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from test_reference import SCALE, L, P, R, V, attend_heads, check_close
 from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
-from dcpmla.attention import reference
+from dcpmla.attention import prefill, reference
 from dcpmla.attention.prefill_backends import select_prefill
 from dcpmla.attention.segments import Segments
 from dcpmla.cache.latent import read_latents, write_latents
@@ -208,3 +210,26 @@ def test_many_context_chunks_round_once() -> None:
     exact = run(torch.float64, context)
     errors = [float((run(torch.bfloat16, workspace) - exact).norm() / exact.norm()) for workspace in (context, 16)]
     assert errors[1] < 1.5 * errors[0]
+
+
+def test_keys_and_values_of_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MLAAttention`'s dummy run claims memory for no more."""
+    alive: list[weakref.ref[Tensor]] = []
+    most_alive = []
+    up_project = prefill.up_project
+
+    def watched(*args: Any) -> tuple[Tensor, Tensor]:
+        k_nope, v = up_project(*args)
+        assert k_nope._base is v._base is not None
+        alive.append(weakref.ref(k_nope._base))
+        most_alive.append(sum(reference() is not None for reference in alive))
+        return k_nope, v
+
+    monkeypatch.setattr(prefill, "up_project", watched)
+    dcp = DCPConfig(block_size=4, context_workspace_tokens=8)
+    step = StepMetadata.build([3], [40], [list(range(10))], dcp, 0).prefill
+    assert step is not None
+    latents, cache, w_kv_b = torch.randn(3, L + R), torch.randn(10, 4, L + R), torch.randn(2, P + V, L)
+    with torch.no_grad():
+        dcp_mla_prefill(torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache, w_kv_b, step, SCALE, LocalExchange())
+    assert most_alive == [1] * (1 + len(step.context_chunks))

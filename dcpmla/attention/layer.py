@@ -106,12 +106,15 @@ class MLAAttention(nn.Module):
     def _project(self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """[T, hidden] -> q [T, h, P + R], not rotated, and latents [T, L + R] as they are written to the cache."""
         config = self.config
-        down = self.kv_a_proj(hidden_states) if config.q_lora_rank is None else self.fused_qkv_a_proj(hidden_states)
+        if config.q_lora_rank is None:
+            down, q_weight = self.kv_a_proj(hidden_states), None
+        else:
+            down, q_weight = self.fused_qkv_a_proj(hidden_states), self.q_a_layernorm.weight
         q_c, latents = finish_latents(
             down,
             kv_cache,
             metadata.slot_mapping,
-            None if config.q_lora_rank is None else self.q_a_layernorm.weight,
+            q_weight,
             self.kv_a_layernorm.weight,
             config.rms_norm_eps,
             config.kv_lora_scale,

@@ -29,19 +29,24 @@ def dcp_mla_prefill(
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     """
-    qk_nope_head_dim = q.shape[-1] - k_pe.shape[-1]
-    k_nope, v = up_project(kv_c, w_kv_b, qk_nope_head_dim)
-    queries = prefill.query_start, prefill.query_start_loc
-    out, lse = mha_prefill(q, k_nope, k_pe, v, *queries, *queries, scale, causal=True)
+    queries = Segments(prefill.query_start, prefill.query_start_loc)
+    out, lse = _attend(q, kv_c, k_pe, w_kv_b, queries, queries, scale, causal=True)
     if prefill.context_chunks:
         out = out.to(torch.promote_types(q.dtype, torch.float32))  # rounded once, behind the last chunk, not once a chunk
     for chunk in prefill.context_chunks:
         latents = exchange.gather_context(read_latents(kv_cache, chunk.local_slots), chunk.order).to(q.dtype)
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
-        k_nope, v = up_project(context_kv_c, w_kv_b, qk_nope_head_dim)
-        part = mha_prefill(q, k_nope, context_k_pe, v, *queries, chunk.key_start, chunk.key_start_loc, scale, causal=False)
-        merge_into(out, lse, *part)
+        keys = Segments(chunk.key_start, chunk.key_start_loc)
+        merge_into(out, lse, *_attend(q, context_kv_c, context_k_pe, w_kv_b, queries, keys, scale, causal=False))
     return out.to(q.dtype), lse
+
+
+def _attend(
+    q: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention over latents: their keys and values, the largest tensors of a step, live no longer than this call."""
+    k_nope, v = up_project(kv_c, w_kv_b, q.shape[-1] - k_pe.shape[-1])
+    return mha_prefill(q, k_nope, k_pe, v, *queries, *keys, scale, causal)
 
 
 def up_project(kv_c: Tensor, w_kv_b: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +82,7 @@ def mha_prefill(
 
 
 @mha_prefill.register_fake
-def _(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
