@@ -202,6 +202,33 @@ def test_a_graph_replays_with_other_lengths() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_nan_of_a_key_is_not_lost(backend: str) -> None:
+    """Not taken for a request without keys: its LSE would say so, and a merge over ranks would drop them without a word."""
+    from dcpmla.attention.backends import DECODE_BACKENDS
+
+    inputs = long_case(3, 3000).inputs("cuda")
+    inputs["kv_cache"][inputs["block_table"][1, 2], 5, 3] = torch.nan
+    out, lse = next(entry for entry in DECODE_BACKENDS if entry.name == backend).load()(**inputs)
+    assert lse.isnan().any(-1).tolist() == out.isnan().any(-1).any(-1).tolist() == [False, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", [slice(0, 576), slice(4, 580), slice(8, 584)])
+def test_queries_and_caches_that_are_views(part: slice) -> None:
+    """Rows that TMA cannot address go to another kernel."""
+    from dcpmla import mla_decode
+
+    inputs = long_case(3, 3000).inputs("cuda")
+    wide = {name: torch.full((*inputs[name].shape[:-1], 584), torch.nan, dtype=torch.bfloat16, device="cuda") for name in ("q", "kv_cache")}
+    for name, tensor in wide.items():
+        tensor[..., part] = inputs[name]
+    out, lse = mla_decode(**{**inputs, **{name: tensor[..., part] for name, tensor in wide.items()}})
+    exact = {**inputs, "q": inputs["q"].double(), "kv_cache": inputs["kv_cache"].double()}
+    compare((out, lse), reference.mla_decode(**exact), long_case(3, 3000), 5e-3)
+
+
+@pytest.mark.gpu
 def test_the_operator_on_a_gpu() -> None:
     from dcpmla.attention.workspace import decode_workspace
 

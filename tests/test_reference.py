@@ -135,10 +135,10 @@ def test_decode_in_bfloat16_computes_in_float32() -> None:
 
 
 def test_decode_of_strided_views() -> None:
-    """A layer's slice of a cache that holds all layers, every second column of a wider table, heads cut out of a wider query."""
+    """A layer's slice of a cache that holds all layers, the first columns of a wider table, heads cut out of a wider query."""
     cache = PagedCache([6, 11], 4)
     layers = torch.stack([torch.full_like(cache.kv_cache, math.nan), cache.kv_cache], 1)
-    table = torch.stack([cache.block_table, torch.full_like(cache.block_table, 10**6)], -1).flatten(1)[:, ::2]
+    table = torch.cat([cache.block_table, torch.full_like(cache.block_table, 10**6)], -1)[:, : cache.block_table.shape[1]]
     q = torch.randn(2, 5, L + R + 2)[:, 1:4, 1:-1]
     check_close(mla_decode(q, layers[:, 1], table, cache.seq_lens, SCALE, L), naive_decode(q, cache.sequences, SCALE))
 
@@ -296,6 +296,26 @@ def test_decode_names_wrong_query_lens() -> None:
         mla_decode(**arguments, max_query_len=2)
     with pytest.raises(ValueError, match="^max_query_len is None; "):
         mla_decode(**arguments, query_start_loc=torch.zeros(3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan])
+def test_decode_names_a_scale_that_is_not_positive(scale: float) -> None:
+    with pytest.raises(ValueError, match=f"^scale is {scale}; it must be positive"):
+        mla_decode(**{**decode_arguments(), "scale": scale})
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"seq_lens": torch.ones(2, dtype=torch.int64)},
+        {"seq_lens": torch.ones(4, dtype=torch.int32)[::2]},
+        {"block_table": torch.zeros(2, 4, dtype=torch.int32)[:, ::2]},
+        {"query_start_loc": torch.zeros(3, dtype=torch.int64), "max_query_len": 1},
+    ],
+)
+def test_decode_names_numbers_that_kernels_cannot_read(numbers: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(numbers))} has dtype .* it must be int32 with contiguous rows"):
+        mla_decode(**{**decode_arguments(), **numbers})
 
 
 def test_decode_is_an_operator_of_torch() -> None:

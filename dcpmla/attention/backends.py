@@ -49,8 +49,10 @@ def _takes_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
         _takes_triton(q, kv_cache, kv_lora_rank)
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and (kv_lora_rank, q.shape[-1]) == (512, 576)
-        and kv_cache.shape[1] % 64 == rest == kv_cache.stride(1) % 8 == 0
-        and kv_cache.shape[0] * rows_per_block < 2**31
+        and kv_cache.shape[1] % 64 == rest == 0
+        and 0 < kv_cache.shape[0] * rows_per_block < 2**31
+        and all(number % 16 == 0 for number in (q.data_ptr(), kv_cache.data_ptr()))
+        and all(stride % 8 == 0 for stride in (q.stride(0), q.stride(1), kv_cache.stride(1)))
     )
 
 

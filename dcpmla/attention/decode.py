@@ -27,16 +27,18 @@ def mla_decode(
         kv_cache: [num_blocks, block_size, kv_lora_rank + rope].
         block_table: [num_reqs, max_blocks] int32, block ids of each request; entries behind its last block are not read.
         seq_lens: [T] int32, for each query token how many of its request's first tokens in this cache it sees. Under DCP this is the
-            causal bound, cut to this rank: tokens of a request see as many as the one before or more.
-        scale: factor of the scores.
+            causal bound, cut to this rank: tokens of a request see as many as the one before or more. It must not change while a
+            kernel runs.
+        scale: factor of the scores, positive.
         kv_lora_rank: width of the latent, which is the value.
-        query_start_loc: [num_reqs + 1] int32, where each request's query tokens start; None when all have T / num_reqs of them.
+        query_start_loc: [num_reqs + 1] int32, where each request's query tokens start; None when all have T / num_reqs of them. Rows
+            of q behind the last request's are padding: what comes out for them carries no meaning.
         max_query_len: most query tokens of a request; asked for with query_start_loc.
         workspace: from `decode_workspace`, for kernels that split a request over programs; calls in a row may share one. None makes one.
     Returns:
         out [T, H, kv_lora_rank] in the dtype of q, lse [T, H] float32 natural log; (0, -inf) for a query that sees no token.
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not belong together, numbers that are not int32 or not contiguous, a scale that is not positive.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
     num_tokens, num_reqs = q.shape[0], block_table.shape[0]
@@ -44,10 +46,15 @@ def mla_decode(
         raise ValueError(f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}")
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != q.shape[-1]:
         raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {q.shape[-1]}] to match q")
-    if block_table.ndim != 2 or (query_start_loc is None and (num_reqs == 0 or num_tokens == 0) and num_reqs != num_tokens):
+    if block_table.ndim != 2 or ((num_reqs == 0 or num_tokens == 0) and num_reqs != num_tokens):
         raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request")
     if tuple(seq_lens.shape) != (num_tokens,):
         raise ValueError(f"seq_lens has shape {tuple(seq_lens.shape)}; expected [{num_tokens}], one for each query token")
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be positive")
+    for name, numbers in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+        if numbers is not None and (numbers.dtype != torch.int32 or numbers.stride(-1) != 1):
+            raise ValueError(f"{name} has dtype {numbers.dtype} and strides {numbers.stride()}; it must be int32 with contiguous rows")
     if query_start_loc is None:
         max_query_len = _uniform_query_len(num_tokens, num_reqs, max_query_len)
     elif tuple(query_start_loc.shape) != (num_reqs + 1,):

@@ -1,10 +1,12 @@
 """FlashInfer's decode kernel (FlashAttention-3 on Hopper), where FlashInfer is installed.
 
-It plans its work on the host, from lengths that it fetches from the GPU: once a step here, for all layers. So no CUDA graph can hold it.
+It plans its work on the host, from lengths that it fetches from the GPU: once a step here where torch counts writes, else once a layer.
+So no CUDA graph can hold it.
 """
 
 import importlib
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 WIDTHS = (512, 64)  # of the latent and the rope part, that its kernel is made for
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer asks for
+_UNKNOWN = count(-1, -1)
 
 
 def mla_decode(
@@ -41,7 +44,7 @@ class _Decoder:
     def __init__(self, device: torch.device) -> None:
         mla = importlib.import_module("flashinfer.mla")
         self._wrapper = mla.BatchMLAPagedAttentionWrapper(torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device), backend="fa3")
-        self._step: tuple[Tensor, Tensor] | None = None  # held, so that no other tensor can take their place in memory
+        self._step: tuple[Tensor | None, ...] = ()  # held, so that no other tensor can take their place in memory
         self._planned: tuple[Any, ...] = ()
 
     def plan(
@@ -55,9 +58,9 @@ class _Decoder:
         query_start_loc: Tensor | None,
         max_query_len: int,
     ) -> Any:
-        key = (block_table._version, seq_lens._version, q.shape, q.dtype, kv_cache.shape[1], scale)
-        is_same = self._step is not None and self._step[0] is block_table and self._step[1] is seq_lens and self._planned == key
-        if not is_same:
+        step = block_table, seq_lens, query_start_loc
+        key = (*map(_version, step), max_query_len, q.shape, q.dtype, kv_cache.shape[1], scale)
+        if not (all(held is tensor for held, tensor in zip(self._step, step, strict=False)) and self._planned == key):
             # Every query token is a request of its own to FlashInfer: its causal bound knows nothing of other ranks' tokens.
             num_tokens, num_columns = len(q), block_table.shape[1]
             token = torch.arange(num_tokens + 1, dtype=torch.int32, device=q.device)
@@ -68,8 +71,15 @@ class _Decoder:
             widths = kv_lora_rank, q.shape[2] - kv_lora_rank
             sizes = (q.shape[1], *widths, kv_cache.shape[1], False, scale, q.dtype, kv_cache.dtype)
             self._wrapper.plan(token, token * num_columns, indices, seq_lens, *sizes)
-            self._step, self._planned = (block_table, seq_lens), key
+            self._step, self._planned = step, key
         return self._wrapper
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Counts writes; a tensor of inference mode does not count, and is taken as new each time."""
+    if tensor is None:
+        return 0
+    return next(_UNKNOWN) if tensor.is_inference() else tensor._version
 
 
 @lru_cache

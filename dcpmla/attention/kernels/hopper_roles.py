@@ -177,7 +177,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
             acc = warpgroup_mma(weights, k_left.index(stage), acc * gl.expand_dims(factor, 1), is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(left_free.index(stage), count=1)
-            is_any = total > 0
+            is_any = total != 0
             total = gl.where(is_any, total, 1.0)
             inverse = 1.0 / total
             mbarrier.wait(probs_free, num_handed & 1)
@@ -214,9 +214,10 @@ def _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED: gl.constexpr):
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
         if num_keys == 0:
             first_row = first * num_heads + row_tile * ROWS
-            for row in range(first_row, first_row + gl.minimum(num_rows, ROWS)):
-                gl.store(out_ptr + row.to(gl.int64) * LATENT + column, gl.full_like(column, 0, dtype=out_ptr.dtype.element_ty))
-                gl.store(lse_ptr + row, -float("inf"))
+            out_row_ptr = out_ptr + first_row.to(gl.int64) * LATENT
+            for row in range(0, gl.minimum(num_rows, ROWS)):
+                gl.store(out_row_ptr + row * LATENT + column, gl.full_like(column, 0, dtype=out_ptr.dtype.element_ty))
+                gl.store(lse_ptr + first_row + row, -float("inf"))
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ def find_request(index, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_
         query_len = gl.load(start_ptr + index + 1) - first
     num_rows = query_len * num_heads - row_tile * ROWS
     num_keys = gl.load(lens_ptr + gl.maximum(first + query_len - 1, 0))
-    return first, num_rows, gl.where(num_rows > 0, num_keys, 0)
+    return first, num_rows, gl.where(num_rows > 0, gl.maximum(num_keys, 0), 0)
 
 
 @gluon.jit
@@ -148,7 +148,7 @@ def _merge_rows(half, first_part, num_parts, mine, rows, outputs, row_tile, AT_O
             column_factor = gl.convert_layout(factor, gl.SliceLayout(1, by_column))
             acc = acc * gl.expand_dims(column_factor, 1) + gl.sum(values * gl.expand_dims(weights, 2), 1)
             peak = new_peak
-        is_any = total > 0
+        is_any = total != 0
         total = gl.where(is_any, total, 1.0)
         acc = acc / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, by_column)), 1)
         if half == 0:

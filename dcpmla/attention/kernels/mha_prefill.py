@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dcpmla.attention.kernels.limits import shared_memory
 from dcpmla.attention.segments import Segments
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -196,7 +197,7 @@ def mha_prefill(
     (num_tokens, num_heads, _), num_reqs = q.shape, len(queries.start_loc) - 1
     dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
     p_tile, r_tile, v_tile = (max(16, triton.next_power_of_2(dim)) for dim in dims)
-    tiling = select_tiling(p_tile + r_tile, v_tile, _shared_memory(q.device))
+    tiling = select_tiling(p_tile + r_tile, v_tile, shared_memory(q.device))
     out = q.new_empty(num_tokens, num_heads, dims[2])
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     mha_prefill_kernel[(num_tokens // tiling.block_m + num_reqs, num_heads)](
@@ -234,8 +235,3 @@ def _descriptor(rows: Tensor, tile: list[int]) -> TensorDescriptor:
         width = -(-rows.shape[-1] // 8) * 8
         rows = rows.new_empty(*rows.shape[:-1], width)[..., : rows.shape[-1]].copy_(rows)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), tile)
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may use; where Triton interprets, without a GPU, those on a Hopper GPU."""
-    return int(triton.compiler.max_shared_mem(device.index)) if device.type == "cuda" else 232448

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.attention.kernels.limits import shared_memory
 from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_programs
 
 _LOG2E = 1.4426950408889634
+_BYTES_OF_64_ROWS = 114_688  # of shared memory, with DeepSeek's widths
 LN2 = tl.constexpr(0.6931471805599453)
 MIN_TILES = tl.constexpr(8)  # of a part: the last one to arrive merges them all, so many short ones would cost more than they save
 
@@ -26,7 +28,7 @@ def _find_request(index, lens_ptr, start_ptr, query_len, num_heads, row_tile, RO
         query_len = tl.load(start_ptr + index + 1) - first
     num_rows = query_len * num_heads - row_tile * ROWS
     num_keys = tl.load(lens_ptr + tl.maximum(first + query_len - 1, 0))
-    return first, num_rows, tl.where(num_rows > 0, num_keys, 0)
+    return first, num_rows, tl.where(num_rows > 0, tl.maximum(num_keys, 0), 0)
 
 
 @triton.jit
@@ -47,12 +49,13 @@ def _merge_parts(partials_ptr, partial_lse_ptr, first_part, num_parts, row_tile,
         acc = acc * factor[:, None] + partial * weight[:, None]
         total = total * factor + weight
         peak = new_peak
-    is_any = total > 0
+    is_any = total != 0
     total = tl.where(is_any, total, 1.0)
     return acc / total[:, None], tl.where(is_any, peak + tl.log(total), -float("inf"))
 
 
-@triton.jit
+# Sizes of a step come and go: a variant for each kind of number would be compiled while requests wait.
+@triton.jit(do_not_specialize=["table_stride", "block_size", "num_reqs", "query_len", "num_heads"])
 def decode_kernel(
     q_ptr,
     cache_ptr,
@@ -112,7 +115,7 @@ def decode_kernel(
             is_row = row < num_rows
             token, head = first + (row_tile * ROWS + row) // num_heads, (row_tile * ROWS + row) % num_heads
             num_seen = tl.load(lens_ptr + token, mask=is_row, other=0)
-            q_row = q_ptr + token.to(tl.int64) * q_stride_token + head * q_stride_head
+            q_row = q_ptr + token.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head
             q = tl.load(q_row[:, None] + column[None, :], mask=is_row[:, None], other=0.0)
             q_pe = tl.load(q_row[:, None] + LATENT + rope[None, :], mask=is_row[:, None], other=0.0)
             peak = tl.full([ROWS], -float("inf"), tl.float32)
@@ -122,7 +125,7 @@ def decode_kernel(
                 position = tile * KEYS + key
                 is_key = position < num_keys
                 block = tl.load(table_ptr + request.to(tl.int64) * table_stride + position // block_size, mask=is_key, other=0)
-                at = cache_ptr + block.to(tl.int64) * cache_stride_block + (position % block_size) * cache_stride_row
+                at = cache_ptr + block.to(tl.int64) * cache_stride_block + (position % block_size).to(tl.int64) * cache_stride_row
                 # Rows behind the last key are not read: they may hold NaN, and 0 x NaN is NaN.
                 kv = tl.load(at[:, None] + column[None, :], mask=is_key[:, None], other=0.0)
                 k_pe = tl.load(at[:, None] + LATENT + rope[None, :], mask=is_key[:, None], other=0.0)
@@ -135,7 +138,7 @@ def decode_kernel(
                 total = total * factor + tl.sum(probs, 1)
                 acc = tl.dot(probs.to(kv.dtype), kv, acc * factor[:, None])
                 peak = new_peak
-            is_any = total > 0
+            is_any = total != 0
             total = tl.where(is_any, total, 1.0)
             out = acc / total[:, None]
             lse = tl.where(is_any, (peak + tl.log2(total)) * LN2, -float("inf"))
@@ -183,7 +186,8 @@ def mla_decode(
     workspace = decode_workspace(q.device) if workspace is None else workspace
     assert workspace is not None
     num_rows = max_query_len * num_heads
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    max_rows = 64 if shared_memory(q.device) >= _BYTES_OF_64_ROWS else 32
+    rows = min(max_rows, max(16, triton.next_power_of_2(num_rows)))
     num_row_tiles = triton.cdiv(num_rows, rows)
     decode_kernel[(max(1, num_programs(workspace, rows) // num_row_tiles), num_row_tiles)](
         q,

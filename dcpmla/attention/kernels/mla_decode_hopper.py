@@ -19,7 +19,8 @@ from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, LOG2E, ROW
 from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_programs
 
 
-@gluon.jit
+# Sizes of a step come and go: a variant for each kind of number would be compiled while requests wait.
+@gluon.jit(do_not_specialize=["table_stride", "rows_per_block", "block_size", "num_reqs", "query_len", "num_heads"])
 def decode_kernel(
     q_desc,
     q_pe_desc,
