@@ -10,6 +10,7 @@ from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.metadata import StepMetadata
 from dcpmla.attention.projections import project_values
+from dcpmla.attention.workspace import decode_workspace
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.cli.bench_layers import num_samples
 from dcpmla.cli.timing import Timing, time_operation
@@ -66,7 +67,11 @@ class LayerStack:
         for rows in self.cache.layers:
             rows.normal_()
         ids = torch.randperm(self.cache.sizes.num_blocks).view(num_steps, batch, num_blocks(context, dcp))
-        self.metadata = [StepMetadata.build([1] * batch, [context] * batch, table, dcp, mesh.dcp_rank, device) for table in ids.tolist()]
+        workspace = decode_workspace(device)
+        self.metadata = [
+            StepMetadata.build([1] * batch, [context] * batch, table, dcp, mesh.dcp_rank, device, workspace=workspace)
+            for table in ids.tolist()
+        ]
         heads, group_heads = config.num_heads // mesh.tp_size, config.num_heads // mesh.tp_size * mesh.dcp_size
         new: dict[str, Any] = {"device": device, "dtype": dtype}
         self.hidden = torch.randn(batch, config.hidden_size, **new)

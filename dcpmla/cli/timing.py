@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from dcpmla.runtime.graph import error_on_host_sync
+
 Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can rotate its inputs
 CALLS_PER_SAMPLE = 16
 _NUM_WARM_UPS = 3
@@ -64,21 +66,24 @@ def _largest(number: float, device: torch.device) -> float:
 
 def _capture(operation: Operation, calls: int) -> torch.cuda.CUDAGraph | None:
     """A graph of one sample; None, on every rank, where some rank cannot capture it."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # what a first call on a new stream allocates must not be part of the graph
-        operation(0)
+    is_free = True
+    with torch.cuda.stream(torch.cuda.Stream()):  # what a first call on a new stream allocates must not be part of the graph
+        try:
+            with error_on_host_sync():
+                operation(0)
+        except RuntimeError:
+            is_free = False
     torch.cuda.synchronize()
-    graph, is_captured = torch.cuda.CUDAGraph(), True
-    try:
-        with torch.cuda.graph(graph):
-            for index in range(calls):
-                operation(index)
-    except RuntimeError:  # an operation that synchronises with the host
-        is_captured = False
-    torch.cuda.synchronize()
-    everywhere = torch.tensor(int(is_captured), device="cuda")
+    everywhere = torch.tensor(int(is_free), device="cuda")
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-    return graph if everywhere else None
+    if not everywhere:
+        return None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(calls):
+            operation(index)
+    torch.cuda.synchronize()
+    return graph
 
 
 def _graph_sampler(graph: torch.cuda.CUDAGraph) -> Callable[[], float]:

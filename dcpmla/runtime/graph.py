@@ -172,7 +172,7 @@ class DecodeGraph:
     def _host_sync(self, batch_size: int, stream: torch.cuda.Stream) -> str:
         """Where the step waits for the GPU, if it does: found here, for a capture would break off there."""
         try:
-            with torch.cuda.stream(stream), _error_on_host_sync():
+            with torch.cuda.stream(stream), error_on_host_sync():
                 self._compute(batch_size)
         except RuntimeError as error:
             if is_failed_collective(error):
@@ -217,7 +217,8 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _error_on_host_sync() -> Iterator[None]:
+def error_on_host_sync() -> Iterator[None]:
+    """A RuntimeError from whatever waits for the GPU: a graph cannot hold it, and breaking a capture spoils torch's allocator."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
