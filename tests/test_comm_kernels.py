@@ -30,36 +30,58 @@ def check_merge_rows(device: str) -> None:
             torch.testing.assert_close(merged_lse.double().cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
 
 
+def check_weigh_rows(device: str) -> None:
+    """What the ranks make of their rows adds up to the merged ones, each owner's apart."""
+    from dcpmla.comm.kernels import weigh_rows
+
+    for size, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float64), (8, torch.float16)):
+        out, lse = partials(size, dtype)
+        padded = torch.full((*out.shape[:-1], out.shape[-1] + 8), torch.nan, dtype=dtype)
+        padded[..., :-8] = out
+        weighed = [weigh_rows(rows[..., :-8], lse.to(device), rank) for rank, rows in enumerate(padded.to(device))]
+        for (shares, merged_lse), (wanted, wanted_lse) in zip(
+            weighed, (nccl.weigh_rows(out[rank], lse, rank) for rank in range(size)), strict=True
+        ):
+            assert shares.dtype == wanted.dtype
+            torch.testing.assert_close(shares.cpu(), wanted, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(merged_lse.cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
+        merged = sum(shares.double().cpu() for shares, _ in weighed)
+        wanted, wanted_lse = expected_merge(out, lse)
+        torch.testing.assert_close(merged.transpose(0, 1).flatten(1, 2), wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.gpu
-def test_merge_rows() -> None:
+def test_kernels() -> None:
     check_merge_rows("cuda")
+    check_weigh_rows("cuda")
 
 
-def test_merge_rows_in_the_interpreter() -> None:
+def test_kernels_in_the_interpreter() -> None:
     """In a process of its own: Triton decides to interpret when a kernel is defined."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "from test_comm_kernels import check_merge_rows; check_merge_rows('cpu')"]
+    command = [sys.executable, "-c", "from test_comm_kernels import *; check_merge_rows('cpu'); check_weigh_rows('cpu')"]
     subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_merge_kernel_compiles_for_hopper(dtype: str) -> None:
+def test_kernels_compile_for_hopper(dtype: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dcpmla.comm.kernels import merge_kernel
+    from dcpmla.comm.kernels import merge_kernel, weigh_kernel
 
-    types = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32", "merged_ptr": f"*{dtype}", "merged_lse_ptr": "*fp32"}
-    constants = {"NUM_PARTS": 8, "PARTS": 8, "COLUMNS": 512}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in merge_kernel.arg_names}
-    compiled = triton.compile(ASTSource(merge_kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
-    assert "sm_90a" in compiled.asm["ptx"]
+    types = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32", "merged_ptr": f"*{dtype}", "merged_lse_ptr": "*fp32", "shares_ptr": "*fp32"}
+    for kernel, size in ((merge_kernel, "NUM_PARTS"), (weigh_kernel, "SIZE")):
+        constants = {size: 8, "PARTS": 8, "COLUMNS": 512}
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+        compiled = triton.compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
+        assert "sm_90a" in compiled.asm["ptx"]
 
 
 def check_strides() -> None:
     """A row is loaded 16 bytes at a time where all strides are multiples of 16 elements; else element by element."""
-    merge, strides = nccl._merge, []
-    nccl._merge = lambda out, lse: (strides.extend(out.stride()[:3]), merge(out, lse))[1]  # type: ignore[assignment]
+    merge, strides = nccl.merge_rows, []
+    nccl.merge_rows = lambda out, lse: (strides.extend(out.stride()[:3]), merge(out, lse))[1]  # type: ignore[assignment]
     for width, dtype in ((512, torch.bfloat16), (512, torch.float32), (40, torch.float16), (1, torch.bfloat16)):
         out = torch.randn(2, 3, width).to(dtype)
         assert torch.equal(nccl.AllToAll(dist.group.WORLD).combine(out, torch.zeros(2, 3))[0], out)

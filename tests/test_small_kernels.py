@@ -17,7 +17,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 
 from dcpmla.attention import projections
 from dcpmla.cache.latent import read_latents
-from dcpmla.comm.nccl import _merge
+from dcpmla.comm.nccl import merge_rows, weigh_rows
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 7
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # the interpreter truncates, at each of three roundings
@@ -283,7 +283,10 @@ def check_operators(device: str) -> None:
         torch.library.opcheck(read_latents, on(device, rows))
         for num_heads in (1, 3):
             received = randn(2, len(slots), num_heads, 16)  # rows with their LSE behind them, as the exchange receives them
-            torch.library.opcheck(_merge, on(device, [received[..., :8], received[..., 8]]))
+            torch.library.opcheck(merge_rows, on(device, [received[..., :8], received[..., 8]]))
+            torch.library.opcheck(
+                weigh_rows, on(device, [cut(randn(len(slots), 2 * num_heads, 8)), randn(2, len(slots), 2 * num_heads), 1])
+            )
 
 
 def test_operators() -> None:

@@ -7,6 +7,17 @@ from torch import Tensor
 
 
 @triton.jit
+def _shares(lse):
+    """LSEs [N] of a row's parts -> their shares of the merged row [N], and its LSE."""
+    peak = tl.max(lse, 0)
+    peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf is NaN: a row that is empty everywhere takes weight 0
+    weight = tl.exp(lse - peak)
+    total = tl.sum(weight, 0)
+    divisor = tl.where(total > 0, total, 1.0)
+    return weight / divisor, tl.where(total > 0, tl.log(divisor) + peak, -float("inf"))
+
+
+@triton.jit
 def merge_kernel(
     out_ptr,
     lse_ptr,
@@ -24,24 +35,20 @@ def merge_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program a (token, head): weights from the LSEs of all parts, then the weighted sum of their rows."""
+    """One program a (token, head): the shares of all parts, then the sum of their rows by them."""
     row = tl.program_id(0).to(tl.int64)
     token, head = row // num_heads, row % num_heads
     part = tl.arange(0, PARTS).to(tl.int64)
     lse_at = lse_ptr + part * lse_stride_part + token * lse_stride_token + head * lse_stride_head
     lse = tl.load(lse_at, mask=part < NUM_PARTS, other=-float("inf"))
-    peak = tl.max(lse, 0)
-    peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf is NaN: a row that is empty everywhere takes weight 0
-    weight = tl.exp(lse - peak)
-    total = tl.sum(weight, 0)
-    weight = weight / tl.where(total > 0, total, 1.0)
-    tl.store(merged_lse_ptr + row, tl.where(total > 0, tl.log(tl.where(total > 0, total, 1.0)) + peak, -float("inf")))
+    share, merged_lse = _shares(lse)
+    tl.store(merged_lse_ptr + row, merged_lse)
 
     column = tl.arange(0, COLUMNS)
     rows_at = out_ptr + part[:, None] * out_stride_part + token * out_stride_token + head * out_stride_head + column[None, :]
-    # A part of weight 0 is not read: its payload may be NaN.
-    rows = tl.load(rows_at, mask=(weight[:, None] > 0) & (column[None, :] < width), other=0.0).to(tl.float32)
-    merged = tl.sum(rows * weight[:, None], 0)
+    # A part without a share is not read: its payload may be NaN.
+    rows = tl.load(rows_at, mask=(share[:, None] > 0) & (column[None, :] < width), other=0.0).to(tl.float32)
+    merged = tl.sum(rows * share[:, None], 0)
     tl.store(merged_ptr + row * width + column, merged.to(merged_ptr.dtype.element_ty), mask=column < width)
 
 
@@ -71,3 +78,60 @@ def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         COLUMNS=triton.next_power_of_2(width),
     )
     return merged, merged_lse
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
+def weigh_kernel(
+    out_ptr,
+    lse_ptr,
+    shares_ptr,
+    merged_lse_ptr,
+    rank,
+    num_tokens,
+    num_heads,
+    width,
+    out_stride_token,
+    out_stride_head,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program a (token, head of the group): this rank's row times its share, to where the head's owner takes it from."""
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // (SIZE * num_heads), row % (SIZE * num_heads)
+    owner, own_row = head // num_heads, token * num_heads + head % num_heads
+    part = tl.arange(0, PARTS).to(tl.int64)
+    lse_at = lse_ptr + part * num_tokens * (SIZE * num_heads) + row
+    shares, merged_lse = _shares(tl.load(lse_at, mask=part < SIZE, other=-float("inf")))
+    share = tl.sum(tl.where(part == rank, shares, 0.0), 0)
+    if owner == rank:
+        tl.store(merged_lse_ptr + own_row, merged_lse)
+
+    column = tl.arange(0, COLUMNS)
+    num_read = tl.where(share > 0, width, 0)  # a row without a share is not read: its payload may be NaN
+    mine = tl.load(out_ptr + token * out_stride_token + head * out_stride_head + column, mask=column < num_read, other=0.0)
+    shares_at = shares_ptr + (owner * num_tokens * num_heads + own_row) * width + column
+    tl.store(shares_at, mine.to(shares_ptr.dtype.element_ty) * share, mask=column < width)
+
+
+def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """`comm.nccl.weigh_rows` in one kernel on a GPU, for rows with any strides but contiguous columns, and a contiguous lse."""
+    num_tokens, _, width = out.shape
+    size, num_heads = len(lse), out.shape[1] // len(lse)
+    shares = out.new_empty(size, num_tokens, num_heads, width, dtype=torch.promote_types(out.dtype, torch.float32))
+    merged_lse = lse.new_empty(num_tokens, num_heads)
+    weigh_kernel[(num_tokens * size * num_heads,)](
+        out,
+        lse,
+        shares,
+        merged_lse,
+        rank,
+        num_tokens,
+        num_heads,
+        width,
+        *out.stride()[:2],
+        SIZE=size,
+        PARTS=triton.next_power_of_2(size),
+        COLUMNS=triton.next_power_of_2(width),
+    )
+    return shares, merged_lse

@@ -36,10 +36,6 @@ class _CollectiveExchange:
             _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
         return gathered
 
-    def _by_owner(self, tensor: Tensor) -> Tensor:
-        """[T, W h, ...] -> a view [W, T, h, ...]: what goes to each owner."""
-        return tensor.unflatten(1, (self.size, -1)).transpose(0, 1)
-
 
 class AllGatherReduceScatter(_CollectiveExchange):
     """`ag_rs`: all-gather the LSEs, weigh the own rows, reduce-scatter them over the heads in float32."""
@@ -47,12 +43,11 @@ class AllGatherReduceScatter(_CollectiveExchange):
     name = "ag_rs"
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        all_lse = self._all_gather(lse, "combine")
-        shares = self._by_owner(weigh_partial(out, partial_weights(all_lse)[self.rank])).contiguous()
+        shares, merged_lse = weigh_rows(out, self._all_gather(lse, "combine"), self.rank)
         merged = torch.empty_like(shares[0])
         with named("combine", self.group):
             _reduce_scatter(merged, shares.flatten(0, 1), group=self.group)
-        return merged.to(out.dtype), all_lse.logsumexp(0).unflatten(1, (self.size, -1))[:, self.rank].contiguous()
+        return merged.to(out.dtype), merged_lse
 
 
 class AllToAll(_CollectiveExchange):
@@ -68,11 +63,16 @@ class AllToAll(_CollectiveExchange):
         row_words = -(-width // _ROW_ALIGNMENT) * unit
         sent = lse.new_empty(self.size, num_tokens, num_heads // self.size, row_words + unit)
         received = torch.empty_like(sent)
-        _rows(sent, out.dtype, width).copy_(self._by_owner(out))
-        sent[..., row_words].copy_(self._by_owner(lse))
+        _rows(sent, out.dtype, width).copy_(_by_owner(out, self.size))
+        sent[..., row_words].copy_(_by_owner(lse, self.size))
         with named("combine", self.group):
             dist.all_to_all_single(received, sent, group=self.group)
-        return _merge(_rows(received, out.dtype, width), received[..., row_words])
+        return merge_rows(_rows(received, out.dtype, width), received[..., row_words])
+
+
+def _by_owner(tensor: Tensor, size: int) -> Tensor:
+    """[T, W h, ...] -> a view [W, T, h, ...]: what goes to each owner."""
+    return tensor.unflatten(1, (size, -1)).transpose(0, 1)
 
 
 def _rows(buffer: Tensor, dtype: torch.dtype, width: int) -> Tensor:
@@ -80,16 +80,42 @@ def _rows(buffer: Tensor, dtype: torch.dtype, width: int) -> Tensor:
     return buffer.view(dtype)[..., :width]
 
 
+@torch.library.custom_op("dcpmla::weigh_rows", mutates_args=())
+def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """One rank's part of a merge, for a sum over the ranks to finish.
+
+    Args:
+        out: [T, W h, D] of this rank; a row whose lse is -inf may hold anything.
+        lse: [W, T, W h] float32 of all ranks.
+    Returns:
+        Rows times their shares of the merged ones [W, T, h, D], by owner, in float32 (float64 stays); merged LSE of the own heads [T, h].
+    """
+    if out.is_cuda:
+        from dcpmla.comm import kernels  # triton is there on Linux only
+
+        return kernels.weigh_rows(out, lse, rank)
+    shares, merged_lse = weigh_partial(out, partial_weights(lse)[rank]), lse.logsumexp(0)
+    shares, merged_lse = _by_owner(shares, len(lse)), _by_owner(merged_lse, len(lse))[rank]
+    return shares.contiguous(), merged_lse.clone(memory_format=torch.contiguous_format)  # memory of its own, all of it
+
+
+@weigh_rows.register_fake
+def _(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    size, num_tokens, num_heads = len(lse), out.shape[0], out.shape[1] // len(lse)
+    shares = out.new_empty(size, num_tokens, num_heads, out.shape[2], dtype=torch.promote_types(out.dtype, torch.float32))
+    return shares, lse.new_empty(num_tokens, num_heads)
+
+
 @torch.library.custom_op("dcpmla::merge_rows", mutates_args=())
-def _merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """`merge_partials`, on a GPU as one kernel."""
     if not out.is_cuda:
         return merge_partials(out, lse)
-    from dcpmla.comm.kernels import merge_rows  # triton is there on Linux only
+    from dcpmla.comm import kernels  # triton is there on Linux only
 
-    return merge_rows(out, lse)
+    return kernels.merge_rows(out, lse)
 
 
-@_merge.register_fake
+@merge_rows.register_fake
 def _(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])
