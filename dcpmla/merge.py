@@ -28,11 +28,11 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def partial_weights(lse: Tensor) -> Tensor:
     """Share of each part in the merged output: [N, ...] LSE -> [N, ...], adding up to 1 over the parts, or to 0 where all are empty."""
-    return lse.softmax(0).where(lse > -torch.inf, 0.0)  # the softmax over empty parts alone is NaN
+    return lse.softmax(0).where(lse != -torch.inf, 0.0)  # the softmax over empty parts alone is NaN
 
 
 def weigh_partial(out: Tensor, weight: Tensor) -> Tensor:
     """A part's rows [..., D] times its weights [...], in float32 (float64 stays): the sum over the parts is the merged output."""
     weight = weight.unsqueeze(-1)
     out = out.to(torch.promote_types(out.dtype, torch.float32))
-    return (out * weight).where(weight > 0, 0.0)  # 0 x NaN is NaN: the product alone would let an empty row's payload through
+    return (out * weight).where(weight != 0, 0.0)  # 0 x NaN is NaN: the product alone would let an empty row's payload through

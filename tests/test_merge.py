@@ -214,3 +214,12 @@ def test_shares_add_up_whatever_the_magnitude(magnitude: float) -> None:
     lse = magnitude + torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(0))
     merged, _ = merge_partials(torch.ones(8, 5, 3, 4), lse)
     torch.testing.assert_close(merged, torch.ones(5, 3, 4), atol=1e-6, rtol=0)
+
+
+def test_nan_of_a_part_with_keys_is_not_lost() -> None:
+    """A part whose LSE is NaN is no empty part: without it the merge would look right."""
+    out, lse = torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3)
+    lse[0, 0, 1], lse[1, 0, 2] = math.nan, -math.inf
+    out[1, 0, 2] = math.nan
+    merged, merged_lse = merge_partials(out, lse)
+    assert merged.isnan().any(-1).tolist() == merged_lse.isnan().tolist() == [[False, True, False]]

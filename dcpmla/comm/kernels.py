@@ -13,8 +13,8 @@ def _shares(lse):
     peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf is NaN: a row that is empty everywhere takes weight 0
     weight = tl.exp(lse - peak)
     total = tl.sum(weight, 0)
-    divisor = tl.where(total > 0, total, 1.0)
-    return weight / divisor, tl.where(total > 0, tl.log(divisor) + peak, -float("inf"))
+    divisor = tl.where(total != 0, total, 1.0)
+    return weight / divisor, tl.where(total != 0, tl.log(divisor) + peak, -float("inf"))
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def merge_kernel(
     column = tl.arange(0, COLUMNS)
     rows_at = out_ptr + part[:, None] * out_stride_part + token * out_stride_token + head * out_stride_head + column[None, :]
     # A part without a share is not read: its payload may be NaN.
-    rows = tl.load(rows_at, mask=(share[:, None] > 0) & (column[None, :] < width), other=0.0).to(tl.float32)
+    rows = tl.load(rows_at, mask=(share[:, None] != 0) & (column[None, :] < width), other=0.0).to(tl.float32)
     merged = tl.sum(rows * share[:, None], 0)
     tl.store(merged_ptr + row * width + column, merged.to(merged_ptr.dtype.element_ty), mask=column < width)
 
@@ -108,7 +108,7 @@ def weigh_kernel(
         tl.store(merged_lse_ptr + own_row, merged_lse)
 
     column = tl.arange(0, COLUMNS)
-    num_read = tl.where(share > 0, width, 0)  # a row without a share is not read: its payload may be NaN
+    num_read = tl.where(share != 0, width, 0)  # a row without a share is not read: its payload may be NaN
     mine = tl.load(out_ptr + token * out_stride_token + head * out_stride_head + column, mask=column < num_read, other=0.0)
     shares_at = shares_ptr + (owner * num_tokens * num_heads + own_row) * width + column
     tl.store(shares_at, mine.to(shares_ptr.dtype.element_ty) * share, mask=column < width)

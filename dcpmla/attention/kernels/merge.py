@@ -19,13 +19,13 @@ def merge_into_kernel(out_ptr, lse_ptr, part_ptr, part_lse_ptr, num_rows, WIDTH:
     peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf is NaN: a row that is empty in both takes weight 0
     weight, part_weight = tl.exp(lse - peak), tl.exp(part_lse - peak)
     total = weight + part_weight
-    share = 1.0 / tl.where(total > 0, total, 1.0)
-    tl.store(lse_ptr + row, tl.where(total > 0, tl.log(total) + peak, -float("inf")), mask=is_row)
+    share = 1.0 / tl.where(total != 0, total, 1.0)
+    tl.store(lse_ptr + row, tl.where(total != 0, tl.log(total) + peak, -float("inf")), mask=is_row)
 
     at = row[:, None] * WIDTH + column[None, :]
     # A row of weight 0 is not read: its payload may be NaN.
-    out = tl.load(out_ptr + at, mask=is_column[None, :] & (weight > 0)[:, None], other=0.0)
-    part = tl.load(part_ptr + at, mask=is_column[None, :] & (part_weight > 0)[:, None], other=0.0).to(out.dtype)
+    out = tl.load(out_ptr + at, mask=is_column[None, :] & (weight != 0)[:, None], other=0.0)
+    part = tl.load(part_ptr + at, mask=is_column[None, :] & (part_weight != 0)[:, None], other=0.0).to(out.dtype)
     merged = out * (weight * share)[:, None] + part * (part_weight * share)[:, None]
     tl.store(out_ptr + at, merged.to(out.dtype), mask=is_column[None, :] & is_row[:, None])
 
