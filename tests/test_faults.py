@@ -135,7 +135,8 @@ def torchrun(model: Path, fault: dict[str, Any], number: int | None = None, max_
     """Two ranks of torchrun's, which is sent a signal when the fault begins."""
     with new_job() as job:
         options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(max_restarts)]
-        program = [str(Path(faulty.__file__)), str(job.directory), json.dumps(fault), *job.arguments(model)]
+        # Fresh interpreters, imports and all, may come seconds apart; none of these faults is found by its time.
+        program = [str(Path(faulty.__file__)), str(job.directory), json.dumps(fault), *job.arguments(model, timeout=4 * TIMEOUT)]
         process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *options, *program],
             stdout=subprocess.DEVNULL,
