@@ -16,33 +16,15 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dcpmla.cli import geometries
+
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")  # all experts of a layer in one tensor, as transformers holds them
 
 
 def v2_lite(num_layers: int, num_experts: int) -> Any:
-    """DeepSeek-V2-Lite: hidden 2048, 16 heads, experts of 1408, the first layer dense."""
-    return transformers.DeepseekV2Config(
-        vocab_size=8192,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_hidden_layers=num_layers,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=num_experts,
-        num_experts_per_tok=6,
-        n_shared_experts=2,
-        first_k_dense_replace=1,
-        max_position_embeddings=131072,
-        eos_token_id=None,
-        initializer_range=0.05,
-    )
+    """DeepSeek-V2-Lite with fewer layers, experts and words."""
+    sizes = {"vocab_size": 8192, "num_hidden_layers": num_layers, "n_routed_experts": num_experts, "max_position_embeddings": 131072}
+    return geometries.v2_lite(**sizes, eos_token_id=None, initializer_range=0.05)
 
 
 def deepseek_v3(num_layers: int, num_experts: int) -> Any:

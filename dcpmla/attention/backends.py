@@ -86,12 +86,12 @@ def _takes_flashinfer(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
         _takes_triton(q, kv_cache, kv_lora_rank)
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and (kv_lora_rank, q.shape[-1] - kv_lora_rank) == decode_flashinfer.WIDTHS
-        and _has_flashinfer()
+        and has_flashinfer()
     )
 
 
 @cache
-def _has_flashinfer() -> bool:
+def has_flashinfer() -> bool:
     return find_spec("flashinfer") is not None
 
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention import prefill_flashinfer, reference
+from dcpmla.attention.backends import has_flashinfer
 from dcpmla.attention.segments import Segments, join_keys
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -115,12 +114,7 @@ def _clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) ->
 
 def _takes_flashinfer(q: Tensor, k_pe: Tensor, v: Tensor) -> bool:
     dims = (q.shape[-1], v.shape[-1])
-    return _is_half_on_gpu(q, (9, 0)) and dims in prefill_flashinfer.HEAD_DIMS and _has_flashinfer()
-
-
-@cache
-def _has_flashinfer() -> bool:
-    return find_spec("flashinfer") is not None
+    return _is_half_on_gpu(q, (9, 0)) and dims in prefill_flashinfer.HEAD_DIMS and has_flashinfer()
 
 
 def _load_flashinfer() -> Prefill:

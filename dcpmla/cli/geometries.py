@@ -20,27 +20,33 @@ def _kimi_k2() -> Any:
     )
 
 
-def _v2_lite() -> Any:
-    return transformers.DeepseekV2Config(
-        vocab_size=102400,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_hidden_layers=27,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=64,
-        num_experts_per_tok=6,
-        n_shared_experts=2,
-        first_k_dense_replace=1,
-        max_position_embeddings=163840,
-    )
+def v2_lite(**changes: Any) -> Any:
+    """DeepSeek-V2-Lite: hidden 2048, 16 heads, experts of 1408, the first layer dense.
+
+    Args:
+        changes: fields of the config that are to differ.
+    """
+    published = {
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 163840,
+    }
+    return transformers.DeepseekV2Config(**{**published, **changes})
 
 
 def _tiny() -> Any:
@@ -68,6 +74,6 @@ def _tiny() -> Any:
 GEOMETRIES: dict[str, Callable[[], Any]] = {
     "deepseek-v3": transformers.DeepseekV3Config,
     "kimi-k2": _kimi_k2,
-    "v2-lite": _v2_lite,
+    "v2-lite": v2_lite,
     "tiny": _tiny,  # for CPUs: seconds
 }
