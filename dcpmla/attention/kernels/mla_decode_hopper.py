@@ -20,12 +20,13 @@ from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_prog
 
 
 # Sizes of a step come and go: a variant for each kind of number would be compiled while requests wait.
-@gluon.jit(do_not_specialize=["table_stride", "rows_per_block", "block_size", "num_reqs", "query_len", "num_heads"])
+@gluon.jit(do_not_specialize=["row_stride", "table_stride", "rows_per_block", "block_size", "num_reqs", "query_len", "num_heads"])
 def decode_kernel(
     q_desc,
     q_pe_desc,
     kv_desc,
     k_pe_desc,
+    cache_ptr,
     table_ptr,
     lens_ptr,
     start_ptr,
@@ -33,6 +34,7 @@ def decode_kernel(
     lse_ptr,
     counters_ptr,
     partials_ptr,
+    row_stride,
     table_stride,
     rows_per_block,
     block_size,
@@ -51,9 +53,9 @@ def decode_kernel(
     rope: gl.constexpr = q_pe_desc.layout
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     buffers = (
-        gl.allocate_shared_memory(dtype, [ROWS, HALF], half),
-        gl.allocate_shared_memory(dtype, [ROWS, HALF], half),
-        gl.allocate_shared_memory(dtype, [ROWS, ROPE], rope),
+        gl.allocate_shared_memory(dtype, [1, ROWS, HALF], half),
+        gl.allocate_shared_memory(dtype, [1, ROWS, HALF], half),
+        gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], rope),
         gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, HALF], half),
         gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, HALF], half),
         gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, ROPE], rope),
@@ -69,6 +71,7 @@ def decode_kernel(
     right_free = gl.allocate_shared_memory(gl.int64, each, mbarrier.MBarrierLayout())
     probs_ready = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
     probs_free = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
+    merge_ready = gl.allocate_shared_memory(gl.int64, each, mbarrier.MBarrierLayout())
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=1)
     mbarrier.init(probs_ready, count=1)
@@ -78,8 +81,9 @@ def decode_kernel(
         mbarrier.init(left_free.index(stage), count=1)
         mbarrier.init(right_ready.index(stage), count=1)
         mbarrier.init(right_free.index(stage), count=1)
+        mbarrier.init(merge_ready.index(stage), count=1)
     fence_async_shared()
-    ready = (q_ready, left_ready, right_ready, probs_ready)
+    ready = (q_ready, left_ready, right_ready, probs_ready, merge_ready)
     free = (q_free, left_free, right_free, probs_free)
 
     part = cut(lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED)
@@ -87,11 +91,12 @@ def decode_kernel(
     num_slots = gl.num_programs(0) * gl.num_programs(1) * 2
     outputs = (out_ptr, lse_ptr, partials_ptr, partials_ptr + num_slots * ROWS * LATENT, counters_ptr)
     descs = (q_desc, q_pe_desc, kv_desc, k_pe_desc)
+    cache = (cache_ptr, row_stride, table_ptr, table_stride, rows_per_block, block_size)
     gl.warp_specialize(
         [
             (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED, OVERLAPS)),
             (help_role, (num_reqs, buffers, handed, ready, free, outputs, work, row_tile, IS_RAGGED)),
-            (load_role, (descs, buffers, ready, free, table_ptr, table_stride, rows_per_block, block_size, work, row_tile, IS_RAGGED)),
+            (load_role, (descs, buffers, ready, free, cache, counters_ptr, work, row_tile, IS_RAGGED)),
         ],
         [4, 1],
         [232, 24],
@@ -129,6 +134,7 @@ def mla_decode(
         _tiles(rows, ROWS.value, ROPE.value),
         _tiles(cache, KEYS.value, HALF.value),
         _tiles(cache, KEYS.value, ROPE.value),
+        kv_cache,
         block_table,
         seq_lens,
         seq_lens if query_start_loc is None else query_start_loc,
@@ -136,6 +142,7 @@ def mla_decode(
         lse,
         workspace[:COUNTER_WORDS].view(torch.int32),
         workspace[COUNTER_WORDS:],
+        kv_cache.stride(1),
         block_table.stride(0),
         rows_per_block,
         kv_cache.shape[1],
