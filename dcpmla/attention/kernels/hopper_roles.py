@@ -1,45 +1,22 @@
-"""The three groups of warps in Hopper's decode kernel; `mla_decode_hopper` says what each is for, `hopper_split` how programs share work.
+"""The scorer and the helper of Hopper's decode kernel; `mla_decode_hopper` says what each is for.
 
-A segment is what a part has of one request. Each role walks the part's segments by itself, and meets the others at barriers in shared
-memory: `ready` ones say that a buffer is filled, `free` ones that it may be filled again. A barrier alternates between two phases, hence
-the counts. A segment's tiles lie in stage 0 and 1 in turn: a product whose operands have addresses known to the compiler starts sooner.
+A segment is what a part has of one request. Each role, and the loader, walks the part's segments by itself, and meets the others at
+barriers in shared memory: `ready` ones say that a buffer is filled, `free` ones that it may be filled again. A barrier alternates between
+two phases, hence the counts. What they count is the same in all threads (`uniform`), and so is a stage's address: else the tensor cores
+would wait for it.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from dcpmla.attention.kernels.hopper_split import (
-    HALF,
-    KEYS,
-    LATENT,
-    LN2,
-    ROWS,
-    arrive,
-    await_cut,
-    barrier,
-    exp2,
-    find_request,
-    find_slot,
-    merge_cut,
-    next_begin,
-    store_half,
-    store_partial,
-)
+from dcpmla.attention.kernels.hopper_load import NUM_STAGES, clear_behind
+from dcpmla.attention.kernels.hopper_merge import LN2, arrive, exp2, merge_cut, store_half, store_partial
+from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, find_request, find_slot, next_begin
 
-ROPE = gl.constexpr(64)
-AHEAD = gl.constexpr(6)  # tiles from the one that is loaded to the one that is brought into L2
-NUM_STAGES = gl.constexpr(2)  # what shared memory has room for
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.7
 
 
 @gluon.jit
@@ -49,102 +26,11 @@ def here(buffer, index=0):
 
 
 @gluon.jit
-def find_row(tile, table, rows_per_block, block_size):
-    """Of the cache as one matrix, where a tile begins."""
-    key = tile * KEYS
-    return gl.load(table + key // block_size) * rows_per_block + key % block_size
-
-
-@gluon.jit
-def _prefetch(ptr, num_bytes):
-    """Start to bring memory into L2."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred is_first;
-        .reg .b32 lane;
-        mov.b32 lane, %laneid;
-        setp.eq.b32 is_first, lane, 0;
-        @is_first cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [ptr, num_bytes],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def load_role(descs, buffers, ready, free, cache, counters_ptr, work, row_tile, IS_RAGGED: gl.constexpr):
-    """The loader: a segment's queries, then its keys tile after tile into the stages that the others have freed.
-
-    Two stages are less than what memory takes to answer; so it has later tiles brought into L2, from where they come sooner.
-    """
-    cache_ptr, row_stride, table_ptr, table_stride, rows_per_block, block_size = cache
-    q_desc, q_pe_desc, kv_desc, k_pe_desc = descs
-    q_left, q_right, q_pe, k_left, k_right, k_pe = buffers
-    q_ready, left_ready, right_ready, _, merge_ready = ready
-    q_free, left_free, right_free, _ = free
-    request, begin, start, end, _, granule, lens_ptr, start_ptr, query_len, num_heads = work
-    num_segments, num_firsts, num_seconds, last, last_begin = 0, 0, 0, 0, 0
-    tile_bytes = ((KEYS - 1) * row_stride + LATENT + ROPE) * 2
-    while start < end:
-        first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
-        stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), end)
-        if start < stop:
-            row = first * num_heads + row_tile * ROWS
-            table = table_ptr + request.to(gl.int64) * table_stride
-            first_tile, num_tiles = start - begin, stop - start
-            mbarrier.wait(q_free, (num_segments & 1) ^ 1)
-            mbarrier.expect(q_ready, ROWS * (LATENT + ROPE) * 2)
-            tma_load(q_desc, [row, 0], q_ready, q_left.index(0))
-            tma_load(q_desc, [row, HALF], q_ready, q_right.index(0))
-            tma_load(q_pe_desc, [row, LATENT], q_ready, q_pe.index(0))
-            num_segments += 1
-            num_fetched = NUM_STAGES + row_tile
-            for tile in range(0, num_tiles):
-                stage = tile % 2
-                phase = (gl.where(stage == 0, num_firsts, num_seconds) + tile // 2) & 1
-                row = find_row(first_tile + tile, table, rows_per_block, block_size)
-                mbarrier.wait(left_free.index(stage), phase ^ 1)
-                mbarrier.expect(left_ready.index(stage), KEYS * (HALF + ROPE) * 2)
-                tma_load(kv_desc, [row, 0], left_ready.index(stage), k_left.index(stage))
-                tma_load(k_pe_desc, [row, LATENT], left_ready.index(stage), k_pe.index(stage))
-                mbarrier.wait(right_free.index(stage), phase ^ 1)
-                mbarrier.expect(right_ready.index(stage), KEYS * HALF * 2)
-                tma_load(kv_desc, [row, HALF], right_ready.index(stage), k_right.index(stage))
-                for ahead in range(num_fetched, gl.minimum(tile + AHEAD, num_tiles), gl.num_programs(1)):
-                    row = find_row(first_tile + ahead, table, rows_per_block, block_size)
-                    _prefetch(cache_ptr + row.to(gl.int64) * row_stride, tile_bytes)
-                    num_fetched += gl.num_programs(1)
-            last, last_begin = request, begin
-            num_firsts += (stop - start + 1) // 2
-            num_seconds += (stop - start) // 2
-            start = stop
-        begin = next_begin(begin, num_keys, granule)
-        start = gl.maximum(start, begin)
-        request += 1
-    await_cut(last, last_begin, work, counters_ptr, merge_ready, row_tile, IS_RAGGED)
-
-
-@gluon.jit
-def _clear_behind(values, num_keys):
-    """Zero the rows of a tile's values [KEYS, HALF] behind the last key: what stands there may be NaN, and 0 x NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
-    for quarter in gl.static_range(4):
-        columns = values.slice(quarter * (HALF // 4), HALF // 4, 1)
-        columns.store(gl.where(gl.expand_dims(key, 1) < num_keys, columns.load(layout), 0.0))
-    fence_async_shared()
-    barrier()
-
-
-@gluon.jit
-def _start_scores(buffers, ready, stage: gl.constexpr, phase):
+def _start_scores(buffers, ready, num_tiles):
     """Queries times a tile's keys, in three products that run on."""
     q_left, q_right, q_pe, k_left, k_right, k_pe = buffers
     _, left_ready, right_ready, _, _ = ready
+    stage, phase = num_tiles % NUM_STAGES, (num_tiles // NUM_STAGES) & 1
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     mbarrier.wait(left_ready.index(stage), phase)
     scores = warpgroup_mma(here(q_left), here(k_left, stage).permute((1, 0)), scores, is_async=True)
@@ -176,10 +62,11 @@ def _hand_over(scores, first_key, seen, scale, peak, total, handed, num_handed):
 
 @gluon.jit
 def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED: gl.constexpr, OVERLAPS: gl.constexpr):
-    """The scorer: scores, probabilities, LSE, and the left half of the output. Two tiles at a time.
+    """The scorer: scores, probabilities, LSE, and the left half of the output.
 
-    Where it OVERLAPS, the tensor cores have the second tile's scores while it works on the first's probabilities, and the first's values
-    while it works on the second's. That waits for both tiles to be there: where memory is the limit, one after the other is better.
+    Where it OVERLAPS, it takes two tiles at a time: the tensor cores have the second tile's scores while it works on the first's
+    probabilities, and the first's values while it works on the second's. That waits for both tiles to be there: where memory is the
+    limit, one after the other is better.
     """
     k_left = buffers[3]
     q_ready, _, _, probs_ready, merge_ready = ready
@@ -188,7 +75,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
     handed = probs, factors, probs_ready, probs_free
     out_ptr, lse_ptr, partials_ptr, partial_lse_ptr, counters_ptr = outputs
     request, begin, start, end, size, granule, lens_ptr, start_ptr, query_len, num_heads = work
-    num_segments, num_firsts, num_seconds, num_handed, last, last_begin = 0, 0, 0, 0, 0, 0
+    num_segments, num_tiles, num_handed, last, last_begin = 0, 0, 0, 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     while start < end:
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
@@ -201,46 +88,41 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
             key = (start - begin) * KEYS
             mbarrier.wait(q_ready, num_segments & 1)
-            for _pair in range(0, (stop - start) // 2):
-                scores = _start_scores(buffers, ready, 0, num_firsts & 1)
-                if OVERLAPS:
-                    next_scores = _start_scores(buffers, ready, 1, num_seconds & 1)
-                    scores = warpgroup_mma_wait(3, deps=[scores])  # all but the three of the second tile
-                else:
-                    scores = warpgroup_mma_wait(0, deps=[scores])
+            num_pairs = 0
+            if OVERLAPS:
+                num_pairs = (stop - start) // 2
+            for _pair in range(0, num_pairs):
+                stage, next_stage = num_tiles % NUM_STAGES, (num_tiles + 1) % NUM_STAGES
+                scores = _start_scores(buffers, ready, num_tiles)
+                next_scores = _start_scores(buffers, ready, num_tiles + 1)
+                scores = warpgroup_mma_wait(3, deps=[scores])  # all but the three of the second tile
                 weights, factor, peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, num_handed)
-                product = warpgroup_mma(weights, here(k_left, 0), acc * gl.expand_dims(factor, 1), is_async=True)
-                if OVERLAPS:
-                    scores = warpgroup_mma_wait(1, deps=[next_scores])
-                else:
-                    acc = warpgroup_mma_wait(0, deps=[product])
-                    mbarrier.arrive(left_free.index(0), count=1)
-                    scores = warpgroup_mma_wait(0, deps=[_start_scores(buffers, ready, 1, num_seconds & 1)])
+                product = warpgroup_mma(weights, here(k_left, stage), acc * gl.expand_dims(factor, 1), is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[next_scores])
                 key += KEYS
                 weights, factor, peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, num_handed + 1)
-                if OVERLAPS:
-                    acc = warpgroup_mma_wait(0, deps=[product])
-                    mbarrier.arrive(left_free.index(0), count=1)
-                if key + KEYS > num_keys:
-                    _clear_behind(k_left.index(1), num_keys - key)
-                product = warpgroup_mma(weights, here(k_left, 1), acc * gl.expand_dims(factor, 1), is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(left_free.index(1), count=1)
+                mbarrier.arrive(left_free.index(stage), count=1)
+                if key + KEYS > num_keys:
+                    clear_behind(k_left, next_stage, num_keys - key)
+                product = warpgroup_mma(weights, here(k_left, next_stage), acc * gl.expand_dims(factor, 1), is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[product])
+                mbarrier.arrive(left_free.index(next_stage), count=1)
                 key += KEYS
-                num_firsts += 1
-                num_seconds += 1
+                num_tiles += 2
                 num_handed += 2
-            for _odd in range(0, (stop - start) % 2):
-                scores = warpgroup_mma_wait(0, deps=[_start_scores(buffers, ready, 0, num_firsts & 1)])
+            for _tile in range(start + 2 * num_pairs, stop):
+                stage = num_tiles % NUM_STAGES
+                scores = warpgroup_mma_wait(0, deps=[_start_scores(buffers, ready, num_tiles)])
                 weights, factor, peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, num_handed)
                 if key + KEYS > num_keys:
-                    _clear_behind(k_left.index(0), num_keys - key)
-                product = warpgroup_mma(weights, here(k_left, 0), acc * gl.expand_dims(factor, 1), is_async=True)
+                    clear_behind(k_left, stage, num_keys - key)
+                product = warpgroup_mma(weights, here(k_left, stage), acc * gl.expand_dims(factor, 1), is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(left_free.index(0), count=1)
-                num_firsts += 1
+                mbarrier.arrive(left_free.index(stage), count=1)
+                key += KEYS
+                num_tiles += 1
                 num_handed += 1
-            mbarrier.arrive(q_free, count=1)
             is_any = total != 0
             total = gl.where(is_any, total, 1.0)
             inverse = 1.0 / total
@@ -252,13 +134,14 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
             lse = gl.where(is_any, (peak * scale + gl.log2(total)) * LN2, -float("inf"))
             first_row = first * num_heads + row_tile * ROWS
             if stop - start == gl.cdiv(num_keys, KEYS):
-                store_half(out_ptr, first_row, num_rows, 0, acc)
+                store_half(out_ptr, first_row, num_rows, 0, acc, buffers[0].index(0))
                 gl.store(lse_ptr + first_row + row, lse, mask=row < num_rows)
             else:
                 slot = find_slot(start // size, start == begin, row_tile)
                 gl.store(partial_lse_ptr + slot * ROWS + row, lse)
                 store_partial(partials_ptr, slot, 0, num_rows, acc)
                 arrive(counters_ptr, begin // size, row_tile)
+            mbarrier.arrive(q_free, count=1)
             num_segments += 1
             last, last_begin = request, begin
             start = stop
@@ -285,60 +168,45 @@ def _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def _help(acc, tile, num_keys, k_right, handed, right_ready, right_free, stage: gl.constexpr, phase, num_handed):
-    """A tile's step of the helper."""
-    probs, factors, probs_ready, probs_free = handed
-    mbarrier.wait(probs_ready, num_handed & 1)
-    weights = probs.load(WEIGHTS)
-    factor = factors.load(gl.SliceLayout(1, OUTPUT))
-    mbarrier.arrive(probs_free, count=1)
-    acc = acc * gl.expand_dims(factor, 1)
-    mbarrier.wait(right_ready.index(stage), phase)
-    if (tile + 1) * KEYS > num_keys:
-        _clear_behind(k_right.index(stage), num_keys - tile * KEYS)
-    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, here(k_right, stage), acc, is_async=True)])
-    mbarrier.arrive(right_free.index(stage), count=1)
-    return acc
-
-
-@gluon.jit
 def help_role(num_reqs, buffers, handed, ready, free, outputs, work, row_tile, IS_RAGGED: gl.constexpr):
     """The helper: the right half of the output, from the scorer's probabilities."""
     k_right = buffers[4]
     probs, factors = handed
     _, _, right_ready, probs_ready, merge_ready = ready
-    _, _, right_free, probs_free = free
-    handed = probs, factors, probs_ready, probs_free
+    q_free, _, right_free, probs_free = free
     out_ptr, _, partials_ptr, _, counters_ptr = outputs
     request, begin, start, end, size, granule, lens_ptr, start_ptr, query_len, num_heads = work
-    num_firsts, num_seconds, num_handed, last, last_begin = 0, 0, 0, 0, 0
+    num_tiles, num_handed, last, last_begin = 0, 0, 0, 0
     _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED)
     while start < end:
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), end)
         if start < stop:
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
-            tile = start - begin
-            for _pair in range(0, (stop - start) // 2):
-                acc = _help(acc, tile, num_keys, k_right, handed, right_ready, right_free, 0, num_firsts & 1, num_handed)
-                acc = _help(acc, tile + 1, num_keys, k_right, handed, right_ready, right_free, 1, num_seconds & 1, num_handed + 1)
-                tile += 2
-                num_firsts += 1
-                num_seconds += 1
-                num_handed += 2
-            for _odd in range(0, (stop - start) % 2):
-                acc = _help(acc, tile, num_keys, k_right, handed, right_ready, right_free, 0, num_firsts & 1, num_handed)
-                num_firsts += 1
+            for tile in range(start - begin, stop - begin):
+                stage, phase = num_tiles % NUM_STAGES, (num_tiles // NUM_STAGES) & 1
+                mbarrier.wait(probs_ready, num_handed & 1)
+                weights = probs.load(WEIGHTS)
+                factor = factors.load(gl.SliceLayout(1, OUTPUT))
+                mbarrier.arrive(probs_free, count=1)
                 num_handed += 1
+                acc = acc * gl.expand_dims(factor, 1)
+                mbarrier.wait(right_ready.index(stage), phase)
+                if (tile + 1) * KEYS > num_keys:
+                    clear_behind(k_right, stage, num_keys - tile * KEYS)
+                acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, here(k_right, stage), acc, is_async=True)])
+                mbarrier.arrive(right_free.index(stage), count=1)
+                num_tiles += 1
             mbarrier.wait(probs_ready, num_handed & 1)
             acc = acc * gl.expand_dims(factors.load(gl.SliceLayout(1, OUTPUT)), 1)
             mbarrier.arrive(probs_free, count=1)
             num_handed += 1
             if stop - start == gl.cdiv(num_keys, KEYS):
-                store_half(out_ptr, first * num_heads + row_tile * ROWS, num_rows, 1, acc)
+                store_half(out_ptr, first * num_heads + row_tile * ROWS, num_rows, 1, acc, buffers[1].index(0))
             else:
                 store_partial(partials_ptr, find_slot(start // size, start == begin, row_tile), 1, num_rows, acc)
                 arrive(counters_ptr, begin // size, row_tile)
+            mbarrier.arrive(q_free, count=1)
             last, last_begin = request, begin
             start = stop
         begin = next_begin(begin, num_keys, granule)

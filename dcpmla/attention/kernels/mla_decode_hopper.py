@@ -14,19 +14,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dcpmla.attention.kernels.hopper_roles import NUM_STAGES, ROPE, help_role, load_role, score_role
-from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, LOG2E, ROWS, cut
+from dcpmla.attention.kernels.hopper_load import NUM_STAGES, ROPE, load_role
+from dcpmla.attention.kernels.hopper_merge import LOG2E
+from dcpmla.attention.kernels.hopper_roles import help_role, score_role
+from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, cut, look_up_all
 from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_programs
 
 
 # Sizes of a step come and go: a variant for each kind of number would be compiled while requests wait.
-@gluon.jit(do_not_specialize=["row_stride", "table_stride", "rows_per_block", "block_size", "num_reqs", "query_len", "num_heads"])
+@gluon.jit(do_not_specialize=["table_stride", "rows_per_block", "block_size", "num_reqs", "query_len", "num_heads"])
 def decode_kernel(
     q_desc,
     q_pe_desc,
     kv_desc,
     k_pe_desc,
-    cache_ptr,
     table_ptr,
     lens_ptr,
     start_ptr,
@@ -34,7 +35,6 @@ def decode_kernel(
     lse_ptr,
     counters_ptr,
     partials_ptr,
-    row_stride,
     table_stride,
     rows_per_block,
     block_size,
@@ -48,6 +48,9 @@ def decode_kernel(
 ):
     """Programs (parts, tiles of query rows). scale includes log2(e)."""
     row_tile = gl.program_id(1)
+    num_tiles = look_up_all(
+        lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED
+    )  # comes while barriers are set up
     dtype: gl.constexpr = q_desc.dtype
     half: gl.constexpr = q_desc.layout
     rope: gl.constexpr = q_pe_desc.layout
@@ -73,7 +76,7 @@ def decode_kernel(
     probs_free = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
     merge_ready = gl.allocate_shared_memory(gl.int64, each, mbarrier.MBarrierLayout())
     mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=1)
+    mbarrier.init(q_free, count=2)  # queries make room for the output
     mbarrier.init(probs_ready, count=1)
     mbarrier.init(probs_free, count=1)
     for stage in gl.static_range(NUM_STAGES):
@@ -86,17 +89,16 @@ def decode_kernel(
     ready = (q_ready, left_ready, right_ready, probs_ready, merge_ready)
     free = (q_free, left_free, right_free, probs_free)
 
-    part = cut(lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED)
-    work = part + (lens_ptr, start_ptr, query_len, num_heads)
+    work = cut(num_tiles, num_reqs) + (lens_ptr, start_ptr, query_len, num_heads)
     num_slots = gl.num_programs(0) * gl.num_programs(1) * 2
     outputs = (out_ptr, lse_ptr, partials_ptr, partials_ptr + num_slots * ROWS * LATENT, counters_ptr)
     descs = (q_desc, q_pe_desc, kv_desc, k_pe_desc)
-    cache = (cache_ptr, row_stride, table_ptr, table_stride, rows_per_block, block_size)
+    paging = (table_ptr, table_stride, rows_per_block, block_size)
     gl.warp_specialize(
         [
             (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED, OVERLAPS)),
             (help_role, (num_reqs, buffers, handed, ready, free, outputs, work, row_tile, IS_RAGGED)),
-            (load_role, (descs, buffers, ready, free, cache, counters_ptr, work, row_tile, IS_RAGGED)),
+            (load_role, (descs, buffers, ready, free, paging, counters_ptr, work, row_tile, IS_RAGGED)),
         ],
         [4, 1],
         [232, 24],
@@ -134,7 +136,6 @@ def mla_decode(
         _tiles(rows, ROWS.value, ROPE.value),
         _tiles(cache, KEYS.value, HALF.value),
         _tiles(cache, KEYS.value, ROPE.value),
-        kv_cache,
         block_table,
         seq_lens,
         seq_lens if query_start_loc is None else query_start_loc,
@@ -142,7 +143,6 @@ def mla_decode(
         lse,
         workspace[:COUNTER_WORDS].view(torch.int32),
         workspace[COUNTER_WORDS:],
-        kv_cache.stride(1),
         block_table.stride(0),
         rows_per_block,
         kv_cache.shape[1],
