@@ -9,7 +9,9 @@ from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, find
 
 ROPE = gl.constexpr(64)
 NUM_STAGES = gl.constexpr(2)  # what shared memory has room for
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.7
+# By their names from Triton 3.7 on, or those before.
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -65,7 +67,7 @@ def load_role(descs, buffers, ready, free, paging, counters_ptr, work, row_tile,
 def clear_behind(values, stage, num_keys):
     """Zero the rows of a stage's values [KEYS, HALF] behind the last key: what stands there may be NaN, and 0 x NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    quarters = values._reinterpret(values.dtype, [NUM_STAGES * 4, KEYS, HALF // 4], values.layout)  # each has 64 columns: a swizzle's width
+    quarters = reinterpret(values, values.dtype, [NUM_STAGES * 4, KEYS, HALF // 4], values.layout)  # each has 64 columns: a swizzle's width
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     for quarter in range(stage * 4, stage * 4 + 4):
         columns = quarters.index(quarter)
