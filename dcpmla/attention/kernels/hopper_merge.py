@@ -138,7 +138,7 @@ def merge_cut(half, last, last_begin, work, outputs, merge_ready, row_tile, IS_R
             if num_parts <= 8:
                 _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, row_tile, 8, 4)
             else:
-                _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, row_tile, 2, 16)
+                _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, row_tile, 1, 32)
         request, begin = last, last_begin
 
 
@@ -146,10 +146,14 @@ def merge_cut(half, last, last_begin, work, outputs, merge_ready, row_tile, IS_R
 def _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, row_tile, AT_ONCE: gl.constexpr, PARTS: gl.constexpr):
     """Rows [mine, behind) of the tile: AT_ONCE of them at a time, online over PARTS partial outputs at a time."""
     out_ptr, lse_ptr, partials_ptr, partial_lse_ptr, _ = outputs
-    layout: gl.constexpr = gl.BlockedLayout([AT_ONCE // 2, PARTS, 4], [2, 1, 16], [1, 1, 4], [2, 1, 0])
+    row_lanes: gl.constexpr = min(AT_ONCE, 2)  # of two lanes with the same columns: one for each of two rows, or both for one row's parts
+    part_lanes: gl.constexpr = 2 // row_lanes
+    layout: gl.constexpr = gl.BlockedLayout(
+        [AT_ONCE // row_lanes, PARTS // part_lanes, 4], [row_lanes, part_lanes, 16], [1, 1, 4], [2, 1, 0]
+    )
     by_part: gl.constexpr = gl.SliceLayout(2, layout)
     by_column: gl.constexpr = gl.SliceLayout(1, layout)
-    by_row: gl.constexpr = gl.BlockedLayout([AT_ONCE // 2, 4], [2, 16], [1, 4], [1, 0])
+    by_row: gl.constexpr = gl.BlockedLayout([AT_ONCE // row_lanes, 4], [2, 16], [1, 4], [1, 0])
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
     for base in range(mine, behind, AT_ONCE):
         row = gl.minimum(base + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, by_part)), ROWS - 1)
