@@ -1,10 +1,13 @@
 """The planner against measured tables, real checkpoints and real caches."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,15 +25,18 @@ from plan_cases import (
 )
 from ranks import run_ranks
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dcpmla.cache.latent import LatentCache
+from dcpmla.comm import nccl
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.exchange import exchange_us
-from dcpmla.planning.machine import H200X8
-from dcpmla.planning.measured import compare, read_rows
+from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective
+from dcpmla.planning.measured import Row, compare, geometry, read_rows
 from dcpmla.planning.predict import Setting, attention_us, kv_row_bytes
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.weights import ModelSize, Parameter, read_model
@@ -51,14 +57,71 @@ def test_exchange_of_8_ranks_is_as_measured(operation: str, width: int, table: t
         assert within(predicted, time, 1.3), f"{num_tokens} tokens: predicted {predicted:.1f} us, measured {time} us"
 
 
+def replaced_kernels_us(row: Row) -> float:
+    """The files are older than ag_rs' kernel: torch's in its place were 18 more, with 6 more passes over the float32 rows."""
+    if (row["backend"], row["operation"]) != ("ag_rs", "combine"):
+        return 0.0
+    num_heads, _, width = geometry(row)
+    return 18 * H200X8.kernel_us + 6 * row["num_tokens"] * num_heads * width * 4 / H200X8.copy_gb_per_s / 1e3
+
+
 @pytest.mark.parametrize("num_gpus", [2, 4])
 def test_our_exchange_is_as_measured(num_gpus: int, v3: ModelSize) -> None:
     """The files are measured again from time to time: a single row may lie a little further off than the rest."""
     rows = read_rows(json.loads((RESULTS / f"h200x{num_gpus}" / "exchange.json").read_text()), "exchange.json")
     comparisons = [c for c in compare(H200X8, v3, rows) if "backend" in c.row]
     assert {c.row["operation"] for c in comparisons} == {"gather_heads", "combine"}
-    assert sum(within(c.ratio, 1, 1.3) for c in comparisons) >= 0.95 * len(comparisons)
-    assert all(within(c.ratio, 1, 1.5) for c in comparisons)
+    ratios = [(c.predicted_us + replaced_kernels_us(c.row)) / c.measured_us for c in comparisons]
+    assert sum(within(ratio, 1, 1.3) for ratio in ratios) >= 0.95 * len(ratios)
+    assert all(within(ratio, 1, 1.5) for ratio in ratios)
+
+
+class Kernels(TorchDispatchMode):
+    """What launches a kernel on a GPU, which is all but views and new tensors; and the bytes that it reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket.__name__ not in ("new_empty", "empty_like", "_unsafe_view"):
+            tensors = {id(leaf): leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)}
+            self.number += 1
+            self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        return result
+
+
+def planned(**sizes: Any) -> dict[str, float]:
+    """What the planner counts, read off machines on which one thing alone takes time: a microsecond each, or a byte."""
+    free = Collective(overhead_us=0, per_rank_us=0, gb_per_s=1e15)
+    nothing = replace(H200X8, kernel_us=0, copy_gb_per_s=1e15, **dict.fromkeys(COLLECTIVES, free))
+    changes = {"number": {"kernel_us": 1}, "num_bytes": {"copy_gb_per_s": 1e-3}}
+    changes |= {kind: {kind: Collective(overhead_us=0, per_rank_us=0, gb_per_s=1e-3)} for kind in COLLECTIVES}
+    return {name: exchange_us(replace(nothing, **change), **sizes) for name, change in changes.items()}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("kind", [nccl.AllToAll, nccl.AllGatherReduceScatter])
+def test_exchange_counts_what_the_code_does(
+    kind: type[nccl.AllToAll | nccl.AllGatherReduceScatter], num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_heads, num_ranks, sent = 8, 4, dict.fromkeys(COLLECTIVES, 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: num_ranks)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 1)
+    monkeypatch.setattr(nccl, "_all_gather", lambda out, rows, group: sent.update(all_gather=out.nbytes))
+    monkeypatch.setattr(nccl, "_reduce_scatter", lambda out, rows, group: sent.update(reduce_scatter=rows.nbytes))
+    monkeypatch.setattr(dist, "all_to_all_single", lambda out, rows, group: sent.update(all_to_all=rows.nbytes))
+    exchange = kind(None)  # type: ignore[arg-type]
+    lse = torch.zeros(num_tokens, num_heads)
+    for operation, heads, width in (("gather_heads", num_heads // num_ranks, 48), ("combine", num_heads, 32)):
+        rows = torch.zeros(num_tokens, heads, width, dtype=torch.bfloat16)
+        sent.update(dict.fromkeys(COLLECTIVES, 0))
+        with Kernels() as kernels:
+            exchange.gather_heads(rows) if operation == "gather_heads" else exchange.combine(rows, lse)
+        sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "width": width, "num_ranks": num_ranks, "backend": exchange.name}
+        done = {"number": kernels.number, "num_bytes": kernels.num_bytes, **sent}
+        assert planned(operation=operation, **sizes) == pytest.approx(done, abs=1e-6)
 
 
 def test_attention_is_near_the_best_kernels(v3: ModelSize) -> None:

@@ -1,12 +1,13 @@
 """What a layer pays for its exchange: the collectives and kernels of `dcpmla.comm.nccl`, counted."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from dcpmla.planning.machine import Machine
 
 _ROW_BYTES = 2  # bfloat16 in transit
 _LSE_BYTES = 4
-_AG_RS_KERNELS, _AG_RS_PASSES = 20, 8  # torch's kernels around ag_rs's collectives, and how often they pass over the float32 rows
+_SHARE_BYTES = 4  # ag_rs adds the ranks' rows up in float32
+_SENT_LSE_BYTES = 16 * _ROW_BYTES  # a2a: an LSE takes as much as 16 elements of the row before it, so that rows stay aligned
 
 
 def exchange_us(
@@ -23,12 +24,10 @@ def exchange_us(
     """
     if num_ranks == 1:
         return 0.0
-    row_bytes = num_tokens * num_heads * width * _ROW_BYTES
-    lse_bytes = num_tokens * num_heads * _LSE_BYTES
-    cost = {"gather_heads": _gather_heads, "combine": _combine_ag_rs if backend == "ag_rs" else _combine_a2a}[operation]
-    return cost(
-        lambda kind, total: machine.collective_us(kind, total / num_ranks, num_ranks, num_nodes), machine, row_bytes, lse_bytes, num_ranks
-    )
+    exchange = _Exchange(machine, num_tokens, num_heads, width, num_ranks, num_nodes)
+    if operation == "gather_heads":
+        return exchange.gather_heads()
+    return exchange.combine_ag_rs() if backend == "ag_rs" else exchange.combine_a2a()
 
 
 def exchange_kind(operation: str, backend: str) -> str | None:
@@ -38,27 +37,45 @@ def exchange_kind(operation: str, backend: str) -> str | None:
     return "all_to_all" if backend == "a2a" else None
 
 
-_Collective = Callable[[str, float], float]  # (kind, bytes of all ranks' chunks) -> microseconds
+@dataclass(frozen=True)
+class _Exchange:
+    """Its operations in microseconds; bytes of kernels are what they read and write."""
 
+    machine: Machine
+    num_tokens: int
+    num_heads: int
+    width: int
+    num_ranks: int
+    num_nodes: int
 
-def _gather_heads(collective: _Collective, machine: Machine, row_bytes: int, lse_bytes: int, num_ranks: int) -> float:
-    """All-gather, then a copy into heads' order."""
-    return collective("all_gather", row_bytes) + _kernel_us(machine, 2 * row_bytes)
+    def gather_heads(self) -> float:
+        """All-gather, then a copy into heads' order, in which those of a single token lie already."""
+        copy = self._kernel(2 * self._rows(_ROW_BYTES)) if self.num_tokens > 1 else 0.0
+        return self._collective("all_gather", self._rows(_ROW_BYTES)) + copy
 
+    def combine_a2a(self) -> float:
+        """Rows laid by owner, their LSEs behind them, all-to-all, one merge of the own heads' rows."""
+        rows, lse = self._rows(_ROW_BYTES), self._lse(_LSE_BYTES)
+        pack = self._kernel(2 * rows) + self._kernel(2 * lse)
+        merge = self._kernel((rows + lse) * (1 + 1 / self.num_ranks))
+        return pack + self._collective("all_to_all", rows + self._lse(_SENT_LSE_BYTES)) + merge
 
-def _combine_a2a(collective: _Collective, machine: Machine, row_bytes: int, lse_bytes: int, num_ranks: int) -> float:
-    """Rows packed by owner, LSEs packed, all-to-all (an LSE takes 16 bytes: rows stay aligned), one merge."""
-    pack = _kernel_us(machine, 2 * row_bytes) + _kernel_us(machine, 2 * lse_bytes)
-    merge = _kernel_us(machine, row_bytes + row_bytes / num_ranks)
-    return pack + collective("all_to_all", row_bytes + 4 * lse_bytes) + merge
+    def combine_ag_rs(self) -> float:
+        """LSEs all-gathered, rows weighed and laid by owner, reduce-scatter in float32, the sums narrowed."""
+        rows, shares, lse = self._rows(_ROW_BYTES), self._rows(_SHARE_BYTES), self._lse(_LSE_BYTES)
+        weigh = self._kernel(rows + self.num_ranks * lse + shares + lse / self.num_ranks)
+        narrow = self._kernel((shares + rows) / self.num_ranks)
+        return self._collective("all_gather", self.num_ranks * lse) + weigh + self._collective("reduce_scatter", shares) + narrow
 
+    def _rows(self, element_bytes: int) -> int:
+        return self.num_tokens * self.num_heads * self.width * element_bytes
 
-def _combine_ag_rs(collective: _Collective, machine: Machine, row_bytes: int, lse_bytes: int, num_ranks: int) -> float:
-    """LSEs all-gathered, rows weighed in float32, reduce-scatter in float32."""
-    float_bytes = row_bytes / _ROW_BYTES * 4
-    kernels = _AG_RS_KERNELS * machine.kernel_us + _AG_RS_PASSES * float_bytes / machine.copy_gb_per_s / 1e3
-    return collective("all_gather", lse_bytes * num_ranks) + kernels + collective("reduce_scatter", float_bytes)
+    def _lse(self, element_bytes: int) -> int:
+        return self.num_tokens * self.num_heads * element_bytes
 
+    def _collective(self, kind: str, num_bytes: float) -> float:
+        """Of num_bytes in all ranks' chunks together."""
+        return self.machine.collective_us(kind, num_bytes / self.num_ranks, self.num_ranks, self.num_nodes)
 
-def _kernel_us(machine: Machine, num_bytes: float) -> float:
-    return machine.kernel_us + num_bytes / machine.copy_gb_per_s / 1e3
+    def _kernel(self, num_bytes: float) -> float:
+        return self.machine.kernel_us + num_bytes / self.machine.copy_gb_per_s / 1e3
