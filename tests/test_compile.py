@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from dcpmla import DCPConfig, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla.attention.rope import query_factor
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 
@@ -74,9 +75,10 @@ def run_layer(layer: MLAAttention, batch: Batch, forward: Any = None) -> tuple[T
 
     cache = random(next(blocks), dcp.block_size, config.latent_dim)
     cos_sin = random(metadata.num_tokens, config.qk_rope_head_dim, dtype=torch.float32)
+    factor = query_factor(metadata.positions, config.llama_4_scaling, weight.dtype)
     hidden_states = random(metadata.num_tokens + 2, config.hidden_size)
     with torch.inference_mode():
-        out = (layer if forward is None else forward)(hidden_states, cache, metadata, cos_sin)
+        out = (layer if forward is None else forward)(hidden_states, cache, metadata, cos_sin, factor)
     return out[: metadata.num_tokens], cache
 
 

@@ -129,6 +129,16 @@ def check_mistakes(hf_config: Any) -> None:
         layer(hidden, cache, metadata, cos_sin[:2])
     with pytest.raises(ValueError, match="kv_cache is None; a step with metadata needs"):
         layer(hidden, None, metadata, cos_sin)
+    with pytest.raises(ValueError, match=r"query_factor is \(torch.float32, \(3,\)\); expected None, for config.llama_4_scaling is None"):
+        layer(hidden, cache, metadata, cos_sin, torch.ones(3))
+    layer.config = dataclasses.replace(config, llama_4_scaling=(0.3, 16))
+    for factor, found in (
+        (None, "None"),
+        (torch.ones(2), r"\(torch.float32, \(2,\)\)"),
+        (torch.ones(3, dtype=torch.float16), r"\(torch.float16, \(3,\)\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"query_factor is {found}; expected \(torch.float32, \(3,\)\), for .* is \(0.3, 16\)"):
+            layer(hidden, cache, metadata, cos_sin, factor)
     weights = oracle(hf_config).state_dict()
     with pytest.raises(ValueError, match="checkpoint: tensor q_b_proj.weight is missing"):
         layer.load_weights({name: weight for name, weight in weights.items() if name != "q_b_proj.weight"})

@@ -11,7 +11,6 @@ from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, project_values, rotate_query_
-from dcpmla.attention.rope import llama_4_factor
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.linear import RowParallelLinear, Weight, read_weight, shard
@@ -73,7 +72,12 @@ class MLAAttention(nn.Module):
         return self.w_kv_b[:, self.config.qk_nope_head_dim :]
 
     def forward(
-        self, hidden_states: Tensor, kv_cache: Tensor | None, metadata: StepMetadata | None, cos_sin: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        kv_cache: Tensor | None,
+        metadata: StepMetadata | None,
+        cos_sin: Tensor | None = None,
+        query_factor: Tensor | None = None,
     ) -> Tensor:
         """One step of a batch: decodes first, then prefills, then padding. Collective.
 
@@ -82,6 +86,8 @@ class MLAAttention(nn.Module):
             kv_cache: [num_blocks, block_size, L + R] of this layer on this rank; written and read.
             metadata: the step's; None asks for a dummy run that only claims the memory of the largest context chunk.
             cos_sin: [num_tokens, R] float32 as in `apply_rope`, or None for a model without positions (NoPE).
+            query_factor: [num_tokens] in the dtype of hidden_states, from `dcpmla.attention.rope.query_factor`: where the config has
+                llama_4_scaling, and there alone.
         Returns:
             [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
         Raises:
@@ -91,8 +97,10 @@ class MLAAttention(nn.Module):
             return self._dummy_run(hidden_states)
         if kv_cache is None:
             raise ValueError("kv_cache is None; a step with metadata needs this layer's [num_blocks, block_size, L + R]")
-        self._check(hidden_states, kv_cache, metadata, cos_sin)
+        self._check(hidden_states, kv_cache, metadata, cos_sin, query_factor)
         q, latents = self._project(hidden_states[: metadata.num_tokens], kv_cache, metadata, cos_sin)
+        if query_factor is not None:
+            q = q * query_factor[:, None, None]
         decodes, prefills = slice(0, metadata.num_decode_tokens), slice(metadata.num_decode_tokens, metadata.num_tokens)
         values = []
         if metadata.decode is not None:
@@ -122,10 +130,7 @@ class MLAAttention(nn.Module):
             config.rope_interleaved,
         )
         q = self.q_proj(hidden_states) if config.q_lora_rank is None else self.q_b_proj(q_c)
-        q = q.unflatten(-1, (self.num_heads, config.qk_head_dim))
-        if config.llama_4_scaling is not None:
-            q = q * llama_4_factor(metadata.positions, *config.llama_4_scaling)[:, None, None].to(q.dtype)
-        return q, latents
+        return q.unflatten(-1, (self.num_heads, config.qk_head_dim)), latents
 
     def _decode(self, q: Tensor, kv_cache: Tensor, decode: DecodeMetadata, cos_sin: Tensor | None) -> Tensor:
         """[T, h, P + R] -> [T, h V]: W_UK absorbed into the query, W_UV applied to the merged latent output."""
@@ -182,7 +187,9 @@ class MLAAttention(nn.Module):
             _copy(down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
             _copy(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
 
-    def _check(self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None) -> None:
+    def _check(
+        self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None, query_factor: Tensor | None
+    ) -> None:
         config, num_tokens = self.config, metadata.num_tokens
         if hidden_states.ndim != 2 or hidden_states.shape[1] != config.hidden_size or hidden_states.shape[0] < num_tokens:
             shape = tuple(hidden_states.shape)
@@ -194,6 +201,10 @@ class MLAAttention(nn.Module):
             raise ValueError(f"kv_cache has strides {kv_cache.stride()}; the values of a row must lie side by side")
         if cos_sin is not None and tuple(cos_sin.shape) != (num_tokens, config.qk_rope_head_dim):
             raise ValueError(f"cos_sin has shape {tuple(cos_sin.shape)}; expected [{num_tokens}, {config.qk_rope_head_dim}]")
+        given = None if query_factor is None else (query_factor.dtype, tuple(query_factor.shape))
+        wanted = None if config.llama_4_scaling is None else (hidden_states.dtype, (num_tokens,))
+        if given != wanted:
+            raise ValueError(f"query_factor is {given}; expected {wanted}, for config.llama_4_scaling is {config.llama_4_scaling}")
 
 
 def _rows(cos_sin: Tensor | None, tokens: slice) -> Tensor | None:

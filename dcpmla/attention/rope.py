@@ -28,3 +28,11 @@ def llama_4_factor(positions: Tensor, beta: float, original_max_position: int) -
     Source: Llama 4's attention temperature, as Mistral 4 uses it.
     """
     return 1 + beta * torch.log1p(torch.floor(positions / original_max_position))
+
+
+def query_factor(positions: Tensor, llama_4_scaling: tuple[float, int] | None, dtype: torch.dtype) -> Tensor | None:
+    """What the layers of a step multiply their queries by: `llama_4_factor` [T] in their dtype; None for a model that has none.
+
+    Source: transformers' Mistral 4 rounds the factor before the product.
+    """
+    return None if llama_4_scaling is None else llama_4_factor(positions, *llama_4_scaling).to(dtype)

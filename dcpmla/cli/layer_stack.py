@@ -10,6 +10,7 @@ from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.metadata import StepMetadata
 from dcpmla.attention.projections import project_values
+from dcpmla.attention.rope import query_factor
 from dcpmla.attention.workspace import decode_workspace
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.cli.bench_layers import num_samples
@@ -81,6 +82,7 @@ class LayerStack:
         self.group_lse = torch.randn(batch, group_heads, device=device)
         self.out = torch.randn(batch, heads, config.kv_lora_rank, **new)
         self.cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
+        self.query_factor = query_factor(self.metadata[0].positions, config.llama_4_scaling, dtype)  # the same in all steps
 
     def timings(self, parts: Sequence[str] = ("total", *PARTS)) -> dict[str, Timing]:
         """Of the whole stack ("total") and of parts of it. Collective over the job.
@@ -107,7 +109,7 @@ class LayerStack:
         """[batch, hidden] after all layers."""
         hidden, metadata = self.hidden, self._metadata(index)
         for layer, rows in zip(self.layers, self.cache.layers, strict=True):
-            hidden = hidden + layer(hidden, rows, metadata, self.cos_sin)
+            hidden = hidden + layer(hidden, rows, metadata, self.cos_sin, self.query_factor)
         return hidden
 
     def project(self, index: int = 0) -> None:
@@ -116,7 +118,7 @@ class LayerStack:
         for layer, rows in zip(self.layers, self.cache.layers, strict=True):
             layer.exchange = _Stop()
             try:
-                layer(self.hidden, rows, metadata, self.cos_sin)
+                layer(self.hidden, rows, metadata, self.cos_sin, self.query_factor)
             except _Stopped:
                 continue
             finally:

@@ -18,6 +18,7 @@ from transformers.utils import is_kernels_available
 
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.metadata import StepMetadata
+from dcpmla.attention.rope import query_factor
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.select import Selection
 from dcpmla.config import DCPConfig, MLAConfig, check_model_type
@@ -111,6 +112,7 @@ class ShardedModel:
             metadata=metadata,
             latent_cache=cache,
             cos_sin=self._cos_sin(positions[None]),
+            query_factor=query_factor(positions, self.attention_config.llama_4_scaling, self.dtype),
         ).logits
         return logits[0].float()
 
@@ -130,10 +132,17 @@ class _ShardedSelfAttention(nn.Module):
         self.attention, self.layer = attention, layer
 
     def forward(
-        self, hidden_states: Tensor, *, metadata: StepMetadata | None, latent_cache: LatentCache | None, cos_sin: Tensor, **_: object
+        self,
+        hidden_states: Tensor,
+        *,
+        metadata: StepMetadata | None,
+        latent_cache: LatentCache | None,
+        cos_sin: Tensor,
+        query_factor: Tensor | None,
+        **_: object,
     ) -> tuple[Tensor, None]:
         kv_cache = None if latent_cache is None else latent_cache[self.layer]
-        return self.attention(hidden_states[0], kv_cache, metadata, cos_sin)[None], None
+        return self.attention(hidden_states[0], kv_cache, metadata, cos_sin, query_factor)[None], None
 
 
 def find_model(model: str) -> Path:
