@@ -18,6 +18,7 @@ from dcpmla.__main__ import main
 from dcpmla.cli.crossover import crossovers
 from dcpmla.cli.geometries import GEOMETRIES
 from dcpmla.cli.layer_stack import PARTS, LayerStack
+from dcpmla.cli.timing import TimeLimit, time_operation
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.measured import read_rows
@@ -158,6 +159,17 @@ def test_from_the_crossover_on_every_load_is_faster(plain: dict[tuple[int, int],
 
 def test_without_plain_tp_there_is_no_crossover() -> None:
     assert crossovers(rows_of({2: {(1, 8): 1}})) == []
+
+
+def limits_of_ranks() -> tuple[bool, bool, int]:
+    """Whether time is over where it is over on rank 1 alone, and nowhere; the samples that little time leaves of many."""
+    rank, calls = torch.distributed.get_rank(), []
+    time_operation(calls.append, CPU, calls=1, num_samples=100, seconds=0.0)
+    return TimeLimit(1000 * (1 - rank), CPU).is_over(), TimeLimit(1000, CPU).is_over(), len(calls)
+
+
+def test_time_is_over_on_all_ranks_at_once() -> None:
+    assert run_ranks(2, limits_of_ranks) == [(True, False, 3 + 1 + 5)] * 2  # warm-ups, one to see how long it takes, samples
 
 
 @pytest.mark.gpu

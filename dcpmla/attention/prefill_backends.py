@@ -75,40 +75,6 @@ def _load_triton() -> Prefill:
     return mha_prefill
 
 
-# ---- cuDNN's, through torch
-
-
-def _takes_cudnn(q: Tensor, k_pe: Tensor, v: Tensor) -> bool:
-    dims = (q.shape[-1], v.shape[-1])
-    return _is_half_on_gpu(q, (9, 0)) and torch.backends.cudnn.is_available() and max(dims) <= 256 and all(dim % 8 == 0 for dim in dims)
-
-
-def _load_cudnn() -> Prefill:
-    return _cudnn
-
-
-def _cudnn(
-    q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    k = join_keys(k_nope, k_pe)
-    # cuDNN makes a plan, in milliseconds, for each pair of bounds: powers of 2 are few.
-    bounds = [1 << (max(segments.lens) - 1).bit_length() for segments in (queries, keys)]
-    results = torch.ops.aten._cudnn_attention_forward(
-        q, k, v, None, queries.start_loc, keys.start_loc, *bounds, True, 0.0, causal, False, scale=scale
-    )
-    return _clear_empty(results[0].contiguous(), results[1].reshape(q.shape[:2]), queries, keys)
-
-
-def _clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) -> tuple[Tensor, Tensor]:
-    """(0, -inf), in place, for requests without keys, whatever a library says of them."""
-    if 0 in keys.lens:
-        query_lens, is_empty = queries.start_loc.diff(), keys.start_loc.diff() == 0
-        row_is_empty = is_empty.repeat_interleave(query_lens, output_size=len(out))  # the size spares a sync with the host
-        out.masked_fill_(row_is_empty[:, None, None], 0.0)
-        lse.masked_fill_(row_is_empty[:, None], -torch.inf)
-    return out, lse
-
-
 # ---- FlashInfer's
 
 
@@ -128,11 +94,10 @@ def _is_half_on_gpu(q: Tensor, capability: tuple[int, int]) -> bool:
     return q.is_cuda and q.dtype in _HALF and torch.version.cuda is not None and torch.cuda.get_device_capability(q.device) >= capability
 
 
-# Best first, by `bench prefill`.
+# Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans it anew in each ragged call, for 45 ms.
 PREFILL_BACKENDS = (
-    PrefillBackend("triton", _takes_triton, _load_triton),
-    PrefillBackend("cudnn", _takes_cudnn, _load_cudnn),
     PrefillBackend("flashinfer", _takes_flashinfer, _load_flashinfer),
+    PrefillBackend("triton", _takes_triton, _load_triton),
     PrefillBackend("torch", _takes_torch, _load_torch),
 )
 

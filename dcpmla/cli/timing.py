@@ -5,12 +5,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from dcpmla.runtime.capture import capturing, error_on_host_sync, forget_capture
+from dcpmla.runtime.graph import error_on_host_sync
 
 Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can rotate its inputs
 CALLS_PER_SAMPLE = 16
@@ -48,9 +47,8 @@ def time_operation(
     """
     for index in range(_NUM_WARM_UPS):
         operation(index % calls)
-    graph = _capture(operation, calls, device) if device.type == "cuda" else None
-    run = partial(_call_all, operation, calls) if graph is None else graph.replay
-    sample = partial(_time_by_events if device.type == "cuda" else _time_by_clock, run)
+    graph = _capture(operation, calls) if device.type == "cuda" else None
+    sample = _sampler(operation, calls, device) if graph is None else _graph_sampler(graph)
     first = _largest(sample(), device)  # a graph's first replay is slower: it only says how many samples there is time for
     times = []
     for _ in range(int(min(num_samples, max(_FEWEST_SAMPLES, seconds * 1e6 / first)))):
@@ -66,52 +64,47 @@ def _largest(number: float, device: torch.device) -> float:
     return float(largest)
 
 
-def _capture(operation: Operation, calls: int, device: torch.device) -> torch.cuda.CUDAGraph | None:
-    """A graph of one sample; None, on every rank, where some rank cannot capture it. Collective over the job."""
-    stream, graph, pool = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-
-    def call_watched() -> None:
-        with torch.cuda.stream(stream), error_on_host_sync():  # what a first call on a stream allocates must not be part of the graph
-            operation(0)
-
-    def capture() -> None:
+def _capture(operation: Operation, calls: int) -> torch.cuda.CUDAGraph | None:
+    """A graph of one sample; None, on every rank, where some rank cannot capture it."""
+    is_free = True
+    with torch.cuda.stream(torch.cuda.Stream()):  # what a first call on a new stream allocates must not be part of the graph
         try:
-            with capturing(graph, stream, pool):
-                _call_all(operation, calls)
+            with error_on_host_sync():
+                operation(0)
         except RuntimeError:
-            forget_capture(pool)
-            raise
-
-    return graph if _succeeds(call_watched, device) and _succeeds(capture, device) else None
-
-
-def _succeeds(attempt: Callable[[], None], device: torch.device) -> bool:
-    """Whether it does on every rank. Collective over the job."""
-    has_failed = False
-    try:
-        attempt()
-    except RuntimeError:
-        has_failed = True
+            is_free = False
     torch.cuda.synchronize()
-    return not _largest(float(has_failed), device)
-
-
-def _call_all(operation: Operation, calls: int) -> None:
-    for index in range(calls):
-        operation(index)
-
-
-def _time_by_events(run: Callable[[], object]) -> float:
-    """Microseconds on the GPU, gaps between its kernels included, but not the host's wait for the last one."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
+    everywhere = torch.tensor(int(is_free), device="cuda")
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    if not everywhere:
+        return None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(calls):
+            operation(index)
     torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return graph
 
 
-def _time_by_clock(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e6
+def _graph_sampler(graph: torch.cuda.CUDAGraph) -> Callable[[], float]:
+    def sample() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    return sample
+
+
+def _sampler(operation: Operation, calls: int, device: torch.device) -> Callable[[], float]:
+    def sample() -> float:
+        start = time.perf_counter()
+        for index in range(calls):
+            operation(index)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e6
+
+    return sample

@@ -1,8 +1,10 @@
 """The decode step as CUDA graphs: one for each of a list of batch sizes, replayed with the step's numbers copied into static memory."""
 
 import traceback
+import warnings
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.capture import capturing, error_on_host_sync
 from dcpmla.runtime.padding import PaddedStep
 
 DecodeStep = Callable[[Tensor, StepMetadata, LatentCache], Tensor]
@@ -184,7 +185,12 @@ class DecodeGraph:
     def _capture(self, graph: torch.cuda.CUDAGraph, batch_size: int, stream: torch.cuda.Stream, pool: Any) -> str:
         """Capture a size, or say where it ran out of memory: that leaves an orderly end, other errors leave none."""
         try:
-            with capturing(graph, stream, pool):
+            # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's and the
+            # watchdog's, does not touch the capture: hence thread_local.
+            with (
+                torch.cuda.stream(stream),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
                 self._compute(batch_size)
         except torch.OutOfMemoryError as error:
             return _reason(error)
@@ -208,6 +214,19 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Ascending sizes to capture, the last one max_num_seqs. Source: vLLM's cudagraph_capture_sizes."""
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 16))
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+@contextmanager
+def error_on_host_sync() -> Iterator[None]:
+    """A RuntimeError from whatever waits for the GPU: a graph cannot hold it, and breaking a capture spoils torch's allocator."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _reason(error: BaseException) -> str:
