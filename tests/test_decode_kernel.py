@@ -32,7 +32,7 @@ class Case:
     kv_lora_rank: int = 512
     rope: int = 64
     is_sharded: bool = False
-    num_programs: int | None = None  # with room in the workspace, of 64 rows; None leaves the workspace to the kernel
+    num_programs: int | None = None  # with room in the workspace, of 64 rows; None: one for each multiprocessor, on a CPU the kernel's own
 
     def inputs(self, device: str, seed: int = 0) -> dict[str, Any]:
         """Of `mla_decode`: random blocks in a cache that holds NaN wherever no key is."""
@@ -55,8 +55,11 @@ class Case:
         queries = [num_queries for num_queries, _ in self.requests]
         start = None if len(set(queries)) == 1 else torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
         workspace = None
-        if self.num_programs is not None:
-            workspace = torch.full((COUNTER_WORDS + self.num_programs * 128 * 513,), torch.nan)
+        num_programs = self.num_programs
+        if device == "cuda" and num_programs is None:
+            num_programs = torch.cuda.get_device_properties(device).multi_processor_count
+        if num_programs is not None:
+            workspace = torch.full((COUNTER_WORDS + num_programs * 128 * 513,), torch.nan)
             workspace[:COUNTER_WORDS] = 0
         q = torch.randn(len(seq_lens), self.num_heads, width, generator=generator)
         tensors = {
@@ -71,7 +74,7 @@ class Case:
         return {**on_device, "scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries)}
 
 
-def check(kernel: Any, case: Case, device: str, tolerance: float = 5e-3) -> None:
+def check(kernel: Any, case: Case, device: str, tolerance: float = 1e-2) -> None:
     """Twice with one workspace: its counters must be as they were."""
     for seed in range(2):
         inputs = case.inputs(device, seed)
@@ -89,8 +92,9 @@ def compare(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], case: Cas
     assert not out[is_empty].any(), case
     assert torch.equal(lse == -torch.inf, is_empty), case
     torch.testing.assert_close(lse[~is_empty].double(), exact_lse[~is_empty].double(), atol=1e-4, rtol=1e-4)
-    error = (out.double() - exact).norm() / exact.norm().clamp(min=1e-30)
-    assert error < tolerance, f"{case}: error {error:.1e}"
+    for rows, wrong in zip(exact.split(256, -1), (out.double() - exact).split(256, -1), strict=True):  # halves: other warps write each
+        error = (wrong.norm(dim=-1) / rows.norm(dim=-1).clamp(min=1e-30)).max()
+        assert error < tolerance, f"{case}: error {error:.1e} of a row"
 
 
 SMALL = {"kv_lora_rank": 32, "rope": 16, "block_size": 16, "dtype": torch.float16}  # the interpreter multiplies bfloat16 as integers
@@ -178,7 +182,7 @@ def test_layers_of_one_cache_and_offsets_past_2_31() -> None:
     out, lse = mla_decode(q, layers[:, 1], table, seq_lens, 0.07)
     small = torch.arange(3, dtype=torch.int32, device="cuda")[None]
     wanted, wanted_lse = reference.mla_decode(q.double(), keys.double(), small, seq_lens, 0.07, 512, None, 1)
-    compare((out, lse), (wanted, wanted_lse), Case([(1, 150)]), 5e-3)
+    compare((out, lse), (wanted, wanted_lse), Case([(1, 150)]), 1e-2)
 
 
 @pytest.mark.gpu
@@ -225,7 +229,7 @@ def test_queries_and_caches_that_are_views(part: slice) -> None:
         tensor[..., part] = inputs[name]
     out, lse = mla_decode(**{**inputs, **{name: tensor[..., part] for name, tensor in wide.items()}})
     exact = {**inputs, "q": inputs["q"].double(), "kv_cache": inputs["kv_cache"].double()}
-    compare((out, lse), reference.mla_decode(**exact), long_case(3, 3000), 5e-3)
+    compare((out, lse), reference.mla_decode(**exact), long_case(3, 3000), 1e-2)
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ def _takes_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
         and kv_cache.shape[1] % 64 == rest == 0
         and 0 < kv_cache.shape[0] * rows_per_block < 2**31
         and all(number % 16 == 0 for number in (q.data_ptr(), kv_cache.data_ptr()))
-        and all(stride % 8 == 0 for stride in (q.stride(0), q.stride(1), kv_cache.stride(1)))
+        and all(stride > 0 and stride % 8 == 0 for stride in (q.stride(0), q.stride(1), kv_cache.stride(1)))
     )
 
 

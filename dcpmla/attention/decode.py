@@ -38,27 +38,33 @@ def mla_decode(
     Returns:
         out [T, H, kv_lora_rank] in the dtype of q, lse [T, H] float32 natural log; (0, -inf) for a query that sees no token.
     Raises:
-        ValueError: shapes that do not belong together, numbers that are not int32 or not contiguous, a scale that is not positive.
+        ValueError: shapes that do not belong together, numbers that are not int32 or not contiguous, a scale that is not positive, a
+            workspace that is none.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
-    num_tokens, num_reqs = q.shape[0], block_table.shape[0]
     if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}")
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != q.shape[-1]:
         raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {q.shape[-1]}] to match q")
-    if block_table.ndim != 2 or ((num_reqs == 0 or num_tokens == 0) and num_reqs != num_tokens):
+    if block_table.ndim != 2:
+        raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request")
+    num_tokens, num_reqs = q.shape[0], block_table.shape[0]
+    if (num_reqs == 0 or num_tokens == 0) and num_reqs != num_tokens:
         raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request")
     if tuple(seq_lens.shape) != (num_tokens,):
         raise ValueError(f"seq_lens has shape {tuple(seq_lens.shape)}; expected [{num_tokens}], one for each query token")
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be positive")
+    if query_start_loc is not None and tuple(query_start_loc.shape) != (num_reqs + 1,):
+        raise ValueError(f"query_start_loc has shape {tuple(query_start_loc.shape)}; expected [{num_reqs + 1}], num_reqs + 1")
     for name, numbers in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
         if numbers is not None and (numbers.dtype != torch.int32 or numbers.stride(-1) != 1):
             raise ValueError(f"{name} has dtype {numbers.dtype} and strides {numbers.stride()}; it must be int32 with contiguous rows")
+    if workspace is not None and (workspace.dtype, workspace.ndim, workspace.device) != (torch.float32, 1, q.device):
+        found = f"{workspace.dtype} {tuple(workspace.shape)} on {workspace.device}"
+        raise ValueError(f"workspace is {found}; it comes from decode_workspace({str(q.device)!r})")
     if query_start_loc is None:
         max_query_len = _uniform_query_len(num_tokens, num_reqs, max_query_len)
-    elif tuple(query_start_loc.shape) != (num_reqs + 1,):
-        raise ValueError(f"query_start_loc has shape {tuple(query_start_loc.shape)}; expected [{num_reqs + 1}], num_reqs + 1")
     elif max_query_len is None or max_query_len < 1:
         raise ValueError(f"max_query_len is {max_query_len}; query_start_loc asks for the most query tokens of a request, at least 1")
     return torch.ops.dcpmla.mla_decode(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len, workspace)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dcpmla.attention.kernels.hopper_split import HALF, LATENT, ROWS, find_request, find_slot, shared_parts, uniform
+from dcpmla.attention.kernels.hopper_split import HALF, LATENT, ROWS, barrier, find_request, find_slot, num_shared, shared_parts, uniform
 
 GROUP = gl.constexpr(16)  # columns that lie together in a partial output
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -23,7 +23,6 @@ QUARTERS = gl.constexpr(
         [16, 256, 4],
     )
 )
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name before Triton 3.7
 
 
 @gluon.jit
@@ -50,10 +49,10 @@ def store_half(out_ptr, first_row, num_rows, half, acc, buffer):
 
 
 @gluon.jit
-def partial_at(slot, half, row, column):
-    """Where an element of a partial output lies: groups of columns, with all rows of one group before the next."""
-    group = (slot * 2 + half) * (HALF // GROUP) + column // GROUP
-    return (group * ROWS + row) * GROUP + column % GROUP
+def partial_at(slot, half, row, place):
+    """Where an element of a partial output lies: groups of columns, all rows of one before the next. Places are columns in that order."""
+    group = (slot * 2 + half) * (HALF // GROUP) + place // GROUP
+    return (group * ROWS + row) * GROUP + place % GROUP
 
 
 @gluon.jit
@@ -105,7 +104,7 @@ def await_cut(last, last_begin, work, counters_ptr, merge_ready, row_tile, IS_RA
     The last program to see that leaves the counter as it was found.
     """
     request, begin, start, end, size, _, lens_ptr, start_ptr, query_len, num_heads = work
-    for merge in range(0, (start < end).to(gl.int32) + (begin < last_begin).to(gl.int32)):
+    for merge in range(0, num_shared(begin, start, end, last_begin)):
         _, _, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
         first_part, num_parts = shared_parts(begin, num_keys, size)
         if num_parts > 1:
@@ -125,15 +124,15 @@ def merge_cut(half, last, last_begin, work, outputs, merge_ready, row_tile, IS_R
     To be called when all tiles of the part are done: a wait in between would make each part wait for the whole of the one before it.
     """
     request, begin, start, end, size, _, lens_ptr, start_ptr, query_len, num_heads = work
-    for merge in range(0, (start < end).to(gl.int32) + (begin < last_begin).to(gl.int32)):
+    for merge in range(0, num_shared(begin, start, end, last_begin)):
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
         first_part, num_parts = shared_parts(begin, num_keys, size)
         if num_parts > 1:
             mbarrier.wait(merge_ready.index(merge), 0)
             num_rows = gl.minimum(num_rows, ROWS)
-            each = gl.cdiv(num_rows, num_parts)
-            mine = (gl.program_id(0) - first_part) * each
-            behind = gl.minimum(mine + each, num_rows)
+            rows_of_a_part = gl.cdiv(num_rows, num_parts)
+            mine = (gl.program_id(0) - first_part) * rows_of_a_part
+            behind = gl.minimum(mine + rows_of_a_part, num_rows)
             first_row = first * num_heads + row_tile * ROWS
             if num_parts <= 8:
                 _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, row_tile, 8, 4)
@@ -154,7 +153,7 @@ def _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, r
     by_part: gl.constexpr = gl.SliceLayout(2, layout)
     by_column: gl.constexpr = gl.SliceLayout(1, layout)
     by_row: gl.constexpr = gl.BlockedLayout([AT_ONCE // row_lanes, 4], [2, 16], [1, 4], [1, 0])
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    place = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
     for base in range(mine, behind, AT_ONCE):
         row = gl.minimum(base + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, by_part)), ROWS - 1)
         row = gl.expand_dims(row, 1)
@@ -166,7 +165,7 @@ def _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, r
             there = gl.minimum(part, num_parts - 1)  # what is read twice weighs nothing the second time
             slot = find_slot(first_part + there, there == 0, row_tile)
             lse = gl.where(part < num_parts, gl.load(partial_lse_ptr + (slot * ROWS + row)), -float("inf"))
-            at = partial_at(gl.expand_dims(slot, 2), half, gl.expand_dims(row, 2), gl.expand_dims(gl.expand_dims(column, 0), 0))
+            at = partial_at(gl.expand_dims(slot, 2), half, gl.expand_dims(row, 2), gl.expand_dims(gl.expand_dims(place, 0), 0))
             values = gl.load(partials_ptr + at)
             new_peak = gl.maximum(peak, gl.max(lse, 1))
             shift = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # -inf - -inf is NaN

@@ -2,21 +2,22 @@
 
 A segment is what a part has of one request. Each role, and the loader, walks the part's segments by itself, and meets the others at
 barriers in shared memory: `ready` ones say that a buffer is filled, `free` ones that it may be filled again. A barrier alternates between
-two phases, hence the counts. What they count is the same in all threads (`uniform`), and so is a stage's address: else the tensor cores
-would wait for it.
+two phases, hence the counts. These are the same in all threads (`uniform`), and so is a stage's address: else the tensor cores would wait
+for it.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from dcpmla.attention.kernels.hopper_load import NUM_STAGES, clear_behind
+from dcpmla.attention.kernels.hopper_load import NUM_STAGES
 from dcpmla.attention.kernels.hopper_merge import LN2, arrive, exp2, merge_cut, store_half, store_partial
-from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, find_request, find_slot, next_begin
+from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, barrier, find_request, find_slot, next_begin
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret  # before Triton 3.7
 
 
 @gluon.jit
@@ -26,11 +27,24 @@ def here(buffer, index=0):
 
 
 @gluon.jit
-def _start_scores(buffers, ready, num_tiles):
+def _clear_behind(values, stage, num_keys):
+    """Zero the rows of a stage's values [KEYS, HALF] behind the last key: what stands there may be NaN, and 0 x NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    quarters = reinterpret(values, values.dtype, [NUM_STAGES * 4, KEYS, HALF // 4], values.layout)  # each has 64 columns: a swizzle's width
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
+    for quarter in range(stage * 4, stage * 4 + 4):
+        columns = quarters.index(quarter)
+        columns.store(gl.where(gl.expand_dims(key, 1) < num_keys, columns.load(layout), 0.0))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _start_scores(buffers, ready, tile):
     """Queries times a tile's keys, in three products that run on."""
     q_left, q_right, q_pe, k_left, k_right, k_pe = buffers
     _, left_ready, right_ready, _, _ = ready
-    stage, phase = num_tiles % NUM_STAGES, (num_tiles // NUM_STAGES) & 1
+    stage, phase = tile % NUM_STAGES, (tile // NUM_STAGES) & 1
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     mbarrier.wait(left_ready.index(stage), phase)
     scores = warpgroup_mma(here(q_left), here(k_left, stage).permute((1, 0)), scores, is_async=True)
@@ -75,7 +89,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
     handed = probs, factors, probs_ready, probs_free
     out_ptr, lse_ptr, partials_ptr, partial_lse_ptr, counters_ptr = outputs
     request, begin, start, end, size, granule, lens_ptr, start_ptr, query_len, num_heads = work
-    num_segments, num_tiles, num_handed, last, last_begin = 0, 0, 0, 0, 0
+    num_segments, num_done, num_handed, last, last_begin = 0, 0, 0, 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     while start < end:
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
@@ -92,9 +106,9 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
             if OVERLAPS:
                 num_pairs = (stop - start) // 2
             for _pair in range(0, num_pairs):
-                stage, next_stage = num_tiles % NUM_STAGES, (num_tiles + 1) % NUM_STAGES
-                scores = _start_scores(buffers, ready, num_tiles)
-                next_scores = _start_scores(buffers, ready, num_tiles + 1)
+                stage, next_stage = num_done % NUM_STAGES, (num_done + 1) % NUM_STAGES
+                scores = _start_scores(buffers, ready, num_done)
+                next_scores = _start_scores(buffers, ready, num_done + 1)
                 scores = warpgroup_mma_wait(3, deps=[scores])  # all but the three of the second tile
                 weights, factor, peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, num_handed)
                 product = warpgroup_mma(weights, here(k_left, stage), acc * gl.expand_dims(factor, 1), is_async=True)
@@ -104,24 +118,24 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
                 acc = warpgroup_mma_wait(0, deps=[product])
                 mbarrier.arrive(left_free.index(stage), count=1)
                 if key + KEYS > num_keys:
-                    clear_behind(k_left, next_stage, num_keys - key)
+                    _clear_behind(k_left, next_stage, num_keys - key)
                 product = warpgroup_mma(weights, here(k_left, next_stage), acc * gl.expand_dims(factor, 1), is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[product])
                 mbarrier.arrive(left_free.index(next_stage), count=1)
                 key += KEYS
-                num_tiles += 2
+                num_done += 2
                 num_handed += 2
             for _tile in range(start + 2 * num_pairs, stop):
-                stage = num_tiles % NUM_STAGES
-                scores = warpgroup_mma_wait(0, deps=[_start_scores(buffers, ready, num_tiles)])
+                stage = num_done % NUM_STAGES
+                scores = warpgroup_mma_wait(0, deps=[_start_scores(buffers, ready, num_done)])
                 weights, factor, peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, num_handed)
                 if key + KEYS > num_keys:
-                    clear_behind(k_left, stage, num_keys - key)
+                    _clear_behind(k_left, stage, num_keys - key)
                 product = warpgroup_mma(weights, here(k_left, stage), acc * gl.expand_dims(factor, 1), is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[product])
                 mbarrier.arrive(left_free.index(stage), count=1)
                 key += KEYS
-                num_tiles += 1
+                num_done += 1
                 num_handed += 1
             is_any = total != 0
             total = gl.where(is_any, total, 1.0)
@@ -137,7 +151,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
                 store_half(out_ptr, first_row, num_rows, 0, acc, buffers[0].index(0))
                 gl.store(lse_ptr + first_row + row, lse, mask=row < num_rows)
             else:
-                slot = find_slot(start // size, start == begin, row_tile)
+                slot = find_slot(gl.program_id(0), start == begin, row_tile)
                 gl.store(partial_lse_ptr + slot * ROWS + row, lse)
                 store_partial(partials_ptr, slot, 0, num_rows, acc)
                 arrive(counters_ptr, begin // size, row_tile)
@@ -168,7 +182,7 @@ def _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def help_role(num_reqs, buffers, handed, ready, free, outputs, work, row_tile, IS_RAGGED: gl.constexpr):
+def help_role(buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED: gl.constexpr):
     """The helper: the right half of the output, from the scorer's probabilities."""
     k_right = buffers[4]
     probs, factors = handed
@@ -176,15 +190,14 @@ def help_role(num_reqs, buffers, handed, ready, free, outputs, work, row_tile, I
     q_free, _, right_free, probs_free = free
     out_ptr, _, partials_ptr, _, counters_ptr = outputs
     request, begin, start, end, size, granule, lens_ptr, start_ptr, query_len, num_heads = work
-    num_tiles, num_handed, last, last_begin = 0, 0, 0, 0
-    _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED)
+    num_done, num_handed, last, last_begin = 0, 0, 0, 0
     while start < end:
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), end)
         if start < stop:
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
             for tile in range(start - begin, stop - begin):
-                stage, phase = num_tiles % NUM_STAGES, (num_tiles // NUM_STAGES) & 1
+                stage, phase = num_done % NUM_STAGES, (num_done // NUM_STAGES) & 1
                 mbarrier.wait(probs_ready, num_handed & 1)
                 weights = probs.load(WEIGHTS)
                 factor = factors.load(gl.SliceLayout(1, OUTPUT))
@@ -193,10 +206,10 @@ def help_role(num_reqs, buffers, handed, ready, free, outputs, work, row_tile, I
                 acc = acc * gl.expand_dims(factor, 1)
                 mbarrier.wait(right_ready.index(stage), phase)
                 if (tile + 1) * KEYS > num_keys:
-                    clear_behind(k_right, stage, num_keys - tile * KEYS)
+                    _clear_behind(k_right, stage, num_keys - tile * KEYS)
                 acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, here(k_right, stage), acc, is_async=True)])
                 mbarrier.arrive(right_free.index(stage), count=1)
-                num_tiles += 1
+                num_done += 1
             mbarrier.wait(probs_ready, num_handed & 1)
             acc = acc * gl.expand_dims(factors.load(gl.SliceLayout(1, OUTPUT)), 1)
             mbarrier.arrive(probs_free, count=1)
@@ -204,7 +217,7 @@ def help_role(num_reqs, buffers, handed, ready, free, outputs, work, row_tile, I
             if stop - start == gl.cdiv(num_keys, KEYS):
                 store_half(out_ptr, first * num_heads + row_tile * ROWS, num_rows, 1, acc, buffers[1].index(0))
             else:
-                store_partial(partials_ptr, find_slot(start // size, start == begin, row_tile), 1, num_rows, acc)
+                store_partial(partials_ptr, find_slot(gl.program_id(0), start == begin, row_tile), 1, num_rows, acc)
                 arrive(counters_ptr, begin // size, row_tile)
             mbarrier.arrive(q_free, count=1)
             last, last_begin = request, begin
@@ -212,4 +225,5 @@ def help_role(num_reqs, buffers, handed, ready, free, outputs, work, row_tile, I
         begin = next_begin(begin, num_keys, granule)
         start = gl.maximum(start, begin)
         request += 1
+    _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED)  # while the other parts of the last request come to their end
     merge_cut(1, last, last_begin, work, outputs, merge_ready, row_tile, IS_RAGGED)

@@ -13,7 +13,8 @@ KEYS = gl.constexpr(64)
 LATENT = gl.constexpr(512)
 HALF = gl.constexpr(256)
 MIN_TILES = gl.constexpr(2)  # of a part: below, partial outputs cost more than a shorter part saves
-CUT_TILES = gl.constexpr(4)  # by which a part may be longer for fewer cuts: about what a partial output costs
+CUT_TILES = gl.constexpr(4)  # by which a part may be longer for fewer cuts, half of it at most: about what a partial output costs
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name before Triton 3.7
 
 
 @gluon.jit
@@ -62,13 +63,13 @@ def cut(num_tiles, num_reqs):
     And what is the same for all parts: their size, and the granule of which each request takes a multiple of tiles in the row.
     """
     num_parts = gl.num_programs(0)
-    even_size = gl.cdiv(gl.sum(num_tiles, 0), num_parts)
+    even_size = gl.maximum(gl.cdiv(gl.sum(num_tiles, 0), num_parts), MIN_TILES)
     # As many parts for each request, or as many whole requests for each part.
     piece = gl.maximum(gl.cdiv(gl.max(num_tiles, 0), gl.maximum(num_parts // num_reqs, 1)), MIN_TILES)
     size = piece * gl.cdiv(num_reqs, num_parts)
-    is_aligned = size <= even_size + CUT_TILES
+    is_aligned = size <= even_size + gl.minimum(CUT_TILES, even_size // 2)
     granule = gl.where(is_aligned, piece, 1)
-    size = gl.where(is_aligned, size, gl.maximum(even_size, MIN_TILES))
+    size = gl.where(is_aligned, size, even_size)
     ends = gl.associative_scan(gl.cdiv(num_tiles, granule) * granule, 0, _add)
     start = gl.program_id(0) * size
     request = gl.sum((ends <= start).to(gl.int32), 0)
@@ -88,6 +89,12 @@ def shared_parts(begin, num_keys, size):
     """The first part that has tiles of a request, and how many have."""
     first_part = begin // size
     return first_part, (begin + gl.cdiv(num_keys, KEYS) - 1) // size - first_part + 1
+
+
+@gluon.jit
+def num_shared(begin, start, end, last_begin):
+    """Requests of a part that other parts may have tiles of: its first one, and its last where that is another."""
+    return (start < end).to(gl.int32) + (begin < last_begin).to(gl.int32)
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, cut,
 from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_programs
 
 
-# Sizes of a step come and go: a variant for each kind of number would be compiled while requests wait.
+# Sizes of a step come and go: a variant for each kind of number in these would be compiled while requests wait.
 @gluon.jit(do_not_specialize=["table_stride", "rows_per_block", "block_size", "num_reqs", "query_len", "num_heads"])
 def decode_kernel(
     q_desc,
@@ -48,9 +48,8 @@ def decode_kernel(
 ):
     """Programs (parts, tiles of query rows). scale includes log2(e)."""
     row_tile = gl.program_id(1)
-    num_tiles = look_up_all(
-        lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED
-    )  # comes while barriers are set up
+    # What this reads is on its way while the barriers are set up.
+    num_tiles = look_up_all(lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED)
     dtype: gl.constexpr = q_desc.dtype
     half: gl.constexpr = q_desc.layout
     rope: gl.constexpr = q_pe_desc.layout
@@ -74,17 +73,18 @@ def decode_kernel(
     right_free = gl.allocate_shared_memory(gl.int64, each, mbarrier.MBarrierLayout())
     probs_ready = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
     probs_free = gl.allocate_shared_memory(gl.int64, one, mbarrier.MBarrierLayout())
-    merge_ready = gl.allocate_shared_memory(gl.int64, each, mbarrier.MBarrierLayout())
+    merge_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # of a part's first request, of its last
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=2)  # queries make room for the output
     mbarrier.init(probs_ready, count=1)
     mbarrier.init(probs_free, count=1)
+    mbarrier.init(merge_ready.index(0), count=1)
+    mbarrier.init(merge_ready.index(1), count=1)
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(left_ready.index(stage), count=1)
         mbarrier.init(left_free.index(stage), count=1)
         mbarrier.init(right_ready.index(stage), count=1)
         mbarrier.init(right_free.index(stage), count=1)
-        mbarrier.init(merge_ready.index(stage), count=1)
     fence_async_shared()
     ready = (q_ready, left_ready, right_ready, probs_ready, merge_ready)
     free = (q_free, left_free, right_free, probs_free)
@@ -97,7 +97,7 @@ def decode_kernel(
     gl.warp_specialize(
         [
             (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED, OVERLAPS)),
-            (help_role, (num_reqs, buffers, handed, ready, free, outputs, work, row_tile, IS_RAGGED)),
+            (help_role, (buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED)),
             (load_role, (descs, buffers, ready, free, paging, counters_ptr, work, row_tile, IS_RAGGED)),
         ],
         [4, 1],
