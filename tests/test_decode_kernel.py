@@ -271,9 +271,7 @@ def test_the_hopper_kernel_compiles(is_ragged: bool) -> None:
     descriptors = {name: f"tensordesc<bf16[64, {width}],{layout}>" for name, width in [("q_desc", 256), ("kv_desc", 256)]}
     descriptors |= {name: f"tensordesc<bf16[64, 64],{layout}>" for name in ("q_pe_desc", "k_pe_desc")}
     types = {**POINTERS, **descriptors, "out_ptr": "*bf16", "scale": "fp32"}
-    ptx = compile_for_hopper(
-        decode_kernel, GluonASTSource, types, {"REQS": 32, "IS_RAGGED": is_ragged, "OVERLAPS": not is_ragged}, num_warps=4
-    )
+    ptx = compile_for_hopper(decode_kernel, GluonASTSource, types, {"REQS": 32, "IS_RAGGED": is_ragged}, num_warps=4)
     assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx
     assert "cp.async.bulk.tensor" in ptx
 

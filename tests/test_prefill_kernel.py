@@ -1,5 +1,6 @@
 """The Triton kernels of prefill against float64: in Triton's interpreter, compiled for Hopper, on GPUs; and every backend that there is."""
 
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import prefill as operators
-from dcpmla.attention import reference
+from dcpmla.attention import prefill_flashinfer, reference
 from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend
 from dcpmla.attention.segments import Segments, join_keys
 from dcpmla.merge import merge_partials
@@ -206,6 +207,24 @@ def test_tilings_fit() -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert select_tiling(192, 128, HOPPER_SHARED_MEMORY) == TILINGS[0]
     assert select_tiling(320, 256, 101376).shared_memory(320, 256) <= 101376
+
+
+class FlashInferPlan:
+    """Of FlashInfer, as seen on a GPU: LSE in base 2, and no (0, -inf) for requests without keys."""
+
+    def __init__(self, query_start: tuple[int, ...], key_start: tuple[int, ...], causal: bool) -> None:
+        self.bounds, self.causal = (query_start, key_start), causal
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+        assert return_lse
+        out, lse = reference.mha_prefill(q, k, v, *self.bounds, SCALE, self.causal)
+        is_empty = lse == -torch.inf
+        return out.masked_fill(is_empty[..., None], torch.nan), (lse / math.log(2)).masked_fill(is_empty, 0.0)
+
+
+def test_flashinfers_requests_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_flashinfer, "_plan", lambda *plan: FlashInferPlan(plan[0], plan[1], plan[6]))
+    check_prefill(prefill_flashinfer.mha_prefill, "DeepSeek-V3, requests without keys", torch.bfloat16, "cpu")
 
 
 @pytest.mark.gpu

@@ -20,7 +20,17 @@ def mha_prefill(
     """See `dcpmla.attention.prefill_backends.Prefill`."""
     plan = _plan(queries.start, keys.start, q.shape[1], q.shape[2], v.shape[2], scale, causal, q.dtype, q.device)
     out, lse = plan.run(q, join_keys(k_nope, k_pe), v, return_lse=True)
-    return out, lse.mul_(math.log(2))  # its LSE is in base 2
+    return _clear_empty(out, lse.mul_(math.log(2)), queries, keys)  # its LSE is in base 2
+
+
+def _clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) -> tuple[Tensor, Tensor]:
+    """(0, -inf), in place, for requests without keys, of which the library says otherwise."""
+    if 0 in keys.lens:
+        query_lens, is_empty = queries.start_loc.diff(), keys.start_loc.diff() == 0
+        row_is_empty = is_empty.repeat_interleave(query_lens, output_size=len(out))  # the size spares a sync with the host
+        out.masked_fill_(row_is_empty[:, None, None], 0.0)
+        lse.masked_fill_(row_is_empty[:, None], -torch.inf)
+    return out, lse
 
 
 @lru_cache(maxsize=16)  # 8 MB each; all layers of a step ask for the same few

@@ -75,12 +75,11 @@ def _hand_over(scores, first_key, seen, scale, peak, total, handed, num_handed):
 
 
 @gluon.jit
-def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED: gl.constexpr, OVERLAPS: gl.constexpr):
+def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED: gl.constexpr):
     """The scorer: scores, probabilities, LSE, and the left half of the output.
 
-    Where it OVERLAPS, it takes two tiles at a time: the tensor cores have the second tile's scores while it works on the first's
-    probabilities, and the first's values while it works on the second's. That waits for both tiles to be there: where memory is the
-    limit, one after the other is better.
+    It could start a tile's scores before the values of the one before, so that the tensor cores never wait for its probabilities; but that
+    keeps both tiles longer in their places, and what comes from memory waits more than is won.
     """
     k_left = buffers[3]
     q_ready, _, _, probs_ready, merge_ready = ready
@@ -102,30 +101,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
             key = (start - begin) * KEYS
             mbarrier.wait(q_ready, num_segments & 1)
-            num_pairs = 0
-            if OVERLAPS:
-                num_pairs = (stop - start) // 2
-            for _pair in range(0, num_pairs):
-                stage, next_stage = num_done % NUM_STAGES, (num_done + 1) % NUM_STAGES
-                scores = _start_scores(buffers, ready, num_done)
-                next_scores = _start_scores(buffers, ready, num_done + 1)
-                scores = warpgroup_mma_wait(3, deps=[scores])  # all but the three of the second tile
-                weights, factor, peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, num_handed)
-                product = warpgroup_mma(weights, here(k_left, stage), acc * gl.expand_dims(factor, 1), is_async=True)
-                scores = warpgroup_mma_wait(1, deps=[next_scores])
-                key += KEYS
-                weights, factor, peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, num_handed + 1)
-                acc = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(left_free.index(stage), count=1)
-                if key + KEYS > num_keys:
-                    _clear_behind(k_left, next_stage, num_keys - key)
-                product = warpgroup_mma(weights, here(k_left, next_stage), acc * gl.expand_dims(factor, 1), is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(left_free.index(next_stage), count=1)
-                key += KEYS
-                num_done += 2
-                num_handed += 2
-            for _tile in range(start + 2 * num_pairs, stop):
+            for _tile in range(start, stop):
                 stage = num_done % NUM_STAGES
                 scores = warpgroup_mma_wait(0, deps=[_start_scores(buffers, ready, num_done)])
                 weights, factor, peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, num_handed)

@@ -44,7 +44,6 @@ def decode_kernel(
     scale,
     REQS: gl.constexpr,
     IS_RAGGED: gl.constexpr,
-    OVERLAPS: gl.constexpr,
 ):
     """Programs (parts, tiles of query rows). scale includes log2(e)."""
     row_tile = gl.program_id(1)
@@ -96,7 +95,7 @@ def decode_kernel(
     paging = (table_ptr, table_stride, rows_per_block, block_size)
     gl.warp_specialize(
         [
-            (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED, OVERLAPS)),
+            (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED)),
             (help_role, (buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED)),
             (load_role, (descs, buffers, ready, free, paging, counters_ptr, work, row_tile, IS_RAGGED)),
         ],
@@ -152,7 +151,6 @@ def mla_decode(
         scale * LOG2E.value,
         REQS=max(32, triton.next_power_of_2(num_reqs)),
         IS_RAGGED=query_start_loc is not None,
-        OVERLAPS=num_row_tiles > 1,
         num_warps=4,
         launch_cooperative_grid=num_parts > 1,
     )
