@@ -202,9 +202,12 @@ def decode_arguments() -> dict[str, Any]:
         ("q", torch.zeros(2, 3, L - 1), "[T, H, kv_lora_rank + rope] with kv_lora_rank 6"),
         ("kv_cache", torch.zeros(32, L + R), "[num_blocks, block_size, 10]"),
         ("kv_cache", torch.zeros(4, 8, L), "[num_blocks, block_size, 10]"),
+        ("q", torch.tensor(0.0), "[T, H, kv_lora_rank + rope] with kv_lora_rank 6"),
+        ("block_table", torch.tensor(0, dtype=torch.int32), "[num_reqs, max_blocks]"),
         ("block_table", torch.zeros(2, dtype=torch.int32), "[num_reqs, max_blocks]"),
         ("block_table", torch.zeros(0, 2, dtype=torch.int32), "[num_reqs, max_blocks]"),
         ("query_start_loc", torch.zeros(2, dtype=torch.int32), "[3], num_reqs + 1"),
+        ("query_start_loc", torch.tensor(0, dtype=torch.int32), "[3], num_reqs + 1"),
         ("seq_lens", torch.ones(3, dtype=torch.int32), "expected [2]"),
         ("seq_lens", torch.ones(2, 1, dtype=torch.int32), "expected [2]"),
     ],
@@ -215,6 +218,12 @@ def test_decode_names_the_wrong_shape(argument: str, value: Tensor, expected: st
         mla_decode(**{**decode_arguments(), argument: value})
     assert str(tuple(value.shape)) in str(error.value)
     assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("workspace", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(2, 2), torch.zeros(4, device="meta")])
+def test_decode_names_a_wrong_workspace(workspace: Tensor) -> None:
+    with pytest.raises(ValueError, match=f"^workspace is {workspace.dtype} .* on {workspace.device}; it comes from decode_workspace"):
+        mla_decode(**{**decode_arguments(), "workspace": workspace})
 
 
 @pytest.mark.parametrize("kv_lora_rank", [0, -1, L + R + 1])

@@ -39,18 +39,17 @@ def mla_decode(
         out [T, H, kv_lora_rank] in the dtype of q, lse [T, H] float32 natural log; (0, -inf) for a query that sees no token.
     Raises:
         ValueError: shapes that do not belong together, numbers that are not int32 or not contiguous, a scale that is not positive, a
-            workspace that is none.
+            workspace that `decode_workspace` would not have made.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
     if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}")
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != q.shape[-1]:
         raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {q.shape[-1]}] to match q")
-    if block_table.ndim != 2:
+    num_tokens = q.shape[0]
+    if block_table.ndim != 2 or (block_table.shape[0] == 0) != (num_tokens == 0):
         raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request")
-    num_tokens, num_reqs = q.shape[0], block_table.shape[0]
-    if (num_reqs == 0 or num_tokens == 0) and num_reqs != num_tokens:
-        raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request")
+    num_reqs = block_table.shape[0]
     if tuple(seq_lens.shape) != (num_tokens,):
         raise ValueError(f"seq_lens has shape {tuple(seq_lens.shape)}; expected [{num_tokens}], one for each query token")
     if not scale > 0:
