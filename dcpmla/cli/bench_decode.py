@@ -10,16 +10,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dcpmla.cli.bench_layers import measurement, memory_on_all, num_samples
 from dcpmla.cli.decode_inputs import Answer, Caches, Ceilings, DecodeCase, DecodeInputs, measure_ceilings
-from dcpmla.cli.decode_kernels import OURS, PEERS, Kernel, MakeKernel, load_kernel
+from dcpmla.cli.decode_kernels import OURS, PEERS, MakeKernel, load_kernel
 from dcpmla.cli.kernel_plots import best_peer_ratio, plot_decode
 from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
 from dcpmla.cli.plots import check_outputs
 from dcpmla.cli.results import add_commit_argument, write_results
-from dcpmla.cli.timing import TimeLimit, Timing, time_operation
+from dcpmla.cli.timing import TimeLimit, Timing, time_with_result
 from dcpmla.cli.values import positive, positive_list, seconds
 from dcpmla.parallel.bootstrap import agree
 from dcpmla.parallel.faults import is_out_of_memory
@@ -138,7 +137,7 @@ class _Benchmark:
         for name, make in self.kernels.items():
             try:
                 kernel = make(inputs)
-                timing, out, lse = self._time(kernel, calls)
+                timing, (out, lse) = time_with_result(kernel.launch, self.device, calls, num_samples(self.device), _SAMPLE_SECONDS)
             except Exception as error:
                 if name in OURS and not (isinstance(error, ValueError) or is_out_of_memory(error)):
                     raise
@@ -148,18 +147,6 @@ class _Benchmark:
                 continue
             rows.append(self._row(name, inputs, timing, answer.errors(*kernel.result(out, lse))))
         return _with_ratios(rows)
-
-    def _time(self, kernel: Kernel, calls: int) -> tuple[Timing, Tensor, Tensor]:
-        """Its time, and what its last timed call gave: in a graph, what the last replay left there."""
-        results: tuple[Tensor, Tensor] | None = None
-
-        def launch(index: int) -> None:
-            nonlocal results
-            results = kernel.launch(index)
-
-        timing = time_operation(launch, self.device, calls, num_samples(self.device), _SAMPLE_SECONDS)
-        assert results is not None
-        return timing, *results
 
     def _row(self, name: str, inputs: DecodeInputs, timing: Timing, errors: tuple[float, float]) -> Row:
         case, us = inputs.case, timing.median_us

@@ -17,7 +17,7 @@ from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, start
 from dcpmla.cli.plots import check_outputs
 from dcpmla.cli.results import add_commit_argument, write_results
 from dcpmla.cli.timing import TimeLimit
-from dcpmla.cli.values import positive, positive_list, seconds
+from dcpmla.cli.values import exchange_list, positive, positive_list, seconds
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
 from dcpmla.parallel.bootstrap import agree
 from dcpmla.parallel.mesh import init_mesh
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--geometry", choices=tuple(GEOMETRIES), default="deepseek-v3", help="whose layers")
     add("-tp", "--tensor-parallel-size", type=positive, default=1, metavar="N", help="ranks that cut the heads; all ranks of the job")
     add("-dcp", "--decode-context-parallel-size", type=positive_list, default="1", metavar="D,...", help="sizes to measure; 1 is plain TP")
-    add("--dcp-comm-backend", type=_backends, default="ag_rs,a2a", metavar="NAME,...", help=f"of {', '.join(DCP_COMM_BACKENDS)}")
+    add("--dcp-comm-backend", type=exchange_list, default="ag_rs,a2a", metavar="NAME,...", help=f"of {', '.join(DCP_COMM_BACKENDS)}")
     add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")
     add("--batch", type=positive_list, default="1,4,16,64,128", metavar="B,...", help="requests of a step, one new token each")
     add("--context", type=positive_list, default="8192,32768,131072,524288", metavar="S,...", help="cached tokens of each request")
@@ -62,13 +62,6 @@ def run(args: argparse.Namespace) -> None:
         job.watchdog.enter("writing the results", LOAD_TIMEOUT)
         if ranks.is_first:
             _report(args, job, rows)
-
-
-def _backends(text: str) -> list[str]:
-    for name in text.split(","):
-        if name not in DCP_COMM_BACKENDS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not an exchange; choose from {', '.join(DCP_COMM_BACKENDS)}")
-    return list(dict.fromkeys(text.split(",")))
 
 
 def _measure(args: argparse.Namespace, job: Job, config: MLAConfig) -> Iterator[list[Row]]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from dcpmla.cli.exchange_inputs import Combine, ExchangeCase, GatherHeads
 from dcpmla.cli.options import Job
 from dcpmla.cli.timing import CALLS_PER_SAMPLE, Operation, Timing, time_operation
-from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.bootstrap import agree
@@ -57,18 +56,16 @@ def exchange_timings(
     Raises:
         ValueError: so many tokens do not fit.
     """
-    size, calls = dist.get_world_size(group), _calls(device)
-    new = partial(torch.randn, device=device, dtype=dtype)
+    calls = num_calls(device)
+    case = ExchangeCase(group, calls, num_tokens, config.num_heads, config.latent_dim, config.kv_lora_rank, device, dtype)
     with memory_on_all():
-        q = new(calls, num_tokens, config.num_heads // size, config.latent_dim)
-        out = new(calls, num_tokens, config.num_heads, config.kv_lora_rank)
-        lse = torch.randn(calls, num_tokens, config.num_heads, device=device)
+        gather, combine = GatherHeads(case), Combine(case)
         hidden = torch.zeros(calls, num_tokens, config.hidden_size, device=device, dtype=dtype)  # summed again and again
     operations: dict[tuple[str, ...], Operation] = {("all_reduce",): lambda index: dist.all_reduce(hidden[index], group=group)}
     for backend in BACKENDS:
         exchange = select_exchange(backend, group).exchange
-        operations["gather_heads", backend] = partial(_gather, exchange, q)
-        operations["combine", backend] = partial(_combine, exchange, out, lse)
+        operations["gather_heads", backend] = partial(gather.run, exchange)
+        operations["combine", backend] = partial(combine.run, exchange)
     sizes = {
         "num_heads": config.num_heads,
         "query_dim": config.latent_dim,
@@ -77,22 +74,15 @@ def exchange_timings(
     }
     return [
         (
-            {**dict(zip(("operation", "backend"), name, strict=False)), "dcp": size, "num_tokens": num_tokens, **sizes},
+            {**dict(zip(("operation", "backend"), name, strict=False)), "dcp": case.size, "num_tokens": num_tokens, **sizes},
             time_operation(operation, device, calls, num_samples(device)),
         )
         for name, operation in operations.items()
     ]
 
 
-def _gather(exchange: Exchange, q: Tensor, index: int) -> None:
-    exchange.gather_heads(q[index])
-
-
-def _combine(exchange: Exchange, out: Tensor, lse: Tensor, index: int) -> None:
-    exchange.combine(out[index], lse[index])
-
-
-def _calls(device: torch.device) -> int:
+def num_calls(device: torch.device) -> int:
+    """Of an exchange, in one sample."""
     return 1 if device.type == "cpu" else CALLS_PER_SAMPLE
 
 

@@ -1,6 +1,7 @@
-"""Plots of `bench decode` and `bench layer`."""
+"""Plots of `bench decode`, `bench layer` and `bench exchange`."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from dcpmla.cli.plots import new_figure, save_figure
 Row = dict[str, Any]
 Load = tuple[int, int]  # requests, cached tokens of each
 Layout = tuple[int, str]  # DCP size, exchange
+_STYLES = ("-", "--", "-.", ":")
 
 
 def plot_decode(path: Path, rows: Sequence[Row], title: str) -> None:
@@ -63,6 +65,26 @@ def plot_layer(path: Path, rows: Sequence[Row], title: str) -> None:
     save_figure(path, figure)
 
 
+def plot_exchange(path: Path, rows: Sequence[Row], title: str) -> None:
+    """A plot for each number of heads: times over tokens, a colour for each operation and backend, a style for each number of ranks."""
+    colors, sizes = list(dict.fromkeys(_operation(row) for row in rows)), sorted({row["world_size"] for row in rows})
+    heads = sorted({row["heads"] for row in rows if row["heads"] is not None})
+    figure, axes = new_figure(title, num_axes=len(heads) or 1)
+    for axis, num_heads in zip(axes, heads or [None], strict=True):
+        mine = [row for row in rows if row["heads"] in (num_heads, None)]  # a context has no heads
+        for (color, operation), (style, size) in product(enumerate(colors), enumerate(sizes)):
+            points = sorted((row["tokens"], row["median_us"]) for row in _select(mine, world_size=size) if _operation(row) == operation)
+            line = {"color": f"C{color % 10}", "linestyle": _STYLES[style % len(_STYLES)], "label": f"{' '.join(operation)}, {size} ranks"}
+            axis.plot([tokens for tokens, _ in points], [time for _, time in points], ".", **line)
+        axis.set_title(f"{num_heads} heads" if num_heads else "")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("tokens")
+    axes[0].set_ylabel("us")
+    axes[-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1))  # beside the axes: there are many lines
+    save_figure(path, figure)
+
+
 def _plot_parts(axis: Any, rows: Sequence[Row], layouts: Sequence[Layout]) -> None:
     contexts, width = sorted({row["context"] for row in rows}), 0.8 / len(layouts)
     sums = {(row["context"], _layout(row)): row["sum_of_parts_us"] for row in rows if row["part"] == "total"}
@@ -91,6 +113,10 @@ def _select(rows: Sequence[Row], **setting: Any) -> list[Row]:
 
 def _load(row: Row) -> Load:
     return row["batch"], row["context"]
+
+
+def _operation(row: Row) -> tuple[str, str]:
+    return row["op"], row["backend"]
 
 
 def _layout(row: Row) -> Layout:

@@ -91,7 +91,7 @@ def new_figure(title: str, num_axes: int, width: float = 6.4) -> tuple[Any, Any]
 
     figure = Figure(figsize=(width * num_axes, 4.8), layout="constrained")
     figure.suptitle(title)
-    return figure, figure.subplots(1, num_axes)
+    return figure, figure.subplots(1, num_axes, squeeze=False)[0]
 
 
 def save_figure(path: Path, figure: Any) -> None:

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from dcpmla.runtime.graph import error_on_host_sync
 
 Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can rotate its inputs
+Result = TypeVar("Result")
 CALLS_PER_SAMPLE = 16
 _NUM_WARM_UPS = 3
 _FEWEST_SAMPLES = 5
@@ -33,7 +35,7 @@ class TimeLimit:
 
     def is_over(self) -> bool:
         """Whether some rank's clock says so. Collective over the job."""
-        return _largest(float(time.monotonic() >= self._end), self._device) > 0
+        return largest(float(time.monotonic() >= self._end), self._device) > 0
 
 
 def time_operation(
@@ -49,15 +51,28 @@ def time_operation(
         operation(index % calls)
     graph = _capture(operation, calls) if device.type == "cuda" else None
     sample = _sampler(operation, calls, device) if graph is None else _graph_sampler(graph)
-    first = _largest(sample(), device)  # a graph's first replay is slower: it only says how many samples there is time for
+    first = largest(sample(), device)  # a graph's first replay is slower: it only says how many samples there is time for
     times = []
     for _ in range(int(min(num_samples, max(_FEWEST_SAMPLES, seconds * 1e6 / first)))):
         dist.barrier()
         times.append(sample() / calls)
-    return Timing(_largest(statistics.median(times), device), graph is not None)
+    return Timing(largest(statistics.median(times), device), graph is not None)
 
 
-def _largest(number: float, device: torch.device) -> float:
+def time_with_result(
+    operation: Callable[[int], Result], device: torch.device, calls: int, num_samples: int, seconds: float = math.inf
+) -> tuple[Timing, Result]:
+    """`time_operation`, and what the last timed call gave: in a graph, what the last replay left there."""
+    results: list[Result] = []
+
+    def launch(index: int) -> None:
+        results[:] = [operation(index)]
+
+    timing = time_operation(launch, device, calls, num_samples, seconds)
+    return timing, results[0]
+
+
+def largest(number: float, device: torch.device) -> float:
     """Of all ranks' numbers. Collective over the job."""
     largest = torch.tensor(number, device=device, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)

@@ -2,6 +2,8 @@
 
 import argparse
 
+from dcpmla.config import DCP_COMM_BACKENDS
+
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
@@ -21,6 +23,15 @@ def seconds(text: str) -> int:
 def positive_list(text: str) -> list[int]:
     """Whole numbers of at least 1, separated by commas."""
     return [positive(item) for item in text.split(",")]
+
+
+def exchange_list(text: str) -> list[str]:
+    """Different names of exchanges, separated by commas."""
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in DCP_COMM_BACKENDS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not an exchange; choose from {', '.join(DCP_COMM_BACKENDS)}")
+    return names
 
 
 def token_ids(text: str) -> list[int]:

@@ -52,6 +52,7 @@ class Machine:
         layer_us: of an attention layer, what is no matrix product, norm, attention or exchange: RoPE, cache write, joins, residual.
         attention_overhead_us, attention_tflops: of a decode kernel over a latent cache, its combine included.
         attention_read_share: of hbm_gb_per_s that such a kernel reads the cache at.
+        nvlink_gb_per_s: of one GPU's links, each way, as published: what its collectives stay below. Predictions do not use it.
         network_gb_per_s: of one GPU to other nodes, each way.
         network_us: added by each step of a collective that crosses nodes.
     """
@@ -71,6 +72,7 @@ class Machine:
     all_gather: Collective
     reduce_scatter: Collective
     all_to_all: Collective
+    nvlink_gb_per_s: float
     network_gb_per_s: float
     network_us: float
 
@@ -153,6 +155,7 @@ H200X8 = Machine(
     all_gather=Collective(overhead_us=7.5, per_rank_us=1.5, gb_per_s=270),  # [N]
     reduce_scatter=Collective(overhead_us=6.0, per_rank_us=1.2, gb_per_s=290),  # [N]
     all_to_all=Collective(overhead_us=7.5, per_rank_us=0.7, gb_per_s=270),  # [N]
+    nvlink_gb_per_s=450,  # published: 18 links of 25 GB/s
     network_gb_per_s=45,  # assumed, not measured: a 400 Gbit/s adapter for each GPU at nine tenths of its 50 GB/s
     network_us=8,  # assumed, not measured: a small message over such a network
 )

@@ -1,0 +1,165 @@
+"""Measure the exchange of a DCP group: each operation, per backend, number of tokens, heads and ranks, and check what it gives."""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcpmla.cli.bench_layers import measurement, memory_on_all, num_calls, num_samples
+from dcpmla.cli.exchange_inputs import Combine, ExchangeCase, ExchangeInputs, GatherContext, GatherHeads, largest_error
+from dcpmla.cli.kernel_plots import plot_exchange
+from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
+from dcpmla.cli.plots import check_outputs
+from dcpmla.cli.results import add_commit_argument, write_results
+from dcpmla.cli.timing import TimeLimit, largest, time_with_result
+from dcpmla.cli.values import exchange_list, positive, positive_list, seconds
+from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCP_COMM_BACKENDS
+from dcpmla.parallel.bootstrap import Ranks, agree
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.planning.machine import H200X8
+
+_ROPE_DIM = 64  # of queries and cached rows, beside the row width: DeepSeek V2 and V3, Kimi-K2
+_OPERATIONS: dict[str, Callable[[ExchangeCase], ExchangeInputs]] = {
+    "gather_heads": GatherHeads,
+    "combine": Combine,
+    "gather_context": GatherContext,
+}
+# Of `largest_error`: gathers only move; a merged row is rounded once (half of 2^-7 in bfloat16), its float32 sums a few times.
+_LARGEST_ERRORS = {"bfloat16": 0.005, "float32": 1e-5}
+Row = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--backends", type=exchange_list, default="ag_rs,a2a", metavar="NAME,...", help=f"of {', '.join(DCP_COMM_BACKENDS)}")
+    add("--tokens", type=positive_list, default="1,2,4,8,16,32,64,128,256,1024,4096", metavar="T,...", help="of a batch, or of a context")
+    add("--heads", type=positive_list, default="64,128", metavar="H,...", help="of the whole group")
+    add("--row-width", type=positive, default=512, metavar="D", help=f"of partial rows; queries and cached rows have {_ROPE_DIM} more")
+    add("--world-sizes", type=positive_list, metavar="W,...", help="ranks of a group; groups of neighbours run at once; default: all ranks")
+    add("--time-limit", type=seconds, default=450, metavar="S", help="seconds after which no further operation is measured")
+    add_job_arguments(parser)
+    add("--json", type=Path, metavar="OUT.json", help="write a row for each operation")
+    add("--plot", type=Path, metavar="OUT.png", help="draw times over tokens; needs the extra plot")
+    add_commit_argument(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure on the ranks of the job, report. Every rank calls it; the first one reports."""
+    with join(args) as job, torch.inference_mode():
+        ranks = job.ranks
+        with agree():
+            sizes = world_sizes(args, ranks.num_ranks)
+            if ranks.is_first:
+                check_outputs(args.json, args.plot)
+        if ranks.is_first:
+            print(f"ranks: {ranks.origin}", flush=True)
+        torch.manual_seed(ranks.rank)
+        rows = []
+        for row in _measure(args, job, sizes):
+            rows.append(row)
+            if ranks.is_first:
+                print(_line(row), flush=True)
+        job.watchdog.enter("writing the results", LOAD_TIMEOUT)
+        if ranks.is_first:
+            _report(args, ranks, rows)
+
+
+def world_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
+    """The sizes to measure.
+
+    Raises:
+        ValueError: a size of 1, or one that does not divide the ranks or the heads.
+    """
+    if num_ranks == 1:
+        raise ValueError("bench exchange measures 2 ranks or more, but 1 was started; start torchrun with --nproc-per-node 2 or more")
+    sizes = list(dict.fromkeys(args.world_sizes or [num_ranks]))
+    for size in sizes:
+        if size == 1 or num_ranks % size:
+            raise ValueError(f"--world-sizes has {size}; it must be 2 or more, and divide the {num_ranks} ranks that were started")
+        for heads in args.heads:
+            if heads % size:
+                raise ValueError(f"--heads has {heads}; a group of {size} ranks must divide it")
+    return sizes
+
+
+def _measure(args: argparse.Namespace, job: Job, sizes: Sequence[int]) -> Iterator[Row]:
+    """The row of one operation after the other, until time is over."""
+    device = job.ranks.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    limit = TimeLimit(args.time_limit, device)
+    operations = [*product(("gather_heads", "combine"), dict.fromkeys(args.heads)), ("gather_context", 0)]
+    for size in sizes:
+        group, link = init_mesh(size, size).dcp_group, _link_gb_per_s(job.ranks, size)
+        exchanges = {name: select_exchange(name, group).exchange for name in args.backends}
+        for tokens, (operation, heads), backend in product(dict.fromkeys(args.tokens), operations, exchanges):
+            name = f"{operation} {backend} of {size} ranks, {tokens:,} tokens" + (f", {heads} heads" if heads else "")
+            if limit.is_over():
+                if job.ranks.is_first:
+                    print(f"time is over (--time-limit): {name} and what follows is left out", flush=True)
+                return
+            with measurement(args, job, name):
+                case = ExchangeCase(group, num_calls(device), tokens, heads, args.row_width + _ROPE_DIM, args.row_width, device, dtype)
+                with memory_on_all():
+                    inputs = _OPERATIONS[operation](case)
+                setting = {"op": operation, "backend": backend, "variant": "", "tokens": tokens, "heads": heads or None}
+                with memory_on_all():
+                    row = {**setting, "row_width": args.row_width, **measured(case, inputs, exchanges[backend], link)}
+                del inputs  # before the next ones are made
+                yield row
+
+
+def measured(case: ExchangeCase, inputs: ExchangeInputs, exchange: Exchange, link_gb_per_s: float | None) -> Row:
+    """What a row says of an operation: its time, its error in the last timed call and where a shard is empty. Collective over the job."""
+    device, calls = case.device, case.num_calls
+    timing, last = time_with_result(partial(inputs.run, exchange), device, calls, num_samples(device))
+    checked = ((last, calls - 1), (inputs.run(exchange, calls), calls))
+    error = largest(max(largest_error(results, inputs.answer(index)) for results, index in checked), device)
+    return {
+        "world_size": case.size,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "in_graph": timing.in_graph,
+        "median_us": round(timing.median_us, 2),
+        "wire_us": None if link_gb_per_s is None else round(inputs.received_bytes / link_gb_per_s / 1e3, 3),
+        "gb_per_s": round(inputs.received_bytes / timing.median_us / 1e3, 3),
+        "max_error": error if math.isfinite(error) else None,  # JSON has no NaN
+    }
+
+
+def _link_gb_per_s(ranks: Ranks, size: int) -> float | None:
+    """Of the links between H200s of one node; None where a group has others."""
+    num_nodes = replace(H200X8, gpus_per_node=ranks.num_local_ranks).num_nodes(size, ranks.num_ranks)
+    is_h200 = ranks.device.type == "cuda" and "H200" in torch.cuda.get_device_name(ranks.device).split()
+    return H200X8.nvlink_gb_per_s if is_h200 and num_nodes == 1 else None
+
+
+def is_right(row: Row) -> bool:
+    """Whether a backend gave what it should."""
+    allowed = _LARGEST_ERRORS[row["dtype"]] if row["op"] == "combine" else 0.0
+    return row["max_error"] is not None and row["max_error"] <= allowed
+
+
+def _report(args: argparse.Namespace, ranks: Ranks, rows: Sequence[Row]) -> None:
+    for backend in args.backends:
+        mine = [row for row in rows if row["backend"] == backend]
+        print(f"{backend}: {sum(not is_right(row) for row in mine)} of {len(mine)} results wrong")
+    if args.json:
+        write_results(args.json, rows, ranks.num_ranks, ranks.device, args.commit)
+    if args.plot and rows:
+        plot_exchange(args.plot, rows, f"exchange of rows of {args.row_width} and {args.row_width + _ROPE_DIM}, {rows[0]['dtype']}")
+
+
+def _line(row: Row) -> str:
+    load = f"{row['world_size']} ranks, {row['tokens']:,} tokens" + (f", {row['heads']} heads" if row["heads"] else "")
+    wire = "" if row["wire_us"] is None else f"  wire {row['wire_us']:>8,.1f} us"
+    error = "not finite" if row["max_error"] is None else f"{row['max_error']:.1g}"
+    time = f"{row['median_us']:>10,.1f} us {row['gb_per_s']:>7,.1f} GB/s{wire}"
+    return f"{row['op']:<14} {row['backend']:<6} {load:<34} {time}  error {error}{'' if is_right(row) else '  WRONG'}"
