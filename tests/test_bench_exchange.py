@@ -31,7 +31,7 @@ def received_bytes(op: str, tokens: int, heads: int | None) -> int:
 
 WRONG_ON_ONE_RANK = """
 import sys
-from dcpmla.__main__ import build_parser, main
+from dcpmla.__main__ import main
 from dcpmla.comm.nccl import AllToAll
 
 def combine(self, out, lse, right=AllToAll.combine):
