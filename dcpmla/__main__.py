@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from dcpmla.cli import bench, generate, plan
+from dcpmla.cli import bench, doctor, generate, plan
 from dcpmla.cli.options import share_mistake
 from dcpmla.parallel.launcher import claimed_rank
 from dcpmla.parallel.watchdog import Reported
@@ -28,13 +28,14 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_arguments(commands.add_parser("generate", help="generate from prompts", description=generate.__doc__))
     bench.add_arguments(commands.add_parser("bench", help="measure", description=bench.__doc__))
     plan.add_arguments(commands.add_parser("plan", help="predict memory and speed, from a config alone", description=plan.__doc__))
+    doctor.add_arguments(commands.add_parser("doctor", help="say what this machine can do, and prove it", description=doctor.__doc__))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(argv)
-        args.run(args)
+        code: int | None = args.run(args)
     except Reported:
         return 2
     except ValueError as error:  # before the ranks have met
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConnectionError as error:  # this rank's: it has not met the others
         _say(str(error))
         return 1
-    return 0
+    return code or 0
 
 
 def _report(mistake: ValueError) -> None:

@@ -31,7 +31,7 @@ def write_results(
         more: what stands behind the rows: findings that are none of them.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    content = {"commit": commit or _head(), "machine": f"{num_ranks} x {name}", "versions": _versions(), "rows": list(rows)}
+    content = {"commit": commit or _head(), "machine": f"{num_ranks} x {name}", "versions": versions(), "rows": list(rows)}
     write_json(path, {**content, **(more or {})})
 
 
@@ -44,14 +44,18 @@ def _head() -> str:
         return "unknown"
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"torch": torch.__version__}
-    for package in ("transformers", "triton"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
+def versions() -> dict[str, str | None]:
+    """What numbers hang on: torch and what it works with; NCCL where there are GPUs."""
+    found: dict[str, str | None] = {"torch": torch.__version__, "transformers": installed("transformers"), "triton": installed("triton")}
     if torch.cuda.is_available():
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        versions["nvls"] = os.environ.get("NCCL_NVLS_ENABLE")
-    return versions
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nvls"] = os.environ.get("NCCL_NVLS_ENABLE")
+    return found
+
+
+def installed(package: str) -> str | None:
+    """Its version; None where it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

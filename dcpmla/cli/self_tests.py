@@ -1,0 +1,160 @@
+"""Proofs of `doctor`: attention and the exchange on small inputs of DeepSeek's widths, against float64."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpmla.attention import reference
+from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.prefill import mha_prefill
+from dcpmla.attention.segments import Segments, join_keys
+from dcpmla.cli.timing import CALLS_PER_SAMPLE, Timing, time_operation
+from dcpmla.comm.exchange import Exchange
+from dcpmla.config import MLAConfig
+from dcpmla.merge import merge_partials
+
+_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # many roundings of the result, and less than one key's weight in the tests
+_BLOCK_SIZE = 64
+_PREFILL_HEADS = 16
+_CPU_HEADS = 16
+_SECONDS = 0.5  # that the samples of one latency may take
+Errors = dict[str, float]
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """One test's outcome.
+
+    Attributes:
+        largest_error: of all that was compared; None where it is no number, or the test did not come to its end.
+        failure: what differed, "" where nothing did.
+    """
+
+    name: str
+    largest_error: float | None
+    failure: str
+
+
+def judge(name: str, errors: Mapping[str, float], dtype: torch.dtype) -> SelfTest:
+    """By the errors of what was computed in a dtype; NaN fails."""
+    limit = _LIMITS[dtype]
+    wrong = [f"{what} differs by {error:.3g}" for what, error in errors.items() if not error <= limit]
+    largest = max(errors.values()) if all(map(math.isfinite, errors.values())) else None
+    return SelfTest(name, largest, f"{', '.join(wrong)}; allowed is {limit:g}" if wrong else "")
+
+
+# ---- attention
+
+
+def attention_self_tests(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> list[SelfTest]:
+    """Decode and prefill, each by the kernel that its table selects. What a kernel raises is a failure, too."""
+    tests = []
+    for name, errors in (("decode", decode_errors), ("prefill", prefill_errors)):
+        try:
+            tests.append(judge(name, errors(config, device, dtype), dtype))
+        except Exception as error:  # a compiler that is not there, a library of another version: the rest is still worth knowing
+            tests.append(SelfTest(name, None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+    return tests
+
+
+def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
+    """Two new tokens each of requests around block borders, in blocks without order; slots that nobody wrote hold NaN."""
+    seq_lens = torch.tensor([[0, 0], [0, 1], [63, 64], [64, 65], [299, 300]], dtype=torch.int32)
+    num_reqs, max_blocks = len(seq_lens), -(-int(seq_lens.max()) // _BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randperm(num_reqs * max_blocks, generator=generator).view(num_reqs, max_blocks)
+    cache = torch.full((table.numel(), _BLOCK_SIZE, config.latent_dim), torch.nan)
+    for blocks, length in zip(table, seq_lens[:, -1].tolist(), strict=True):
+        position = torch.arange(length)
+        cache[blocks[position // _BLOCK_SIZE], position % _BLOCK_SIZE] = torch.randn(length, config.latent_dim, generator=generator)
+    q = torch.randn(seq_lens.numel(), config.num_heads, config.latent_dim, generator=generator)
+    q, cache = q.to(device, dtype), cache.to(device, dtype)
+    table, seq_lens = table.to(device, torch.int32), seq_lens.flatten().to(device)
+    got = mla_decode(q, cache, table, seq_lens, config.scale, config.kv_lora_rank)
+    wanted = reference.mla_decode(q.double(), cache.double(), table, seq_lens, config.scale, config.kv_lora_rank, None, 2)
+    return _errors(got, wanted)
+
+
+def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
+    """Two requests' new tokens over themselves, then over contexts of which one is empty."""
+    nope, rope, heads = config.qk_nope_head_dim, config.qk_rope_head_dim, _PREFILL_HEADS
+    generator = torch.Generator().manual_seed(0)
+    new, contexts = _segments((0, 3, 133), device), _segments((0, 0, 200), device)
+    found: Errors = {}
+    for name, keys in (("causal", new), ("context", contexts)):
+        q = torch.randn(new.start[-1], heads, nope + rope, generator=generator).to(device, dtype)
+        kv = torch.randn(keys.start[-1], heads, nope + config.v_head_dim, generator=generator).to(device, dtype)
+        k_nope, v = kv.tensor_split((nope,), -1)
+        k_pe = torch.randn(keys.start[-1], rope, generator=generator).to(device, dtype)
+        is_causal = name == "causal"
+        got = mha_prefill(q, k_nope, k_pe, v, *new, *keys, config.scale, is_causal)
+        joined = join_keys(k_nope, k_pe).double()
+        wanted = reference.mha_prefill(q.double(), joined, v.double(), new.start, keys.start, config.scale, is_causal)
+        found |= {f"{name} {what}": error for what, error in _errors(got, wanted).items()}
+    return found
+
+
+def _segments(start: tuple[int, ...], device: torch.device) -> Segments:
+    return Segments(start, torch.tensor(start, dtype=torch.int32, device=device))
+
+
+def _errors(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Errors:
+    """Of out [..., D], the largest of a row beside the row's largest number; of lse, the largest; -inf only equals -inf."""
+    (out, lse), (wanted_out, wanted_lse) = got, wanted
+    of_rows = (out.double() - wanted_out).abs().amax(-1) / wanted_out.abs().amax(-1).clamp(min=1e-30)
+    of_lse = (lse.double() - wanted_lse.double()).where(lse != wanted_lse, 0.0)
+    return {"out": float(of_rows.max()), "lse": float(of_lse.abs().max())}
+
+
+# ---- exchange
+
+
+def exchange_heads(config: MLAConfig, size: int, device: torch.device) -> int:
+    """Heads of a group: the model's (on CPUs 16, for seconds), or as many of them as divide."""
+    num_heads = config.num_heads if device.type == "cuda" else _CPU_HEADS
+    return max(1, num_heads // size) * size
+
+
+def exchange_errors(exchange: Exchange, group: dist.ProcessGroup, config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
+    """All three movements over a group, shards of some tokens empty (holding NaN) on the first, on the last or on all ranks. Collective."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    num_heads, generator = exchange_heads(config, size, device), torch.Generator().manual_seed(0)
+    mine = slice(rank * num_heads // size, (rank + 1) * num_heads // size)
+    out = torch.randn(size, 4, num_heads, config.kv_lora_rank, generator=generator).to(dtype)
+    lse = 3 * torch.randn(size, 4, num_heads, generator=generator)
+    lse[0, 0] = lse[-1, 1] = lse[:, 2] = -torch.inf
+    out[lse == -torch.inf] = torch.nan
+    q = torch.randn(4, num_heads, config.latent_dim, generator=generator).to(dtype)
+    rows = torch.randn(size, 3, config.latent_dim, generator=generator).to(dtype)
+    order = torch.randperm(size * 3, generator=generator)
+    merged, merged_lse = exchange.combine(out[rank].to(device), lse[rank].to(device))
+    wanted, wanted_lse = merge_partials(out.double(), lse.double())
+    combined = _errors((merged.cpu(), merged_lse.cpu()), (wanted[:, mine], wanted_lse[:, mine]))
+    heads = exchange.gather_heads(q[:, mine].to(device)).cpu() - q
+    context = exchange.gather_context(rows[rank].to(device), order.to(device)).cpu() - rows.flatten(0, 1)[order]
+    return {
+        "gather_heads": float(heads.abs().max()),
+        "gather_context": float(context.abs().max()),
+        **{f"combine's {what}": error for what, error in combined.items()},
+    }
+
+
+def exchange_timing(
+    exchange: Exchange, group: dist.ProcessGroup, config: MLAConfig, num_tokens: int, device: torch.device, dtype: torch.dtype
+) -> Timing:
+    """`gather_heads` and `combine`, one after the other, of all heads of a group. Collective over the job."""
+    size = dist.get_world_size(group)
+    num_heads = exchange_heads(config, size, device)
+    q = torch.randn(num_tokens, num_heads // size, config.latent_dim, dtype=dtype, device=device)
+    out = torch.randn(num_tokens, num_heads, config.kv_lora_rank, dtype=dtype, device=device)
+    lse = torch.randn(num_tokens, num_heads, device=device)
+
+    def exchange_once(_: int) -> None:
+        exchange.gather_heads(q)
+        exchange.combine(out, lse)
+
+    return time_operation(exchange_once, device, CALLS_PER_SAMPLE if device.type == "cuda" else 1, seconds=_SECONDS)
