@@ -50,7 +50,7 @@ def find_facts(ranks: Ranks, config: MLAConfig, dtype: torch.dtype) -> RankFacts
     """This rank's; attention as the model's of config."""
     device, on_gpu = ranks.device, ranks.device.type == "cuda"
     gpu = torch.cuda.get_device_properties(device) if on_gpu else None
-    nvml = _Nvml() if on_gpu else None
+    nvml = Nvml() if on_gpu else None
     decode, prefill = _select_kernels(config, device, dtype)
     return RankFacts(
         rank=ranks.rank,
@@ -64,7 +64,7 @@ def find_facts(ranks: Ranks, config: MLAConfig, dtype: torch.dtype) -> RankFacts
         decode=decode,
         prefill=prefill,
         symmetric_memory=symmetric_memory.get_backend(device),
-        peers=_find_peers(nvml) if nvml and ranks.local_rank == 0 else None,
+        peers=find_peers(nvml) if nvml and ranks.local_rank == 0 else None,
         versions=_find_versions(on_gpu),
     )
 
@@ -99,7 +99,8 @@ def _select_kernels(config: MLAConfig, device: torch.device, dtype: torch.dtype)
     return decode.name, prefill.name
 
 
-def _find_peers(nvml: "_Nvml") -> list[list[str]]:
+def find_peers(nvml: "Nvml") -> list[list[str]]:
+    """`RankFacts.peers`, between all GPUs that this process sees."""
     gpus = range(torch.cuda.device_count())
 
     def link(one: int, other: int) -> str:
@@ -112,8 +113,8 @@ def _find_peers(nvml: "_Nvml") -> list[list[str]]:
     return [[link(one, other) for other in gpus] for one in gpus]
 
 
-class _Nvml:
-    """NVML, where pynvml is installed and the driver answers; it knows nothing of other GPUs' kinds, such as MIG slices."""
+class Nvml:
+    """NVLinks of the GPUs that torch sees, by its index, where pynvml is installed and the driver answers (for a MIG slice it does not)."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -129,11 +130,13 @@ class _Nvml:
             return
 
     def num_nvlinks(self, index: int) -> int | None:
+        """Active ones of a GPU; None where NVML does not tell."""
         if not self._handles:
             return None
         return sum(self._is_active(index, link) for link in range(self._nvml.NVML_NVLINK_MAX_LINKS))
 
     def has_nvlink(self, one: int, other: int) -> bool:
+        """Whether two GPUs are known to reach each other over NVLink."""
         if not self._handles:
             return False
         try:
