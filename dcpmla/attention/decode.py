@@ -47,7 +47,7 @@ def mla_decode(
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != q.shape[-1]:
         raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {q.shape[-1]}] to match q")
     num_tokens = q.shape[0]
-    if block_table.ndim != 2 or (block_table.shape[0] == 0) != (num_tokens == 0):
+    if block_table.ndim != 2 or ((block_table.shape[0] == 0 or num_tokens == 0) and block_table.shape[0] != num_tokens):
         raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request")
     num_reqs = block_table.shape[0]
     if tuple(seq_lens.shape) != (num_tokens,):
