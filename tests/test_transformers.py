@@ -99,7 +99,7 @@ def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
     check(reference, tmp_path, tp, cases)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])  # the others cut heads and cache by the same code
 def test_eight_ranks(family: str, tmp_path: Path) -> None:
     reference = save_tiny(family, tmp_path)
     check(reference, tmp_path, 8, make_cases(8, [8], (1, 16), ("a2a",)) + make_cases(8, [8, 4], (2,), ("ag_rs",)))
