@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _shares(lse):
+def shares(lse):
     """LSEs [N] of a row's parts -> their shares of the merged row [N], and its LSE."""
     peak = tl.max(lse, 0)
     peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf is NaN: a row that is empty everywhere takes weight 0
@@ -41,7 +41,7 @@ def merge_kernel(
     part = tl.arange(0, PARTS).to(tl.int64)
     lse_at = lse_ptr + part * lse_stride_part + token * lse_stride_token + head * lse_stride_head
     lse = tl.load(lse_at, mask=part < NUM_PARTS, other=-float("inf"))
-    share, merged_lse = _shares(lse)
+    share, merged_lse = shares(lse)
     tl.store(merged_lse_ptr + row, merged_lse)
 
     column = tl.arange(0, COLUMNS)
@@ -102,8 +102,8 @@ def weigh_kernel(
     owner, own_row = head // num_heads, token * num_heads + head % num_heads
     part = tl.arange(0, PARTS).to(tl.int64)
     lse_at = lse_ptr + part * num_tokens * (SIZE * num_heads) + row
-    shares, merged_lse = _shares(tl.load(lse_at, mask=part < SIZE, other=-float("inf")))
-    share = tl.sum(tl.where(part == rank, shares, 0.0), 0)
+    share, merged_lse = shares(tl.load(lse_at, mask=part < SIZE, other=-float("inf")))
+    share = tl.sum(tl.where(part == rank, share, 0.0), 0)
     if owner == rank:
         tl.store(merged_lse_ptr + own_row, merged_lse)
 

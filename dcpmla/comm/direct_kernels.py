@@ -1,0 +1,265 @@
+"""Kernels of the one-sided exchange: each rank stores into its peers' memory, and waits for what they store into its own.
+
+Data is its own flag. A slot of a rank's memory holds nothing but ones (as integers -1, as rows a NaN that no kernel computes) until a
+peer's element arrives in its place; whoever waits for an element takes it and puts -1 back. So nothing but rows travels, in 16 bytes a
+thread, and no fence is needed: an element is there or it is not. What many read (an LSE, a scale) travels in words of 8 bytes, with the
+exchange's number beside it.
+
+Exchanges take two slots in turn. A peer writes into a slot again two exchanges later, behind the whole of its exchange before that, for
+which this rank sent something when its own kernel of the slot's last exchange had ended: the slot is free then, and nobody says so.
+The numbers are counted on the device, so that replays of CUDA graphs and eager calls may follow each other.
+
+Source: the protocol "Lamport" of TensorRT-LLM's all-reduce (two slots do where its sums need three), words like NCCL's LL.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+from dcpmla.comm.kernels import shares
+
+NUM_PROGRAMS = 1024  # of a launch at most: each reads the exchange's number from a counter of its own
+_FP8_MAX = tl.constexpr(448.0)  # of e4m3
+
+
+@triton.jit
+def now():
+    """Nanoseconds."""
+    return globaltimer()
+
+
+@triton.jit
+def start_exchange(state_ptr, limit, PROGRAMS: tl.constexpr):
+    """Count one exchange more: its number, and when to give it up.
+
+    A program counts for itself, and for programs that other launches have and this one does not. After a fault no exchange waits.
+    """
+    program = tl.program_id(0)
+    epoch = tl.load(state_ptr + program) + 1
+    has_failed = tl.load(state_ptr + PROGRAMS)
+    counter = program + tl.num_programs(0) * tl.arange(0, PROGRAMS)
+    tl.store(state_ptr + counter, tl.zeros([PROGRAMS], tl.int32) + epoch, mask=counter < PROGRAMS)
+    return epoch, now() + tl.where(has_failed != 0, 0, limit)
+
+
+@triton.jit
+def give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS: tl.constexpr):
+    """Leave word of the first rank [N] that something is missing from, for the host to find. The first fault counts."""
+    first = tl.min(tl.where(is_missing, peer, 255), 0)
+    if tl.atomic_cas(state_ptr + PROGRAMS, 0, 1) == 0:
+        tl.store(fault_ptr, (epoch.to(tl.int64) << 32) | (first << 8) | operation)
+
+
+@triton.jit
+def find_slot(epoch, slot_bytes):
+    """Where this exchange's rows begin in each rank's memory, and its words: both slots of rows come first, then both of words."""
+    return (epoch & 1) * slot_bytes, 2 * slot_bytes + (epoch & 1) * (slot_bytes // 8)
+
+
+@triton.jit
+def peer_addresses(addresses_ptr, offset, peer, SIZE: tl.constexpr, dtype: tl.constexpr):
+    """Where something begins in the memory of each rank [N]."""
+    address = tl.load(addresses_ptr + peer, mask=peer < SIZE, other=0) + offset
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), [16])  # what it was loaded from does not say so
+
+
+@triton.jit
+def as_word(value, epoch):
+    return (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+
+
+@triton.jit
+def value_of(word):
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_late(word, epoch):
+    return (word >> 32) != epoch
+
+
+@triton.jit
+def encode(x, type: tl.constexpr, IS_FP8: tl.constexpr):
+    """Rows [N, M], seen as integers, as they travel, and what multiplies them at their end [N]: 1, unless they travel as e4m3."""
+    if IS_FP8:
+        wide = x.to(type, bitcast=True).to(tl.float32)
+        scale = tl.max(tl.abs(wide), 1) / _FP8_MAX
+        scale = tl.where(scale > 0, scale, 1.0)
+        x = (wide / scale[:, None]).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    else:
+        scale = tl.full([x.shape[0]], 1.0, tl.float32)
+        x = tl.where(x == -1, -2, x)  # both are NaN; e4m3 has another one
+    return x, scale
+
+
+@triton.jit
+def decode(x, scale, type: tl.constexpr, IS_FP8: tl.constexpr):
+    """What was encoded, in float32."""
+    if IS_FP8:
+        rows = x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+    else:
+        rows = x.to(type, bitcast=True).to(tl.float32)
+    return rows
+
+
+# Sizes of a batch come and go: a variant for each kind of number in these would be compiled while requests wait.
+@triton.jit(do_not_specialize=["num_tokens", "rank", "items"])
+def gather_kernel(
+    q_ptr,
+    gathered_ptr,
+    memory_ptr,
+    addresses_ptr,
+    state_ptr,
+    fault_ptr,
+    num_tokens,
+    token_stride,
+    rank,
+    items,
+    slot_bytes,
+    limit,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    PEERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Rows [T, WIDTH] of each rank -> [T, SIZE, WIDTH]. An item is COLUMNS of a token's row, a program does `items` of them."""
+    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS)
+    type: tl.constexpr = gathered_ptr.dtype.element_ty
+    carrier: tl.constexpr = tl.int8 if IS_FP8 else q_ptr.dtype.element_ty
+    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    peer = tl.arange(0, PEERS)
+    is_peer = peer < SIZE
+    rows_at, scales_at = find_slot(epoch, slot_bytes)
+    peer_rows = peer_addresses(addresses_ptr, rows_at, peer, SIZE, carrier)
+    peer_scales = peer_addresses(addresses_ptr, scales_at, peer, SIZE, tl.int64)
+    my_rows = (memory_ptr + rows_at).to(tl.pointer_type(carrier))
+    my_scales = (memory_ptr + scales_at).to(tl.pointer_type(tl.int64))
+    first = tl.program_id(0) * items
+    last = tl.minimum(first + items, num_tokens * tiles)
+
+    for item in range(first, last):
+        token, tile = tl.cast(item // tiles, tl.int64), item % tiles
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = (column < WIDTH)[None, :]
+        x = tl.load(q_ptr + token * token_stride + column[None, :], mask=is_column, other=0)
+        x, scale = encode(x, type, IS_FP8)
+        mine = rank * num_tokens + token
+        at = peer_rows[:, None] + (mine * WIDTH + column)[None, :]
+        tl.store(at, tl.broadcast_to(x, [PEERS, COLUMNS]), mask=is_peer[:, None] & is_column)
+        if IS_FP8:
+            tl.store(peer_scales + mine * tiles + tile, tl.broadcast_to(as_word(scale, epoch), [PEERS]), mask=is_peer)
+
+    for item in range(first, last):
+        token, tile = tl.cast(item // tiles, tl.int64), item % tiles
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        mask = is_peer[:, None] & (column < WIDTH)[None, :]
+        theirs = peer * num_tokens + token
+        at = my_rows + (theirs[:, None] * WIDTH + column[None, :])
+        x = tl.full([PEERS, COLUMNS], -1, carrier)
+        scale = as_word(tl.full([PEERS], 1.0, tl.float32), epoch)
+        num_missing = 1
+        while (num_missing != 0) & (now() < deadline):
+            if IS_FP8:
+                scale = tl.load(my_scales + theirs * tiles + tile, mask=is_peer, other=scale, volatile=True)
+            x = tl.load(at, mask=mask, other=0, volatile=True)
+            num_missing = tl.max((is_late(scale, epoch)[:, None] | (x == -1)).to(tl.int32), None)
+        if num_missing != 0:
+            is_missing = is_late(scale, epoch) | (tl.max((x == -1).to(tl.int32), 1) != 0)
+            give_up(is_missing, peer, epoch, 1, state_ptr, fault_ptr, PROGRAMS)
+        tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask)
+        q = decode(x, value_of(scale), type, IS_FP8).to(type)
+        tl.store(gathered_ptr + ((token * SIZE + peer)[:, None] * WIDTH + column[None, :]), q, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rank", "items"])
+def combine_kernel(
+    out_ptr,
+    lse_ptr,
+    merged_ptr,
+    merged_lse_ptr,
+    memory_ptr,
+    addresses_ptr,
+    state_ptr,
+    fault_ptr,
+    num_rows,
+    num_heads,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    lse_stride_head,
+    rank,
+    items,
+    slot_bytes,
+    limit,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    PEERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Partial rows [T, SIZE h, WIDTH] of each rank -> merged rows [T, h, WIDTH] of the own heads. An item is COLUMNS of one of these."""
+    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS)
+    type: tl.constexpr = merged_ptr.dtype.element_ty
+    carrier: tl.constexpr = tl.int8 if IS_FP8 else out_ptr.dtype.element_ty
+    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    peer = tl.arange(0, PEERS)
+    is_peer = peer < SIZE
+    rows_at, lses_at = find_slot(epoch, slot_bytes)
+    peer_rows = peer_addresses(addresses_ptr, rows_at, peer, SIZE, carrier)
+    peer_lses = peer_addresses(addresses_ptr, lses_at, peer, SIZE, tl.int64)
+    my_rows = (memory_ptr + rows_at).to(tl.pointer_type(carrier))
+    my_lses = (memory_ptr + lses_at).to(tl.pointer_type(tl.int64))
+    peer_scales, my_scales = peer_lses + SIZE * num_rows, my_lses + SIZE * num_rows
+    first = tl.program_id(0) * items
+    last = tl.minimum(first + items, num_rows * tiles)
+
+    for item in range(first, last):
+        row, tile = tl.cast(item // tiles, tl.int64), item % tiles
+        token, head = row // num_heads, peer * num_heads + row % num_heads
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        lse = tl.load(lse_ptr + token * lse_stride_token + head * lse_stride_head, mask=is_peer, other=-float("inf"))
+        # Rows of an empty shard stay here: no one waits for them.
+        mask = (lse != -float("inf"))[:, None] & (column < WIDTH)[None, :]
+        out_at = (token * out_stride_token + head * out_stride_head)[:, None] + column[None, :]
+        x, scale = encode(tl.load(out_ptr + out_at, mask=mask, other=0), type, IS_FP8)
+        mine = rank * num_rows + row
+        tl.store(peer_rows[:, None] + (mine * WIDTH + column)[None, :], x, mask=mask)
+        if tile == 0:
+            tl.store(peer_lses + mine, as_word(lse, epoch), mask=is_peer)
+        if IS_FP8:
+            tl.store(peer_scales + mine * tiles + tile, as_word(scale, epoch), mask=is_peer)
+
+    for item in range(first, last):
+        row, tile = tl.cast(item // tiles, tl.int64), item % tiles
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        mask = is_peer[:, None] & (column < WIDTH)[None, :]
+        theirs = peer * num_rows + row
+        at = my_rows + (theirs[:, None] * WIDTH + column[None, :])
+        empty = as_word(tl.full([PEERS], -float("inf"), tl.float32), epoch)
+        x = tl.full([PEERS, COLUMNS], -1, carrier)
+        lse, scale = empty, empty
+        num_missing = 1
+        while (num_missing != 0) & (now() < deadline):
+            lse = tl.load(my_lses + theirs, mask=is_peer, other=empty, volatile=True)
+            if IS_FP8:
+                scale = tl.load(my_scales + theirs * tiles + tile, mask=is_peer, other=empty, volatile=True)
+            x = tl.load(at, mask=mask, other=0, volatile=True)
+            is_word_missing = is_late(lse, epoch) | is_late(scale, epoch)
+            has_row = value_of(lse) != -float("inf")
+            num_missing = tl.max((is_word_missing[:, None] | (has_row[:, None] & (x == -1))).to(tl.int32), None)
+        has_row = value_of(lse) != -float("inf")
+        if num_missing != 0:
+            is_row_missing = has_row & (tl.max((x == -1).to(tl.int32), 1) != 0)
+            is_missing = is_late(lse, epoch) | is_late(scale, epoch) | is_row_missing
+            give_up(is_missing, peer, epoch, 2, state_ptr, fault_ptr, PROGRAMS)
+        tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask & has_row[:, None])
+        share, merged_lse = shares(value_of(lse))
+        # A share of zero gives zero whatever the row holds.
+        rows = tl.where(share[:, None] != 0, decode(x, value_of(scale), type, IS_FP8), 0.0)
+        merged = tl.sum(rows * share[:, None], 0)
+        tl.store(merged_ptr + row * WIDTH + column, merged.to(type), mask=column < WIDTH)
+        if tile == 0:
+            tl.store(merged_lse_ptr + row, merged_lse)
