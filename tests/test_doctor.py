@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from dcpmla.__main__ import main
 from dcpmla.attention import backends, prefill_backends, reference
-from dcpmla.cli import machine_facts, self_tests
+from dcpmla.cli import self_tests
 from dcpmla.cli.geometries import GEOMETRIES
 from dcpmla.cli.self_tests import SelfTest
 from dcpmla.comm.exchange import Exchange
@@ -133,40 +132,6 @@ def test_json_in_a_missing_directory(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert said.out == ""
     words = "where no file can be written (No such file or directory); give a path in a writable directory"
     assert said.err == f"\ndcpmla: error: --json is {path}, {words}\n"
-
-
-class _NvmlError(Exception):
-    pass
-
-
-def nvlink_state(gpu: str, link: int) -> int:
-    if link >= 2:
-        raise _NvmlError("Invalid Argument")
-    return int(gpu != "GPU-2")
-
-
-@pytest.mark.parametrize("has_nvml", [True, False])
-def test_links_between_gpus(has_nvml: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three GPUs 0 and 1 have two NVLinks each, 1 and 2 reach each other over PCIe."""
-    nvml = SimpleNamespace(
-        NVMLError=_NvmlError,
-        NVML_NVLINK_MAX_LINKS=18,
-        NVML_FEATURE_ENABLED=1,
-        NVML_P2P_CAPS_INDEX_NVLINK=2,
-        NVML_P2P_STATUS_OK=0,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=str,
-        nvmlDeviceGetNvLinkState=nvlink_state,
-        nvmlDeviceGetP2PStatus=lambda one, other, _: int("GPU-2" in (one, other)),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml if has_nvml else None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=index))
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} != {0, 2})
-    found = machine_facts.Nvml()
-    link = "NVLink" if has_nvml else "peer access"
-    assert machine_facts.find_peers(found) == [["-", link, "no"], [link, "-", "peer access"], ["no", "peer access", "-"]]
-    assert [found.num_nvlinks(gpu) for gpu in range(3)] == ([2, 2, 0] if has_nvml else [None] * 3)
 
 
 @pytest.mark.gpu
