@@ -19,7 +19,6 @@ _OPERATIONS = {1: "gather_heads", 2: "combine", 3: "gather_context"}
 _CARRIERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _MULTIPLE = 8  # of elements: 16 bytes of bfloat16
 _NARROWEST = 64  # columns of an item
-_NUM_RESIDENT = 2048  # warps that run at once
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -37,9 +36,9 @@ def choose_tiling(num_rows: int, width: int) -> Tiling:
     """Narrow items of one warp while there are programs for them, so that a thread has two vectors to move; then wider ones."""
     for columns, num_warps in ((64, 1), (128, 1), (256, 2), (512, 4)):
         num_items = num_rows * -(-width // columns)
-        if num_items <= _NUM_RESIDENT // num_warps or columns >= width:
+        if num_items <= kernels.NUM_PROGRAMS or columns >= width:
             break
-    items = -(-num_items // (_NUM_RESIDENT // num_warps))
+    items = -(-num_items // kernels.NUM_PROGRAMS)
     return Tiling(columns, items, num_warps, -(-num_items // items))
 
 

@@ -4,8 +4,10 @@ A backend is one file that implements `Exchange`. Every rank of the group makes 
 no tokens: its partial rows come with lse -inf.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -27,15 +29,38 @@ class Exchange(Protocol):
             out [T, h, D] in the dtype given (sums in float32), lse [T, h] float32 over all ranks' tokens.
         """
 
-    def gather_context(self, rows: Tensor, order: Tensor) -> Tensor:
-        """Cached rows of all ranks in token order.
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        """Begin to bring cached rows of all ranks into token order (`gather_context`), so that other work runs meanwhile.
 
         Args:
             rows: [N, D], this rank's rows, padded to the same N on every rank.
             order: [S] int64, for each token its row in the ranks' rows laid end to end [W N].
+            tokens: [N] int64, for each of this rank's rows its token in [0, S), -1 for padding: `tokens_of_rows`.
         Returns:
-            [S, D].
+            A function, to be called once, before the second next start_context: waits, and gives [S, D], valid until that start_context.
         """
+
+    def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Claim the memory that start_context takes, so that whoever plans the cache's size sees it. Collective.
+
+        Args:
+            num_tokens: W N, the most rows that all ranks together bring at a time, of `width` columns.
+        """
+
+
+def tokens_of_rows(order: Tensor, num_rows: int, rank: int) -> Tensor:
+    """`order` as the sender sees it.
+
+    Args:
+        order: [S] int64, for each token its row in the ranks' rows laid end to end.
+        num_rows: N, of each rank.
+    Returns:
+        [N] int64, for each row of this rank its token, or -1.
+    """
+    tokens = order.new_full((num_rows,), -1)
+    mine = (order // num_rows == rank).nonzero().flatten()
+    tokens[order[mine] % num_rows] = mine
+    return tokens
 
 
 class LocalExchange:
@@ -49,5 +74,8 @@ class LocalExchange:
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse
 
-    def gather_context(self, rows: Tensor, order: Tensor) -> Tensor:
-        return rows[order]
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        return lambda: rows[order]
+
+    def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        torch.empty(2 * num_tokens, width, dtype=dtype, device=device)  # rows in token order, and the next ones as they were read

@@ -1,9 +1,12 @@
 """Exchange by collectives of torch.distributed: NCCL between GPUs, gloo between CPUs. Correct everywhere, also across nodes."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed import _functional_collectives as functional
 
 from dcpmla.merge import merge_partials, partial_weights, weigh_partial
 from dcpmla.parallel.collectives import named
@@ -11,6 +14,7 @@ from dcpmla.parallel.collectives import named
 _ROW_ALIGNMENT = 16  # elements: what Triton must know of a stride to load more than one of them at a time
 # torch 2.13 renamed the collectives over one tensor, and warns about the only names that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_start_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -26,8 +30,21 @@ class _CollectiveExchange:
     def gather_heads(self, q: Tensor) -> Tensor:
         return self._all_gather(q, "gather_heads").transpose(0, 1).flatten(1, 2)
 
-    def gather_context(self, rows: Tensor, order: Tensor) -> Tensor:
-        return self._all_gather(rows, "gather_context").flatten(0, 1)[order]
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        # torch.compile traces functional collectives, and no handle of another asynchronous one. They keep both tensors until the wait.
+        with named("gather_context", self.group):
+            gathered = _start_all_gather(rows.contiguous(), 0, self.group)
+
+        def finish() -> Tensor:
+            with named("gather_context", self.group):
+                rows_of_all = functional.wait_tensor(gathered)
+            return rows_of_all[order]
+
+        return finish
+
+    def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        # Rows in token order; the next ones on their way: this rank's, and all ranks'.
+        torch.empty(2 * num_tokens + -(-num_tokens // self.size), width, dtype=dtype, device=device)
 
     def _all_gather(self, tensor: Tensor, operation: str) -> Tensor:
         """[...] of each rank -> [W, ...]."""
