@@ -37,6 +37,7 @@ def start_exchange(state_ptr, limit, PROGRAMS: tl.constexpr):
     program = tl.program_id(0)
     epoch = tl.load(state_ptr + program) + 1
     has_failed = tl.load(state_ptr + PROGRAMS)
+    tl.debug_barrier()  # each warp has loaded the number before one of them counts on
     counter = program + tl.num_programs(0) * tl.arange(0, PROGRAMS)
     tl.store(state_ptr + counter, tl.zeros([PROGRAMS], tl.int32) + epoch, mask=counter < PROGRAMS)
     return epoch, now() + tl.where(has_failed != 0, 0, limit)
