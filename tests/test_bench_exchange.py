@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -77,8 +78,9 @@ class _Reordered(AllToAll):
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return super().combine(out, torch.zeros_like(lse))[0], super().combine(out, lse)[1]
 
-    def gather_context(self, rows: Tensor, order: Tensor) -> Tensor:
-        return super().gather_context(rows, order).roll(1, 0)
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        finish = super().start_context(rows, order, tokens)
+        return lambda: finish().roll(1, 0)
 
 
 class _Careless(AllToAll):
@@ -91,8 +93,8 @@ class _Careless(AllToAll):
         merged, merged_lse = super().combine(out, lse)
         return merged + 0 * out[:, : merged.shape[1]], merged_lse
 
-    def gather_context(self, rows: Tensor, order: Tensor) -> Tensor:
-        return rows[order % len(rows)]
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        return lambda: rows[order % len(rows)]
 
 
 def rows_of_exchanges() -> list[tuple[str, str, bool]]:

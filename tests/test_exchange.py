@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.exchange import Exchange, tokens_of_rows
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.comm.select import select_exchange
 
@@ -63,7 +63,9 @@ def check_gathers(device: str = "cpu") -> None:
     for exchange in exchanges():
         mine = q[:, rank * H : (rank + 1) * H]  # not contiguous
         assert torch.equal(exchange.gather_heads(mine), q)
-        assert torch.equal(exchange.gather_context(rows[rank], order), rows.flatten(0, 1)[order])
+        exchange.reserve_context(size * 7, D, rows.dtype, rows.device)
+        started = exchange.start_context(rows[rank], order, tokens_of_rows(order, 7, rank))
+        assert torch.equal(started(), rows.flatten(0, 1)[order])
 
 
 def check_skew() -> None:
@@ -75,6 +77,24 @@ def check_skew() -> None:
         out = torch.full((1, size, D), float(rank + step))
         merged, _ = exchange.combine(out, torch.zeros(1, size))
         torch.testing.assert_close(merged, torch.full((1, 1, D), step + (size - 1) / 2))
+
+
+def check_skew_of_gathers() -> None:
+    """Gathers of context begun one ahead, as a prefill does: one rank is late to begin, another to wait, a third in between."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = torch.randn(6, size, 4, D, generator=torch.Generator().manual_seed(0))
+    order = torch.arange(4 * size).flip(0)
+    tokens = tokens_of_rows(order, 4, rank)
+    for exchange in exchanges():
+        started = [exchange.start_context(rows[0, rank], order, tokens)]
+        for step, everybody in enumerate(rows):
+            if rank == step % size:
+                time.sleep(0.1)
+            gathered = started.pop()()
+            if rank == (step + 1) % size:
+                time.sleep(0.1)
+            started += [exchange.start_context(mine, order, tokens) for mine in rows[step + 1 : step + 2, rank]]
+            assert torch.equal(gathered, everybody.flatten(0, 1).flip(0))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
@@ -92,8 +112,9 @@ def test_rows_wider_than_the_lse_are_refused() -> None:
     run_ranks(1, check_wide_rows)
 
 
-def test_skew() -> None:
-    run_ranks(3, check_skew)
+@pytest.mark.parametrize("check", [check_skew, check_skew_of_gathers])
+def test_skew(check: Any) -> None:
+    run_ranks(3, check)
 
 
 def check_identity() -> None:
@@ -102,7 +123,8 @@ def check_identity() -> None:
     assert selection.exchange.name == "none"
     assert torch.equal(selection.exchange.gather_heads(out), out)
     assert all(torch.equal(got, given) for got, given in zip(selection.exchange.combine(out, lse), (out, lse), strict=True))
-    assert torch.equal(selection.exchange.gather_context(out[:, 0], torch.tensor([2, 0])), out[[2, 0], 0])
+    order = torch.tensor([2, 0])
+    assert torch.equal(selection.exchange.start_context(out[:, 0], order, tokens_of_rows(order, T, 0))(), out[[2, 0], 0])
 
 
 def test_one_rank_is_the_identity() -> None:
@@ -122,15 +144,21 @@ def test_selection_says_why() -> None:
 
 
 def wait_for_missing_rank() -> str:
-    """Rank 0 combines with a rank that is asleep; returns what the error says."""
+    """Rank 0 gathers and combines with a rank that is asleep; returns what the errors say."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     if dist.get_rank() == 1:
         time.sleep(8)
         return ""
-    with pytest.raises(RuntimeError) as failure:
-        AllToAll(group).combine(torch.zeros(1, 2, D), torch.zeros(1, 2))
-    return "\n".join(failure.value.__notes__)
+    exchange = AllToAll(group)
+    started = exchange.start_context(torch.zeros(1, D), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(RuntimeError) as failed_gather:
+        started()
+    with pytest.raises(RuntimeError) as failed_combine:
+        exchange.combine(torch.zeros(1, 2, D), torch.zeros(1, 2))
+    return "\n".join(failed_gather.value.__notes__ + failed_combine.value.__notes__)
 
 
 def test_missing_rank_ends_with_an_error_that_names_rank_and_operation() -> None:
-    assert "combine failed on rank 0 of the group [0, 1]" in run_ranks(2, wait_for_missing_rank)[0]
+    words = run_ranks(2, wait_for_missing_rank)[0]
+    for operation in ("gather_context", "combine"):
+        assert f"{operation} failed on rank 0 of the group [0, 1]" in words

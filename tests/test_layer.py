@@ -2,10 +2,10 @@
 
 import dataclasses
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import random_model, tiny_config
 from ranks import run_ranks
 from test_compile import DEEPSEEK, make_layer, run_layer
@@ -105,11 +105,12 @@ def test_padding_and_no_positions() -> None:
 def check_dummy_run(hf_config: Any) -> None:
     dcp, mesh = layout(2, 2), init_mesh(2, 2)
     layer = MLAAttention(MLAConfig.from_hf(hf_config), dcp, mesh, select_exchange("a2a", mesh.dcp_group).exchange, torch.float32, "cpu")
-    if dist.get_rank() == 0:  # no exchange: a rank may make a dummy run by itself
-        assert torch.equal(layer(torch.full((7, 48), 3.0), None, None), torch.zeros(7, 48))
+    layer.exchange = exchange = Mock(wraps=layer.exchange)
+    assert torch.equal(layer(torch.full((7, 48), 3.0), None, None), torch.zeros(7, 48))
+    exchange.reserve_context.assert_called_once_with(dcp.context_workspace_tokens, 24, torch.float32, torch.device("cpu"))
 
 
-def test_dummy_run_is_zero_and_local() -> None:
+def test_dummy_run_is_zero_and_claims_memory() -> None:
     run_ranks(2, check_dummy_run, tiny_config("deepseek_v3"))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_ownership import deal, deal_slots
 
 from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.metadata import PrefillMetadata, context_workspace_tokens
+from dcpmla.attention.metadata import ContextChunk, PrefillMetadata, context_workspace_tokens
 
 Mark = tuple[int, int]  # (request, position)
 
@@ -135,11 +135,21 @@ def check_ranks_agree(batch: Batch, prefills: list[PrefillMetadata]) -> None:
         first = pieces[0]
         assert all(piece.key_start == first.key_start and torch.equal(piece.order, first.order) for piece in pieces)
         assert {(tuple(piece.local_slots.shape), piece.local_slots.dtype) for piece in pieces} == {(first.local_slots.shape, torch.int64)}
-        assert first.order.dtype == torch.int64
+        assert {piece.tokens.dtype for piece in pieces} == {first.order.dtype} == {torch.int64}
+        check_tokens_of_rows(pieces)
         assert first.key_start[0] == 0
         assert len(first.order) == first.key_start[-1] <= batch.dcp.context_workspace_tokens
         assert batch.size * len(first.local_slots) <= batch.dcp.context_workspace_tokens  # padding has room in it as well
         assert all(0 <= slot < num_slots for piece in pieces for slot in piece.local_slots.tolist())
+
+
+def check_tokens_of_rows(pieces: Sequence[ContextChunk]) -> None:
+    """What each rank says of its rows is `order`, read the other way: every token has one row, all others are padding."""
+    tokens = [token for piece in pieces for token in piece.tokens.tolist()]
+    order = pieces[0].order.tolist()
+    assert len(tokens) == len(pieces) * len(pieces[0].local_slots)
+    assert [tokens[row] for row in order] == list(range(len(order)))
+    assert tokens.count(-1) == len(tokens) - len(order)
 
 
 def check_tokens(batch: Batch, steps: list[StepMetadata]) -> None:
@@ -241,6 +251,7 @@ def test_a_chunk_by_hand() -> None:
         (chunk,) = step.prefill.context_chunks
         assert chunk.local_slots.tolist() == [10, 11, 18]  # rank 1 owns two of the five tokens; its third row is padding
         assert chunk.order.tolist() == [0, 3, 1, 4, 2]
+        assert chunk.tokens.tolist() == ([0, 2, 4] if step is even else [1, 3, -1])
         assert chunk.key_start == (0, 5)
 
 

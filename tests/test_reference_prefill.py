@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -139,10 +139,13 @@ class AllRanks:
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def gather_context(self, rows: Tensor, order: Tensor) -> Tensor:
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
         everybody = next(self.chunks)
         assert any(torch.equal(rows.nan_to_num(7.0), theirs.nan_to_num(7.0)) for theirs in everybody)
-        return torch.cat(everybody)[order]
+        return lambda: torch.cat(everybody)[order]
+
+    def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 16, 16), (8, 1, 4)])
@@ -212,13 +215,38 @@ def test_many_context_chunks_round_once() -> None:
     assert errors[1] < 1.5 * errors[0]
 
 
-def test_keys_and_values_of_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`MLAAttention`'s dummy run claims memory for no more."""
-    alive: list[weakref.ref[Tensor]] = []
-    most_alive = []
+class Watched(LocalExchange):
+    """Writes down what is done, and how many results of gathers are alive as the next thing is done."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.results: list[weakref.ref[Tensor]] = []
+        self.num_started = 0
+
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        number, finish = self.num_started, super().start_context(rows, order, tokens)
+        self.write(f"start {number}")
+        self.num_started += 1
+
+        def finish_watched() -> Tensor:
+            self.write(f"wait {number}")
+            result = finish()
+            self.results.append(weakref.ref(result))
+            return result
+
+        return finish_watched
+
+    def write(self, what: str) -> None:
+        self.done.append(f"{what}, {sum(result() is not None for result in self.results)} alive")
+
+
+def test_chunks_begin_ahead_and_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather runs under the attention before it; of keys and values, and of gathered rows, one chunk's are there at a time."""
+    exchange, alive, most_alive = Watched(), list[weakref.ref[Tensor]](), list[int]()
     up_project = prefill.up_project
 
     def watched(*args: Any) -> tuple[Tensor, Tensor]:
+        exchange.write("attend")
         k_nope, v = up_project(*args)
         assert k_nope._base is v._base is not None
         alive.append(weakref.ref(k_nope._base))
@@ -226,10 +254,22 @@ def test_keys_and_values_of_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch)
         return k_nope, v
 
     monkeypatch.setattr(prefill, "up_project", watched)
-    dcp = DCPConfig(block_size=4, context_workspace_tokens=8)
+    dcp = DCPConfig(block_size=4, context_workspace_tokens=16)
     step = StepMetadata.build([3], [40], [list(range(10))], dcp, 0).prefill
     assert step is not None
     latents, cache, w_kv_b = torch.randn(3, L + R), torch.randn(10, 4, L + R), torch.randn(2, P + V, L)
     with torch.no_grad():
-        dcp_mla_prefill(torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache, w_kv_b, step, SCALE, LocalExchange())
-    assert most_alive == [1] * (1 + len(step.context_chunks))
+        dcp_mla_prefill(torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache, w_kv_b, step, SCALE, exchange)
+    assert most_alive == [1] * (1 + 3)
+    assert exchange.done == [
+        "start 0, 0 alive",
+        "attend, 0 alive",
+        "wait 0, 0 alive",
+        "start 1, 1 alive",
+        "attend, 1 alive",
+        "wait 1, 0 alive",
+        "start 2, 1 alive",
+        "attend, 1 alive",
+        "wait 2, 0 alive",
+        "attend, 1 alive",
+    ]

@@ -147,11 +147,11 @@ class MLAAttention(nn.Module):
         return out.flatten(1)
 
     def _dummy_run(self, hidden_states: Tensor) -> Tensor:
-        """Claim what the largest context chunk would (latents of all ranks twice, keys and values up-projected) and return zeros."""
+        """Claim what the largest context chunks would (latents on their way, keys and values up-projected) and return zeros. Collective."""
         tokens, config = self.dcp.context_workspace_tokens, self.config
-        latents = hidden_states.new_empty(2, tokens, config.latent_dim)
         keys_values = hidden_states.new_empty(tokens, self.num_heads, config.qk_head_dim + config.v_head_dim)
-        del latents, keys_values  # held together until here: the allocator's peak is what counts
+        self.exchange.reserve_context(tokens, config.latent_dim, hidden_states.dtype, hidden_states.device)
+        del keys_values  # held until here, beside what the exchange takes: the allocator's peak is what counts
         return torch.zeros_like(hidden_states)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:

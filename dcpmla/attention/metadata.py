@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.workspace import decode_workspace
+from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.config import DCPConfig
 
 
@@ -43,12 +44,14 @@ class ContextChunk:
     Attributes:
         local_slots: [N] int64, this rank's cached tokens of the chunk, request after request, padded to the same N on all ranks.
         order: [S] int64, for each token of the chunk (request after request, in token order) its row in the gathered [W N] rows.
+        tokens: [N] int64, for each of this rank's rows its token in [0, S), -1 for padding.
         key_start: [num_prefills + 1], where each request's tokens start in S.
         key_start_loc: [num_prefills + 1] int32, the same on the device.
     """
 
     local_slots: Tensor
     order: Tensor
+    tokens: Tensor
     key_start: tuple[int, ...]
     key_start_loc: Tensor
 
@@ -196,17 +199,20 @@ def _build_chunk(
     # Rank 0 owns the first group of an aligned chunk, so no rank has more of it than rank 0: all ranks pad to that.
     padded_lens = -(-lens // (size * interleave)) * interleave
     padded_start = np.asarray(_starts(padded_lens))
-    local_slots, order = [], []
+    local_slots, orders = [], []
     for request, length in enumerate(lens):
         position = np.arange(begin[request], end[request])
         first = begin[request] // size
         owner = ownership.owner_rank(torch.from_numpy(position), size, interleave).numpy()
         index = ownership.local_index(torch.from_numpy(position), size, interleave).numpy() - first
-        order.append(owner * padded_start[-1] + padded_start[request] + index)
+        orders.append(owner * padded_start[-1] + padded_start[request] + index)
         # Padding reads whatever lies behind the last token in its block; `order` never points at it.
         local = first + np.arange(padded_lens[request] if length else 0)
         local_slots.append(table[request, local // dcp.block_size] * dcp.block_size + local % dcp.block_size)
-    return ContextChunk(_to(device, np.concatenate(local_slots)), _to(device, np.concatenate(order)), *_start_both(lens, device))
+    order = torch.from_numpy(np.concatenate(orders))
+    tokens = tokens_of_rows(order, int(padded_start[-1]), dcp_rank)
+    slots = np.concatenate(local_slots)
+    return ContextChunk(_to(device, slots), _to(device, order), _to(device, tokens), *_start_both(lens, device))
 
 
 def _starts(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:

@@ -1,12 +1,12 @@
 """Prefill: new tokens attend to themselves, then to their cached context chunk by chunk, each rank for its own heads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.metadata import PrefillMetadata
+from dcpmla.attention.metadata import ContextChunk, PrefillMetadata
 from dcpmla.attention.prefill_backends import select_prefill
 from dcpmla.attention.segments import Segments
 from dcpmla.cache.latent import read_latents
@@ -20,6 +20,7 @@ def dcp_mla_prefill(
     """Multi-head attention of prefill tokens over themselves and over a context cached on all ranks of the DCP group. Collective.
 
     No merge across ranks is needed: after the gather each rank has all keys for its own heads.
+    Each gather runs under the attention before it.
 
     Args:
         q: [T, h, P + R], rotated.
@@ -29,15 +30,23 @@ def dcp_mla_prefill(
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     """
+    chunks = prefill.context_chunks
+
+    def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
+        return exchange.start_context(read_latents(kv_cache, chunk.local_slots), chunk.order, chunk.tokens)
+
+    started = [start_gather(chunk) for chunk in chunks[:1]]
     queries = Segments(prefill.query_start, prefill.query_start_loc)
     out, lse = _attend(q, kv_c, k_pe, w_kv_b, queries, queries, scale, causal=True)
-    if prefill.context_chunks:
+    if chunks:
         out = out.to(torch.promote_types(q.dtype, torch.float32))  # rounded once, behind the last chunk, not once a chunk
-    for chunk in prefill.context_chunks:
-        latents = exchange.gather_context(read_latents(kv_cache, chunk.local_slots), chunk.order).to(q.dtype)
+    for index, chunk in enumerate(chunks):
+        latents = started.pop()().to(q.dtype)  # popped: what a gather held is free before the next one begins
+        started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
         keys = Segments(chunk.key_start, chunk.key_start_loc)
         merge_into(out, lse, *_attend(q, context_kv_c, context_k_pe, w_kv_b, queries, keys, scale, causal=False))
+        del latents, context_kv_c, context_k_pe  # before the next ones: no more than two chunks are there at a time
     return out.to(q.dtype), lse
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.exchange import Exchange, tokens_of_rows
 from dcpmla.merge import merge_partials
 from dcpmla.ownership import local_index, owner_rank
 
@@ -109,17 +109,18 @@ class Combine:
 
 
 class GatherContext:
-    """rows [N, query_dim] a set, of tokens laid on the ranks in turn, the last ones padded; order [T]."""
+    """rows [N, query_dim] a set, of tokens laid on the ranks in turn, the last ones padded; order [T] and tokens [N]."""
 
     def __init__(self, case: ExchangeCase) -> None:
         num_rows = -(-case.num_tokens // case.size)
         positions = torch.arange(case.num_tokens, device=case.device)
         self.case, self.rows = case, case.rows(num_rows, case.query_dim)
         self.order = owner_rank(positions, case.size) * num_rows + local_index(positions, case.size)
+        self.tokens = tokens_of_rows(self.order, num_rows, case.rank)
         self.received_bytes = (case.size - 1) * self.rows[0].nbytes
 
     def run(self, exchange: Exchange, index: int) -> tuple[Tensor, ...]:
-        return (exchange.gather_context(self.rows[index], self.order),)
+        return (exchange.start_context(self.rows[index], self.order, self.tokens)(),)
 
     def answer(self, index: int) -> tuple[Tensor, ...]:
         return (torch.stack(self.case.of_ranks(self.rows[index]), 1).flatten(0, 1)[: self.case.num_tokens].double(),)

@@ -13,7 +13,7 @@ from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.prefill import mha_prefill
 from dcpmla.attention.segments import Segments, join_keys
 from dcpmla.cli.timing import CALLS_PER_SAMPLE, Timing, time_operation
-from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.exchange import Exchange, tokens_of_rows
 from dcpmla.config import MLAConfig
 from dcpmla.merge import merge_partials
 
@@ -135,7 +135,9 @@ def exchange_errors(exchange: Exchange, group: dist.ProcessGroup, config: MLACon
     wanted, wanted_lse = merge_partials(out.double(), lse.double())
     combined = _errors((merged.cpu(), merged_lse.cpu()), (wanted[:, mine], wanted_lse[:, mine]))
     heads = exchange.gather_heads(q[:, mine].to(device)).cpu() - q
-    context = exchange.gather_context(rows[rank].to(device), order.to(device)).cpu() - rows.flatten(0, 1)[order]
+    tokens = tokens_of_rows(order, rows.shape[1], rank)
+    gathered = exchange.start_context(rows[rank].to(device), order.to(device), tokens.to(device))()
+    context = gathered.cpu() - rows.flatten(0, 1)[order]
     return {
         "gather_heads": float(heads.abs().max()),
         "gather_context": float(context.abs().max()),
