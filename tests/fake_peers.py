@@ -1,4 +1,4 @@
-"""A directory of peers as `bench decode` expects it, in plain torch: FlashMLA right, FlashAttention-3 deaf to the causal bound."""
+"""Peers in plain torch, as `bench decode` and `bench exchange` expect them; its FlashAttention-3 is deaf to the causal bound."""
 
 from pathlib import Path
 
@@ -52,6 +52,28 @@ class BatchMLAPagedAttentionWrapper:
             lses.append(scores.logsumexp(-1).T)
         return torch.cat(out).to(q_nope.dtype), torch.cat(lses)
 """
+PEER_DIRECT = """
+import torch
+import torch.distributed as dist
+
+def load(path):
+    if open(path).read() != "operator":
+        raise OSError("undefined symbol\\nsecond line")
+
+class DirectA2A:
+    def __init__(self, lib, group, device, max_tokens, heads_per_rank, head_dim, dtype):
+        load(lib)
+        self.group, self.shape = group, (max_tokens, group.size() * heads_per_rank, head_dim, dtype)
+
+    def reduce(self, out, lse):
+        assert out.shape[0] <= self.shape[0] and (*out.shape[1:], out.dtype) == self.shape[1:]
+        outs, lses = [[torch.empty_like(mine) for _ in range(self.group.size())] for mine in (out, lse)]
+        dist.all_gather(outs, out, group=self.group)
+        dist.all_gather(lses, lse, group=self.group)
+        weights = torch.stack(lses).softmax(0).nan_to_num()
+        merged = (torch.stack(outs).nan_to_num() * weights.unsqueeze(-1)).sum(0)
+        return merged.chunk(self.group.size(), 1)[self.group.rank()]
+"""
 
 
 def write_peers(directory: Path) -> Path:
@@ -60,4 +82,12 @@ def write_peers(directory: Path) -> Path:
     (directory / "flashinfer").mkdir()
     (directory / "flashinfer" / "__init__.py").touch()
     (directory / "flashinfer" / "mla.py").write_text(FLASHINFER)
+    return directory
+
+
+def write_exchange_peer(directory: Path, library: str = "operator") -> Path:
+    """Write direct/peer_direct.py and its library, which it loads only if that has the right content, into a directory."""
+    (directory / "direct").mkdir()
+    (directory / "direct" / "peer_direct.py").write_text(PEER_DIRECT)
+    (directory / "direct" / "vllm_direct.so.xz").write_text(library)
     return directory

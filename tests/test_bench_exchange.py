@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fake_peers import write_exchange_peer
 from launchers import run_together, torchrun
 from ranks import run_ranks
 from torch import Tensor
@@ -16,23 +17,25 @@ from torch import Tensor
 from dcpmla.__main__ import build_parser, main
 from dcpmla.cli.bench_exchange import is_right, measured, world_sizes
 from dcpmla.cli.exchange_inputs import Combine, ExchangeCase, GatherContext, GatherHeads
+from dcpmla.cli.exchange_peers import load_vllm_direct
 from dcpmla.comm.nccl import AllToAll
 
-WIDTH, HEADS = 40, 4
-EXCHANGE = ["bench", "exchange", "--heads", f"{HEADS},{2 * HEADS}", "--row-width", str(WIDTH)]
+WIDTH, VALUE_WIDTH, HEADS = 40, 16, 4
+EXCHANGE = ["bench", "exchange", "--heads", f"{HEADS},{2 * HEADS}", "--row-width", str(WIDTH), "--value-width", str(VALUE_WIDTH)]
 
 
-def received_bytes(op: str, tokens: int, heads: int | None) -> int:
+def received_bytes(op: str, tokens: int, heads: int | None, row_width: int) -> int:
     """What a rank of two gets from the other one, in float32."""
     if op == "gather_context":
         return -(-tokens // 2) * (WIDTH + 64) * 4
     assert heads is not None
-    return tokens * heads // 2 * 4 * (WIDTH + 64 if op == "gather_heads" else WIDTH + 1)
+    return tokens * heads // 2 * 4 * (WIDTH + 64 if op == "gather_heads" else row_width + 1)
 
 
 WRONG_ON_ONE_RANK = """
 import sys
 from dcpmla.__main__ import main
+from dcpmla.cli.exchange_peers import load_vllm_direct
 from dcpmla.comm.nccl import AllToAll
 
 def combine(self, out, lse, right=AllToAll.combine):
@@ -45,28 +48,55 @@ sys.exit(main())
 
 
 def test_two_ranks_measure_and_check_each_operation(tmp_path: Path) -> None:
-    """One backend gives wrong rows on rank 1 alone: it is reported, and the rest as well."""
-    program, out, plot = (tmp_path / name for name in ("program.py", "exchange.json", "exchange.png"))
+    """One backend gives wrong rows on rank 1 alone: it is reported, and the rest as well. A peer only merges, and not all sizes."""
+    program, out, plot, peers = (tmp_path / name for name in ("program.py", "exchange.json", "exchange.png", "peers"))
     program.write_text(WRONG_ON_ONE_RANK)
-    options = ["--tokens", "1,5", "--backends", "ag_rs,a2a", "--json", out, "--plot", plot, "--commit", "abc"]
-    (result,) = run_together([(torchrun([program, *EXCHANGE, *options], 2), {})])
+    peers.mkdir()
+    options = ["--tokens", "1,257", "--backends", "ag_rs,a2a", "--peers", write_exchange_peer(peers), "--json", out, "--plot", plot]
+    (result,) = run_together([(torchrun([program, *EXCHANGE, *options, "--commit", "abc"], 2), {})])
     content = json.loads(out.read_text())
     assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
-    rows = {(row["op"], row["backend"], row["tokens"], row["heads"]): row for row in content["rows"]}
-    operations = [*product(("gather_heads", "combine"), (HEADS, 2 * HEADS)), ("gather_context", None)]
-    assert set(rows) == {(op, backend, tokens, heads) for op, heads in operations for backend in ("ag_rs", "a2a") for tokens in (1, 5)}
+    rows = {(row["op"], row["backend"], row["variant"], row["tokens"], row["heads"]): row for row in content["rows"]}
     assert len(rows) == len(content["rows"])
-    for (op, backend, tokens, heads), row in rows.items():
-        assert (row["variant"], row["row_width"], row["world_size"], row["dtype"]) == ("", WIDTH, 2, "float32")
+    merges = [*product(("ag_rs", "a2a"), ("", "pbm"), (1, 257)), ("vllm_direct", "", 1)]
+    gathers = list(product(("ag_rs", "a2a"), [""], (1, 257)))
+    assert set(rows) == {
+        *(("gather_heads", *gather, heads) for gather in gathers for heads in (HEADS, 2 * HEADS)),
+        *(("combine", *merge, heads) for merge in merges for heads in (HEADS, 2 * HEADS)),
+        *(("gather_context", *gather, None) for gather in gathers),
+    }
+    for (op, backend, variant, tokens, heads), row in rows.items():
+        width = VALUE_WIDTH if variant == "pbm" else WIDTH
+        assert (row["row_width"], row["world_size"], row["dtype"]) == (width, 2, "float32")
         assert (row["in_graph"], row["wire_us"]) == (False, None)
         assert row["median_us"] > 0
-        assert row["gb_per_s"] == pytest.approx(received_bytes(op, tokens, heads) / row["median_us"] / 1e3, abs=6e-4)
+        assert row["gb_per_s"] == pytest.approx(received_bytes(op, tokens, heads, width) / row["median_us"] / 1e3, abs=6e-4)
         assert is_right(row) == ((op, backend) != ("combine", "a2a"))
         if op == "combine":
-            assert row["max_error"] == pytest.approx(1) if backend == "a2a" else row["max_error"] > 0  # float32 against float64
-    assert [line.endswith("WRONG") for line in result.stdout.splitlines() if "combine" in line] == [False, True] * 4
-    assert "ag_rs: 0 of 10 results wrong\na2a: 4 of 10 results wrong\n" in result.stdout
+            assert row["max_error"] > (0.1 if backend == "a2a" else 0)  # float32 against float64
+    lines = [line for line in result.stdout.splitlines() if line.startswith("combine")]
+    assert [" a2a " in line for line in lines] == [line.endswith("WRONG") for line in lines]
+    assert "ag_rs: 0 of 14 results wrong\na2a: 8 of 14 results wrong\nvllm_direct: 0 of 2 results wrong\n" in result.stdout
+    skipped = "skipped: combine vllm_direct of 2 ranks, 257 tokens, 4 heads: vllm_direct takes 256 tokens at most\n"
+    assert result.stdout.count(skipped) == 1
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("variant", ["", "fp8"])
+def test_rows_in_fp8_may_be_coarser(variant: str) -> None:
+    """The same of gathers, which are exact otherwise."""
+    row = {"op": "gather_heads", "variant": variant, "dtype": "bfloat16", "max_error": 0.06}
+    assert is_right(row) == (variant == "fp8")
+    assert not is_right({**row, "max_error": 0.07})
+    assert not is_right({**row, "max_error": None})
+
+
+def test_peers_that_cannot_be_had(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which has no direct/peer_direct.py; give the directory that has it"):
+        load_vllm_direct(tmp_path)
+    write_exchange_peer(tmp_path, "of another version")
+    with pytest.raises(ValueError, match=r"--peers is .*, whose direct/ cannot be loaded here: undefined symbol$"):
+        load_vllm_direct(tmp_path)
 
 
 class _Reordered(AllToAll):
@@ -108,7 +138,7 @@ def rows_of_exchanges() -> list[tuple[str, str, bool]]:
             inputs = make(case)
             row = measured(case, inputs, exchange, 450.0)
             assert row["wire_us"] == pytest.approx(inputs.received_bytes / 450e3, abs=6e-4)
-            found.append((type(exchange).__name__, op, is_right({"op": op, **row})))
+            found.append((type(exchange).__name__, op, is_right({"op": op, "variant": "", **row})))
     return found
 
 
@@ -156,7 +186,7 @@ def test_two_gpus_in_graphs(tmp_path: Path) -> None:
     options = ["--tokens", "1,64,512", "--backends", "ag_rs,a2a", "--json", out]
     (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "exchange", *options], 2), {})])
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 3 * 2 * (2 * 2 + 1)
+    assert len(rows) == 3 * 2 * (2 * 3 + 1)
     for row in rows:
         assert row["in_graph"]
         assert 0 < row["median_us"] < 1e5

@@ -1,4 +1,4 @@
-"""Measure the exchange of a DCP group: each operation, per backend, number of tokens, heads and ranks, and check what it gives."""
+"""Measure the exchange of a DCP group: each operation, per backend, variant, tokens, heads and ranks, and check what it gives."""
 
 import argparse
 import math
@@ -7,12 +7,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.distributed import ProcessGroup
 
 from dcpmla.cli.bench_layers import measurement, memory_on_all, num_calls, num_samples
 from dcpmla.cli.exchange_inputs import Combine, ExchangeCase, ExchangeInputs, GatherContext, GatherHeads, largest_error
+from dcpmla.cli.exchange_peers import VllmDirect, load_vllm_direct
 from dcpmla.cli.kernel_plots import plot_exchange
 from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
 from dcpmla.cli.plots import check_outputs
@@ -32,9 +34,13 @@ _OPERATIONS: dict[str, Callable[[ExchangeCase], ExchangeInputs]] = {
     "combine": Combine,
     "gather_context": GatherContext,
 }
+# "pbm", project before merge: rows as wide as a head's values. "fp8": rows quantised in transit.
+_VARIANTS: dict[str, tuple[str, ...]] = {"gather_heads": ("", "fp8"), "combine": ("", "pbm", "fp8"), "gather_context": ("",)}
 # Of `largest_error`: gathers only move; a merged row is rounded once (half of 2^-7 in bfloat16), its float32 sums a few times.
 _LARGEST_ERRORS = {"bfloat16": 0.005, "float32": 1e-5}
+_LARGEST_FP8_ERROR = 2**-4  # half a step of e4m3
 Row = dict[str, Any]
+MakePeer = Callable[[ProcessGroup, torch.device], VllmDirect]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=positive_list, default="1,2,4,8,16,32,64,128,256,1024,4096", metavar="T,...", help="of a batch, or of a context")
     add("--heads", type=positive_list, default="64,128", metavar="H,...", help="of the whole group")
     add("--row-width", type=positive, default=512, metavar="D", help=f"of partial rows; queries and cached rows have {_ROPE_DIM} more")
+    add("--value-width", type=positive, default=128, metavar="V", help="of partial rows that are projected before they are merged")
+    add("--peers", type=Path, metavar="DIR", help=f"also measure {VllmDirect.name}, from DIR/direct/peer_direct.py and vllm_direct.so.xz")
     add("--world-sizes", type=positive_list, metavar="W,...", help="ranks of a group; groups of neighbours run at once; default: all ranks")
     add("--time-limit", type=seconds, default=450, metavar="S", help="seconds after which no further operation is measured")
     add_job_arguments(parser)
@@ -60,11 +68,12 @@ def run(args: argparse.Namespace) -> None:
             sizes = world_sizes(args, ranks.num_ranks)
             if ranks.is_first:
                 check_outputs(args.json, args.plot)
+            make_peer = load_vllm_direct(args.peers) if args.peers else None
         if ranks.is_first:
             print(f"ranks: {ranks.origin}", flush=True)
         torch.manual_seed(ranks.rank)
         rows = []
-        for row in _measure(args, job, sizes):
+        for row in _measure(args, job, sizes, make_peer):
             rows.append(row)
             if ranks.is_first:
                 print(_line(row), flush=True)
@@ -91,7 +100,7 @@ def world_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
     return sizes
 
 
-def _measure(args: argparse.Namespace, job: Job, sizes: Sequence[int]) -> Iterator[Row]:
+def _measure(args: argparse.Namespace, job: Job, sizes: Sequence[int], make_peer: MakePeer | None) -> Iterator[Row]:
     """The row of one operation after the other, until time is over."""
     device = job.ranks.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -99,22 +108,36 @@ def _measure(args: argparse.Namespace, job: Job, sizes: Sequence[int]) -> Iterat
     operations = [*product(("gather_heads", "combine"), dict.fromkeys(args.heads)), ("gather_context", 0)]
     for size in sizes:
         group, link = init_mesh(size, size).dcp_group, _link_gb_per_s(job.ranks, size)
-        exchanges = {name: select_exchange(name, group).exchange for name in args.backends}
-        for tokens, (operation, heads), backend in product(dict.fromkeys(args.tokens), operations, exchanges):
-            name = f"{operation} {backend} of {size} ranks, {tokens:,} tokens" + (f", {heads} heads" if heads else "")
+        exchanges = _find_exchanges(args.backends, group)
+        if make_peer is not None:  # whose one operation is asked of it below
+            exchanges[VllmDirect.name, ""] = cast(Exchange, make_peer(group, device))
+        for tokens, (operation, heads), (backend, variant) in product(dict.fromkeys(args.tokens), operations, exchanges):
+            if variant not in _VARIANTS[operation] or (backend == VllmDirect.name and operation != "combine"):
+                continue
+            name = f"{operation} {_join(backend, variant)} of {size} ranks, {tokens:,} tokens" + (f", {heads} heads" if heads else "")
             if limit.is_over():
                 if job.ranks.is_first:
                     print(f"time is over (--time-limit): {name} and what follows is left out", flush=True)
                 return
+            width = args.value_width if variant == "pbm" else args.row_width
             with measurement(args, job, name):
-                case = ExchangeCase(group, num_calls(device), tokens, heads, args.row_width + _ROPE_DIM, args.row_width, device, dtype)
+                case = ExchangeCase(group, num_calls(device), tokens, heads, args.row_width + _ROPE_DIM, width, device, dtype)
                 with memory_on_all():
                     inputs = _OPERATIONS[operation](case)
-                setting = {"op": operation, "backend": backend, "variant": "", "tokens": tokens, "heads": heads or None}
+                setting = {"op": operation, "backend": backend, "variant": variant, "tokens": tokens, "heads": heads or None}
                 with memory_on_all():
-                    row = {**setting, "row_width": args.row_width, **measured(case, inputs, exchanges[backend], link)}
+                    row = {**setting, "row_width": width, **measured(case, inputs, exchanges[backend, variant], link)}
                 del inputs  # before the next ones are made
                 yield row
+
+
+def _find_exchanges(backends: Sequence[str], group: ProcessGroup) -> dict[tuple[str, str], Exchange]:
+    """By backend and variant."""
+    found = {}
+    for backend in backends:
+        found[backend, ""] = found[backend, "pbm"] = select_exchange(backend, group).exchange
+    # "fp8" of "direct" comes in here, asked of select_exchange
+    return found
 
 
 def measured(case: ExchangeCase, inputs: ExchangeInputs, exchange: Exchange, link_gb_per_s: float | None) -> Row:
@@ -122,7 +145,7 @@ def measured(case: ExchangeCase, inputs: ExchangeInputs, exchange: Exchange, lin
     device, calls = case.device, case.num_calls
     timing, last = time_with_result(partial(inputs.run, exchange), device, calls, num_samples(device))
     checked = ((last, calls - 1), (inputs.run(exchange, calls), calls))
-    error = largest(max(largest_error(results, inputs.answer(index)) for results, index in checked), device)
+    error = largest(max(largest_error(results, inputs.answer(index)[: len(results)]) for results, index in checked), device)
     return {
         "world_size": case.size,
         "dtype": str(case.dtype).removeprefix("torch."),
@@ -143,12 +166,13 @@ def _link_gb_per_s(ranks: Ranks, size: int) -> float | None:
 
 def is_right(row: Row) -> bool:
     """Whether a backend gave what it should."""
-    allowed = _LARGEST_ERRORS[row["dtype"]] if row["op"] == "combine" else 0.0
+    exact_or_rounded = _LARGEST_ERRORS[row["dtype"]] if row["op"] == "combine" else 0.0
+    allowed = _LARGEST_FP8_ERROR if row["variant"] == "fp8" else exact_or_rounded
     return row["max_error"] is not None and row["max_error"] <= allowed
 
 
 def _report(args: argparse.Namespace, ranks: Ranks, rows: Sequence[Row]) -> None:
-    for backend in args.backends:
+    for backend in dict.fromkeys(row["backend"] for row in rows):
         mine = [row for row in rows if row["backend"] == backend]
         print(f"{backend}: {sum(not is_right(row) for row in mine)} of {len(mine)} results wrong")
     if args.json:
@@ -162,4 +186,9 @@ def _line(row: Row) -> str:
     wire = "" if row["wire_us"] is None else f"  wire {row['wire_us']:>8,.1f} us"
     error = "not finite" if row["max_error"] is None else f"{row['max_error']:.1g}"
     time = f"{row['median_us']:>10,.1f} us {row['gb_per_s']:>7,.1f} GB/s{wire}"
-    return f"{row['op']:<14} {row['backend']:<6} {load:<34} {time}  error {error}{'' if is_right(row) else '  WRONG'}"
+    name = _join(row["backend"], row["variant"])
+    return f"{row['op']:<14} {name:<11} {load:<34} {time}  error {error}{'' if is_right(row) else '  WRONG'}"
+
+
+def _join(backend: str, variant: str) -> str:
+    return f"{backend} {variant}".rstrip()

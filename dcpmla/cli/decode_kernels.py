@@ -132,13 +132,13 @@ class FlashInfer:
 
 
 def _load_flashmla(directory: Path) -> MakeKernel:
-    peers = _import_peers(directory)
+    peers = import_file(directory / "peers.py")
     peers.load_flashmla()
     return partial(FlashMLA, peers)
 
 
 def _load_fa3(directory: Path) -> MakeKernel:
-    peers = _import_peers(directory)
+    peers = import_file(directory / "peers.py")
     peers.load_fa3()
     return partial(FlashAttention3, peers)
 
@@ -163,9 +163,9 @@ def load_kernel(name: str, peers: Path | None) -> MakeKernel:
     return PEERS[name](peers)
 
 
-def _import_peers(directory: Path) -> Any:
-    """The module directory/peers.py; it may lie anywhere, so it is not looked for on sys.path."""
-    spec = importlib.util.spec_from_file_location("dcpmla_peers", directory / "peers.py")
+def import_file(path: Path) -> Any:
+    """The module in a file; it may lie anywhere, so it is not looked for on sys.path."""
+    spec = importlib.util.spec_from_file_location(f"dcpmla_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ Row = dict[str, Any]
 Load = tuple[int, int]  # requests, cached tokens of each
 Layout = tuple[int, str]  # DCP size, exchange
 _STYLES = ("-", "--", "-.", ":")
+_MARKERS = "o^sdvx"  # of exchange operations and their variants
 
 
 def plot_decode(path: Path, rows: Sequence[Row], title: str) -> None:
@@ -66,16 +68,20 @@ def plot_layer(path: Path, rows: Sequence[Row], title: str) -> None:
 
 
 def plot_exchange(path: Path, rows: Sequence[Row], title: str) -> None:
-    """A plot for each number of heads: times over tokens, a colour for each operation and backend, a style for each number of ranks."""
-    colors, sizes = list(dict.fromkeys(_operation(row) for row in rows)), sorted({row["world_size"] for row in rows})
+    """A plot for each number of heads: times over tokens; a colour for each backend, a marker for each operation, a style for each size."""
+    backends, operations = (list(dict.fromkeys(map(key, rows))) for key in (itemgetter("backend"), itemgetter("op", "variant")))
+    sizes = sorted({row["world_size"] for row in rows})
     heads = sorted({row["heads"] for row in rows if row["heads"] is not None})
     figure, axes = new_figure(title, num_axes=len(heads) or 1)
+    lines = list(product(enumerate(operations), enumerate(backends), enumerate(sizes)))
     for axis, num_heads in zip(axes, heads or [None], strict=True):
         mine = [row for row in rows if row["heads"] in (num_heads, None)]  # a context has no heads
-        for (color, operation), (style, size) in product(enumerate(colors), enumerate(sizes)):
-            points = sorted((row["tokens"], row["median_us"]) for row in _select(mine, world_size=size) if _operation(row) == operation)
-            line = {"color": f"C{color % 10}", "linestyle": _STYLES[style % len(_STYLES)], "label": f"{' '.join(operation)}, {size} ranks"}
-            axis.plot([tokens for tokens, _ in points], [time for _, time in points], ".", **line)
+        for (marker, (op, variant)), (color, backend), (style, size) in lines:
+            points = sorted(map(itemgetter("tokens", "median_us"), _select(mine, op=op, variant=variant, backend=backend, world_size=size)))
+            if points:
+                look = {"color": f"C{color}", "marker": _MARKERS[marker], "linestyle": _STYLES[style % len(_STYLES)]}
+                label = " ".join(filter(None, (op, backend, variant))) + f", {size} ranks"
+                axis.plot(*zip(*points, strict=True), label=label, **look)
         axis.set_title(f"{num_heads} heads" if num_heads else "")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -113,10 +119,6 @@ def _select(rows: Sequence[Row], **setting: Any) -> list[Row]:
 
 def _load(row: Row) -> Load:
     return row["batch"], row["context"]
-
-
-def _operation(row: Row) -> tuple[str, str]:
-    return row["op"], row["backend"]
 
 
 def _layout(row: Row) -> Layout:
