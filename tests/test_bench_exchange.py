@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dcpmla.__main__ import build_parser, main
 from dcpmla.cli.bench_exchange import is_right, measured, world_sizes
-from dcpmla.cli.exchange_inputs import Combine, ExchangeCase, GatherContext, GatherHeads
+from dcpmla.cli.exchange_inputs import OPERATIONS, ExchangeCase
 from dcpmla.cli.exchange_peers import load_vllm_direct
 from dcpmla.comm.nccl import AllToAll
 
@@ -128,13 +128,12 @@ class _Careless(AllToAll):
 
 
 def rows_of_exchanges() -> list[tuple[str, str, bool]]:
-    torch.manual_seed(dist.get_rank())
     group = dist.group.WORLD
     assert group is not None
     case = ExchangeCase(group, 1, 5, HEADS, WIDTH + 64, WIDTH, torch.device("cpu"), torch.float32)
     found = []
     for exchange in (AllToAll(group), _Reordered(group), _Careless(group)):
-        for op, make in (("gather_heads", GatherHeads), ("combine", Combine), ("gather_context", GatherContext)):
+        for op, make in OPERATIONS.items():
             inputs = make(case)
             row = measured(case, inputs, exchange, 450.0)
             assert row["wire_us"] == pytest.approx(inputs.received_bytes / 450e3, abs=6e-4)

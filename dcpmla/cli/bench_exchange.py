@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dcpmla.cli.bench_layers import measurement, memory_on_all, num_calls, num_samples
-from dcpmla.cli.exchange_inputs import Combine, ExchangeCase, ExchangeInputs, GatherContext, GatherHeads, largest_error
+from dcpmla.cli.exchange_inputs import OPERATIONS, ExchangeCase, ExchangeInputs, find_errors
 from dcpmla.cli.exchange_peers import VllmDirect, load_vllm_direct
 from dcpmla.cli.kernel_plots import plot_exchange
 from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
@@ -29,14 +29,9 @@ from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.machine import H200X8
 
 _ROPE_DIM = 64  # of queries and cached rows, beside the row width: DeepSeek V2 and V3, Kimi-K2
-_OPERATIONS: dict[str, Callable[[ExchangeCase], ExchangeInputs]] = {
-    "gather_heads": GatherHeads,
-    "combine": Combine,
-    "gather_context": GatherContext,
-}
 # "pbm", project before merge: rows as wide as a head's values. "fp8": rows quantised in transit.
 _VARIANTS: dict[str, tuple[str, ...]] = {"gather_heads": ("", "fp8"), "combine": ("", "pbm", "fp8"), "gather_context": ("",)}
-# Of `largest_error`: gathers only move; a merged row is rounded once (half of 2^-7 in bfloat16), its float32 sums a few times.
+# Of `find_errors`: gathers only move; a merged row is rounded once (half of 2^-7 in bfloat16), its float32 sums a few times.
 _LARGEST_ERRORS = {"bfloat16": 0.005, "float32": 1e-5}
 _LARGEST_FP8_ERROR = 2**-4  # half a step of e4m3
 Row = dict[str, Any]
@@ -71,7 +66,6 @@ def run(args: argparse.Namespace) -> None:
             make_peer = load_vllm_direct(args.peers) if args.peers else None
         if ranks.is_first:
             print(f"ranks: {ranks.origin}", flush=True)
-        torch.manual_seed(ranks.rank)
         rows = []
         for row in _measure(args, job, sizes, make_peer):
             rows.append(row)
@@ -123,7 +117,7 @@ def _measure(args: argparse.Namespace, job: Job, sizes: Sequence[int], make_peer
             with measurement(args, job, name):
                 case = ExchangeCase(group, num_calls(device), tokens, heads, args.row_width + _ROPE_DIM, width, device, dtype)
                 with memory_on_all():
-                    inputs = _OPERATIONS[operation](case)
+                    inputs = OPERATIONS[operation](case)
                 setting = {"op": operation, "backend": backend, "variant": variant, "tokens": tokens, "heads": heads or None}
                 with memory_on_all():
                     row = {**setting, "row_width": width, **measured(case, inputs, exchanges[backend, variant], link)}
@@ -141,11 +135,11 @@ def _find_exchanges(backends: Sequence[str], group: ProcessGroup) -> dict[tuple[
 
 
 def measured(case: ExchangeCase, inputs: ExchangeInputs, exchange: Exchange, link_gb_per_s: float | None) -> Row:
-    """What a row says of an operation: its time, its error in the last timed call and where a shard is empty. Collective over the job."""
+    """What a row says of an operation: its time, its error in the last timed call and where shards are empty. Collective over the job."""
     device, calls = case.device, case.num_calls
     timing, last = time_with_result(partial(inputs.run, exchange), device, calls, num_samples(device))
     checked = ((last, calls - 1), (inputs.run(exchange, calls), calls))
-    error = largest(max(largest_error(results, inputs.answer(index)[: len(results)]) for results, index in checked), device)
+    error = largest(max(max(find_errors(results, inputs.answer(index))) for results, index in checked), device)
     return {
         "world_size": case.size,
         "dtype": str(case.dtype).removeprefix("torch."),

@@ -12,15 +12,17 @@ from dcpmla.attention import reference
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.prefill import mha_prefill
 from dcpmla.attention.segments import Segments, join_keys
-from dcpmla.cli.timing import CALLS_PER_SAMPLE, Timing, time_operation
-from dcpmla.comm.exchange import Exchange, tokens_of_rows
+from dcpmla.cli.bench_layers import num_calls
+from dcpmla.cli.exchange_inputs import OPERATIONS, Combine, ExchangeCase, GatherHeads, find_errors
+from dcpmla.cli.timing import Timing, time_operation
+from dcpmla.comm.exchange import Exchange
 from dcpmla.config import MLAConfig
-from dcpmla.merge import merge_partials
 
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # many roundings of the result, and less than one key's weight in the tests
 _BLOCK_SIZE = 64
 _PREFILL_HEADS = 16
 _CPU_HEADS = 16
+_EXCHANGE_TOKENS = 5  # ranks of a group of two or more hold different numbers of them, or none
 _SECONDS = 0.5  # that the samples of one latency may take
 Errors = dict[str, float]
 
@@ -103,11 +105,8 @@ def _segments(start: tuple[int, ...], device: torch.device) -> Segments:
 
 
 def _errors(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Errors:
-    """Of out [..., D], the largest of a row beside the row's largest number; of lse, the largest; -inf only equals -inf."""
-    (out, lse), (wanted_out, wanted_lse) = got, wanted
-    of_rows = (out.double() - wanted_out).abs().amax(-1) / wanted_out.abs().amax(-1).clamp(min=1e-30)
-    of_lse = (lse.double() - wanted_lse.double()).where(lse != wanted_lse, 0.0)
-    return {"out": float(of_rows.max()), "lse": float(of_lse.abs().max())}
+    """Of out and lse."""
+    return dict(zip(("out", "lse"), find_errors(got, wanted), strict=True))
 
 
 # ---- exchange
@@ -121,42 +120,30 @@ def exchange_heads(config: MLAConfig, size: int, device: torch.device) -> int:
 
 def exchange_errors(exchange: Exchange, group: dist.ProcessGroup, config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
     """All three movements over a group, shards of some tokens empty (holding NaN) on the first, on the last or on all ranks. Collective."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    num_heads, generator = exchange_heads(config, size, device), torch.Generator().manual_seed(0)
-    mine = slice(rank * num_heads // size, (rank + 1) * num_heads // size)
-    out = torch.randn(size, 4, num_heads, config.kv_lora_rank, generator=generator).to(dtype)
-    lse = 3 * torch.randn(size, 4, num_heads, generator=generator)
-    lse[0, 0] = lse[-1, 1] = lse[:, 2] = -torch.inf
-    out[lse == -torch.inf] = torch.nan
-    q = torch.randn(4, num_heads, config.latent_dim, generator=generator).to(dtype)
-    rows = torch.randn(size, 3, config.latent_dim, generator=generator).to(dtype)
-    order = torch.randperm(size * 3, generator=generator)
-    merged, merged_lse = exchange.combine(out[rank].to(device), lse[rank].to(device))
-    wanted, wanted_lse = merge_partials(out.double(), lse.double())
-    combined = _errors((merged.cpu(), merged_lse.cpu()), (wanted[:, mine], wanted_lse[:, mine]))
-    heads = exchange.gather_heads(q[:, mine].to(device)).cpu() - q
-    tokens = tokens_of_rows(order, rows.shape[1], rank)
-    gathered = exchange.start_context(rows[rank].to(device), order.to(device), tokens.to(device))()
-    context = gathered.cpu() - rows.flatten(0, 1)[order]
-    return {
-        "gather_heads": float(heads.abs().max()),
-        "gather_context": float(context.abs().max()),
-        **{f"combine's {what}": error for what, error in combined.items()},
-    }
+    case = _exchange_case(group, config, 0, _EXCHANGE_TOKENS, device, dtype)
+    found: Errors = {}
+    for operation, make in OPERATIONS.items():
+        inputs = make(case)
+        found |= zip((operation, f"{operation}'s lse"), find_errors(inputs.run(exchange, 0), inputs.answer(0)), strict=False)
+    return found
 
 
 def exchange_timing(
     exchange: Exchange, group: dist.ProcessGroup, config: MLAConfig, num_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> Timing:
     """`gather_heads` and `combine`, one after the other, of all heads of a group. Collective over the job."""
-    size = dist.get_world_size(group)
-    num_heads = exchange_heads(config, size, device)
-    q = torch.randn(num_tokens, num_heads // size, config.latent_dim, dtype=dtype, device=device)
-    out = torch.randn(num_tokens, num_heads, config.kv_lora_rank, dtype=dtype, device=device)
-    lse = torch.randn(num_tokens, num_heads, device=device)
+    case = _exchange_case(group, config, num_calls(device), num_tokens, device, dtype)
+    gather, combine = GatherHeads(case), Combine(case)
 
-    def exchange_once(_: int) -> None:
-        exchange.gather_heads(q)
-        exchange.combine(out, lse)
+    def exchange_once(index: int) -> None:
+        gather.run(exchange, index)
+        combine.run(exchange, index)
 
-    return time_operation(exchange_once, device, CALLS_PER_SAMPLE if device.type == "cuda" else 1, seconds=_SECONDS)
+    return time_operation(exchange_once, device, case.num_calls, seconds=_SECONDS)
+
+
+def _exchange_case(
+    group: dist.ProcessGroup, config: MLAConfig, calls: int, num_tokens: int, device: torch.device, dtype: torch.dtype
+) -> ExchangeCase:
+    num_heads = exchange_heads(config, dist.get_world_size(group), device)
+    return ExchangeCase(group, calls, num_tokens, num_heads, config.latent_dim, config.kv_lora_rank, device, dtype)
