@@ -105,6 +105,10 @@ class DCPConfig:
         dcp_comm_backend: "ag_rs", "a2a", or "auto" to choose.
         block_size: tokens of one cache block on one rank.
         context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and up-projects at a time.
+        dcp_q_replicate: each rank holds the query projection of all its DCP group's heads, so that decode gathers no queries. Costs memory,
+            and dcp times the query's arithmetic in decode.
+        dcp_project_before_merge: decode applies W_UV before the merge, so that rows of v_head_dim are exchanged and not of kv_lora_rank,
+            in steps with tokens enough to pay for W_UV of all the group's heads. Costs memory.
     Raises:
         ValueError: sizes that do not divide, an unknown backend, a workspace below one aligned chunk.
     """
@@ -115,6 +119,8 @@ class DCPConfig:
     dcp_comm_backend: str = "auto"
     block_size: int = 64
     context_workspace_tokens: int = 65536
+    dcp_q_replicate: bool = False
+    dcp_project_before_merge: bool = False
 
     def __post_init__(self) -> None:
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size

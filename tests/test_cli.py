@@ -1,5 +1,6 @@
 """`dcpmla generate` as its users call it: files it writes, mistakes it names."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,7 +14,9 @@ import torch
 from models import VOCAB_SIZE, random_model, tiny_config
 from safetensors.torch import load_file, save_file
 
-from dcpmla.__main__ import main
+from dcpmla.__main__ import build_parser, main
+from dcpmla.cli.options import dcp_config
+from dcpmla.config import DCPConfig
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 
@@ -69,6 +72,18 @@ def test_torchrun_gives_what_one_process_gives(model: Path, tmp_path: Path) -> N
     assert "waiting, cache " in run.stderr
     assert "ranks: 4 ranks, 4 of them on this host, started by torchrun" in run.stdout
     assert "exchange: a2a (auto: " in run.stdout
+
+
+def test_options_reach_the_layout() -> None:
+    options = ["generate", "--model", "m", "-tp", "4", "--block-size", "8"]
+    options += ["--cp-kv-cache-interleave-size", "2", "--dcp-comm-backend", "a2a"]
+    plain = DCPConfig(
+        tensor_parallel_size=4, decode_context_parallel_size=2, cp_kv_cache_interleave_size=2, dcp_comm_backend="a2a", block_size=8
+    )
+    assert dcp_config(build_parser().parse_args(options), 2) == plain
+    for name in ("dcp_q_replicate", "dcp_project_before_merge"):
+        args = build_parser().parse_args([*options, f"--{name.replace('_', '-')}"])
+        assert dcp_config(args, 2) == dataclasses.replace(plain, **{name: True})
 
 
 def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> None:

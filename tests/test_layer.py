@@ -8,25 +8,37 @@ import pytest
 import torch
 from models import random_model, tiny_config
 from ranks import run_ranks
-from test_compile import DEEPSEEK, make_layer, run_layer
+from test_compile import DEEPSEEK, Batch, make_layer, run_layer
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 
 # (tokens cached before the step, new tokens): decodes at 1, 2 and 41 tokens, prefills fresh, with context, of one token behind another.
-BATCH = ((0, 1), (1, 1), (40, 1), (0, 9), (30, 6), (3, 17), (21, 1))
+BATCH: Batch = ((0, 1), (1, 1), (40, 1), (0, 9), (30, 6), (3, 17), (21, 1))
+# As few decodes as project W_UV before the merge, where that is asked for; many at lengths that leave ranks without tokens.
+DECODES: Batch = (*((3 * n % 11, 1) for n in range(PROJECT_FIRST_TOKENS)), (5, 6))
+# q_replicate, project_before_merge, a batch and whether its decodes are enough for that.
+VARIANTS = (
+    (False, False, BATCH, False),
+    (True, False, BATCH, False),
+    (True, True, BATCH, False),
+    (False, True, DECODES, True),
+    (True, True, DECODES, True),
+    (False, True, DECODES[1:], False),
+)
 
 
 def oracle(config: Any) -> DeepseekV3Attention:
     return random_model(config).model.layers[0].self_attn
 
 
-def hidden_states(config: Any) -> list[Tensor]:
+def hidden_states(config: Any, batch: Batch) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(cached + new, config.hidden_size, generator=generator) for cached, new in BATCH]
+    return [torch.randn(cached + new, config.hidden_size, generator=generator) for cached, new in batch]
 
 
 def rope(config: Any, num_tokens: int, with_positions: bool) -> tuple[Tensor, Tensor]:
@@ -35,22 +47,22 @@ def rope(config: Any, num_tokens: int, with_positions: bool) -> tuple[Tensor, Te
     return (cos, sin) if with_positions else (torch.ones_like(cos), torch.zeros_like(sin))
 
 
-def expected(config: Any, with_positions: bool) -> Tensor:
+def expected(config: Any, batch: Batch, with_positions: bool) -> Tensor:
     """Outputs of the new tokens of all requests, laid end to end."""
     attention, outputs = oracle(config), []
-    for (_, new), hidden in zip(BATCH, hidden_states(config), strict=True):
+    for (_, new), hidden in zip(batch, hidden_states(config, batch), strict=True):
         causal = torch.full((len(hidden), len(hidden)), -torch.inf).triu(1)[None, None]
         outputs.append(attention(hidden[None], rope(config, len(hidden), with_positions), causal)[0][0, -new:])
     return torch.cat(outputs)
 
 
-def run_steps(layer: MLAAttention, hf_config: Any, dcp: DCPConfig, with_positions: bool, padding: int) -> Tensor:
+def run_steps(layer: MLAAttention, hf_config: Any, dcp: DCPConfig, batch: Batch, with_positions: bool, padding: int) -> Tensor:
     """Fill the cache with what each request has cached, as one prefill; then the batch as one step."""
-    total = [cached + new for cached, new in BATCH]
+    total = [cached + new for cached, new in batch]
     cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.float32), torch.device("cpu"))[0].fill_(torch.nan)
     blocks = iter(range(cache.shape[0] - 1, -1, -1))
     tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in total]
-    hidden = hidden_states(hf_config)
+    hidden = hidden_states(hf_config, batch)
     cos, sin = (part[0, :, : part.shape[-1] // 2] for part in rope(hf_config, max(total), True))
     cos_sin = torch.cat([cos, sin], -1)
 
@@ -60,22 +72,38 @@ def run_steps(layer: MLAAttention, hf_config: Any, dcp: DCPConfig, with_position
         rows = torch.cat([rows, torch.full((padding, rows.shape[1]), torch.nan)])
         return layer(rows, cache, metadata, cos_sin[metadata.positions] if with_positions else None)
 
-    filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
-    step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled, padding=0)
-    return step([new for _, new in BATCH], total, list(range(len(BATCH))), padding)
+    filled = [i for i, (cached, _) in enumerate(batch) if cached]
+    step([batch[i][0] for i in filled], [batch[i][0] for i in filled], filled, padding=0)
+    return step([new for _, new in batch], total, list(range(len(batch))), padding)
 
 
-def check_layer(hf_config: Any, dcp: DCPConfig, with_positions: bool, padding: int) -> None:
+def check_layer(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, batch: Batch, with_positions: bool, padding: int) -> Mock:
+    """Returns the layer's exchange, which knows its calls."""
     config = MLAConfig.from_hf(hf_config)
-    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp.dcp_comm_backend, mesh.dcp_group).exchange, torch.float32, "cpu")
+    exchange = Mock(wraps=select_exchange(dcp.dcp_comm_backend, mesh.dcp_group).exchange)
+    layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu")
     layer.load_weights(oracle(hf_config).state_dict())
     with torch.no_grad():
-        out = run_steps(layer, hf_config, dcp, with_positions, padding)
-        wanted = expected(hf_config, with_positions)
+        out = run_steps(layer, hf_config, dcp, batch, with_positions, padding)
+        wanted = expected(hf_config, batch, with_positions)
     assert out.shape == (len(wanted) + padding, config.hidden_size)
     torch.testing.assert_close(out[: len(wanted)], wanted, atol=1e-5, rtol=1e-4)
     assert out.isfinite().all()  # padding took nothing from the rows behind num_tokens
+    return exchange
+
+
+def check_variants(hf_config: Any, dcp: DCPConfig) -> None:
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    for q_replicate, project_before_merge, batch, projects_first in VARIANTS:
+        variant = dataclasses.replace(dcp, dcp_q_replicate=q_replicate, dcp_project_before_merge=project_before_merge)
+        exchange = check_layer(hf_config, variant, mesh, batch, True, 0)
+        assert exchange.gather_heads.called != q_replicate
+        width = hf_config.v_head_dim if projects_first else hf_config.kv_lora_rank
+        assert exchange.combine.call_args.args[0].shape[-1] == width
+
+
+def check_padding(hf_config: Any, dcp: DCPConfig) -> None:
+    check_layer(hf_config, dcp, init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), BATCH, False, 5)
 
 
 def layout(tp: int, dcp: int, interleave: int = 1, backend: str = "auto") -> DCPConfig:
@@ -95,11 +123,11 @@ def layout(tp: int, dcp: int, interleave: int = 1, backend: str = "auto") -> DCP
     "dcp", [layout(1, 1), layout(2, 2), layout(4, 2, 2, "ag_rs"), layout(4, 4, 4, "a2a"), layout(3, 3, 2, "ag_rs")], ids=str
 )
 def test_mixed_batch(family: str, dcp: DCPConfig) -> None:
-    run_ranks(dcp.tensor_parallel_size, check_layer, tiny_config(family), dcp, True, 0)
+    run_ranks(dcp.tensor_parallel_size, check_variants, tiny_config(family), dcp)
 
 
 def test_padding_and_no_positions() -> None:
-    run_ranks(2, check_layer, tiny_config("deepseek_v3"), layout(2, 2), False, 5)
+    run_ranks(2, check_padding, tiny_config("deepseek_v3"), layout(2, 2))
 
 
 def check_dummy_run(hf_config: Any) -> None:

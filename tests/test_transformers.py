@@ -11,6 +11,7 @@ import torch.distributed as dist
 from models import FAMILIES, VOCAB_SIZE, save_tiny
 from ranks import run_ranks
 
+from dcpmla.attention import layer
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, divisors
@@ -21,6 +22,7 @@ from dcpmla.runtime.sampling import SamplingParams
 
 PROMPT_LENS = (1, 2, 5, 37, 70)  # shorter than W, one token, and contexts that chunks cut unevenly
 NUM_NEW = 4
+VARIANTS = ((False, False), (True, False), (True, True), (False, False), (False, True), (True, True))  # replicate, project first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Case:
         return (
             f"tp{dcp.tensor_parallel_size} dcp{dcp.decode_context_parallel_size} I{dcp.cp_kv_cache_interleave_size} "
             f"{dcp.dcp_comm_backend} workspace{dcp.context_workspace_tokens} chunk{self.max_num_batched_tokens}"
+            f"{' q_replicate' * dcp.dcp_q_replicate}{' project_before_merge' * dcp.dcp_project_before_merge}"
         )
 
 
@@ -45,6 +48,7 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
     """On one rank: for each case, each prompt's new tokens and their logits [NUM_NEW, vocab]."""
     device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
     config, results = load_config(directory), []
+    layer.PROJECT_FIRST_TOKENS = 3  # among the numbers of decodes in these steps
     for case in cases:
         dcp = case.dcp
         mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
@@ -53,8 +57,8 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
         seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
         plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32)
         cache = LatentCache(plan, device)
-        for layer in cache.layers:
-            layer.fill_(torch.nan)  # a row that nobody wrote must not be seen
+        for rows in cache.layers:
+            rows.fill_(torch.nan)  # a row that nobody wrote must not be seen
         engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)
         requests = [engine.add(prompt, SamplingParams(max_new_tokens=NUM_NEW), keep_logits=True) for prompt in prompts()]
         assert len(list(engine.run())) == len(requests)
@@ -65,6 +69,7 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
 def make_cases(tp: int, dcp_sizes: list[int], interleaves: tuple[int, ...], backends: tuple[str, ...]) -> list[Case]:
     cases = []
     for number, (dcp, interleave, backend) in enumerate(itertools.product(dcp_sizes, interleaves, backends)):
+        q_replicate, project_before_merge = VARIANTS[number % len(VARIANTS)]
         layout = DCPConfig(
             tensor_parallel_size=tp,
             decode_context_parallel_size=dcp,
@@ -72,6 +77,8 @@ def make_cases(tp: int, dcp_sizes: list[int], interleaves: tuple[int, ...], back
             dcp_comm_backend=backend,
             block_size=16,
             context_workspace_tokens=65536,
+            dcp_q_replicate=q_replicate,
+            dcp_project_before_merge=project_before_merge,
         )
         small = dataclasses.replace(layout, context_workspace_tokens=5 * layout.chunk_alignment)
         cases.append(Case(small if number % 2 else layout, (7, 1000, 33)[number % 3]))

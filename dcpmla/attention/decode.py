@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends import select_decode
 from dcpmla.attention.metadata import DecodeMetadata
+from dcpmla.attention.projections import project_values
 from dcpmla.comm.exchange import Exchange
 
 
@@ -70,17 +71,27 @@ def mla_decode(
 
 
 def dcp_mla_decode(
-    q: Tensor, kv_cache: Tensor, decode: DecodeMetadata, scale: float, exchange: Exchange, kv_lora_rank: int = 512
+    q: Tensor,
+    kv_cache: Tensor,
+    decode: DecodeMetadata,
+    scale: float,
+    exchange: Exchange,
+    kv_lora_rank: int = 512,
+    *,
+    q_is_replicated: bool = False,
+    w_uv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mla_decode` over a cache that is sharded over the DCP group. Collective.
 
     Args:
-        q: [T, h, kv_lora_rank + rope], this rank's heads.
+        q: [T, h, kv_lora_rank + rope], this rank's heads; with q_is_replicated [T, W h, ...], those of all W ranks, in rank order.
         decode: the step's, with this rank's lengths; the other arguments are those of `mla_decode`.
+        w_uv: [W h, V, kv_lora_rank] of all ranks' heads, to merge values in place of latents; the same on all ranks, or None on all.
     Returns:
-        out [T, h, kv_lora_rank], lse [T, h] float32: this rank's heads over all ranks' tokens.
+        out [T, h, kv_lora_rank], or [T, h, V] with w_uv, and lse [T, h] float32: this rank's heads over all ranks' tokens.
     """
-    q = exchange.gather_heads(q)
+    if not q_is_replicated:
+        q = exchange.gather_heads(q)
     out, lse = mla_decode(
         q,
         kv_cache,
@@ -92,6 +103,8 @@ def dcp_mla_decode(
         max_query_len=decode.max_query_len,
         workspace=decode.workspace,
     )
+    if w_uv is not None:
+        out = project_values(out, w_uv).unflatten(1, w_uv.shape[:2])
     return exchange.combine(out, lse)
 
 

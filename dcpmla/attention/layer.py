@@ -8,13 +8,17 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.heads import held_heads
 from dcpmla.attention.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, project_values, rotate_query_
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig
-from dcpmla.parallel.linear import RowParallelLinear, Weight, read_weight, shard
+from dcpmla.parallel.linear import RowParallelLinear, Weight, fill, read_weight, shard
 from dcpmla.parallel.mesh import DCPMesh
+
+# Decode tokens from which on dcp_project_before_merge pays: narrower rows against W_UV of all the group's heads to read. Not measured yet.
+PROJECT_FIRST_TOKENS = 32
 
 
 class MLAAttention(nn.Module):
@@ -24,7 +28,7 @@ class MLAAttention(nn.Module):
 
     Args:
         config: geometry of the whole layer, before any cut.
-        dcp: layout of the cache and bound of the context workspace.
+        dcp: layout of the cache, bound of the context workspace, what decode exchanges.
         mesh: groups of this rank.
         exchange: how the DCP group moves rows, from `dcpmla.comm.select.select_exchange`.
         dtype, device: of the parameters; they hold nothing until `load_weights`.
@@ -44,8 +48,10 @@ class MLAAttention(nn.Module):
             )
         self.config, self.dcp, self.mesh, self.exchange = config, dcp, mesh, exchange
         self.num_heads = config.heads_per_rank(mesh.tp_size)
+        self.q_heads = held_heads(mesh, self.num_heads, dcp.dcp_q_replicate)
+        self.kv_heads = held_heads(mesh, self.num_heads, dcp.dcp_q_replicate or dcp.dcp_project_before_merge)
         new: dict[str, Any] = {"dtype": dtype, "device": device}
-        q_dim = self.num_heads * config.qk_head_dim
+        q_dim = self.q_heads.count * config.qk_head_dim
         if config.q_lora_rank is None:
             self.q_proj = skip_init(nn.Linear, config.hidden_size, q_dim, bias=False, **new)
             self.kv_a_proj = skip_init(nn.Linear, config.hidden_size, config.latent_dim, bias=config.attention_bias, **new)
@@ -55,20 +61,31 @@ class MLAAttention(nn.Module):
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
             self.q_b_proj = skip_init(nn.Linear, config.q_lora_rank, q_dim, bias=False, **new)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
-        kv_b_shape = (self.num_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        kv_b_shape = (self.kv_heads.count, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
         self.w_kv_b = nn.Parameter(torch.empty(kv_b_shape, **new))
         self.o_proj = skip_init(
             RowParallelLinear, config.num_heads * config.v_head_dim, config.hidden_size, config.attention_bias, mesh.tp_group, **new
         )
 
     @property
+    def query_proj(self) -> nn.Linear:
+        """Makes queries from q_c, or from hidden states in a model that does not compress them."""
+        return self.q_proj if self.config.q_lora_rank is None else self.q_b_proj
+
+    @property
     def w_uk(self) -> Tensor:
-        """[h, P, L], absorbed into the query."""
-        return self.w_kv_b[:, : self.config.qk_nope_head_dim]
+        """[h, P, L], absorbed into decode's queries; [W h, P, L] with dcp_q_replicate."""
+        heads = slice(None) if self.dcp.dcp_q_replicate else self.kv_heads.own
+        return self.w_kv_b[heads, : self.config.qk_nope_head_dim]
 
     @property
     def w_uv(self) -> Tensor:
         """[h, V, L], applied to the merged output."""
+        return self.w_kv_b[self.kv_heads.own, self.config.qk_nope_head_dim :]
+
+    @property
+    def w_uv_group(self) -> Tensor:
+        """[W h, V, L] with dcp_project_before_merge, applied to this rank's partial output."""
         return self.w_kv_b[:, self.config.qk_nope_head_dim :]
 
     def forward(
@@ -98,21 +115,23 @@ class MLAAttention(nn.Module):
         if kv_cache is None:
             raise ValueError("kv_cache is None; a step with metadata needs this layer's [num_blocks, block_size, L + R]")
         self._check(hidden_states, kv_cache, metadata, cos_sin, query_factor)
-        q, latents = self._project(hidden_states[: metadata.num_tokens], kv_cache, metadata, cos_sin)
-        if query_factor is not None:
-            q = q * query_factor[:, None, None]
+        q_c, latents = self._down_project(hidden_states[: metadata.num_tokens], kv_cache, metadata, cos_sin)
         decodes, prefills = slice(0, metadata.num_decode_tokens), slice(metadata.num_decode_tokens, metadata.num_tokens)
         values = []
         if metadata.decode is not None:
-            values.append(self._decode(q[decodes], kv_cache, metadata.decode, _rows(cos_sin, decodes)))
+            q = self._project_query(q_c[decodes], _rows(query_factor, decodes), slice(0, self.q_heads.count))
+            values.append(self._decode(q, kv_cache, metadata.decode, _rows(cos_sin, decodes)))
         if metadata.prefill is not None:
-            values.append(self._prefill(q[prefills], latents[prefills], kv_cache, metadata.prefill, _rows(cos_sin, prefills)))
+            q = self._project_query(q_c[prefills], _rows(query_factor, prefills), self.q_heads.own)
+            values.append(self._prefill(q, latents[prefills], kv_cache, metadata.prefill, _rows(cos_sin, prefills)))
         if hidden_states.shape[0] > metadata.num_tokens:
             values.append(values[0].new_zeros(hidden_states.shape[0] - metadata.num_tokens, values[0].shape[1]))
         return self.o_proj(values[0] if len(values) == 1 else torch.cat(values))
 
-    def _project(self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[T, hidden] -> q [T, h, P + R], not rotated, and latents [T, L + R] as they are written to the cache."""
+    def _down_project(
+        self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """[T, hidden] -> what queries are projected from, q_c [T, Lq] or hidden_states, and latents [T, L + R] as they are cached."""
         config = self.config
         if config.q_lora_rank is None:
             down, q_weight = self.kv_a_proj(hidden_states), None
@@ -129,21 +148,36 @@ class MLAAttention(nn.Module):
             cos_sin,
             config.rope_interleaved,
         )
-        q = self.q_proj(hidden_states) if config.q_lora_rank is None else self.q_b_proj(q_c)
-        return q.unflatten(-1, (self.num_heads, config.qk_head_dim)), latents
+        return hidden_states if config.q_lora_rank is None else q_c, latents
+
+    def _project_query(self, q_c: Tensor, query_factor: Tensor | None, heads: slice) -> Tensor:
+        """[T, Lq] or [T, hidden] -> [T, n, P + R] of n of the heads that this rank holds, not rotated."""
+        weight = self.query_proj.weight.unflatten(0, (-1, self.config.qk_head_dim))[heads]
+        q = nn.functional.linear(q_c, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+        return q if query_factor is None else q * query_factor[:, None, None]
 
     def _decode(self, q: Tensor, kv_cache: Tensor, decode: DecodeMetadata, cos_sin: Tensor | None) -> Tensor:
-        """[T, h, P + R] -> [T, h V]: W_UK absorbed into the query, W_UV applied to the merged latent output."""
-        q = absorb_query(q, self.w_uk, cos_sin, self.config.rope_interleaved)
-        out, _ = dcp_mla_decode(q, kv_cache, decode, self.config.scale, self.exchange, self.config.kv_lora_rank)
-        return project_values(out, self.w_uv)
+        """[T, h, P + R], or with dcp_q_replicate [T, W h, P + R], -> [T, h V]: W_UK absorbed into the query, W_UV applied to the output."""
+        project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
+        out, _ = dcp_mla_decode(
+            absorb_query(q, self.w_uk, cos_sin, self.config.rope_interleaved),
+            kv_cache,
+            decode,
+            self.config.scale,
+            self.exchange,
+            self.config.kv_lora_rank,
+            q_is_replicated=self.dcp.dcp_q_replicate,
+            w_uv=self.w_uv_group if project_first else None,
+        )
+        return out.flatten(1) if project_first else project_values(out, self.w_uv)
 
     def _prefill(self, q: Tensor, latents: Tensor, kv_cache: Tensor, prefill: PrefillMetadata, cos_sin: Tensor | None) -> Tensor:
         """[T, h, P + R] and the tokens' own latents [T, L + R] -> [T, h V]."""
         if cos_sin is not None:
             rotate_query_(q, cos_sin, self.config.rope_interleaved)
         kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
-        out, _ = dcp_mla_prefill(q, kv_c, k_pe, kv_cache, self.w_kv_b, prefill, self.config.scale, self.exchange)
+        w_kv_b = self.w_kv_b[self.kv_heads.own]
+        out, _ = dcp_mla_prefill(q, kv_c, k_pe, kv_cache, w_kv_b, prefill, self.config.scale, self.exchange)
         return out.flatten(1)
 
     def _dummy_run(self, hidden_states: Tensor) -> Tensor:
@@ -165,27 +199,26 @@ class MLAAttention(nn.Module):
         """
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
-        q_rows, o_cols = config.num_heads * config.qk_head_dim, config.num_heads * config.v_head_dim
-        kv_b_rows = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+        kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim
         whole = slice(None)
         down = {"kv_a_proj_with_mqa": config.latent_dim}
         if config.q_lora_rank is None:
-            down_proj = self.kv_a_proj
-            _copy(self.q_proj.weight, read_weight(weights, "q_proj.weight", (q_rows, hidden), shard(q_rows, tp_group), whole))
+            down_proj, q_name = self.kv_a_proj, "q_proj.weight"
         else:
             down = {"q_a_proj": config.q_lora_rank, **down}
-            down_proj = self.fused_qkv_a_proj
-            _copy(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
-            q_b = read_weight(weights, "q_b_proj.weight", (q_rows, config.q_lora_rank), shard(q_rows, tp_group), whole)
-            _copy(self.q_b_proj.weight, q_b)
-        _copy(down_proj.weight, *(read_weight(weights, f"{name}.weight", (rows, hidden), whole, whole) for name, rows in down.items()))
-        _copy(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
-        kv_b = read_weight(weights, "kv_b_proj.weight", (kv_b_rows, rank), shard(kv_b_rows, tp_group), whole)
-        _copy(self.w_kv_b, kv_b.unflatten(0, self.w_kv_b.shape[:2]))
-        _copy(self.o_proj.weight, read_weight(weights, "o_proj.weight", (hidden, o_cols), whole, shard(o_cols, tp_group)))
+            down_proj, q_name = self.fused_qkv_a_proj, "q_b_proj.weight"
+            fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
+        q_shape = (config.num_heads * config.qk_head_dim, self.query_proj.in_features)
+        fill(self.query_proj.weight, read_weight(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim), whole))
+        fill(down_proj.weight, *(read_weight(weights, f"{name}.weight", (rows, hidden), whole, whole) for name, rows in down.items()))
+        fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
+        kv_b_shape = (config.num_heads * kv_b_width, rank)
+        kv_b = read_weight(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width), whole)
+        fill(self.w_kv_b, kv_b.unflatten(0, self.w_kv_b.shape[:2]))
+        fill(self.o_proj.weight, read_weight(weights, "o_proj.weight", (hidden, o_cols), whole, shard(o_cols, tp_group)))
         if config.attention_bias:
-            _copy(down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
-            _copy(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
+            fill(down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
+            fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
 
     def _check(
         self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None, query_factor: Tensor | None
@@ -207,13 +240,5 @@ class MLAAttention(nn.Module):
             raise ValueError(f"query_factor is {given}; expected {wanted}, for config.llama_4_scaling is {config.llama_4_scaling}")
 
 
-def _rows(cos_sin: Tensor | None, tokens: slice) -> Tensor | None:
-    return None if cos_sin is None else cos_sin[tokens]
-
-
-def _copy(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
-    """Fill a parameter with parts laid one under the other, converted to its dtype and device."""
-    assert parameter is not None
-    with torch.no_grad():
-        for target, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
-            target.copy_(part)
+def _rows(tensor: Tensor | None, tokens: slice) -> Tensor | None:
+    return None if tensor is None else tensor[tokens]

@@ -125,12 +125,13 @@ def _slowest(seconds: Sequence[float], engine: Engine) -> float:
 
 
 def _parameters(args: argparse.Namespace, engine: Engine) -> Row:
+    names = ["dcp_q_replicate", "dcp_project_before_merge", "enable_expert_parallel", "block_size", "input_len", "output_len", "seed"]
     return {
         "model": Path(args.model).name,  # where it lies is nobody's business
         "tp": engine.mesh.tp_size,
         "dcp": engine.mesh.dcp_size,
         "dtype": str(engine.cache.sizes.dtype).removeprefix("torch."),
-        **{name: getattr(args, name) for name in ("enable_expert_parallel", "block_size", "input_len", "output_len", "seed")},
+        **{name: getattr(args, name) for name in names},
     }
 
 

@@ -39,6 +39,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     add("-dcp", "--decode-context-parallel-size", type=dcp_sizes, default="1", metavar="D", help="ranks that share one cache; divides -tp")
     add("--cp-kv-cache-interleave-size", type=int, default=1, metavar="I", help="consecutive tokens on one rank")
     add("--dcp-comm-backend", choices=DCP_COMM_BACKENDS, default="auto")
+    add("--dcp-q-replicate", action="store_true", help="each rank projects the queries of all its DCP group's heads and gathers none")
+    add("--dcp-project-before-merge", action="store_true", help="large decode steps apply W_UV first and exchange the narrower rows")
     add("--enable-expert-parallel", action="store_true", help="spread experts whole over the ranks instead of cutting each")
     add("--block-size", type=int, default=64, metavar="P", help="tokens of a cache block on one rank")
     add("--max-num-batched-tokens", type=positive, default=8192, metavar="C", help="most tokens of one step")
@@ -145,6 +147,8 @@ def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> D
         cp_kv_cache_interleave_size=args.cp_kv_cache_interleave_size,
         dcp_comm_backend=args.dcp_comm_backend,
         block_size=args.block_size,
+        dcp_q_replicate=args.dcp_q_replicate,
+        dcp_project_before_merge=args.dcp_project_before_merge,
     )
 
 

@@ -70,3 +70,11 @@ def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...]
             f"attention weights may be float32, bfloat16, float16, or float8_e4m3fn with a scale per block in {name}_scale_inv"
         )
     return part
+
+
+def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
+    """Fill a parameter with parts laid one under the other, converted to its dtype and device."""
+    assert parameter is not None
+    with torch.no_grad():
+        for target, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
+            target.copy_(part)
