@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed import ProcessGroup
 
+from dcpmla.parallel.collectives import named
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _T = TypeVar("_T")
 
@@ -156,5 +158,6 @@ class Nvml:
 def _gather(group: ProcessGroup, mine: _T) -> list[_T]:
     """Of all ranks of a group, in its order."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    with named("reach", group):
+        dist.all_gather_object(everyone, mine, group=group)
     return everyone
