@@ -68,7 +68,7 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dcpmla.comm.kernels import merge_kernel, weigh_kernel
+    from dcpmla.comm.kernels.merge import merge_kernel, weigh_kernel
 
     types = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32", "merged_ptr": f"*{dtype}", "merged_lse_ptr": "*fp32", "shares_ptr": "*fp32"}
     for kernel, size in ((merge_kernel, "NUM_PARTS"), (weigh_kernel, "SIZE")):

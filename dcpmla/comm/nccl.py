@@ -108,7 +108,7 @@ def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         Rows times their shares of the merged ones [W, T, h, D], by owner, in float32 (float64 stays); merged LSE of the own heads [T, h].
     """
     if out.is_cuda:
-        from dcpmla.comm import kernels  # triton is there on Linux only
+        from dcpmla.comm.kernels import merge as kernels  # triton is there on Linux only
 
         return kernels.weigh_rows(out, lse, rank)
     shares, merged_lse = weigh_partial(out, partial_weights(lse)[rank]), lse.logsumexp(0)
@@ -128,7 +128,7 @@ def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """`merge_partials`, on a GPU as one kernel."""
     if not out.is_cuda:
         return merge_partials(out, lse)
-    from dcpmla.comm import kernels  # triton is there on Linux only
+    from dcpmla.comm.kernels import merge as kernels  # triton is there on Linux only
 
     return kernels.merge_rows(out, lse)
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from dcpmla.comm.kernels import shares
+from dcpmla.comm.kernels.merge import shares
 
 NUM_PROGRAMS = 1024  # of a launch at most: each reads the exchange's number from a counter of its own
 _FP8_MAX = tl.constexpr(448.0)  # of e4m3
@@ -96,11 +96,8 @@ def encode(x, type: tl.constexpr, IS_FP8: tl.constexpr):
 @triton.jit
 def decode(x, scale, type: tl.constexpr, IS_FP8: tl.constexpr):
     """What was encoded, in float32."""
-    if IS_FP8:
-        rows = x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
-    else:
-        rows = x.to(type, bitcast=True).to(tl.float32)
-    return rows
+    wide = x.to(tl.float8e4nv if IS_FP8 else type, bitcast=True).to(tl.float32)
+    return wide * scale[:, None] if IS_FP8 else wide
 
 
 # Sizes of a batch come and go: a variant for each kind of number in these would be compiled while requests wait.
@@ -166,9 +163,11 @@ def gather_kernel(
                 scale = tl.load(my_scales + theirs * tiles + tile, mask=is_peer, other=scale, volatile=True)
             x = tl.load(at, mask=mask, other=0, volatile=True)
             num_missing = tl.max((is_late(scale, epoch)[:, None] | (x == -1)).to(tl.int32), None)
+        if IS_FP8:  # once more, as in combine_kernel
+            scale = tl.load(my_scales + theirs * tiles + tile, mask=is_peer, other=scale, volatile=True)
         if num_missing != 0:
             is_missing = is_late(scale, epoch) | (tl.max((x == -1).to(tl.int32), 1) != 0)
-            give_up(is_missing, peer, epoch, 1, state_ptr, fault_ptr, PROGRAMS)
+            give_up(is_missing, peer, epoch, 0, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask)
         q = decode(x, value_of(scale), type, IS_FP8).to(type)
         tl.store(gathered_ptr + ((token * SIZE + peer)[:, None] * WIDTH + column[None, :]), q, mask=mask)
@@ -251,11 +250,15 @@ def combine_kernel(
             is_word_missing = is_late(lse, epoch) | is_late(scale, epoch)
             has_row = value_of(lse) != -float("inf")
             num_missing = tl.max((is_word_missing[:, None] | (has_row[:, None] & (x == -1))).to(tl.int32), None)
+        # Once more: the compiler repeats loads as small as these for each use, and not all may have been as late as the checked one.
+        lse = tl.load(my_lses + theirs, mask=is_peer, other=empty, volatile=True)
+        if IS_FP8:
+            scale = tl.load(my_scales + theirs * tiles + tile, mask=is_peer, other=empty, volatile=True)
         has_row = value_of(lse) != -float("inf")
         if num_missing != 0:
             is_row_missing = has_row & (tl.max((x == -1).to(tl.int32), 1) != 0)
             is_missing = is_late(lse, epoch) | is_late(scale, epoch) | is_row_missing
-            give_up(is_missing, peer, epoch, 2, state_ptr, fault_ptr, PROGRAMS)
+            give_up(is_missing, peer, epoch, 1, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask & has_row[:, None])
         share, merged_lse = shares(value_of(lse))
         # A share of zero gives zero whatever the row holds.

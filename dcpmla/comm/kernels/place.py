@@ -1,0 +1,88 @@
+"""The kernel that stores rows where they belong in each peer's memory: no copy behind it, so it is the one for many rows.
+
+Unlike the kernels of `slots`, it says with a flag that rows are there: a rank's program p tells programs p of its peers, and awaits them.
+"""
+
+import triton
+import triton.language as tl
+
+from dcpmla.comm.kernels.slots import give_up, now, peer_addresses, start_exchange
+
+
+@triton.jit
+def _meet(
+    phase,
+    flags_at,
+    epoch,
+    deadline,
+    rank,
+    operation,
+    memory_ptr,
+    addresses_ptr,
+    state_ptr,
+    fault_ptr,
+    SIZE: tl.constexpr,
+    PEERS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Tell this program's peers that it has come so far, all its stores included, and wait until they have."""
+    peer = tl.arange(0, PEERS)
+    is_peer = peer < SIZE
+    program = (phase * SIZE) * PROGRAMS + tl.program_id(0)
+    flags = peer_addresses(addresses_ptr, flags_at, peer, SIZE, tl.int32)
+    tl.debug_barrier()
+    tl.atomic_xchg(flags + (program + rank * PROGRAMS), epoch, mask=is_peer, sem="release", scope="sys")
+    mine = (memory_ptr + flags_at).to(tl.pointer_type(tl.int32)) + (program + peer * PROGRAMS)
+    seen = tl.zeros([PEERS], tl.int32)
+    num_missing = 1
+    while (num_missing != 0) & (now() < deadline):
+        seen = tl.load(mine, mask=is_peer, other=epoch, volatile=True)
+        num_missing = tl.sum((seen != epoch).to(tl.int32), 0)
+    if num_missing != 0:
+        give_up(seen != epoch, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS)
+    tl.atomic_add(mine, 0, mask=is_peer, sem="acquire", scope="sys")
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["num_rows", "rank"])
+def place_kernel(
+    rows_ptr,
+    places_ptr,
+    memory_ptr,
+    addresses_ptr,
+    state_ptr,
+    fault_ptr,
+    num_rows,
+    row_stride,
+    rank,
+    slot_at,
+    flags_at,
+    limit,
+    OPERATION: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    PEERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Rows [N, WIDTH] -> row places[n] of a slot in each rank's memory, none where that is -1; without places, row n SIZE + rank."""
+    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS)
+    # What is in the slot may be in use on another rank, until that one comes here.
+    _meet(0, flags_at, epoch, deadline, rank, OPERATION, memory_ptr, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, PROGRAMS)
+    carrier: tl.constexpr = rows_ptr.dtype.element_ty
+    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * tiles, tl.num_programs(0)):
+        row = (item // tiles) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        column = (item % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+        is_row = row < num_rows
+        place = row * SIZE + rank
+        if places_ptr is not None:
+            place = tl.load(places_ptr + row, mask=is_row, other=-1)
+        mask = (is_row & (place >= 0))[:, None] & (column < WIDTH)[None, :]
+        x = tl.load(rows_ptr + row[:, None] * row_stride + column[None, :], mask=mask)
+        at = place[:, None] * WIDTH + column[None, :]
+        for step in tl.static_range(SIZE):  # each rank begins with another one
+            address = tl.load(addresses_ptr + (rank + step) % SIZE) + slot_at
+            tl.store(tl.multiple_of(address.to(tl.pointer_type(carrier)), 16) + at, x, mask=mask)
+    _meet(1, flags_at, epoch, deadline, rank, OPERATION, memory_ptr, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, PROGRAMS)
