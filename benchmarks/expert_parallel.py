@@ -139,7 +139,7 @@ def _speed(times: list[float], num_tokens: int, device: torch.device) -> dict[st
 def run(directory: Path, ranks: Ranks, prompts: Tensor, batch_sizes: list[int]) -> list[dict[str, Any]]:
     dcp = DCPConfig(tensor_parallel_size=ranks.num_ranks, decode_context_parallel_size=ranks.num_ranks)
     mesh = init_mesh(ranks.num_ranks, ranks.num_ranks)
-    selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
+    selection = select_exchange(dcp, mesh.dcp_group, ranks.device)
     rows: list[dict[str, Any]] = []
     reference: dict[int, Tensor] | None = None
     for experts in ("cut", "whole"):

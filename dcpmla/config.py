@@ -6,7 +6,8 @@ from typing import Any
 
 from dcpmla.ownership import check_block_size
 
-DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a")
+DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
+DCP_EXCHANGE_DTYPES = ("auto", "fp8")
 # Hugging Face model types whose self-attention is the dense MLA of DeepSeek-V2/V3.
 MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "longcat_flash", "mistral4")
 
@@ -102,7 +103,8 @@ class DCPConfig:
 
     Attributes:
         cp_kv_cache_interleave_size: I, consecutive tokens on one rank before the next rank's turn.
-        dcp_comm_backend: "ag_rs", "a2a", or "auto" to choose.
+        dcp_comm_backend: "ag_rs" or "a2a" (collectives), "direct" (stores over NVLink), or "auto" to choose.
+        dcp_exchange_dtype: how decode's rows travel: "auto" as they are, "fp8" as e4m3 with scales (`direct` alone).
         block_size: tokens of one cache block on one rank.
         context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and up-projects at a time.
         dcp_q_replicate: each rank holds the query projection of all its DCP group's heads, so that decode gathers no queries. Costs memory,
@@ -117,6 +119,7 @@ class DCPConfig:
     decode_context_parallel_size: int = 1
     cp_kv_cache_interleave_size: int = 1
     dcp_comm_backend: str = "auto"
+    dcp_exchange_dtype: str = "auto"
     block_size: int = 64
     context_workspace_tokens: int = 65536
     dcp_q_replicate: bool = False
@@ -137,6 +140,13 @@ class DCPConfig:
         check_block_size(self.block_size, self.cp_kv_cache_interleave_size)
         if self.dcp_comm_backend not in DCP_COMM_BACKENDS:
             raise ValueError(f"dcp_comm_backend (--dcp-comm-backend) is {self.dcp_comm_backend!r}; {_choices(DCP_COMM_BACKENDS)}")
+        if self.dcp_exchange_dtype not in DCP_EXCHANGE_DTYPES:
+            raise ValueError(f"dcp_exchange_dtype (--dcp-exchange-dtype) is {self.dcp_exchange_dtype!r}; {_choices(DCP_EXCHANGE_DTYPES)}")
+        if self.dcp_exchange_dtype == "fp8" and self.dcp_comm_backend not in ("auto", "direct"):
+            raise ValueError(
+                f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', but dcp_comm_backend (--dcp-comm-backend) {self.dcp_comm_backend!r} "
+                f"carries rows as they are; choose auto or direct"
+            )
         if self.context_workspace_tokens < self.chunk_alignment:
             raise ValueError(
                 f"context_workspace_tokens is {self.context_workspace_tokens}; "

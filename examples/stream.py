@@ -18,7 +18,7 @@ def main(model: str) -> None:
     with distributed(ranks, timedelta(minutes=10)):
         mesh = init_mesh(ranks.num_ranks, decode_context_parallel_size=ranks.num_ranks)
         dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size)
-        selection = select_exchange("auto", mesh.dcp_group)
+        selection = select_exchange(dcp, mesh.dcp_group, ranks.device)
         engine = load_engine(open_model(model), dcp, mesh, selection, ranks.device, kv_cache_memory_bytes=1 << 28)
 
         def show(request: Request, text: str) -> None:

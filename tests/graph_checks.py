@@ -34,8 +34,8 @@ def open_model_on(
     directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, device_type: str, dtype: torch.dtype = torch.float32
 ) -> tuple[ShardedModel, DCPMesh]:
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
     device, config = device_of(device_type), load_config(directory)
+    selection = select_exchange(dcp, mesh.dcp_group, device)
     return load_model(directory, config, dcp, mesh, selection, dtype, device, enable_expert_parallel), mesh
 
 
@@ -65,7 +65,7 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
         scale=192**-0.5,
     )
     mesh, device = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), device_of(device_type)
-    exchange = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group).exchange
+    exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
     torch.manual_seed(dist.get_rank())
     layers = [MLAAttention(config, dcp, mesh, exchange, torch.bfloat16, device) for _ in range(num_layers)]
     for layer in layers:
@@ -186,7 +186,7 @@ def serve_loaded(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, 
         options: dict[str, Any] = {"dtype": torch.float32, "max_num_seqs": 5, "seq_lens": [60] * 7, "enforce_eager": enforce_eager}
         options |= {"enable_expert_parallel": enable_expert_parallel, "max_num_batched_tokens": 64}
         engine = load_engine(
-            open_model(str(directory)), dcp, mesh, select_exchange(dcp.dcp_comm_backend, mesh.dcp_group), device, **options
+            open_model(str(directory)), dcp, mesh, select_exchange(dcp, mesh.dcp_group, device), device, **options
         )
         requests = [engine.add(prompt, SamplingParams(max_new_tokens=4 + 4 * index)) for index, prompt in enumerate(prompts)]
         for _ in engine.run():

@@ -50,9 +50,14 @@ DEEPSEEK = MLAConfig(
 
 def make_layer(config: MLAConfig, size: int, backend: str, dtype: torch.dtype, device: str) -> MLAAttention:
     """A layer of random weights, cut as its ranks are."""
-    dcp = DCPConfig(tensor_parallel_size=size, decode_context_parallel_size=size, block_size=64 if device == "cuda" else 4)
+    dcp = DCPConfig(
+        tensor_parallel_size=size,
+        decode_context_parallel_size=size,
+        dcp_comm_backend=backend,
+        block_size=64 if device == "cuda" else 4,
+    )
     mesh = init_mesh(size, size)
-    layer = MLAAttention(config, dcp, mesh, select_exchange(backend, mesh.dcp_group).exchange, dtype, device).eval()
+    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, device).exchange, dtype, device).eval()
     generator = torch.Generator(device).manual_seed(mesh.dcp_rank)
     for name, parameter in layer.named_parameters():
         replicated = torch.Generator(device).manual_seed(7) if "kv_a" in name or "q_a" in name else generator

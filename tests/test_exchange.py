@@ -1,5 +1,6 @@
 """The exchange against plain slicing and a float64 merge, on real groups of gloo ranks."""
 
+import dataclasses
 import itertools
 import time
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch import Tensor
 from dcpmla.comm.exchange import Exchange, tokens_of_rows
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
 
 T, H, D = 5, 3, 40  # tokens, heads a rank, row width
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -118,7 +120,7 @@ def test_skew(check: Any) -> None:
 
 
 def check_identity() -> None:
-    selection = select_exchange("a2a", dist.group.WORLD)
+    selection = select_exchange(DCPConfig(dcp_comm_backend="a2a"), dist.group.WORLD, "cpu")
     out, lse = torch.randn(T, H, D), torch.randn(T, H)
     assert selection.exchange.name == "none"
     assert torch.equal(selection.exchange.gather_heads(out), out)
@@ -132,14 +134,19 @@ def test_one_rank_is_the_identity() -> None:
 
 
 def check_selection() -> list[tuple[str, str]]:
-    selections = [select_exchange(name, dist.group.WORLD) for name in ("auto", "ag_rs", "a2a")]
+    auto = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
+    layouts = [auto, *(dataclasses.replace(auto, dcp_comm_backend=name) for name in ("ag_rs", "a2a"))]
+    selections = [select_exchange(dcp, dist.group.WORLD, "cpu") for dcp in layouts]
+    for mistake in ({"dcp_comm_backend": "direct"}, {"dcp_exchange_dtype": "fp8"}):
+        with pytest.raises(ValueError, match=f"{next(iter(mistake))} .* the ranks are CPUs; choose auto"):
+            select_exchange(dataclasses.replace(layouts[0], **mistake), dist.group.WORLD, "cpu")
     return [(selection.exchange.name, selection.reason) for selection in selections]
 
 
 def test_selection_says_why() -> None:
     auto, *asked = run_ranks(2, check_selection)[0]
     assert auto[0] == "a2a"
-    assert auto[1].startswith("auto: ")
+    assert auto[1].startswith("auto: the ranks are CPUs")
     assert asked == [("ag_rs", "asked for"), ("a2a", "asked for")]
 
 

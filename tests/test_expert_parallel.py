@@ -51,7 +51,7 @@ def layout(tp: int, dcp: int) -> DCPConfig:
 def load(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, device_type: str = "cpu") -> tuple[ShardedModel, DCPMesh]:
     device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
+    selection = select_exchange(dcp, mesh.dcp_group, "cpu")
     config = load_config(directory)
     model = load_model(directory, config, dcp, mesh, selection, torch.float32, device, enable_expert_parallel=enable_expert_parallel)
     return model, mesh

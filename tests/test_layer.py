@@ -80,7 +80,7 @@ def run_steps(layer: MLAAttention, hf_config: Any, dcp: DCPConfig, batch: Batch,
 def check_layer(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, batch: Batch, with_positions: bool, padding: int) -> Mock:
     """Returns the layer's exchange, which knows its calls."""
     config = MLAConfig.from_hf(hf_config)
-    exchange = Mock(wraps=select_exchange(dcp.dcp_comm_backend, mesh.dcp_group).exchange)
+    exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
     layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu")
     layer.load_weights(oracle(hf_config).state_dict())
     with torch.no_grad():
@@ -132,8 +132,8 @@ def test_padding_and_no_positions() -> None:
 
 def check_dummy_run(hf_config: Any) -> None:
     dcp, mesh = layout(2, 2), init_mesh(2, 2)
-    layer = MLAAttention(MLAConfig.from_hf(hf_config), dcp, mesh, select_exchange("a2a", mesh.dcp_group).exchange, torch.float32, "cpu")
-    layer.exchange = exchange = Mock(wraps=layer.exchange)
+    exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
+    layer = MLAAttention(MLAConfig.from_hf(hf_config), dcp, mesh, exchange, torch.float32, "cpu")
     assert torch.equal(layer(torch.full((7, 48), 3.0), None, None), torch.zeros(7, 48))
     exchange.reserve_context.assert_called_once_with(dcp.context_workspace_tokens, 24, torch.float32, torch.device("cpu"))
 
@@ -145,7 +145,7 @@ def test_dummy_run_is_zero_and_claims_memory() -> None:
 def check_mistakes(hf_config: Any) -> None:
     dcp, mesh = layout(1, 1), init_mesh(1, 1)
     config = MLAConfig.from_hf(hf_config)
-    layer = MLAAttention(config, dcp, mesh, select_exchange("auto", mesh.dcp_group).exchange, torch.float32, "cpu")
+    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
     metadata = StepMetadata.build([3], [3], [[0]], dcp, 0)
     hidden, cache, cos_sin = torch.zeros(3, 48), torch.zeros(2, 4, 24), torch.zeros(3, 8)
     with pytest.raises(ValueError, match=r"hidden_states has shape \(2, 48\); expected \[at least 3, 48\]"):

@@ -46,7 +46,7 @@ def serve(directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str) -
         time.monotonic = lambda: 2 * clock() + 1000
     device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
+    selection = select_exchange(dcp, mesh.dcp_group, "cpu")
     model = load_model(directory, load_config(directory), dcp, mesh, selection, torch.float32, device)
     results = []
     for seed in seeds:
@@ -135,7 +135,7 @@ NEEDLE = Path(__file__).parents[1] / "examples" / "needle" / "model"
 def load_own_directories(pairs: dict[str, list[Path]]) -> None:
     """Raise AssertionError unless loading one's own directory of each pair fails, and says which file of it differs."""
     dcp, mesh = DCPConfig(tensor_parallel_size=2), init_mesh(2, 1)
-    selection = select_exchange("auto", mesh.dcp_group)
+    selection = select_exchange(dcp, mesh.dcp_group, "cpu")
     for name, directories in pairs.items():
         files = open_model(str(directories[dist.get_rank()]))
         with pytest.raises(ValueError, match=rf"^{name} of the model's directory differs between ranks: .* on rank 0, .* on rank 1; "):

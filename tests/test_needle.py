@@ -39,7 +39,7 @@ def answer(prompts: list[list[int]], tp: int, dcp_size: int, interleave: int, ma
         context_workspace_tokens=2048,
     )
     mesh, device = init_mesh(tp, dcp_size), torch.device("cpu")
-    selection = select_exchange("auto", mesh.dcp_group)
+    selection = select_exchange(dcp, mesh.dcp_group, device)
     model = load_model(MODEL, load_config(MODEL), dcp, mesh, selection, torch.float32, device)
     seq_lens = [max(map(len, prompts))]
     cache = LatentCache(LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, model.dtype), device)

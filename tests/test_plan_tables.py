@@ -142,7 +142,7 @@ def loaded_bytes(directory: Path, tp: int) -> int:
     """What a rank really holds."""
     dcp = DCPConfig(tensor_parallel_size=tp)
     mesh = init_mesh(tp, 1)
-    selection = select_exchange("auto", mesh.dcp_group)
+    selection = select_exchange(dcp, mesh.dcp_group, "cpu")
     model = load_model(directory, load_config(directory), dcp, mesh, selection, torch.float32, torch.device("cpu"))._model
     stored = set(model.state_dict())
     tensors = [tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in stored]

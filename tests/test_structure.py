@@ -136,7 +136,7 @@ def test_options_of_generate() -> None:
         ("-dcp", "--decode-context-parallel-size"),
         ("--cp-kv-cache-interleave-size",),
         ("--dcp-comm-backend",),
-        ("--dcp-q-replicate",),
+        ("--dcp-exchange-dtype", "--dcp-q-replicate",),
         ("--dcp-project-before-merge",),
         ("--enable-expert-parallel",),
         ("--block-size",),

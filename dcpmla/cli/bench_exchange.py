@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dcpmla.cli.bench_layers import measurement, memory_on_all, num_calls, num_samples
-from dcpmla.cli.exchange_inputs import OPERATIONS, ExchangeCase, ExchangeInputs, find_errors
+from dcpmla.cli.exchange_inputs import OPERATIONS, ExchangeCase, ExchangeInputs, exchange_of, find_errors
 from dcpmla.cli.exchange_peers import VllmDirect, load_vllm_direct
 from dcpmla.cli.kernel_plots import plot_exchange
 from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
@@ -22,7 +22,6 @@ from dcpmla.cli.results import add_commit_argument, write_results
 from dcpmla.cli.timing import TimeLimit, largest, time_with_result
 from dcpmla.cli.values import exchange_list, positive, positive_list, seconds
 from dcpmla.comm.exchange import Exchange
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCP_COMM_BACKENDS
 from dcpmla.parallel.bootstrap import Ranks, agree
 from dcpmla.parallel.mesh import init_mesh
@@ -102,7 +101,7 @@ def _measure(args: argparse.Namespace, job: Job, sizes: Sequence[int], make_peer
     operations = [*product(("gather_heads", "combine"), dict.fromkeys(args.heads)), ("gather_context", 0)]
     for size in sizes:
         group, link = init_mesh(size, size).dcp_group, _link_gb_per_s(job.ranks, size)
-        exchanges = _find_exchanges(args.backends, group)
+        exchanges = _find_exchanges(args.backends, group, device)
         if make_peer is not None:  # whose one operation is asked of it below
             exchanges[VllmDirect.name, ""] = cast(Exchange, make_peer(group, device))
         for tokens, (operation, heads), (backend, variant) in product(dict.fromkeys(args.tokens), operations, exchanges):
@@ -125,12 +124,13 @@ def _measure(args: argparse.Namespace, job: Job, sizes: Sequence[int], make_peer
                 yield row
 
 
-def _find_exchanges(backends: Sequence[str], group: ProcessGroup) -> dict[tuple[str, str], Exchange]:
+def _find_exchanges(backends: Sequence[str], group: ProcessGroup, device: torch.device) -> dict[tuple[str, str], Exchange]:
     """By backend and variant."""
     found = {}
     for backend in backends:
-        found[backend, ""] = found[backend, "pbm"] = select_exchange(backend, group).exchange
-    # "fp8" of "direct" comes in here, asked of select_exchange
+        found[backend, ""] = found[backend, "pbm"] = exchange_of(group, device, dcp_comm_backend=backend)
+        if backend == "direct":
+            found[backend, "fp8"] = exchange_of(group, device, dcp_comm_backend=backend, dcp_exchange_dtype="fp8")
     return found
 
 
@@ -138,8 +138,9 @@ def measured(case: ExchangeCase, inputs: ExchangeInputs, exchange: Exchange, lin
     """What a row says of an operation: its time, its error in the last timed call and where shards are empty. Collective over the job."""
     device, calls = case.device, case.num_calls
     timing, last = time_with_result(partial(inputs.run, exchange), device, calls, num_samples(device))
-    checked = ((last, calls - 1), (inputs.run(exchange, calls), calls))
-    error = largest(max(max(find_errors(results, inputs.answer(index))) for results, index in checked), device)
+    errors = [*find_errors(last, inputs.answer(calls - 1))]  # first: what was gathered may lie where the next call gathers
+    errors += find_errors(inputs.run(exchange, calls), inputs.answer(calls))
+    error = largest(max(errors), device)
     return {
         "world_size": case.size,
         "dtype": str(case.dtype).removeprefix("torch."),

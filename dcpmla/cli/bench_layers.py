@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcpmla.cli.exchange_inputs import Combine, ExchangeCase, GatherHeads
+from dcpmla.cli.exchange_inputs import Combine, ExchangeCase, GatherHeads, exchange_of
 from dcpmla.cli.options import Job
 from dcpmla.cli.timing import CALLS_PER_SAMPLE, Operation, Timing, time_operation
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.bootstrap import agree
 from dcpmla.parallel.faults import is_out_of_memory
@@ -63,7 +62,7 @@ def exchange_timings(
         hidden = torch.zeros(calls, num_tokens, config.hidden_size, device=device, dtype=dtype)  # summed again and again
     operations: dict[tuple[str, ...], Operation] = {("all_reduce",): lambda index: dist.all_reduce(hidden[index], group=group)}
     for backend in BACKENDS:
-        exchange = select_exchange(backend, group).exchange
+        exchange = exchange_of(group, device, dcp_comm_backend=backend)
         operations["gather_heads", backend] = partial(gather.run, exchange)
         operations["combine", backend] = partial(combine.run, exchange)
     sizes = {

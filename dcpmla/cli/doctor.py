@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from dcpmla.cli.output import check_writable, write_json
 from dcpmla.cli.self_tests import SelfTest, attention_self_tests, exchange_errors, exchange_heads, exchange_timing, judge
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import select_exchange
-from dcpmla.config import DCP_COMM_BACKENDS, MLAConfig
+from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
 from dcpmla.parallel.bootstrap import agree
 from dcpmla.parallel.mesh import init_mesh
 
@@ -83,8 +83,14 @@ class _Examination:
     def test_exchanges(self) -> None:
         """Each backend once, under the name that it has itself: "auto" and one rank's take one of the others."""
         exchanges: dict[str, Exchange] = {}
+        num_ranks = self._job.ranks.num_ranks
+        dcp = DCPConfig(tensor_parallel_size=num_ranks, decode_context_parallel_size=num_ranks)
         for backend in DCP_COMM_BACKENDS:
-            selection = select_exchange(backend, self._group)
+            try:
+                selection = select_exchange(replace(dcp, dcp_comm_backend=backend), self._group, self._device)
+            except ValueError as obstacle:
+                self._say(f"exchange {backend}: not here: {obstacle}")
+                continue
             exchanges[selection.exchange.name] = selection.exchange
             self._exchanges[backend] = selection.exchange.name
             if backend == "auto":

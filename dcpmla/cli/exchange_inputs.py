@@ -7,13 +7,15 @@ Calls rotate through sets of inputs, one for each timed call; one set more stand
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.comm.exchange import Exchange, tokens_of_rows
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
 from dcpmla.merge import merge_partials
 from dcpmla.ownership import local_index, owner_rank
 
@@ -63,6 +65,12 @@ class ExchangeCase:
     def of_ranks(self, index: int, *shape: int) -> list[Tensor]:
         """Every rank's rows of a set, in rank order."""
         return [self.draw(rank, index, self.dtype, *shape) for rank in range(self.size)]
+
+
+def exchange_of(group: dist.ProcessGroup, device: torch.device, **options: Any) -> Exchange:
+    """The exchange of a group that is as large as its TP group, by fields of DCPConfig. Collective over the group."""
+    size = dist.get_world_size(group)
+    return select_exchange(DCPConfig(tensor_parallel_size=size, decode_context_parallel_size=size, **options), group, device).exchange
 
 
 class ExchangeInputs(Protocol):

@@ -57,7 +57,7 @@ class LayerStack:
     ) -> None:
         self.config, self.device = config, device
         dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, dcp_comm_backend=dcp_comm_backend)
-        self.exchange = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group).exchange
+        self.exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
         self.layers = [MLAAttention(config, dcp, mesh, self.exchange, dtype, device) for _ in range(num_layers)]
         for layer in self.layers:
             for parameter in layer.parameters():

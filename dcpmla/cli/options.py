@@ -16,7 +16,7 @@ import transformers
 
 from dcpmla.cli.values import positive, seconds
 from dcpmla.comm.select import Selection, select_exchange
-from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig
+from dcpmla.config import DCP_COMM_BACKENDS, DCP_EXCHANGE_DTYPES, DCPConfig
 from dcpmla.integrations.engine import ModelFiles, load_engine
 from dcpmla.parallel.bootstrap import DEVICES, Ranks, check_equal_arguments, place_on, process_groups
 from dcpmla.parallel.launcher import Place, find_place
@@ -39,6 +39,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     add("-dcp", "--decode-context-parallel-size", type=dcp_sizes, default="1", metavar="D", help="ranks that share one cache; divides -tp")
     add("--cp-kv-cache-interleave-size", type=int, default=1, metavar="I", help="consecutive tokens on one rank")
     add("--dcp-comm-backend", choices=DCP_COMM_BACKENDS, default="auto")
+    add("--dcp-exchange-dtype", choices=DCP_EXCHANGE_DTYPES, default="auto", help="fp8: decode's rows travel as e4m3 (direct alone)")
     add("--dcp-q-replicate", action="store_true", help="each rank projects the queries of all its DCP group's heads and gathers none")
     add("--dcp-project-before-merge", action="store_true", help="large decode steps apply W_UV first and exchange the narrower rows")
     add("--enable-expert-parallel", action="store_true", help="spread experts whole over the ranks instead of cutting each")
@@ -147,6 +148,7 @@ def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> D
         cp_kv_cache_interleave_size=args.cp_kv_cache_interleave_size,
         dcp_comm_backend=args.dcp_comm_backend,
         block_size=args.block_size,
+        dcp_exchange_dtype=args.dcp_exchange_dtype,
         dcp_q_replicate=args.dcp_q_replicate,
         dcp_project_before_merge=args.dcp_project_before_merge,
     )
@@ -158,7 +160,7 @@ def build_engine(
     """Load the model as the options say; rank 0 prints what came of it. Collective."""
     job.watchdog.enter("loading the model", LOAD_TIMEOUT)
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    selection = select_exchange(dcp.dcp_comm_backend, mesh.dcp_group)
+    selection = select_exchange(dcp, mesh.dcp_group, job.ranks.device)
     engine = load_engine(
         files,
         dcp,

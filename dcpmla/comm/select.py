@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.links import reach
 
 
 @dataclass(frozen=True)
@@ -17,16 +20,35 @@ class Selection:
     reason: str
 
 
-def select_exchange(dcp_comm_backend: str, dcp_group: ProcessGroup) -> Selection:
-    """Build the exchange for a DCP group.
+def select_exchange(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device | str) -> Selection:
+    """Build the exchange for a DCP group. Collective over the group, and the same on all its ranks.
 
     Args:
-        dcp_comm_backend: "ag_rs", "a2a" or "auto" (checked by DCPConfig).
+        device: this rank's.
+    Raises:
+        ValueError: `direct` or rows in fp8 are asked for, and the ranks do not reach each other's memory.
     """
+    backend, device = dcp.dcp_comm_backend, torch.device(device)
     if dist.get_world_size(dcp_group) == 1:
         return Selection(LocalExchange(), "the cache is not sharded, nothing moves")
-    if dcp_comm_backend == "ag_rs":
+    if backend == "ag_rs":
         return Selection(AllGatherReduceScatter(dcp_group), "asked for")
-    if dcp_comm_backend == "a2a":
+    if backend == "a2a":
         return Selection(AllToAll(dcp_group), "asked for")
-    return Selection(AllToAll(dcp_group), "auto: one collective a combine where ag_rs needs two")
+    obstacle = _obstacle(dcp_group, device)
+    if not obstacle:
+        from dcpmla.comm.direct import DirectExchange  # triton is there on Linux only
+
+        direct = DirectExchange(dcp_group, device, is_fp8=dcp.dcp_exchange_dtype == "fp8")
+        return Selection(direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink")
+    if backend == "direct":
+        raise ValueError(f"dcp_comm_backend (--dcp-comm-backend) is 'direct', but {obstacle}; choose auto, ag_rs or a2a")
+    if dcp.dcp_exchange_dtype == "fp8":
+        raise ValueError(f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which direct alone carries, but {obstacle}; choose auto")
+    return Selection(AllToAll(dcp_group), f"auto: {obstacle}; one collective a combine where ag_rs needs two")
+
+
+def _obstacle(group: ProcessGroup, device: torch.device) -> str:
+    """What `direct` lacks, "" where nothing. Collective over the group."""
+    size = dist.get_world_size(group)
+    return reach(group, device) or (f"the group has {size} ranks, more than 8" if size > 8 else "")
