@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.comm.direct_ops import combine, gather, new_state, place, raise_fault
+from dcpmla.comm.kernels.slots import NUM_PROGRAMS
 from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
 
 MAX_SIZE = 8  # ranks of a group: what the NVLink of one host connects
-_FLAG_BYTES = 64 << 10  # of a landing: flags of all ranks' programs, in two phases
+_FLAG_BYTES = 2 * MAX_SIZE * NUM_PROGRAMS * 4  # of a landing: flags of all ranks' programs, in two phases
 _LANDING_TOKENS = 64  # from so many on, queries are stored where they belong; before, sooner said is sooner there
 
 

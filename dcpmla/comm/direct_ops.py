@@ -95,6 +95,8 @@ def _gather(
             COLUMNS=tiling.columns,
             IS_FP8=is_fp8,
             PROGRAMS=NUM_PROGRAMS,
+            SHARE=_share(tiling.num_programs),
+            REPEAT=32 * tiling.num_warps // triton.next_power_of_2(size),
             num_warps=tiling.num_warps,
         )
     return gathered
@@ -157,6 +159,8 @@ def _combine(
             COLUMNS=tiling.columns,
             IS_FP8=is_fp8,
             PROGRAMS=NUM_PROGRAMS,
+            SHARE=_share(tiling.num_programs),
+            REPEAT=32 * tiling.num_warps // triton.next_power_of_2(size),
             num_warps=tiling.num_warps,
         )
     return merged, merged_lse
@@ -205,7 +209,8 @@ def _place(
     num_rows, width = rows.shape
     columns = min(_PLACED, width & -width)  # the largest power of two that divides
     num_items = -(-num_rows * columns // _PLACED) * (width // columns)
-    place_kernel[(min(max(1, num_items), _PLACE_PROGRAMS),)](
+    num_programs = min(max(1, num_items), _PLACE_PROGRAMS)
+    place_kernel[(num_programs,)](
         rows.contiguous().view(_CARRIERS[rows.element_size()]),
         places,
         memory,
@@ -225,6 +230,7 @@ def _place(
         ROWS=_PLACED // columns,
         COLUMNS=columns,
         PROGRAMS=NUM_PROGRAMS,
+        SHARE=_share(num_programs),
     )
 
 
@@ -258,6 +264,11 @@ def _turns(num_tokens: int, token_bytes: int, token_words: int, slot_bytes: int)
         raise ValueError(f"slot_bytes is {slot_bytes}; a token's rows of all ranks take {max(token_bytes, 64 * token_words)}")
     for first in range(0, num_tokens, max(1, at_once)):
         yield slice(first, min(first + at_once, num_tokens))
+
+
+def _share(num_programs: int) -> int:
+    """Of the counters, those of one program of a launch, as a power of two."""
+    return triton.next_power_of_2(-(-NUM_PROGRAMS // num_programs))
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -65,9 +65,10 @@ def place_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
     """Rows [N, WIDTH] -> row places[n] of a slot in each rank's memory, none where that is -1; without places, row n SIZE + rank."""
-    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS)
+    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS, SHARE)
     # What is in the slot may be in use on another rank, until that one comes here.
     _meet(0, flags_at, epoch, deadline, rank, OPERATION, memory_ptr, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, PROGRAMS)
     carrier: tl.constexpr = rows_ptr.dtype.element_ty

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import globaltimer
 
 from dcpmla.comm.kernels.merge import shares
 
-NUM_PROGRAMS = 1024  # of a launch at most: each reads the exchange's number from a counter of its own
+NUM_PROGRAMS = 2048  # of a launch at most: each reads the exchange's number from a counter of its own
 _FP8_MAX = tl.constexpr(448.0)  # of e4m3
 
 
@@ -29,17 +29,17 @@ def now():
 
 
 @triton.jit
-def start_exchange(state_ptr, limit, PROGRAMS: tl.constexpr):
+def start_exchange(state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.constexpr):
     """Count one exchange more: its number, and when to give it up.
 
-    A program counts for itself, and for programs that other launches have and this one does not. After a fault no exchange waits.
+    A program counts for itself, and its share for those that other launches have and this one does not. After a fault no exchange waits.
     """
     program = tl.program_id(0)
     epoch = tl.load(state_ptr + program) + 1
     has_failed = tl.load(state_ptr + PROGRAMS)
     tl.debug_barrier()  # each warp has loaded the number before one of them counts on
-    counter = program + tl.num_programs(0) * tl.arange(0, PROGRAMS)
-    tl.store(state_ptr + counter, tl.zeros([PROGRAMS], tl.int32) + epoch, mask=counter < PROGRAMS)
+    counter = program + tl.num_programs(0) * tl.arange(0, SHARE)
+    tl.store(state_ptr + counter, tl.zeros([SHARE], tl.int32) + epoch, mask=counter < PROGRAMS)
     return epoch, now() + tl.where(has_failed != 0, 0, limit)
 
 
@@ -66,17 +66,25 @@ def peer_addresses(addresses_ptr, offset, peer, SIZE: tl.constexpr, dtype: tl.co
 
 @triton.jit
 def as_word(value, epoch):
-    return (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+    """A float32 and the exchange's number."""
+    value = tl.cast(value, tl.float32).to(tl.int32, bitcast=True)
+    return (value.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
 
 
 @triton.jit
-def value_of(word):
-    return word.to(tl.int32).to(tl.float32, bitcast=True)
+def read_words(words, is_peer, nothing, epoch, REPEAT: tl.constexpr):
+    """What the words of an exchange [N] hold, as integers; -1 for one that is not there yet, `nothing` for no peer.
+
+    Every thread loads one: of fewer loads than threads, the compiler makes one more for each use, and words may come in between.
+    """
+    at = tl.broadcast_to(words[:, None], [words.shape[0], REPEAT])
+    word = tl.load(at, mask=is_peer[:, None], other=as_word(nothing, epoch), volatile=True)
+    return tl.max(tl.where((word >> 32) == epoch, word & 0xFFFFFFFF, -1), 1)
 
 
 @triton.jit
-def is_late(word, epoch):
-    return (word >> 32) != epoch
+def as_float(value):
+    return value.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -121,9 +129,11 @@ def gather_kernel(
     COLUMNS: tl.constexpr,
     IS_FP8: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    SHARE: tl.constexpr,
+    REPEAT: tl.constexpr,
 ):
     """Rows [T, WIDTH] of each rank -> [T, SIZE, WIDTH]. An item is COLUMNS of a token's row, a program does `items` of them."""
-    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS)
+    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS, SHARE)
     type: tl.constexpr = gathered_ptr.dtype.element_ty
     carrier: tl.constexpr = tl.int8 if IS_FP8 else q_ptr.dtype.element_ty
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -156,20 +166,18 @@ def gather_kernel(
         theirs = peer * num_tokens + token
         at = my_rows + (theirs[:, None] * WIDTH + column[None, :])
         x = tl.full([PEERS, COLUMNS], -1, carrier)
-        scale = as_word(tl.full([PEERS], 1.0, tl.float32), epoch)
+        scale = tl.zeros([PEERS], tl.int64)
         num_missing = 1
         while (num_missing != 0) & (now() < deadline):
             if IS_FP8:
-                scale = tl.load(my_scales + theirs * tiles + tile, mask=is_peer, other=scale, volatile=True)
+                scale = read_words(my_scales + theirs * tiles + tile, is_peer, 1.0, epoch, REPEAT)
             x = tl.load(at, mask=mask, other=0, volatile=True)
-            num_missing = tl.max((is_late(scale, epoch)[:, None] | (x == -1)).to(tl.int32), None)
-        if IS_FP8:  # once more, as in combine_kernel
-            scale = tl.load(my_scales + theirs * tiles + tile, mask=is_peer, other=scale, volatile=True)
+            num_missing = tl.max(((scale == -1)[:, None] | (x == -1)).to(tl.int32), None)
         if num_missing != 0:
-            is_missing = is_late(scale, epoch) | (tl.max((x == -1).to(tl.int32), 1) != 0)
+            is_missing = (scale == -1) | (tl.max((x == -1).to(tl.int32), 1) != 0)
             give_up(is_missing, peer, epoch, 0, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask)
-        q = decode(x, value_of(scale), type, IS_FP8).to(type)
+        q = decode(x, as_float(scale), type, IS_FP8).to(type)
         tl.store(gathered_ptr + ((token * SIZE + peer)[:, None] * WIDTH + column[None, :]), q, mask=mask)
 
 
@@ -199,9 +207,11 @@ def combine_kernel(
     COLUMNS: tl.constexpr,
     IS_FP8: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    SHARE: tl.constexpr,
+    REPEAT: tl.constexpr,
 ):
     """Partial rows [T, SIZE h, WIDTH] of each rank -> merged rows [T, h, WIDTH] of the own heads. An item is COLUMNS of one of these."""
-    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS)
+    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS, SHARE)
     type: tl.constexpr = merged_ptr.dtype.element_ty
     carrier: tl.constexpr = tl.int8 if IS_FP8 else out_ptr.dtype.element_ty
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -238,31 +248,25 @@ def combine_kernel(
         mask = is_peer[:, None] & (column < WIDTH)[None, :]
         theirs = peer * num_rows + row
         at = my_rows + (theirs[:, None] * WIDTH + column[None, :])
-        empty = as_word(tl.full([PEERS], -float("inf"), tl.float32), epoch)
         x = tl.full([PEERS, COLUMNS], -1, carrier)
-        lse, scale = empty, empty
+        lse, scale = tl.zeros([PEERS], tl.int64), tl.zeros([PEERS], tl.int64)
         num_missing = 1
         while (num_missing != 0) & (now() < deadline):
-            lse = tl.load(my_lses + theirs, mask=is_peer, other=empty, volatile=True)
+            lse = read_words(my_lses + theirs, is_peer, -float("inf"), epoch, REPEAT)
             if IS_FP8:
-                scale = tl.load(my_scales + theirs * tiles + tile, mask=is_peer, other=empty, volatile=True)
+                scale = read_words(my_scales + theirs * tiles + tile, is_peer, 1.0, epoch, REPEAT)
             x = tl.load(at, mask=mask, other=0, volatile=True)
-            is_word_missing = is_late(lse, epoch) | is_late(scale, epoch)
-            has_row = value_of(lse) != -float("inf")
-            num_missing = tl.max((is_word_missing[:, None] | (has_row[:, None] & (x == -1))).to(tl.int32), None)
-        # Once more: the compiler repeats loads as small as these for each use, and not all may have been as late as the checked one.
-        lse = tl.load(my_lses + theirs, mask=is_peer, other=empty, volatile=True)
-        if IS_FP8:
-            scale = tl.load(my_scales + theirs * tiles + tile, mask=is_peer, other=empty, volatile=True)
-        has_row = value_of(lse) != -float("inf")
+            is_missing = (lse == -1) | (scale == -1)
+            has_row = as_float(lse) != -float("inf")
+            num_missing = tl.max((is_missing[:, None] | (has_row[:, None] & (x == -1))).to(tl.int32), None)
+        has_row = as_float(lse) != -float("inf")
         if num_missing != 0:
-            is_row_missing = has_row & (tl.max((x == -1).to(tl.int32), 1) != 0)
-            is_missing = is_late(lse, epoch) | is_late(scale, epoch) | is_row_missing
+            is_missing = (lse == -1) | (scale == -1) | (has_row & (tl.max((x == -1).to(tl.int32), 1) != 0))
             give_up(is_missing, peer, epoch, 1, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask & has_row[:, None])
-        share, merged_lse = shares(value_of(lse))
+        share, merged_lse = shares(as_float(lse))
         # A share of zero gives zero whatever the row holds.
-        rows = tl.where(share[:, None] != 0, decode(x, value_of(scale), type, IS_FP8), 0.0)
+        rows = tl.where(share[:, None] != 0, decode(x, as_float(scale), type, IS_FP8), 0.0)
         merged = tl.sum(rows * share[:, None], 0)
         tl.store(merged_ptr + row * WIDTH + column, merged.to(type), mask=column < WIDTH)
         if tile == 0:
