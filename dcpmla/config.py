@@ -104,6 +104,8 @@ class DCPConfig:
     Attributes:
         cp_kv_cache_interleave_size: I, consecutive tokens on one rank before the next rank's turn.
         dcp_comm_backend: "ag_rs" or "a2a" (collectives), "direct" (stores over NVLink), or "auto" to choose.
+        exchange_timeout: seconds that `direct` waits on the device for a rank's part of an exchange.
+        check_exchange: compare the ranks' calls of the exchange before they are made (`CheckedExchange`): slow, for the search of bugs.
         dcp_exchange_dtype: how decode's rows travel: "auto" as they are, "fp8" as e4m3 with scales (`direct` alone).
         block_size: tokens of one cache block on one rank.
         context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and up-projects at a time.
@@ -112,13 +114,15 @@ class DCPConfig:
         dcp_project_before_merge: decode applies W_UV before the merge, so that rows of v_head_dim are exchanged and not of kv_lora_rank,
             in steps with tokens enough to pay for W_UV of all the group's heads. Costs memory.
     Raises:
-        ValueError: sizes that do not divide, an unknown backend, a workspace below one aligned chunk.
+        ValueError: sizes that do not divide, an unknown backend, no time to wait, a workspace below one aligned chunk.
     """
 
     tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     cp_kv_cache_interleave_size: int = 1
     dcp_comm_backend: str = "auto"
+    exchange_timeout: float = 60.0
+    check_exchange: bool = False
     dcp_exchange_dtype: str = "auto"
     block_size: int = 64
     context_workspace_tokens: int = 65536
@@ -140,6 +144,10 @@ class DCPConfig:
         check_block_size(self.block_size, self.cp_kv_cache_interleave_size)
         if self.dcp_comm_backend not in DCP_COMM_BACKENDS:
             raise ValueError(f"dcp_comm_backend (--dcp-comm-backend) is {self.dcp_comm_backend!r}; {_choices(DCP_COMM_BACKENDS)}")
+        if not 0 < self.exchange_timeout < math.inf:
+            raise ValueError(
+                f"exchange_timeout (--dcp-exchange-timeout) is {self.exchange_timeout}; it must be a finite number of seconds above 0"
+            )
         if self.dcp_exchange_dtype not in DCP_EXCHANGE_DTYPES:
             raise ValueError(f"dcp_exchange_dtype (--dcp-exchange-dtype) is {self.dcp_exchange_dtype!r}; {_choices(DCP_EXCHANGE_DTYPES)}")
         if self.dcp_exchange_dtype == "fp8" and self.dcp_comm_backend not in ("auto", "direct"):

@@ -45,6 +45,9 @@ class HashModel:
             logits[row, next_token(ends[at][0])] = 1
         return logits
 
+    def check(self) -> None:
+        pass
+
     def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         """For a decode graph."""
         return self.step(token_ids, metadata, cache, torch.arange(len(token_ids)))

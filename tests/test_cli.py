@@ -76,14 +76,20 @@ def test_torchrun_gives_what_one_process_gives(model: Path, tmp_path: Path) -> N
 
 def test_options_reach_the_layout() -> None:
     options = ["generate", "--model", "m", "-tp", "4", "--block-size", "8"]
-    options += ["--cp-kv-cache-interleave-size", "2", "--dcp-comm-backend", "a2a"]
+    options += ["--cp-kv-cache-interleave-size", "2", "--dcp-comm-backend", "a2a", "--dcp-exchange-timeout", "9"]
     plain = DCPConfig(
-        tensor_parallel_size=4, decode_context_parallel_size=2, cp_kv_cache_interleave_size=2, dcp_comm_backend="a2a", block_size=8
+        tensor_parallel_size=4,
+        decode_context_parallel_size=2,
+        cp_kv_cache_interleave_size=2,
+        dcp_comm_backend="a2a",
+        exchange_timeout=9,
+        block_size=8,
     )
     assert dcp_config(build_parser().parse_args(options), 2) == plain
     for name in ("dcp_q_replicate", "dcp_project_before_merge"):
         args = build_parser().parse_args([*options, f"--{name.replace('_', '-')}"])
         assert dcp_config(args, 2) == dataclasses.replace(plain, **{name: True})
+    assert dcp_config(build_parser().parse_args([*options, "--dcp-check-exchange"]), 2).check_exchange
 
 
 def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> None:

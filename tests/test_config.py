@@ -215,6 +215,13 @@ def test_heads_that_do_not_divide(size: int) -> None:
             {"cp_kv_cache_interleave_size": 16, "block_size": 40},
             "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size (--block-size) 40",
         ),
+        *(
+            (
+                {"exchange_timeout": seconds},
+                f"exchange_timeout (--dcp-exchange-timeout) is {seconds}; it must be a finite number of seconds above 0",
+            )
+            for seconds in (0, -1.0, math.inf, math.nan)
+        ),
         ({"dcp_comm_backend": "nvlink"}, "dcp_comm_backend (--dcp-comm-backend) is 'nvlink'; choose auto, "),
         (
             {

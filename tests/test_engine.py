@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hash_model import BLOCK, EOS, VOCAB_SIZE, Clock, alone, alone_ignoring_eos, make_engine
+from hash_model import BLOCK, EOS, VOCAB_SIZE, Clock, HashModel, alone, alone_ignoring_eos, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcpmla.parallel.collectives import PeerFault
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -192,6 +193,24 @@ def test_a_preempted_request_keeps_when_and_with_what_it_began(monkeypatch: pyte
     assert young.num_preemptions == 1
     assert (young.scheduled_time, young.first_token_time) == (old.scheduled_time, old.first_token_time) == (1, 2)
     assert computed_at_return > young.num_cached_tokens == 0
+
+
+class FailingModel(HashModel):
+    """Its third step fails, as a kernel of an exchange does: its results come, and are worth nothing."""
+
+    def check(self) -> None:
+        if len(self.steps) == 3:
+            raise PeerFault("nothing came from rank 1")
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_no_token_of_a_failed_step_is_given_out(with_graph: bool) -> None:
+    engine, given = make_engine(num_blocks=50, model=FailingModel(), with_graph=with_graph), list[int]()
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    request = engine.add([1, 2, 3], params, on_token=lambda request, _: given.append(request.token_ids[-1]))
+    with pytest.raises(PeerFault):
+        list(engine.run())
+    assert given == request.token_ids == alone_ignoring_eos([1, 2, 3], 2)
 
 
 def test_without_requests_a_step_does_nothing() -> None:

@@ -5,6 +5,7 @@ import itertools
 import time
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
+from dcpmla.comm.checked import CheckedExchange
 from dcpmla.comm.exchange import Exchange, tokens_of_rows
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.comm.select import select_exchange
@@ -39,7 +41,8 @@ def expected_merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exchanges() -> list[Exchange]:
-    return [AllGatherReduceScatter(dist.group.WORLD), AllToAll(dist.group.WORLD)]
+    group = dist.group.WORLD
+    return [AllGatherReduceScatter(group), AllToAll(group), CheckedExchange(AllToAll(group), group)]
 
 
 def check_combine(device: str = "cpu") -> None:
@@ -140,6 +143,12 @@ def check_selection() -> list[tuple[str, str]]:
     for mistake in ({"dcp_comm_backend": "direct"}, {"dcp_exchange_dtype": "fp8"}):
         with pytest.raises(ValueError, match=f"{next(iter(mistake))} .* the ranks are CPUs; choose auto"):
             select_exchange(dataclasses.replace(layouts[0], **mistake), dist.group.WORLD, "cpu")
+    with patch("dcpmla.comm.select.reach", return_value=""), patch("dcpmla.comm.direct.DirectExchange") as direct:
+        select_exchange(dataclasses.replace(auto, exchange_timeout=7.5), dist.group.WORLD, "cpu")
+    assert direct.call_args.kwargs["timeout"] == 7.5
+    checked = select_exchange(dataclasses.replace(layouts[2], check_exchange=True), dist.group.WORLD, "cpu")
+    assert isinstance(checked.exchange, CheckedExchange)
+    assert (checked.exchange.name, checked.reason) == ("a2a", "asked for")
     return [(selection.exchange.name, selection.reason) for selection in selections]
 
 

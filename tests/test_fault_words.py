@@ -15,7 +15,7 @@ from dcpmla.parallel.faults import Post, blame, explain, find_missing
 
 
 def post(**changes: Any) -> Post:
-    return replace(Post(7, 5, "decode step 5", 61.0, 60.0, "engine.py:9 (step)", True, False, 1000.0), **changes)
+    return replace(Post(7, 5, "decode step 5", 61.0, 60.0, "engine.py:9 (step)", True, False, False, 1000.0), **changes)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def chained(error: Exception, cause: Exception) -> Exception:
             True,
         ),
         (chained(RuntimeError("generate failed"), dist.DistBackendError("NCCL error")), "lost the others (DistBackendError: NCCL", True),
-        (PeerFault("rank 1 failed: KeyError"), "lost the others (PeerFault: rank 1 failed: KeyError)", True),
+        (PeerFault("rank 1 failed: CUDA out of memory"), "lost another rank (rank 1 failed: CUDA out of memory)", True),
         (
             FileNotFoundError(errno.ENOENT, "No such file or directory", "x"),
             "failed (FileNotFoundError: No such file or directory: 'x')",

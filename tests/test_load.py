@@ -4,6 +4,7 @@ import json
 import random
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hash_model import HashModel, alone, make_engine
+from hash_model import HashModel, alone, alone_ignoring_eos, make_engine
 from models import VOCAB_SIZE, save_tiny
 from ranks import run_ranks
 
@@ -20,6 +21,7 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine import load_engine, open_model
 from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
@@ -119,6 +121,32 @@ def serve_odd_logits(prompts: list[list[int]]) -> list[tuple[list[int], str | No
     requests = [engine.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in prompts]
     list(engine.run())
     return [(request.token_ids, request.finish_reason) for request in requests]
+
+
+class FailingModel(HashModel):
+    """Its third step fails on rank 1, and only that rank knows."""
+
+    def check(self) -> None:
+        if len(self.steps) == 3 and dist.get_rank() == 1:
+            raise PeerFault("nothing came from rank 2")
+
+
+def serve_until_a_step_fails() -> tuple[list[int], str]:
+    """On one rank: the tokens of a request, and the error that ended it."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    mesh = SimpleNamespace(tp_size=2, tp_rank=dist.get_rank(), dcp_size=1, dcp_rank=0, tp_group=group)
+    engine = make_engine(num_blocks=12, model=FailingModel(), mesh=mesh)
+    request = engine.add([1, 2, 3], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    with pytest.raises(RuntimeError) as error:
+        list(engine.run())
+    return request.token_ids, "; ".join([str(error.value), *getattr(error.value, "__notes__", [])])
+
+
+def test_no_rank_takes_tokens_of_a_step_that_failed_on_another() -> None:
+    (first_tokens, first_error), (tokens, error) = run_ranks(2, serve_until_a_step_fails)
+    assert first_tokens == tokens == alone_ignoring_eos([1, 2, 3], 2)
+    assert "agreeing on new tokens failed on rank 0" in first_error
+    assert error == "nothing came from rank 2"
 
 
 def test_the_first_rank_chooses_for_all() -> None:

@@ -137,6 +137,8 @@ def test_options_of_generate() -> None:
         ("--cp-kv-cache-interleave-size",),
         ("--dcp-comm-backend",),
         ("--dcp-exchange-dtype",),
+        ("--dcp-exchange-timeout",),
+        ("--dcp-check-exchange",),
         ("--dcp-q-replicate",),
         ("--dcp-project-before-merge",),
         ("--enable-expert-parallel",),

@@ -14,17 +14,20 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from hash_model import HashModel, make_engine
 from launchers import free_port
 from ranks import start_process
 
-from dcpmla.parallel.collectives import named
+from dcpmla.parallel.collectives import PeerFault, named
 from dcpmla.parallel.watchdog import Reported, Watchdog
+from dcpmla.runtime.sampling import SamplingParams
 
 TIMEOUT = 3.0
 MARGIN = 25.0  # the ranks' start, looks at the posts, the store's grace, and a machine with other things to do
@@ -183,6 +186,25 @@ def go_on(rank: int, watchdog: Watchdog) -> None:
         step()
 
 
+class SilentModel(HashModel):
+    """In its third step rank 1 sleeps, and does not send its part of an exchange; the others find that on the device."""
+
+    def check(self) -> None:
+        if len(self.steps) == 3:
+            time.sleep(STEP)
+            if dist.get_rank() == 1:
+                oversleep([])
+            raise PeerFault(f"combine failed on rank {dist.get_rank()} of the group [0, 1, 2]: nothing came from rank 1 for 1 s")
+
+
+def serve_with_one_silent(rank: int, watchdog: Watchdog) -> None:
+    mesh = SimpleNamespace(tp_size=3, tp_rank=rank, dcp_size=1, dcp_rank=0, tp_group=dist.group.WORLD)
+    engine = make_engine(num_blocks=5, model=SilentModel(), mesh=mesh)
+    engine.on_step = lambda line: watchdog.enter(line, 30)  # patience: who gives up is the exchange
+    engine.add([1, 2, 3], SamplingParams(ignore_eos=True))
+    list(engine.run())
+
+
 MISSING = r"rank 1 is missing, last seen \d+ s ago in decode step 2, at test_watchdog.py:\d+ \(\w+\); its process or host is gone"
 ASLEEP = r"(been in|not come back from) decode step 2 for \d+ s, at test_watchdog.py:\d+ \(oversleep\); see what holds it"
 NO_STORE = "the job's store does not answer: who holds it, torchrun's agent or rank 0, is gone or stopped"
@@ -262,6 +284,13 @@ JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {  # -> exit codes
         partial(run, load_while_one_is_lost),
         [1, 1],
         r"rank 0 waited \d+ s in loading: rank 1 is missing, last seen \d+ s ago in loading",
+    ),
+    "silent in an exchange": (
+        partial(run, serve_with_one_silent, 3),
+        [1, 1, 1],
+        r"rank ([02]) lost another rank \(combine failed on rank \1 of .*: nothing came from rank 1 for 1 s\) in decode step 2 .*: "
+        r"rank 1 in decode step 2 .* at test_watchdog.py:\d+ \(oversleep\); "
+        r"see what holds it, and its log, then run the same command again .*; or raise --dcp-exchange-timeout$",
     ),
     "left apart": (partial(run, leave_apart, 3), [0, 0, 0], ""),
     "loading": (partial(run, take_turns_loading), [0, 0], ""),

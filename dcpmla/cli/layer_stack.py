@@ -99,11 +99,13 @@ class LayerStack:
             "output": self.finish,
         }
         calls = max(_FEWEST_CALLS[self.device.type], len(self.metadata))
-        return {
+        timings = {
             part: time_operation(runs[part], self.device, calls, num_samples(self.device), _SAMPLE_SECONDS)
             for part in parts
             if not (isinstance(self.exchange, LocalExchange) and part in _EXCHANGE_PARTS)
         }
+        self.exchange.check()
+        return timings
 
     def step(self, index: int = 0) -> Tensor:
         """[batch, hidden] after all layers."""

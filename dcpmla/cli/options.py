@@ -40,6 +40,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     add("--cp-kv-cache-interleave-size", type=int, default=1, metavar="I", help="consecutive tokens on one rank")
     add("--dcp-comm-backend", choices=DCP_COMM_BACKENDS, default="auto")
     add("--dcp-exchange-dtype", choices=DCP_EXCHANGE_DTYPES, default="auto", help="fp8: decode's rows travel as e4m3 (direct alone)")
+    add("--dcp-exchange-timeout", type=seconds, default=60, metavar="S", help="seconds that direct waits for a rank's part of an exchange")
+    add("--dcp-check-exchange", action="store_true", help="compare the ranks' calls of the exchange first: slow, for the search of bugs")
     add("--dcp-q-replicate", action="store_true", help="each rank projects the queries of all its DCP group's heads and gathers none")
     add("--dcp-project-before-merge", action="store_true", help="large decode steps apply W_UV first and exchange the narrower rows")
     add("--enable-expert-parallel", action="store_true", help="spread experts whole over the ranks instead of cutting each")
@@ -148,6 +150,8 @@ def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> D
         cp_kv_cache_interleave_size=args.cp_kv_cache_interleave_size,
         dcp_comm_backend=args.dcp_comm_backend,
         block_size=args.block_size,
+        exchange_timeout=args.dcp_exchange_timeout,
+        check_exchange=args.dcp_check_exchange,
         dcp_exchange_dtype=args.dcp_exchange_dtype,
         dcp_q_replicate=args.dcp_q_replicate,
         dcp_project_before_merge=args.dcp_project_before_merge,

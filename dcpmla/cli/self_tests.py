@@ -139,7 +139,9 @@ def exchange_timing(
         gather.run(exchange, index)
         combine.run(exchange, index)
 
-    return time_operation(exchange_once, device, case.num_calls, seconds=_SECONDS)
+    timing = time_operation(exchange_once, device, case.num_calls, seconds=_SECONDS)
+    exchange.check()
+    return timing
 
 
 def _exchange_case(

@@ -47,6 +47,13 @@ class Exchange(Protocol):
             num_tokens: W N, the most rows that all ranks together bring at a time, of `width` columns.
         """
 
+    def check(self) -> None:
+        """Raise what was found on the device. To be called when results have come to the host, before they are used.
+
+        Raises:
+            PeerFault: a rank did not send its part in time; what came of the exchanges since then is worth nothing.
+        """
+
 
 def tokens_of_rows(order: Tensor, num_rows: int, rank: int) -> Tensor:
     """`order` as the sender sees it.
@@ -79,3 +86,6 @@ class LocalExchange:
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         torch.empty(2 * num_tokens, width, dtype=dtype, device=device)  # rows in token order, and the next ones as they were read
+
+    def check(self) -> None:
+        pass

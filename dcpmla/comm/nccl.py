@@ -46,6 +46,9 @@ class _CollectiveExchange:
         # Rows in token order; the next ones on their way: this rank's, and all ranks'.
         torch.empty(2 * num_tokens + -(-num_tokens // self.size), width, dtype=dtype, device=device)
 
+    def check(self) -> None:
+        pass  # a collective that fails ends its rank, or raises where it is made
+
     def _all_gather(self, tensor: Tensor, operation: str) -> Tensor:
         """[...] of each rank -> [W, ...]."""
         gathered = tensor.new_empty(self.size, *tensor.shape)

@@ -1,11 +1,12 @@
 """Which exchange backend a group uses, and why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from dcpmla.comm.checked import CheckedExchange
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.config import DCPConfig
@@ -28,7 +29,12 @@ def select_exchange(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.devic
     Raises:
         ValueError: `direct` or rows in fp8 are asked for, and the ranks do not reach each other's memory.
     """
-    backend, device = dcp.dcp_comm_backend, torch.device(device)
+    selection = _select(dcp, dcp_group, torch.device(device))
+    return replace(selection, exchange=CheckedExchange(selection.exchange, dcp_group)) if dcp.check_exchange else selection
+
+
+def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Selection:
+    backend = dcp.dcp_comm_backend
     if dist.get_world_size(dcp_group) == 1:
         return Selection(LocalExchange(), "the cache is not sharded, nothing moves")
     if backend == "ag_rs":
@@ -39,7 +45,7 @@ def select_exchange(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.devic
     if not obstacle:
         from dcpmla.comm.direct import DirectExchange  # triton is there on Linux only
 
-        direct = DirectExchange(dcp_group, device, is_fp8=dcp.dcp_exchange_dtype == "fp8")
+        direct = DirectExchange(dcp_group, device, timeout=dcp.exchange_timeout, is_fp8=dcp.dcp_exchange_dtype == "fp8")
         return Selection(direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink")
     if backend == "direct":
         raise ValueError(f"dcp_comm_backend (--dcp-comm-backend) is 'direct', but {obstacle}; choose auto, ag_rs or a2a")

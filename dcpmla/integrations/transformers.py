@@ -20,6 +20,7 @@ from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.metadata import StepMetadata
 from dcpmla.attention.rope import query_factor
 from dcpmla.cache.latent import LatentCache
+from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import Selection
 from dcpmla.config import DCPConfig, MLAConfig, check_model_type
 from dcpmla.integrations.checkpoint import Checkpoint
@@ -50,8 +51,10 @@ class ShardedModel:
         eos_token_ids, vocab_size, dtype, device: of the model.
     """
 
-    def __init__(self, model: Any, attention_config: MLAConfig, num_attention_layers: int, device: torch.device) -> None:
-        self._model = model
+    def __init__(
+        self, model: Any, attention_config: MLAConfig, num_attention_layers: int, exchange: Exchange, device: torch.device
+    ) -> None:
+        self._model, self._exchange = model, exchange
         self.attention_config, self.num_attention_layers = attention_config, num_attention_layers
         self.eos_token_ids = _eos_token_ids(model)
         self.vocab_size: int = model.config.vocab_size
@@ -85,6 +88,10 @@ class ShardedModel:
         """
         with static_experts(self._experts):
             return self._forward(token_ids, metadata.positions, metadata, cache, _ALL_ROWS)
+
+    def check(self) -> None:
+        """Raise what the exchange found in steps whose results have come to the host (`Exchange.check`)."""
+        self._exchange.check()
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_logits: int = 1) -> None:
@@ -217,7 +224,7 @@ def load_model(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         model.set_submodule(name, _ShardedSelfAttention(attention.eval(), layer))
-    return ShardedModel(model, attention_config, len(placeholders), device)
+    return ShardedModel(model, attention_config, len(placeholders), selection.exchange, device)
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

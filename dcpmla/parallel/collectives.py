@@ -12,7 +12,7 @@ _GLOO = re.compile(r"gloo|pair closure|connection (closed|reset)|broken pipe", r
 
 
 class PeerFault(RuntimeError):
-    """Another rank has failed, and says why itself."""
+    """Another rank has failed, and says why itself; or it did not come, and may be silent about that: it is gone, stopped or stuck."""
 
 
 @contextmanager

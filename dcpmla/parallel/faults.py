@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dcpmla.parallel.collectives import is_failed_collective
+from dcpmla.parallel.collectives import PeerFault, is_failed_collective
 
 RESTART = "run the same command again (finished outputs are on disk and are kept)"
 _LOOK = f"see what holds it there, then {RESTART}; or raise --timeout"
@@ -26,7 +26,7 @@ class Post:
         count: operations entered so far. Ranks enter the same ones in the same order, so a lower count is a rank behind.
         seconds: in the operation so far. limit: seconds it may take.
         place: line of code where the main thread was. waits: in a collective there.
-        left: the rank has ended in order.
+        left: the rank has ended in order. failed: it is about to end, for a fault that it has found.
         time: of the post, seconds since the epoch.
     """
 
@@ -38,6 +38,7 @@ class Post:
     place: str
     waits: bool
     left: bool
+    failed: bool
     time: float
 
 
@@ -68,7 +69,7 @@ def find_missing(before: Sequence[Post | None], after: Sequence[Post | None]) ->
 def describe_missing(missing: Sequence[int], posts: Sequence[Post | None], now: float) -> str:
     last = posts[missing[0]]
     seen = f"last seen {max(0.0, now - last.time):.0f} s ago in {last.operation}, at {last.place}" if last else "it never came"
-    return f"{_name(missing)} is missing, {seen}; its process or host is gone or stopped: see its log, then {RESTART}"
+    return f"{name_ranks(missing)} is missing, {seen}; its process or host is gone or stopped: see its log, then {RESTART}"
 
 
 def blame(rank: int, posts: Sequence[Post | None], missing: Sequence[int], timeout: float, now: float) -> Verdict:
@@ -97,15 +98,18 @@ def blame(rank: int, posts: Sequence[Post | None], missing: Sequence[int], timeo
     if rank in late and (len(late) < len(here) or len(posts) == 1):
         return Verdict(f"rank {rank} has not come back from {mine.operation} for {mine.seconds:.0f} s, at {mine.place}; {_LOOK}")
     if rank in late or not late:  # nobody stands out
-        return Verdict(waited + _describe_places(posts) + f"; {_LOOK}")
+        return Verdict(waited + describe_places(posts) + f"; {_LOOK}")
     first = here[late[0]]
-    words = f"{waited}{_name(late)} has been in {first.operation} for {first.seconds:.0f} s, at {first.place}; {_LOOK}"
+    words = f"{waited}{name_ranks(late)} has been in {first.operation} for {first.seconds:.0f} s, at {first.place}; {_LOOK}"
     return Verdict(words, excused=any(here[other].seconds < here[other].limit for other in late))
 
 
 def explain(error: BaseException) -> Fault:
     """An exception's fault: the first error in its chain of causes that an operator can do something about, else a bug."""
     for cause in _causes(error):
+        if isinstance(cause, PeerFault):
+            advice = f"see what holds it, and its log, then {RESTART}; or raise --dcp-exchange-timeout"
+            return Fault(f"lost another rank ({cause})", advice, is_consequence=True)
         text = _first_sentence(cause)
         if is_out_of_memory(cause):
             advice = "lower --max-num-batched-tokens or --gpu-memory-utilization, or raise -dcp; then " + RESTART
@@ -145,16 +149,17 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _describe_places(posts: Sequence[Post | None]) -> str:
+def describe_places(posts: Sequence[Post | None]) -> str:
     """Where everyone is, the smallest group first: it is the odd one out."""
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, post in enumerate(posts):
         if post:
             groups["left the job" if post.left else f"in {post.operation} at {post.place}"].append(rank)
     smallest = sorted(groups.items(), key=lambda group: len(group[1]))
-    return "; ".join(f"{_name(ranks)} {place}" for place, ranks in smallest[:4])
+    return "; ".join(f"{name_ranks(ranks)} {place}" for place, ranks in smallest[:4])
 
 
-def _name(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Before a verb: "rank 1", "each of ranks 0, 2"."""
     shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"each of ranks {shown}"

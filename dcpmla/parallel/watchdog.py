@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn, Self, TypeVar
 
 import torch.distributed as dist
 
-from dcpmla.parallel.faults import RESTART, Fault, Post, Verdict, blame, describe_missing, explain, find_missing
+from dcpmla.parallel.faults import RESTART, Fault, Post, Verdict, blame, describe_missing, describe_places, explain, find_missing
 from dcpmla.parallel.flight import write_flight_record
 
 _BEAT = 0.5  # seconds between two posts of a rank
@@ -140,7 +140,8 @@ class Watchdog:
         with suppress(RuntimeError):  # it is a thread, and there may be no memory left for one: this rank is about to say so itself
             faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
         place, waits = _place(self._main_thread)
-        post = Post(self._num_beats, count, operation, now - since, limit, place, waits, self._left.is_set(), time.time())
+        left, failed = self._left.is_set(), self._ending is not None
+        post = Post(self._num_beats, count, operation, now - since, limit, place, waits, left, failed, time.time())
         self._ask(lambda: self._store.set(f"post/{self._rank}", json.dumps(asdict(post))), None)
 
     def _follow(self) -> None:
@@ -234,6 +235,9 @@ class Watchdog:
             advice, details = describe_missing(missing, posts, time.time()), ""
         elif fault.is_consequence and self._store_lost:
             advice, details = _NO_STORE, ""
+        elif fault.is_consequence and code == 1:  # nobody is missing, nobody says why: where the others are tells
+            others = describe_places([None if post is None or post.failed else post for post in posts])
+            advice = "; ".join(filter(None, (others, advice)))
         self._report(code, f"rank {self._rank} {fault.what} in {self._operation.name}: {advice}", details, len(missing))
         self._exit(code)
 

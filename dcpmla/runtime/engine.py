@@ -40,6 +40,8 @@ class Model(Protocol):
 
     def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor) -> Tensor: ...
 
+    def check(self) -> None: ...
+
 
 @dataclass
 class Stats:
@@ -292,14 +294,18 @@ class Engine:
         self.stats.num_cached_tokens += request.num_cached_tokens
 
     def _synchronize(self, tokens: Tensor) -> list[int]:
-        """The first rank's tokens [n] int64, and its clock, for every rank."""
-        device = self.model.device
-        clock = torch.tensor([int((time.monotonic() - self._started) / _MICROSECOND)], device=device)
-        message = torch.cat([clock, tokens.to(device)])
+        """The first rank's tokens [n] int64, and its clock, for every rank; for none, where the step failed on any."""
+        if tokens.is_cuda:
+            torch.cuda.current_stream().synchronize()  # also where no request has a token yet
+        self.model.check()
+        message = [int((time.monotonic() - self._started) / _MICROSECOND), *tokens.tolist()]
         if self.mesh.tp_size > 1:
-            with named("broadcast of new tokens", self.mesh.tp_group):
-                dist.broadcast(message, group=self.mesh.tp_group, group_src=0)
-        microseconds, *token_ids = message.tolist()
+            # A sum, to which the others add nothing: unlike a broadcast it ends nowhere before all ranks have come, with sound steps.
+            total = torch.tensor(message if self.mesh.tp_rank == 0 else [0] * len(message), device=self.model.device)
+            with named("agreeing on new tokens", self.mesh.tp_group):
+                dist.all_reduce(total, group=self.mesh.tp_group)
+            message = total.tolist()
+        microseconds, *token_ids = message
         self.now = microseconds * _MICROSECOND
         return token_ids
 

@@ -51,6 +51,13 @@ def test_models_on_two_gpus(family: str, dcp_size: int, enable_expert_parallel: 
     assert run_ranks(2, check_model, tmp_path, dcp, enable_expert_parallel, "cuda", device="cuda") == [len(BATCHES)] * 2
 
 
+@pytest.mark.gpu_2
+def test_an_exchange_whose_calls_are_compared_is_captured(tmp_path: Path) -> None:
+    save_tiny("deepseek_v3", tmp_path)
+    dcp = layout(2, 2, check_exchange=True)
+    assert run_ranks(2, check_model, tmp_path, dcp, False, "cuda", device="cuda") == [len(BATCHES)] * 2
+
+
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 @pytest.mark.parametrize("num_heads", [16, 6])
 def test_stack_of_layers(num_gpus: int, num_heads: int) -> None:

@@ -1,0 +1,68 @@
+"""An exchange for the search of bugs: ranks compare what they are about to call before they call it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dcpmla.comm.exchange import Exchange
+from dcpmla.parallel.collectives import named
+from dcpmla.parallel.faults import name_ranks
+
+_ERROR = 2  # of torch.cuda.get_sync_debug_mode: waiting for the GPU is one, as where a capture is rehearsed
+
+
+class CheckedExchange:
+    """An exchange whose calls are compared over its group first: unequal ones would hang, or mix up rows.
+
+    Slow: the host waits for all ranks before each call, by a collective of its own, which `torch.compile` cannot trace and a CUDA graph
+    cannot hold. So a call that is captured, or rehearsed for that, is counted and not compared.
+
+    Args:
+        exchange: makes the calls, over `group`.
+    Raises:
+        RuntimeError: on every rank, by each of the four movements: ranks differ in operation, shapes, dtypes or the number of the call.
+    """
+
+    def __init__(self, exchange: Exchange, group: ProcessGroup) -> None:
+        self.name, self._exchange, self._group = exchange.name, exchange, group
+        self._num_calls = 0
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        self._compare("gather_heads", q=q)
+        return self._exchange.gather_heads(q)
+
+    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        self._compare("combine", out=out, lse=lse)
+        return self._exchange.combine(out, lse)
+
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        self._compare("start_context", rows=rows, order=order, tokens=tokens)
+        return self._exchange.start_context(rows, order, tokens)
+
+    def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._compare("reserve_context", rows=torch.empty(num_tokens, width, dtype=dtype, device="meta"))
+        self._exchange.reserve_context(num_tokens, width, dtype, device)
+
+    def check(self) -> None:
+        self._exchange.check()
+
+    def _compare(self, operation: str, **tensors: Tensor) -> None:
+        self._num_calls += 1
+        if torch.cuda.is_initialized() and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == _ERROR):
+            return
+        arguments = (f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
+        calls: list[Any] = [None] * dist.get_world_size(self._group)
+        with named("comparing calls of the exchange", self._group):
+            dist.all_gather_object(calls, f"makes call {self._num_calls}, {operation}({', '.join(arguments)})", group=self._group)
+        if len(set(calls)) > 1:
+            raise RuntimeError("unequal calls of the exchange: " + _describe(calls, dist.get_process_group_ranks(self._group)))
+
+
+def _describe(calls: list[str], ranks: list[int]) -> str:
+    """Who is about to call what, the fewest ranks first: they are the odd ones out."""
+    callers = {call: [rank for rank, other in zip(ranks, calls, strict=True) if other == call] for call in calls}
+    return "; ".join(f"{name_ranks(callers[call])} {call}" for call in sorted(callers, key=lambda call: len(callers[call])))
