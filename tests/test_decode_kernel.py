@@ -260,8 +260,8 @@ POINTERS = {
 }
 
 
-@pytest.mark.parametrize("is_ragged", [False, True])
-def test_the_hopper_kernel_compiles(is_ragged: bool) -> None:
+@pytest.mark.parametrize(("is_ragged", "is_sent"), [(False, False), (True, False), (False, True)])
+def test_the_hopper_kernel_compiles(is_ragged: bool, is_sent: bool) -> None:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -270,8 +270,9 @@ def test_the_hopper_kernel_compiles(is_ragged: bool) -> None:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     descriptors = {name: f"tensordesc<bf16[64, {width}],{layout}>" for name, width in [("q_desc", 256), ("kv_desc", 256)]}
     descriptors |= {name: f"tensordesc<bf16[64, 64],{layout}>" for name in ("q_pe_desc", "k_pe_desc")}
-    types = {**POINTERS, **descriptors, "out_ptr": "*bf16", "scale": "fp32"}
-    ptx = compile_for_hopper(decode_kernel, GluonASTSource, types, {"REQS": 32, "IS_RAGGED": is_ragged}, num_warps=4)
+    types = {**POINTERS, **descriptors, "out_ptr": "*bf16", "scale": "fp32", "addresses_ptr": "*i64", "state_ptr": "*i32"}
+    constants = {"REQS": 32, "IS_RAGGED": is_ragged, "IS_SENT": is_sent}
+    ptx = compile_for_hopper(decode_kernel, GluonASTSource, types, constants, num_warps=4)
     assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx
     assert "cp.async.bulk.tensor" in ptx
 

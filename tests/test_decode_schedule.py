@@ -60,7 +60,7 @@ def _pair(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], 
 
 def split_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
     """The functions of `hopper_split` and `hopper_merge` over torch tensors, in a grid of programs whose present one is `program`."""
-    from dcpmla.attention.kernels import hopper_merge, hopper_split
+    from dcpmla.attention.kernels import hopper_merge, hopper_rows, hopper_split
 
     program = [0, 0]
     language = SimpleNamespace(
@@ -89,7 +89,7 @@ def split_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
         program_id=lambda axis: program[axis],
         num_programs=lambda axis: grid[axis],
     )
-    functions = {**vars(hopper_split), **vars(hopper_merge)}
+    functions = {**vars(hopper_split), **vars(hopper_rows), **vars(hopper_merge)}
     values = {name: getattr(value, "value", value) for name, value in functions.items()}
     names: dict[str, Any] = {**values, "gl": language, "ROWS": ROWS, "KEYS": 1, "LATENT": LATENT, "HALF": HALF, "GROUP": 1}
     for name, value in functions.items():
@@ -164,7 +164,8 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
     out, lse = torch.full((len(batch.scores) * LATENT,), torch.nan), torch.full((len(batch.scores),), torch.nan)
     partials, partial_lse = torch.full((num_slots * ROWS * LATENT,), torch.nan), torch.full((num_slots * ROWS,), torch.nan)
     counters = torch.zeros(grid[0] * grid[1], dtype=torch.int32)
-    outputs = tuple(map(Pointer, (out, lse, partials, partial_lse, counters)))
+    dest = Pointer(out), Pointer(lse), None
+    outputs = dest, *map(Pointer, (partials, partial_lse, counters))
     lens, starts = Pointer(batch.seq_lens), Pointer(start_loc)
     num_reqs = len(batch.queries)
     shape = query_len, batch.num_heads
@@ -192,7 +193,7 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
                         place = split.partial_at(at // ROWS, half, torch.arange(count)[:, None], torch.arange(HALF))
                         partials[place] = piece[:, half * HALF :][:, :HALF]
                     for _ in range(2):
-                        split.arrive(outputs[4], begin // size, row_tile)
+                        split.arrive(outputs[3], begin // size, row_tile)
                 mine += int(stop - start)
                 last, last_begin, start = request, begin, stop
             begin, request = split.next_begin(begin, num_keys, granule), request + 1
@@ -202,11 +203,11 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
     doors = {program: Doors() for program in works}
     for part, row_tile in programs(grid):
         split.program[:] = part, row_tile
-        split.await_cut(*works[part, row_tile], outputs[4], doors[part, row_tile], row_tile, is_ragged)
+        split.await_cut(*works[part, row_tile], outputs[3], doors[part, row_tile], row_tile, is_ragged)
     for part, row_tile in programs(grid):
         split.program[:] = part, row_tile
         for half in range(2):
-            split.merge_cut(half, *works[part, row_tile], outputs, doors[part, row_tile], row_tile, is_ragged)
+            split.merge_cut(half, *works[part, row_tile], outputs, doors[part, row_tile], row_tile, is_ragged, False)
     return out.view(-1, LATENT), lse, counters, tiles
 
 

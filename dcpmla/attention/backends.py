@@ -28,6 +28,23 @@ class Decode(Protocol):
         """See `dcpmla.mla_decode`; arguments are checked already."""
 
 
+class SendDecode(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        workspace: Tensor | None,
+        addresses: Tensor,
+        state: Tensor,
+        rank: int,
+        slot_bytes: int,
+    ) -> None:
+        """`Decode` of one query token a request, whose rows go into the slots of `comm.kernels.slots`."""
+
+
 @dataclass(frozen=True)
 class DecodeBackend:
     """A decode kernel and what it takes.
@@ -35,11 +52,13 @@ class DecodeBackend:
     Attributes:
         takes: whether it runs on the device, dtypes and sizes of (q, kv_cache, kv_lora_rank).
         load: gives the kernel, importing what only it needs.
+        load_sender: gives its form that stores rows at the ranks that own their heads, if it has one.
     """
 
     name: str
     takes: Callable[[Tensor, Tensor, int], bool]
     load: Callable[[], Decode]
+    load_sender: Callable[[], SendDecode] | None = None
 
 
 def _takes_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
@@ -60,6 +79,12 @@ def _load_hopper() -> Decode:
     from dcpmla.attention.kernels.mla_decode_hopper import mla_decode
 
     return mla_decode
+
+
+def _load_hopper_sender() -> SendDecode:
+    from dcpmla.attention.kernels.mla_decode_hopper import send_mla_decode
+
+    return send_mla_decode
 
 
 def _takes_triton(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
@@ -109,7 +134,7 @@ def _load_torch() -> Decode:
 
 # Best first. Triton is there on Linux only, so its kernels are imported when one is chosen.
 DECODE_BACKENDS = (
-    DecodeBackend("hopper", _takes_hopper, _load_hopper),
+    DecodeBackend("hopper", _takes_hopper, _load_hopper, _load_hopper_sender),
     DecodeBackend("triton", _takes_triton, _load_triton),
     DecodeBackend("flashinfer", _takes_flashinfer, _load_flashinfer),
     DecodeBackend("torch", _takes_torch, _load_torch),

@@ -43,6 +43,22 @@ def mla_decode(
             workspace that `decode_workspace` would not have made.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
+    max_query_len = _check(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len, workspace)
+    return torch.ops.dcpmla.mla_decode(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len, workspace)
+
+
+def _check(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    query_start_loc: Tensor | None,
+    max_query_len: int | None,
+    workspace: Tensor | None,
+) -> int:
+    """max_query_len, also where it is not given."""
     if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}")
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != q.shape[-1]:
@@ -67,7 +83,7 @@ def mla_decode(
         max_query_len = _uniform_query_len(num_tokens, num_reqs, max_query_len)
     elif max_query_len is None or max_query_len < 1:
         raise ValueError(f"max_query_len is {max_query_len}; query_start_loc asks for the most query tokens of a request, at least 1")
-    return torch.ops.dcpmla.mla_decode(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len, workspace)
+    return max_query_len
 
 
 def dcp_mla_decode(
@@ -92,17 +108,13 @@ def dcp_mla_decode(
     """
     if not q_is_replicated:
         q = exchange.gather_heads(q)
-    out, lse = mla_decode(
-        q,
-        kv_cache,
-        decode.block_table,
-        decode.local_seq_lens,
-        scale,
-        kv_lora_rank,
-        query_start_loc=decode.query_start_loc,
-        max_query_len=decode.max_query_len,
-        workspace=decode.workspace,
-    )
+    what = q, kv_cache, decode.block_table, decode.local_seq_lens, scale, kv_lora_rank
+    if w_uv is None and decode.query_start_loc is None and decode.max_query_len == 1:
+        mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, q.dtype)
+        if mailbox is not None:
+            _check(*what, None, 1, decode.workspace)
+            return torch.ops.dcpmla.mla_decode_and_merge(*what, decode.workspace, *mailbox)
+    out, lse = mla_decode(*what, query_start_loc=decode.query_start_loc, max_query_len=decode.max_query_len, workspace=decode.workspace)
     if w_uv is not None:
         out = project_values(out, w_uv).unflatten(1, w_uv.shape[:2])
     return exchange.combine(out, lse)
@@ -129,6 +141,57 @@ def _(
     q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int, *_: object
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:2], kv_lora_rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("dcpmla::mla_decode_and_merge", mutates_args=("workspace", "memory", "state", "fault"))
+def _mla_decode_and_merge(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    workspace: Tensor | None,
+    memory: Tensor,
+    addresses: Tensor,
+    state: Tensor,
+    fault: Tensor,
+    slot_bytes: int,
+    timeout: float,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """Decode of one token a request and `combine`. A kernel that can stores rows at their owners: they are on their way under attention."""
+    from dcpmla.comm import direct_ops  # triton is there on Linux only
+
+    mailbox = memory, addresses, state, fault, slot_bytes, timeout, group
+    backend = select_decode(q, kv_cache, kv_lora_rank)
+    if backend.load_sender is None:
+        out, lse = backend.load()(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, None, 1, workspace)
+        return direct_ops.combine(out, lse, *mailbox, is_fp8=False)
+    rank = direct_ops.enter("q", q, fault, timeout, group)
+    merged = q.new_empty(q.shape[0], q.shape[1] // len(addresses), kv_lora_rank)
+    merged_lse = q.new_empty(merged.shape[:2], dtype=torch.float32)
+    if len(q):
+        backend.load_sender()(q, kv_cache, block_table, seq_lens, scale, workspace, addresses, state, rank, slot_bytes)
+        direct_ops.collect(merged, merged_lse, *mailbox)
+    return merged, merged_lse
+
+
+@_mla_decode_and_merge.register_fake
+def _(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    workspace: Tensor | None,
+    memory: Tensor,
+    addresses: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor]:
+    shape = q.shape[0], q.shape[1] // addresses.shape[0]
+    return q.new_empty(*shape, kv_lora_rank), q.new_empty(shape, dtype=torch.float32)
 
 
 def _uniform_query_len(num_tokens: int, num_reqs: int, max_query_len: int | None) -> int:

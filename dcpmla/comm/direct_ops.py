@@ -11,14 +11,14 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from dcpmla.comm.kernels.place import place_kernel
 from dcpmla.comm.kernels.slots import NUM_PROGRAMS, combine_kernel, gather_kernel
-from dcpmla.comm.symmetric import PeerMemory
 from dcpmla.parallel.collectives import PeerFault
 
 _OPERATIONS = ("gather_heads", "combine", "gather_context")
 _CARRIERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # kernels move rows as integers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPLE = 8  # of columns: 16 bytes of bfloat16
-_SHAPES = ((64, 1), (128, 1), (256, 2), (512, 4))  # columns of an item, warps of a program
+# Columns of an item, warps of a program, and how many items there may be; measured on H200s.
+_SHAPES = ((64, 1, 512), (128, 1, NUM_PROGRAMS), (256, 1, NUM_PROGRAMS), (512, 2, NUM_PROGRAMS))
 _NARROWEST = _SHAPES[0][0]
 _PLACED = 1024  # elements of an item of place_kernel: 16 bytes of bfloat16 for each of its threads
 _PLACE_PROGRAMS = 528  # of place_kernel: four a multiprocessor of an H200
@@ -52,23 +52,21 @@ class Tiling:
 
 
 def choose_tiling(num_rows: int, width: int) -> Tiling:
-    """Narrow items of one warp while there are programs for them, so that a thread has two vectors to move; then wider ones."""
-    columns, num_warps = next((shape for shape in _SHAPES if num_rows * -(-width // shape[0]) <= NUM_PROGRAMS), _SHAPES[-1])
+    """Narrow items while there are programs for them, so that a thread has few vectors to move; then wider ones, and several a program."""
+    shapes = [shape for shape in _SHAPES if shape[0] <= max(width, _NARROWEST)]
+    fitting = (shape for shape in shapes if num_rows * -(-width // shape[0]) <= shape[2])
+    columns, num_warps, _ = next(fitting, shapes[-1])
     num_items = num_rows * -(-width // columns)
     items = -(-num_items // NUM_PROGRAMS)
     return Tiling(columns, items, num_warps, -(-num_items // items))
 
 
-def gather(q: Tensor, slots: PeerMemory, state: Tensor, fault: Tensor, slot_bytes: int, timeout: float, group: str, is_fp8: bool) -> Tensor:
-    """`Exchange.gather_heads` through slots."""
-    return _gather(q, slots.mine, slots.addresses, state, fault, slot_bytes, timeout, group, is_fp8)
-
-
 @torch.library.custom_op("dcpmla::direct_gather", mutates_args=("memory", "state", "fault"))
-def _gather(
+def gather(
     q: Tensor, memory: Tensor, addresses: Tensor, state: Tensor, fault: Tensor, slot_bytes: int, timeout: float, group: str, is_fp8: bool
 ) -> Tensor:
-    rank = _enter("q", q, fault, timeout, group)
+    """`Exchange.gather_heads` through slots."""
+    rank = enter("q", q, fault, timeout, group)
     num_tokens, num_heads, width = q.shape
     size, row_width = len(addresses), num_heads * width
     gathered = q.new_empty(num_tokens, size * num_heads, width)
@@ -102,20 +100,13 @@ def _gather(
     return gathered
 
 
-@_gather.register_fake
+@gather.register_fake
 def _(q: Tensor, memory: Tensor, addresses: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[0], addresses.shape[0] * q.shape[1], q.shape[2])
 
 
-def combine(
-    out: Tensor, lse: Tensor, slots: PeerMemory, state: Tensor, fault: Tensor, slot_bytes: int, timeout: float, group: str, is_fp8: bool
-) -> tuple[Tensor, Tensor]:
-    """`Exchange.combine` through slots."""
-    return _combine(out, lse, slots.mine, slots.addresses, state, fault, slot_bytes, timeout, group, is_fp8)
-
-
 @torch.library.custom_op("dcpmla::direct_combine", mutates_args=("memory", "state", "fault"))
-def _combine(
+def combine(
     out: Tensor,
     lse: Tensor,
     memory: Tensor,
@@ -127,72 +118,93 @@ def _combine(
     group: str,
     is_fp8: bool,
 ) -> tuple[Tensor, Tensor]:
-    rank = _enter("out", out, fault, timeout, group)
+    """`Exchange.combine` through slots."""
+    enter("out", out, fault, timeout, group)
     size, (num_tokens, num_heads, width) = len(addresses), out.shape
-    num_heads //= size
-    merged = out.new_empty(num_tokens, num_heads, width)
-    merged_lse = lse.new_empty(num_tokens, num_heads)
-    out = (out if out.stride(-1) == 1 else out.contiguous()).view(_CARRIERS[out.element_size()])
-    words = size * num_heads * (1 - (-width // _NARROWEST))
-    for tokens in _turns(num_tokens, size * num_heads * width * out.element_size(), words, slot_bytes):
-        tiling = choose_tiling(len(out[tokens]) * num_heads, width)
-        combine_kernel[(tiling.num_programs,)](
-            out[tokens],
-            lse[tokens],
-            merged[tokens],
-            merged_lse[tokens],
-            memory,
-            addresses,
-            state,
-            fault,
-            len(out[tokens]) * num_heads,
-            num_heads,
-            *out.stride()[:2],
-            *lse.stride(),
-            rank,
-            tiling.items,
-            slot_bytes,
-            _nanoseconds(timeout),
-            WIDTH=width,
-            SIZE=size,
-            PEERS=triton.next_power_of_2(size),
-            COLUMNS=tiling.columns,
-            IS_FP8=is_fp8,
-            PROGRAMS=NUM_PROGRAMS,
-            SHARE=_share(tiling.num_programs),
-            REPEAT=32 * tiling.num_warps // triton.next_power_of_2(size),
-            num_warps=tiling.num_warps,
-        )
+    merged, merged_lse = out.new_empty(num_tokens, num_heads // size, width), lse.new_empty(num_tokens, num_heads // size)
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    token_bytes, token_words = combine_room(num_heads, width, out.element_size())
+    for tokens in _turns(num_tokens, token_bytes, token_words, slot_bytes):
+        results = merged[tokens], merged_lse[tokens]
+        _launch_combine(out[tokens], lse[tokens], *results, memory, addresses, state, fault, slot_bytes, timeout, group, is_fp8, False)
     return merged, merged_lse
 
 
-@_combine.register_fake
+@combine.register_fake
 def _(out: Tensor, lse: Tensor, memory: Tensor, addresses: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     shape = out.shape[0], out.shape[1] // addresses.shape[0]
     return out.new_empty(*shape, out.shape[2]), lse.new_empty(shape)
 
 
-def place(
-    rows: Tensor,
-    places: Tensor | None,
-    landing: PeerMemory,
-    slot_at: int,
-    flags_at: int,
-    operation: str,
+def combine_room(num_heads: int, width: int, element_size: int) -> tuple[int, int]:
+    """What `combine` takes of a slot for a token: bytes of rows, and words."""
+    return num_heads * width * element_size, num_heads * (1 - (-width // _NARROWEST))
+
+
+def collect(
+    merged: Tensor,
+    merged_lse: Tensor,
+    memory: Tensor,
+    addresses: Tensor,
     state: Tensor,
     fault: Tensor,
+    slot_bytes: int,
     timeout: float,
     group: str,
 ) -> None:
-    """Store rows [N, D] in each rank's memory from slot_at on: row n as row places[n] there, not at all where that is -1.
+    """The second half of `combine`, for rows [T, h, D] that fit into a slot at once, and that kernels of all ranks send."""
+    _launch_combine(merged, merged_lse, merged, merged_lse, memory, addresses, state, fault, slot_bytes, timeout, group, False, True)
 
-    Without places, rank r's row n as row n W + r. Returns, in stream order, when the rows of all ranks are there.
-    """
-    _place(rows, places, landing.mine, landing.addresses, state, fault, slot_at, flags_at, timeout, group, operation)
+
+def _launch_combine(
+    out: Tensor,
+    lse: Tensor,
+    merged: Tensor,
+    merged_lse: Tensor,
+    memory: Tensor,
+    addresses: Tensor,
+    state: Tensor,
+    fault: Tensor,
+    slot_bytes: int,
+    timeout: float,
+    group: str,
+    is_fp8: bool,
+    is_sent: bool,
+) -> None:
+    size, (num_tokens, num_heads, width) = len(addresses), merged.shape
+    tiling = choose_tiling(num_tokens * num_heads, width)
+    combine_kernel[(tiling.num_programs,)](
+        out.view(_CARRIERS[out.element_size()]),
+        lse,
+        merged,
+        merged_lse,
+        memory,
+        addresses,
+        state,
+        fault,
+        num_tokens * num_heads,
+        num_heads,
+        *out.stride()[:2],
+        *lse.stride(),
+        dist.get_rank(_group(group)),
+        tiling.items,
+        slot_bytes,
+        _nanoseconds(timeout),
+        WIDTH=width,
+        SIZE=size,
+        PEERS=triton.next_power_of_2(size),
+        COLUMNS=tiling.columns,
+        IS_FP8=is_fp8,
+        IS_SENT=is_sent,
+        PROGRAMS=NUM_PROGRAMS,
+        SHARE=_share(tiling.num_programs),
+        REPEAT=32 * tiling.num_warps // triton.next_power_of_2(size),
+        num_warps=tiling.num_warps,
+    )
 
 
 @torch.library.custom_op("dcpmla::direct_place", mutates_args=("memory", "state", "fault"))
-def _place(
+def place(
     rows: Tensor,
     places: Tensor | None,
     memory: Tensor,
@@ -205,7 +217,11 @@ def _place(
     group: str,
     operation: str,
 ) -> None:
-    rank = _enter("rows", rows, fault, timeout, group)
+    """Store rows [N, D] in each rank's memory from slot_at on: row n as row places[n] there, not at all where that is -1.
+
+    Without places, rank r's row n as row n W + r. Returns, in stream order, when the rows of all ranks are there.
+    """
+    rank = enter("rows", rows, fault, timeout, group)
     num_rows, width = rows.shape
     columns = min(_PLACED, width & -width)  # the largest power of two that divides
     num_items = -(-num_rows * columns // _PLACED) * (width // columns)
@@ -234,13 +250,18 @@ def _place(
     )
 
 
-@_place.register_fake
+@place.register_fake
 def _(*_: object) -> None:
     return None
 
 
-def _enter(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str) -> int:
-    """This rank in its group, if the exchange is sound and can carry the rows."""
+def enter(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str) -> int:
+    """This rank in its group, if the exchange is sound and can carry the rows.
+
+    Raises:
+        PeerFault: an exchange before this one has failed.
+        ValueError: a dtype or a width that direct does not carry.
+    """
     raise_fault(fault, timeout, group_name)
     if rows.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {rows.dtype}; direct carries {', '.join(map(str, _DTYPES))}")

@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dcpmla.attention.kernels.hopper_split import HALF, LATENT, ROWS, barrier, find_request, find_slot, num_shared, shared_parts, uniform
+from dcpmla.attention.kernels.hopper_rows import out_at, store_lse
+from dcpmla.attention.kernels.hopper_split import HALF, ROWS, barrier, find_request, find_slot, num_shared, shared_parts, uniform
 
 GROUP = gl.constexpr(16)  # columns that lie together in a partial output
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -32,18 +33,17 @@ def exp2(x):
 
 
 @gluon.jit
-def store_half(out_ptr, first_row, num_rows, half, acc, buffer):
+def store_half(dest, first_row, num_rows, half, acc, buffer, IS_SENT: gl.constexpr):
     """Columns of a half, rows [first_row, first_row + num_rows) of [N, LATENT], from acc [ROWS, HALF] through a buffer of that shape.
 
     As they lie in the registers of wgmma, a warp would write to eight rows at a time.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    buffer.store(acc.to(out_ptr.dtype.element_ty))
+    buffer.store(acc.to(buffer.dtype))
     barrier()
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    first_ptr = out_ptr + first_row.to(gl.int64) * LATENT  # what is added to it fits into an instruction
-    at = first_ptr + (gl.expand_dims(row * LATENT, 1) + gl.expand_dims(column, 0))
+    at = out_at(dest, first_row, gl.expand_dims(row, 1), gl.expand_dims(column, 0), IS_SENT)
     gl.store(at, buffer.load(layout), mask=gl.expand_dims(row < num_rows, 1))
     fence_async_shared()  # before TMA fills the buffer again
 
@@ -118,7 +118,7 @@ def await_cut(last, last_begin, work, counters_ptr, merge_ready, row_tile, IS_RA
 
 
 @gluon.jit
-def merge_cut(half, last, last_begin, work, outputs, merge_ready, row_tile, IS_RAGGED: gl.constexpr):
+def merge_cut(half, last, last_begin, work, outputs, merge_ready, row_tile, IS_RAGGED: gl.constexpr, IS_SENT: gl.constexpr):
     """Merge half the columns of the requests that this part shares with others: its first, its last, both or none.
 
     To be called when all tiles of the part are done: a wait in between would make each part wait for the whole of the one before it.
@@ -135,16 +135,28 @@ def merge_cut(half, last, last_begin, work, outputs, merge_ready, row_tile, IS_R
             behind = gl.minimum(mine + rows_of_a_part, num_rows)
             first_row = first * num_heads + row_tile * ROWS
             if num_parts <= 8:
-                _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, row_tile, 8, 4)
+                _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, row_tile, IS_SENT, 8, 4)
             else:
-                _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, row_tile, 1, 32)
+                _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, row_tile, IS_SENT, 1, 32)
         request, begin = last, last_begin
 
 
 @gluon.jit
-def _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, row_tile, AT_ONCE: gl.constexpr, PARTS: gl.constexpr):
+def _merge_rows(
+    half,
+    first_part,
+    num_parts,
+    first_row,
+    mine,
+    behind,
+    outputs,
+    row_tile,
+    IS_SENT: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    PARTS: gl.constexpr,
+):
     """Rows [mine, behind) of the tile: AT_ONCE of them at a time, online over PARTS partial outputs at a time."""
-    out_ptr, lse_ptr, partials_ptr, partial_lse_ptr, _ = outputs
+    dest, partials_ptr, partial_lse_ptr, _ = outputs
     row_lanes: gl.constexpr = min(AT_ONCE, 2)  # of two lanes with the same columns: one for each of two rows, or both for one row's parts
     part_lanes: gl.constexpr = 2 // row_lanes
     layout: gl.constexpr = gl.BlockedLayout(
@@ -181,8 +193,8 @@ def _merge_rows(half, first_part, num_parts, first_row, mine, behind, outputs, r
         if half == 0:
             lse = gl.where(is_any, peak + gl.log2(total) * LN2, -float("inf"))
             lse_row = base + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, by_part))
-            gl.store(lse_ptr + first_row + lse_row, lse, mask=lse_row < behind)
+            store_lse(dest, first_row, lse_row, lse, lse_row < behind, IS_SENT)
         out_row = gl.expand_dims(base + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, by_row)), 1)
         out_column = half * HALF + gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, by_row)), 0)
-        first_ptr = out_ptr + first_row.to(gl.int64) * LATENT
-        gl.store(first_ptr + (out_row * LATENT + out_column), acc.to(out_ptr.dtype.element_ty), mask=out_row < behind)
+        at = out_at(dest, first_row, out_row, out_column, IS_SENT)
+        gl.store(at, acc.to(dest[0].dtype.element_ty), mask=out_row < behind)

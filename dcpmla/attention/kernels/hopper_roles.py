@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dcpmla.attention.kernels.hopper_load import NUM_STAGES
 from dcpmla.attention.kernels.hopper_merge import LN2, arrive, exp2, merge_cut, store_half, store_partial
+from dcpmla.attention.kernels.hopper_rows import out_at, store_lse
 from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, barrier, find_request, find_slot, next_begin
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -75,7 +76,7 @@ def _hand_over(scores, first_key, seen, scale, peak, total, handed, num_handed):
 
 
 @gluon.jit
-def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED: gl.constexpr):
+def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED: gl.constexpr, IS_SENT: gl.constexpr):
     """The scorer: scores, probabilities, LSE, and the left half of the output.
 
     It could start a tile's scores before the values of the one before, so that the tensor cores never wait for its probabilities; but that
@@ -86,7 +87,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
     q_free, left_free, _, probs_free = free
     probs, factors = handed
     handed = probs, factors, probs_ready, probs_free
-    out_ptr, lse_ptr, partials_ptr, partial_lse_ptr, counters_ptr = outputs
+    dest, partials_ptr, partial_lse_ptr, counters_ptr = outputs
     request, begin, start, end, size, granule, lens_ptr, start_ptr, query_len, num_heads = work
     num_segments, num_done, num_handed, last, last_begin = 0, 0, 0, 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
@@ -124,8 +125,8 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
             lse = gl.where(is_any, (peak * scale + gl.log2(total)) * LN2, -float("inf"))
             first_row = first * num_heads + row_tile * ROWS
             if stop - start == gl.cdiv(num_keys, KEYS):
-                store_half(out_ptr, first_row, num_rows, 0, acc, buffers[0].index(0))
-                gl.store(lse_ptr + first_row + row, lse, mask=row < num_rows)
+                store_half(dest, first_row, num_rows, 0, acc, buffers[0].index(0), IS_SENT)
+                store_lse(dest, first_row, row, lse, row < num_rows, IS_SENT)
             else:
                 slot = find_slot(gl.program_id(0), start == begin, row_tile)
                 gl.store(partial_lse_ptr + slot * ROWS + row, lse)
@@ -138,33 +139,34 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
         begin = next_begin(begin, num_keys, granule)
         start = gl.maximum(start, begin)
         request += 1
-    merge_cut(0, last, last_begin, work, outputs, merge_ready, row_tile, IS_RAGGED)
+    merge_cut(0, last, last_begin, work, outputs, merge_ready, row_tile, IS_RAGGED, IS_SENT)
 
 
 @gluon.jit
-def _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED: gl.constexpr):
-    """(0, -inf) for the requests without keys that fall to this program: no part of the row of tiles is theirs."""
-    out_ptr, lse_ptr, _, _, _ = outputs
+def _zero_empty(num_reqs, dest, work, row_tile, IS_RAGGED: gl.constexpr, IS_SENT: gl.constexpr):
+    """(0, -inf) for the requests without keys that fall to this program: no part of the row of tiles is theirs. Zeros are not sent."""
+    row = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     _, _, _, _, _, _, lens_ptr, start_ptr, query_len, num_heads = work
     column = gl.arange(0, LATENT, layout=gl.BlockedLayout([4], [32], [4], [0]))
     for request in range(gl.program_id(0), num_reqs, gl.num_programs(0)):
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
         if num_keys == 0:
             first_row = first * num_heads + row_tile * ROWS
-            out_row_ptr = out_ptr + first_row.to(gl.int64) * LATENT
-            for row in range(0, gl.minimum(num_rows, ROWS)):
-                gl.store(out_row_ptr + row * LATENT + column, gl.full_like(column, 0, dtype=out_ptr.dtype.element_ty))
-                gl.store(lse_ptr + first_row + row, -float("inf"))
+            if not IS_SENT:
+                for empty in range(0, gl.minimum(num_rows, ROWS)):
+                    at = out_at(dest, first_row, empty, column, IS_SENT)
+                    gl.store(at, gl.full_like(column, 0, dtype=dest[0].dtype.element_ty))
+            store_lse(dest, first_row, row, gl.full_like(row, -float("inf"), dtype=gl.float32), row < num_rows, IS_SENT)
 
 
 @gluon.jit
-def help_role(buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED: gl.constexpr):
+def help_role(buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED: gl.constexpr, IS_SENT: gl.constexpr):
     """The helper: the right half of the output, from the scorer's probabilities."""
     k_right = buffers[4]
     probs, factors = handed
     _, _, right_ready, probs_ready, merge_ready = ready
     q_free, _, right_free, probs_free = free
-    out_ptr, _, partials_ptr, _, counters_ptr = outputs
+    dest, partials_ptr, _, counters_ptr = outputs
     request, begin, start, end, size, granule, lens_ptr, start_ptr, query_len, num_heads = work
     num_done, num_handed, last, last_begin = 0, 0, 0, 0
     while start < end:
@@ -191,7 +193,7 @@ def help_role(buffers, handed, ready, free, outputs, num_reqs, work, row_tile, I
             mbarrier.arrive(probs_free, count=1)
             num_handed += 1
             if stop - start == gl.cdiv(num_keys, KEYS):
-                store_half(out_ptr, first * num_heads + row_tile * ROWS, num_rows, 1, acc, buffers[1].index(0))
+                store_half(dest, first * num_heads + row_tile * ROWS, num_rows, 1, acc, buffers[1].index(0), IS_SENT)
             else:
                 store_partial(partials_ptr, find_slot(gl.program_id(0), start == begin, row_tile), 1, num_rows, acc)
                 arrive(counters_ptr, begin // size, row_tile)
@@ -201,5 +203,5 @@ def help_role(buffers, handed, ready, free, outputs, num_reqs, work, row_tile, I
         begin = next_begin(begin, num_keys, granule)
         start = gl.maximum(start, begin)
         request += 1
-    _zero_empty(num_reqs, outputs, work, row_tile, IS_RAGGED)  # while the other parts of the last request come to their end
-    merge_cut(1, last, last_begin, work, outputs, merge_ready, row_tile, IS_RAGGED)
+    _zero_empty(num_reqs, dest, work, row_tile, IS_RAGGED, IS_SENT)  # while the other parts of the last request come to their end
+    merge_cut(1, last, last_begin, work, outputs, merge_ready, row_tile, IS_RAGGED, IS_SENT)

@@ -17,12 +17,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dcpmla.attention.kernels.hopper_load import NUM_STAGES, ROPE, load_role
 from dcpmla.attention.kernels.hopper_merge import LOG2E
 from dcpmla.attention.kernels.hopper_roles import help_role, score_role
+from dcpmla.attention.kernels.hopper_rows import address_mail
 from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, cut, look_up_all
 from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_programs
 
 
 # Sizes of a step come and go: a variant for each kind of number in these would be compiled while requests wait.
-@gluon.jit(do_not_specialize=["table_stride", "rows_per_block", "block_size", "num_reqs", "query_len", "num_heads"])
+@gluon.jit(do_not_specialize=["table_stride", "rows_per_block", "block_size", "num_reqs", "query_len", "num_heads", "rank", "num_rows"])
 def decode_kernel(
     q_desc,
     q_pe_desc,
@@ -42,10 +43,17 @@ def decode_kernel(
     query_len,
     num_heads,
     scale,
+    addresses_ptr,
+    state_ptr,
+    rank,
+    own_heads,
+    num_rows,
+    slot_bytes,
     REQS: gl.constexpr,
     IS_RAGGED: gl.constexpr,
+    IS_SENT: gl.constexpr,
 ):
-    """Programs (parts, tiles of query rows). scale includes log2(e)."""
+    """Programs (parts, tiles of query rows). scale includes log2(e). IS_SENT: rows go to their owners (`hopper_rows`), not to out, lse."""
     row_tile = gl.program_id(1)
     # What this reads is on its way while the barriers are set up.
     num_tiles = look_up_all(lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED)
@@ -90,13 +98,16 @@ def decode_kernel(
 
     work = cut(num_tiles, num_reqs) + (lens_ptr, start_ptr, query_len, num_heads)
     num_slots = gl.num_programs(0) * gl.num_programs(1) * 2
-    outputs = (out_ptr, lse_ptr, partials_ptr, partials_ptr + num_slots * ROWS * LATENT, counters_ptr)
+    mail = addresses_ptr
+    if IS_SENT:
+        mail = address_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, slot_bytes)
+    outputs = ((out_ptr, lse_ptr, mail), partials_ptr, partials_ptr + num_slots * ROWS * LATENT, counters_ptr)
     descs = (q_desc, q_pe_desc, kv_desc, k_pe_desc)
     paging = (table_ptr, table_stride, rows_per_block, block_size)
     gl.warp_specialize(
         [
-            (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED)),
-            (help_role, (buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED)),
+            (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED, IS_SENT)),
+            (help_role, (buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED, IS_SENT)),
             (load_role, (descs, buffers, ready, free, paging, counters_ptr, work, row_tile, IS_RAGGED)),
         ],
         [4, 1],
@@ -116,12 +127,49 @@ def mla_decode(
     workspace: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`dcpmla.mla_decode` in one launch, for the inputs that `backends` allows."""
+    out = q.new_empty(*q.shape[:2], kv_lora_rank)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    if len(q):
+        _launch(q, kv_cache, block_table, seq_lens, scale, query_start_loc, max_query_len, workspace, out, lse, seq_lens, seq_lens, 0, 1, 0)
+    return out, lse
+
+
+def send_mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    workspace: Tensor | None,
+    addresses: Tensor,
+    state: Tensor,
+    rank: int,
+    slot_bytes: int,
+) -> None:
+    """The same for one query token a request, whose rows go into the slots of the ranks that own their heads (`hopper_rows`)."""
+    nowhere = q, q.new_empty(0, dtype=torch.float32)  # they say the dtypes
+    _launch(q, kv_cache, block_table, seq_lens, scale, None, 1, workspace, *nowhere, addresses, state, rank, len(addresses), slot_bytes)
+
+
+def _launch(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    query_start_loc: Tensor | None,
+    max_query_len: int,
+    workspace: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    addresses: Tensor,
+    state: Tensor,
+    rank: int,
+    size: int,
+    slot_bytes: int,
+) -> None:
     num_tokens, num_heads, width = q.shape
     num_reqs = block_table.shape[0]
-    out = q.new_empty(num_tokens, num_heads, kv_lora_rank)
-    lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    if num_tokens == 0:
-        return out, lse
     workspace = decode_workspace(q.device) if workspace is None else workspace
     assert workspace is not None
     num_row_tiles = triton.cdiv(max_query_len * num_heads, ROWS.value)
@@ -149,12 +197,18 @@ def mla_decode(
         max_query_len,
         num_heads,
         scale * LOG2E.value,
+        addresses,
+        state,
+        rank,
+        num_heads // size,
+        num_tokens * num_heads // size,
+        slot_bytes,
         REQS=max(32, triton.next_power_of_2(num_reqs)),
         IS_RAGGED=query_start_loc is not None,
+        IS_SENT=slot_bytes > 0,
         num_warps=4,
         launch_cooperative_grid=num_parts > 1,
     )
-    return out, lse
 
 
 def _tiles(matrix: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:

@@ -206,11 +206,15 @@ def combine_kernel(
     PEERS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_FP8: tl.constexpr,
+    IS_SENT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
     REPEAT: tl.constexpr,
 ):
-    """Partial rows [T, SIZE h, WIDTH] of each rank -> merged rows [T, h, WIDTH] of the own heads. An item is COLUMNS of one of these."""
+    """Partial rows [T, SIZE h, WIDTH] of each rank -> merged rows [T, h, WIDTH] of the own heads. An item is COLUMNS of one of these.
+
+    IS_SENT: the attention kernel has sent the rows (`attention.kernels.hopper_rows`), all that is left is to await and to merge them.
+    """
     epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS, SHARE)
     type: tl.constexpr = merged_ptr.dtype.element_ty
     carrier: tl.constexpr = tl.int8 if IS_FP8 else out_ptr.dtype.element_ty
@@ -226,7 +230,7 @@ def combine_kernel(
     first = tl.program_id(0) * items
     last = tl.minimum(first + items, num_rows * tiles)
 
-    for item in range(first, last):
+    for item in range(first, first if IS_SENT else last):
         row, tile = tl.cast(item // tiles, tl.int64), item % tiles
         token, head = row // num_heads, peer * num_heads + row % num_heads
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
