@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.exchange import Exchange, Mailbox
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.faults import name_ranks
 
@@ -38,6 +38,10 @@ class CheckedExchange:
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         self._compare("combine", out=out, lse=lse)
         return self._exchange.combine(out, lse)
+
+    def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> Mailbox | None:
+        self._compare("mailbox", out=torch.empty(num_tokens, num_heads, width, dtype=dtype, device="meta"))
+        return self._exchange.mailbox(num_tokens, num_heads, width, dtype)
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
         self._compare("start_context", rows=rows, order=order, tokens=tokens)

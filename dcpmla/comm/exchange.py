@@ -10,6 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+# What `attention.decode` hands to its operator: memory, addresses, state, fault, slot_bytes, timeout, group, as in `comm.direct_ops`.
+Mailbox = tuple[Tensor, Tensor, Tensor, Tensor, int, float, str]
+
 
 class Exchange(Protocol):
     """Moves rows among the W ranks of a DCP group. h heads a rank, D a row's width."""
@@ -27,6 +30,13 @@ class Exchange(Protocol):
             lse: [T, W h] float32, natural log; -inf where this rank owns no tokens.
         Returns:
             out [T, h, D] in the dtype given (sums in float32), lse [T, h] float32 over all ranks' tokens.
+        """
+
+    def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> Mailbox | None:
+        """Where an attention kernel may store partial rows of one `combine` itself, at the ranks that own their heads; None for nowhere.
+
+        Args:
+            num_heads: W h.
         """
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
@@ -80,6 +90,9 @@ class LocalExchange:
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse
+
+    def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> None:
+        return None
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
         return lambda: rows[order]

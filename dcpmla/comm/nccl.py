@@ -30,6 +30,9 @@ class _CollectiveExchange:
     def gather_heads(self, q: Tensor) -> Tensor:
         return self._all_gather(q, "gather_heads").transpose(0, 1).flatten(1, 2)
 
+    def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> None:
+        return None
+
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
         # torch.compile traces functional collectives, and no handle of another asynchronous one. They keep both tensors until the wait.
         with named("gather_context", self.group):
