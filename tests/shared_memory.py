@@ -1,9 +1,16 @@
-"""Memory that ranks on one machine share, in place of GPUs' symmetric memory; and jobs of ranks that run kernels in Triton's interpreter."""
+"""Memory that ranks on one machine share, in place of GPUs' symmetric memory; jobs whose ranks run kernels in Triton's interpreter."""
 
 import os
+import random
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -23,3 +30,28 @@ def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerM
     Path(path).unlink()
     addresses = torch.tensor([memory.data_ptr() for memory in mapped])
     return PeerMemory(mapped[dist.get_rank(group)], addresses, mapped)
+
+
+def run_interpreted(num_ranks: int, function: Callable[..., Any], *args: Any) -> None:
+    """`run_ranks` for kernels on CPUs, in a process of its own: Triton decides to interpret when a kernel is defined."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    preloaded = [function.__module__, "torch._dynamo"]  # what each rank would import
+    job = f"""import ranks, {function.__module__} as job
+ranks._CONTEXT.set_forkserver_preload({preloaded})
+ranks.run_ranks({num_ranks}, job.{function.__name__}, *{args})"""
+    subprocess.run([sys.executable, "-c", job], check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
+
+
+def delay_kernels(delays: random.Random) -> None:
+    """On a rank of such a job: the kernels' clock, for which the interpreter has no inline assembler, comes late at random."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    from dcpmla.comm.kernels import place, slots
+
+    def now() -> Any:
+        time.sleep(0.02 * delays.random() if delays.random() < 0.03 else 0.0005)  # others need the core meanwhile
+        return tl.core.tensor(TensorHandle(np.array([time.monotonic_ns()]), tl.int64), tl.int64)
+
+    slots.now = place.now = now
+    np.seterr(all="ignore")  # what shards without tokens hold

@@ -1,0 +1,230 @@
+"""The exchange `direct`: its kernels in Triton's interpreter, on ranks that share memory as GPUs do over NVLink; what it refuses."""
+
+import random
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_memory import allocate, delay_kernels, run_interpreted
+from torch import Tensor
+from torch._subclasses import CrossRefFakeMode
+
+from dcpmla.comm.exchange import tokens_of_rows
+from dcpmla.merge import merge_partials
+from dcpmla.parallel.collectives import PeerFault
+
+pytest.importorskip("triton")
+
+from dcpmla.comm import direct, direct_ops  # noqa: E402
+
+BITS = {torch.float16: torch.int16, torch.float32: torch.int32}
+TOLERANCES = {torch.float16: 2e-3, torch.float32: 1e-6}  # the interpreter truncates
+
+
+def new_exchange(**changes: Any) -> direct.DirectExchange:
+    options = {"group": dist.group.WORLD, "device": torch.device("cpu"), "slot_bytes": 1 << 15, "allocate": allocate, **changes}
+    return direct.DirectExchange(**options)
+
+
+def draw(size: int, shape: tuple[int, int, int], dtype: torch.dtype, is_fp8: bool, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Everyone's queries [T, W h, D], partial rows [W, T, W h, D] and LSEs [W, T, W h]; in some stands what means "not here": all ones."""
+    num_tokens, num_heads, width = shape
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(num_tokens, size * num_heads, width, generator=generator).to(dtype)
+    out = torch.randn(size, num_tokens, size * num_heads, width, generator=generator).to(dtype)
+    lse = 5 * torch.randn(out.shape[:-1], generator=generator)
+    lse[torch.rand(lse.shape, generator=generator) < 0.3] = -torch.inf
+    lse[:, seed % 7 : seed % 7 + 1] = -torch.inf
+    if is_fp8:  # numbers that e4m3 holds, scales that are powers of two: the interpreter neither rounds as GPUs do nor knows e4m3's NaN
+        for rows in (q, out):
+            rows.copy_(rows.clamp(-1.75, 1.75).to(torch.float8_e4m3fn))
+            rows[..., ::8] = 1.75
+    else:
+        q.view(BITS[dtype])[0, 0, 0] = -1
+        for rank, token, head in (lse != -torch.inf).nonzero()[:1]:
+            out.view(BITS[dtype])[rank, token, head, 0] = -1
+    out.view(BITS[dtype])[lse == -torch.inf] = -1
+    return q, out, lse
+
+
+def lay_out(tensor: Tensor, kind: int) -> Tensor:
+    """The same numbers: contiguous, with the first two dimensions changed about, with something behind each row, in every other column."""
+    if kind == 0:
+        return tensor.contiguous()
+    if kind == 1:
+        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    if kind == 2:
+        return torch.cat([tensor, torch.full_like(tensor, torch.nan)[..., :8]], -1)[..., : tensor.shape[-1]]
+    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], -1)[..., 0]
+
+
+def exchange_once(exchange: direct.DirectExchange, shape: tuple[int, int, int], dtype: torch.dtype, seed: int, own: random.Random) -> None:
+    """One gather of heads and one combine, this rank late at random, their rows as they come."""
+    rank, (_, num_heads, _) = dist.get_rank(exchange.group), shape
+    heads = slice(rank * num_heads, (rank + 1) * num_heads)
+    q, out, lse = draw(exchange.size, shape, dtype, exchange.is_fp8, seed)
+    gathered = exchange.gather_heads(lay_out(q[:, heads], own.randrange(3)))
+    time.sleep(own.choice((0, 0.02)))
+    merged, merged_lse = exchange.combine(lay_out(out[rank], own.randrange(4)), lay_out(lse[rank], own.randrange(4)))
+    time.sleep(own.choice((0, 0.02)))
+    wanted, wanted_lse = merge_partials(out.double(), lse.double())
+    torch.testing.assert_close(gathered, q, atol=0, rtol=0, equal_nan=True)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(merged, wanted[:, heads].to(dtype), atol=tolerance, rtol=tolerance, equal_nan=True)
+    torch.testing.assert_close(merged_lse, wanted_lse[:, heads].float(), atol=1e-5, rtol=1e-6)
+
+
+def exchange_contexts(exchange: direct.DirectExchange, num_chunks: int, common: random.Random, own: random.Random) -> None:
+    """Chunks of a context, of growing and shrinking sizes; each is read as late as may be, later than other ranks have sent the next."""
+    rank = dist.get_rank(exchange.group)
+    held: deque[tuple[Tensor, Tensor]] = deque()
+    for chunk in range(num_chunks + 2):
+        if len(held) == 2 or chunk >= num_chunks:
+            got, wanted = held.popleft()
+            time.sleep(own.choice((0, 0.1)))
+            assert torch.equal(got, wanted)
+        if chunk < num_chunks:
+            num_rows, width, dtype = common.randint(1, 60), common.choice((8, 40, 64)), common.choice(list(BITS))
+            generator = torch.Generator().manual_seed(chunk)
+            rows = torch.randn(exchange.size, num_rows, width + 8, generator=generator).to(dtype)[..., :width]
+            order = torch.randperm(exchange.size * num_rows, generator=generator)[: common.randint(1, exchange.size * num_rows)]
+            finish = exchange.start_context(rows[rank], order, tokens_of_rows(order, num_rows, rank))
+            held.append((finish(), rows.flatten(0, 1)[order]))
+
+
+def check_memory(exchange: direct.DirectExchange) -> None:
+    """When all ranks are done: nothing lies in the slots, words are those of their slot's exchanges, all programs have counted the same."""
+    dist.barrier(exchange.group)
+    slots = exchange._slots.mine[: 2 * exchange._slot_bytes]
+    numbers = exchange._slots.mine[2 * exchange._slot_bytes :].view(torch.int64).view(2, -1) >> 32
+    assert (slots == 0xFF).all()
+    assert ((numbers == 0) | (numbers % 2 == torch.tensor([[0], [1]]))).all()
+    counters, has_failed = exchange._state[:-1], exchange._state[-1]
+    assert (counters == counters[0]).all()
+    assert has_failed == 0
+    exchange.check()
+
+
+def check_exchanges(num_steps: int) -> None:
+    """Two groups where there are ranks for them, several exchanges over each, in turn; one's numbers go beyond those of 32 bits."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    common, own = random.Random(size), random.Random(rank)
+    delay_kernels(own)
+    direct._LANDING_BYTES = 4096
+    direct_ops.NUM_PROGRAMS, direct_ops._PLACE_PROGRAMS = 8, 4  # each with several items
+    direct_ops._SHAPES = tuple((columns, num_warps, num_items // 256) for columns, num_warps, num_items in direct_ops._SHAPES)
+    exchanges = [new_exchange(), new_exchange(slot_bytes=1024 * size), new_exchange(is_fp8=True)]
+    if size > 3:
+        groups = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
+        exchanges.append(new_exchange(group=groups[rank % 2]))
+    exchanges[0]._state[:-1] = 2**31 - 6
+    for step in range(num_steps):
+        shape = common.choice((1, 2, 3, 6)), common.randint(1, 3), common.choice((8, 40, 72))
+        exchange_once(exchanges[step % len(exchanges)], shape, common.choice(list(BITS)), step, own)
+    exchange_contexts(exchanges[-1], 6, common, own)
+    for exchange in exchanges:
+        assert exchange.gather_heads(torch.empty(0, 2, 8)).shape == (0, 2 * exchange.size, 8)
+        check_memory(exchange)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_steps"), [(2, 16), (3, 16), (5, 8), (8, 4)])
+def test_exchanges(num_ranks: int, num_steps: int) -> None:
+    run_interpreted(num_ranks, check_exchanges, num_steps)
+
+
+def check_missing_rank() -> None:
+    """Rank 1 of three does not come. The others wait for it once, in whatever number of turns, then no more; without it all is well."""
+    rank, own = dist.get_rank(), random.Random(dist.get_rank())
+    delay_kernels(own)
+    exchange_once(new_exchange(), (2, 1, 8), torch.float32, 0, own)  # whatever takes long the first time
+    direct._LANDING_BYTES = 1152
+    q, lse, order = torch.zeros(12, 1, 8), torch.zeros(12, 3), torch.arange(36)
+    calls: list[tuple[str, int, int, Callable[[direct.DirectExchange], Any]]] = [
+        ("gather_heads", 2048, 1, lambda exchange: exchange.gather_heads(q)),  # through the landing
+        ("gather_heads", 384, 7, lambda exchange: exchange.gather_heads(q)),
+        ("combine", 384, 7, lambda exchange: exchange.combine(q.expand(12, 3, 8), lse)),
+        ("gather_context", 384, 1, lambda exchange: exchange.start_context(q[:, 0], order, tokens_of_rows(order, 12, rank))()),
+    ]
+    for operation, slot_bytes, number, call in calls:
+        exchange = new_exchange(slot_bytes=slot_bytes, timeout=1.0)
+        exchange.reserve_context(36, 8, q.dtype, q.device)
+        exchange._state[:-1] = 6
+        if rank == 1:
+            continue
+        assert 1.0 <= seconds(call, exchange) < 5.0
+        words = f"{operation} failed on rank {rank} of the group [0, 1, 2]: nothing came from rank 1 for 1 s, in exchange {number}"
+        for again in (exchange.check, lambda: call(exchange)):  # noqa: B023
+            with pytest.raises(PeerFault, match=f"{re.escape(words)}$"):
+                again()
+        exchange._fault.zero_()  # so that kernels run, as they do in graphs
+        assert seconds(call, exchange) < 1.0
+    rest = dist.new_group([0, 2])
+    if rank != 1:
+        exchange = new_exchange(group=rest)
+        for step in range(3):
+            exchange_once(exchange, (2, 1, 8), torch.float32, step, own)
+        exchange.timeout = 1.0
+        if rank == 0:
+            exchange.gather_heads(q)
+            with pytest.raises(PeerFault, match=r"on rank 0 of the group \[0, 2\]: nothing came from rank 2 for 1 s, in exchange 7"):
+                exchange.check()
+
+
+def seconds(call: Callable[..., Any], *args: Any) -> float:
+    start = time.monotonic()
+    call(*args)
+    return time.monotonic() - start
+
+
+def test_missing_rank() -> None:
+    run_interpreted(3, check_missing_rank)
+
+
+def check_operators() -> None:
+    """torch.compile sees through the exchange, and knows what its operators give; what they cannot carry they say."""
+    delay_kernels(random.Random(dist.get_rank()))
+    direct._LANDING_BYTES = 2048
+    exchange = new_exchange()
+
+    def attend(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return exchange.combine(2 * exchange.gather_heads(q + 1), lse)
+
+    for num_tokens in (3, 6):
+        given = torch.randn(num_tokens, 2, 24), torch.zeros(num_tokens, 4)
+        compiled = torch.compile(attend, fullgraph=True, backend="eager")(*given)
+        assert all(torch.equal(got, wanted) for got, wanted in zip(compiled, attend(*given), strict=True))
+
+    q, out, lse = draw(exchange.size, (3, 2, 24), torch.float16, False, 0)
+    rank, order = dist.get_rank(), torch.arange(6)
+    # What opcheck compares, but that gives an operator copies of its arguments: peers do not write to a copy.
+    with CrossRefFakeMode(lambda operator: operator.namespace != "dcpmla", only_check_ops_with_meta=False):
+        exchange.gather_heads(q[:, :2])
+        exchange.combine(out[rank], lse[rank])
+        exchange.start_context(out[rank, :, 0], order, tokens_of_rows(order, 3, rank))()
+
+    small = new_exchange(slot_bytes=128)
+    for match, call in {
+        "q has dtype torch.float64; direct carries torch.bfloat16, torch.float16, torch.float32": lambda: small.gather_heads(q.double()),
+        "out has rows of 12; direct carries multiples of 8": lambda: small.combine(out[rank, ..., :12], lse[rank]),
+        "rows has dtype torch.int64": lambda: small.start_context(q[0].long(), order, order[:4]),
+        "slot_bytes is 128; a token's rows of all ranks take 384": lambda: small.gather_heads(q),
+        "slot_bytes is 128; a token's rows of all ranks take 512": lambda: small.combine(out[rank, ..., :8], lse[rank]),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+def test_operators() -> None:
+    run_interpreted(2, check_operators)
+
+
+@pytest.mark.parametrize("size", [1, 9])
+def test_groups_of_other_sizes_are_refused(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group: size)
+    with pytest.raises(ValueError, match=f"group has {size} ranks; direct takes 2 to 8"):
+        new_exchange()
