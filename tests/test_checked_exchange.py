@@ -30,6 +30,7 @@ def check_unequal_calls() -> list[str]:
         refused(lambda: exchange.combine(torch.zeros(T, 3 * H, D, dtype=torch.bfloat16 if rank == 0 else torch.float32), lse)),
         refused(lambda: exchange.start_context(rows, torch.arange(5), tokens) if rank == 2 else exchange.gather_heads(q)),
         refused(lambda: exchange.reserve_context(9, D + rank, torch.float32, q.device)),
+        refused(lambda: exchange.mailbox(T, 3 * H, D, torch.bfloat16 if rank == 0 else torch.float32)),
     ]
     assert exchange.gather_heads(q)[0, :, 0].tolist() == [0, 0, 1, 1, 2, 2]  # nothing is left of the calls that were refused
     return [*words, refused(lambda: (other if rank == 1 else exchange).gather_heads(q))]
@@ -46,5 +47,7 @@ def test_unequal_calls_are_told_on_every_rank() -> None:
         "rank 2 makes call 3, start_context(rows [2, 16] torch.float32, order [5] torch.int64, tokens [2] torch.int64); "
         f"each of ranks 0, 1 makes call 3, {q}",
         "; ".join(f"rank {rank} makes call 4, reserve_context(rows [9, {D + rank}] torch.float32)" for rank in range(3)),
-        f"rank 1 makes call 1, {q}; each of ranks 0, 2 makes call 6, {q}",
+        "rank 0 makes call 5, mailbox(out [4, 6, 16] torch.bfloat16); "
+        "each of ranks 1, 2 makes call 5, mailbox(out [4, 6, 16] torch.float32)",
+        f"rank 1 makes call 1, {q}; each of ranks 0, 2 makes call 7, {q}",
     ]

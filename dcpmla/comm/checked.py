@@ -24,7 +24,7 @@ class CheckedExchange:
     Args:
         exchange: makes the calls, over `group`.
     Raises:
-        RuntimeError: on every rank, by each of the four movements: ranks differ in operation, shapes, dtypes or the number of the call.
+        RuntimeError: on every rank, by every call but `check`: ranks differ in operation, shapes, dtypes or the number of the call.
     """
 
     def __init__(self, exchange: Exchange, group: ProcessGroup) -> None:
