@@ -185,9 +185,7 @@ def serve_loaded(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, 
         mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
         options: dict[str, Any] = {"dtype": torch.float32, "max_num_seqs": 5, "seq_lens": [60] * 7, "enforce_eager": enforce_eager}
         options |= {"enable_expert_parallel": enable_expert_parallel, "max_num_batched_tokens": 64}
-        engine = load_engine(
-            open_model(str(directory)), dcp, mesh, select_exchange(dcp, mesh.dcp_group, device), device, **options
-        )
+        engine = load_engine(open_model(str(directory)), dcp, mesh, select_exchange(dcp, mesh.dcp_group, device), device, **options)
         requests = [engine.add(prompt, SamplingParams(max_new_tokens=4 + 4 * index)) for index, prompt in enumerate(prompts)]
         for _ in engine.run():
             skew()

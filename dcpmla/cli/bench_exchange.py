@@ -24,6 +24,7 @@ from dcpmla.cli.values import exchange_list, positive, positive_list, seconds
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCP_COMM_BACKENDS
 from dcpmla.parallel.bootstrap import Ranks, agree
+from dcpmla.parallel.links import reach
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.machine import H200X8
 
@@ -40,7 +41,10 @@ MakePeer = Callable[[ProcessGroup, torch.device], VllmDirect]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--backends", type=exchange_list, default="ag_rs,a2a", metavar="NAME,...", help=f"of {', '.join(DCP_COMM_BACKENDS)}")
+    backends = ", ".join(DCP_COMM_BACKENDS)
+    add(
+        "--backends", type=exchange_list, metavar="NAME,...", help=f"of {backends}; default: ag_rs, a2a, and direct where ranks have NVLink"
+    )
     add("--tokens", type=positive_list, default="1,2,4,8,16,32,64,128,256,1024,4096", metavar="T,...", help="of a batch, or of a context")
     add("--heads", type=positive_list, default="64,128", metavar="H,...", help="of the whole group")
     add("--row-width", type=positive, default=512, metavar="D", help=f"of partial rows; queries and cached rows have {_ROPE_DIM} more")
@@ -101,27 +105,31 @@ def _measure(args: argparse.Namespace, job: Job, sizes: Sequence[int], make_peer
     operations = [*product(("gather_heads", "combine"), dict.fromkeys(args.heads)), ("gather_context", 0)]
     for size in sizes:
         group, link = init_mesh(size, size).dcp_group, _link_gb_per_s(job.ranks, size)
-        exchanges = _find_exchanges(args.backends, group, device)
+        default = ("ag_rs", "a2a", *(["direct"] if not reach(group, device) else []))
+        exchanges = _find_exchanges(args.backends or default, group, device)
         if make_peer is not None:  # whose one operation is asked of it below
             exchanges[VllmDirect.name, ""] = cast(Exchange, make_peer(group, device))
-        for tokens, (operation, heads), (backend, variant) in product(dict.fromkeys(args.tokens), operations, exchanges):
-            if variant not in _VARIANTS[operation] or (backend == VllmDirect.name and operation != "combine"):
-                continue
-            name = f"{operation} {_join(backend, variant)} of {size} ranks, {tokens:,} tokens" + (f", {heads} heads" if heads else "")
-            if limit.is_over():
-                if job.ranks.is_first:
-                    print(f"time is over (--time-limit): {name} and what follows is left out", flush=True)
-                return
-            width = args.value_width if variant == "pbm" else args.row_width
-            with measurement(args, job, name):
-                case = ExchangeCase(group, num_calls(device), tokens, heads, args.row_width + _ROPE_DIM, width, device, dtype)
-                with memory_on_all():
-                    inputs = OPERATIONS[operation](case)
-                setting = {"op": operation, "backend": backend, "variant": variant, "tokens": tokens, "heads": heads or None}
-                with memory_on_all():
-                    row = {**setting, "row_width": width, **measured(case, inputs, exchanges[backend, variant], link)}
-                del inputs  # before the next ones are made
-                yield row
+        widths = dict.fromkeys((args.row_width, args.value_width))
+        for tokens, (operation, heads), width in product(dict.fromkeys(args.tokens), operations, widths):
+            case = ExchangeCase(group, num_calls(device), tokens, heads, args.row_width + _ROPE_DIM, width, device, dtype)
+            inputs: ExchangeInputs | None = None  # the same for all that take them
+            for (backend, variant), exchange in exchanges.items():
+                if variant not in _VARIANTS[operation] or (backend == VllmDirect.name and operation != "combine"):
+                    continue
+                if width != (args.value_width if variant == "pbm" else args.row_width):
+                    continue
+                name = f"{operation} {_join(backend, variant)} of {size} ranks, {tokens:,} tokens" + (f", {heads} heads" if heads else "")
+                if limit.is_over():
+                    if job.ranks.is_first:
+                        print(f"time is over (--time-limit): {name} and what follows is left out", flush=True)
+                    return
+                with measurement(args, job, name):
+                    with memory_on_all():
+                        inputs = OPERATIONS[operation](case) if inputs is None else inputs
+                    setting = {"op": operation, "backend": backend, "variant": variant, "tokens": tokens, "heads": heads or None}
+                    with memory_on_all():
+                        row = {**setting, "row_width": width, **measured(case, inputs, exchange, link)}
+                    yield row
 
 
 def _find_exchanges(backends: Sequence[str], group: ProcessGroup, device: torch.device) -> dict[tuple[str, str], Exchange]:
