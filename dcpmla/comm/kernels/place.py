@@ -6,7 +6,7 @@ Unlike the kernels of `slots`, it says with a flag that rows are there: a rank's
 import triton
 import triton.language as tl
 
-from dcpmla.comm.kernels.slots import give_up, now, peer_addresses, start_exchange
+from dcpmla.comm.kernels.slots import count_exchange, give_up, next_epoch, now, peer_addresses
 
 
 @triton.jit
@@ -68,7 +68,8 @@ def place_kernel(
     SHARE: tl.constexpr,
 ):
     """Rows [N, WIDTH] -> row places[n] of a slot in each rank's memory, none where that is -1; without places, row n SIZE + rank."""
-    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS, SHARE)
+    epoch = next_epoch(state_ptr)
+    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
     # What is in the slot may be in use on another rank, until that one comes here.
     _meet(0, flags_at, epoch, deadline, rank, OPERATION, memory_ptr, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, PROGRAMS)
     carrier: tl.constexpr = rows_ptr.dtype.element_ty

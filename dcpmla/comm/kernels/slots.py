@@ -29,18 +29,22 @@ def now():
 
 
 @triton.jit
-def start_exchange(state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.constexpr):
-    """Count one exchange more: its number, and when to give it up.
+def next_epoch(state_ptr):
+    """The number of this exchange."""
+    return tl.load(state_ptr + tl.program_id(0)) + 1
+
+
+@triton.jit
+def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.constexpr):
+    """Count this exchange, and say when to give it up. To be called when rows are on their way: what it waits for should not delay them.
 
     A program counts for itself, and its share for those that other launches have and this one does not. After a fault no exchange waits.
     """
-    program = tl.program_id(0)
-    epoch = tl.load(state_ptr + program) + 1
-    has_failed = tl.load(state_ptr + PROGRAMS)
     tl.debug_barrier()  # each warp has loaded the number before one of them counts on
-    counter = program + tl.num_programs(0) * tl.arange(0, SHARE)
+    counter = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, SHARE)
     tl.store(state_ptr + counter, tl.zeros([SHARE], tl.int32) + epoch, mask=counter < PROGRAMS)
-    return epoch, now() + tl.where(has_failed != 0, 0, limit)
+    has_failed = tl.load(state_ptr + PROGRAMS)
+    return now() + tl.where(has_failed != 0, 0, limit)
 
 
 @triton.jit
@@ -133,7 +137,7 @@ def gather_kernel(
     REPEAT: tl.constexpr,
 ):
     """Rows [T, WIDTH] of each rank -> [T, SIZE, WIDTH]. An item is COLUMNS of a token's row, a program does `items` of them."""
-    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS, SHARE)
+    epoch = next_epoch(state_ptr)
     type: tl.constexpr = gathered_ptr.dtype.element_ty
     carrier: tl.constexpr = tl.int8 if IS_FP8 else q_ptr.dtype.element_ty
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -159,6 +163,7 @@ def gather_kernel(
         if IS_FP8:
             tl.store(peer_scales + mine * tiles + tile, tl.broadcast_to(as_word(scale, epoch), [PEERS]), mask=is_peer)
 
+    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
     for item in range(first, last):
         token, tile = tl.cast(item // tiles, tl.int64), item % tiles
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -215,7 +220,7 @@ def combine_kernel(
 
     IS_SENT: the attention kernel has sent the rows (`attention.kernels.hopper_rows`), all that is left is to await and to merge them.
     """
-    epoch, deadline = start_exchange(state_ptr, limit, PROGRAMS, SHARE)
+    epoch = next_epoch(state_ptr)
     type: tl.constexpr = merged_ptr.dtype.element_ty
     carrier: tl.constexpr = tl.int8 if IS_FP8 else out_ptr.dtype.element_ty
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -246,6 +251,7 @@ def combine_kernel(
         if IS_FP8:
             tl.store(peer_scales + mine * tiles + tile, as_word(scale, epoch), mask=is_peer)
 
+    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
     for item in range(first, last):
         row, tile = tl.cast(item // tiles, tl.int64), item % tiles
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
