@@ -96,6 +96,7 @@ class DirectExchange:
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         num_bytes = num_tokens * width * dtype.itemsize
         if self._context is None or self._context.slot_bytes < num_bytes:
+            wait_for_all(self.group, self.device)  # peers may be storing into the one before
             self._context = self._new_landing(2, -(-num_bytes // 256) * 256)
             wait_for_all(self.group, self.device)
 
