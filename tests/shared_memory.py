@@ -42,15 +42,15 @@ ranks.run_ranks({num_ranks}, job.{function.__name__}, *{args})"""
     subprocess.run([sys.executable, "-c", job], check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
 
 
-def delay_kernels(delays: random.Random) -> None:
-    """On a rank of such a job: the kernels' clock, for which the interpreter has no inline assembler, comes late at random."""
+def delay_kernels(delays: random.Random, chance: float = 0.03) -> None:
+    """On a rank of such a job: the kernels' clock, for which the interpreter has no inline assembler, comes late now and then."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
     from dcpmla.comm.kernels import place, slots
 
     def now() -> Any:
-        time.sleep(0.02 * delays.random() if delays.random() < 0.03 else 0.0005)  # others need the core meanwhile
+        time.sleep(0.02 * delays.random() if delays.random() < chance else 0.0005)  # others need the core meanwhile
         return tl.core.tensor(TensorHandle(np.array([time.monotonic_ns()]), tl.int64), tl.int64)
 
     slots.now = place.now = now

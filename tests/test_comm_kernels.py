@@ -1,9 +1,11 @@
 """Triton kernels of the exchange against `merge_partials`: on a GPU, in Triton's interpreter without one, and compiled for Hopper."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ triton = pytest.importorskip("triton")
 
 
 def check_merge_rows(device: str) -> None:
-    from dcpmla.comm.kernels import merge_rows
+    from dcpmla.comm.kernels.merge import merge_rows
 
     for num_parts in (1, 2, 3, 8):
         for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)):  # the interpreter truncates
@@ -32,7 +34,7 @@ def check_merge_rows(device: str) -> None:
 
 def check_weigh_rows(device: str) -> None:
     """What the ranks make of their rows adds up to the merged ones, each owner's apart."""
-    from dcpmla.comm.kernels import weigh_rows
+    from dcpmla.comm.kernels.merge import weigh_rows
 
     for size, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float64), (8, torch.float16)):
         out, lse = partials(size, dtype)
@@ -63,19 +65,68 @@ def test_kernels_in_the_interpreter() -> None:
     subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_kernels_compile_for_hopper(dtype: str) -> None:
+def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: str = "", num_warps: int = 4) -> str:
+    """The PTX of a kernel whose other arguments are int32; `aligned`, a pattern, matches those that are multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    names = [(at, name) for at, name in enumerate(kernel.arg_names) if name not in constants]
+    attributes = {(at,): [["tt.divisibility", 16]] for at, name in names if aligned and re.search(aligned, name)}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
+    assert "sm_90a" in ptx
+    return ptx
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_kernels_compile_for_hopper(dtype: str) -> None:
     from dcpmla.comm.kernels.merge import merge_kernel, weigh_kernel
 
     types = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32", "merged_ptr": f"*{dtype}", "merged_lse_ptr": "*fp32", "shares_ptr": "*fp32"}
     for kernel, size in ((merge_kernel, "NUM_PARTS"), (weigh_kernel, "SIZE")):
-        constants = {size: 8, "PARTS": 8, "COLUMNS": 512}
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-        compiled = triton.compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
-        assert "sm_90a" in compiled.asm["ptx"]
+        compile_for_hopper(kernel, types, {size: 8, "PARTS": 8, "COLUMNS": 512})
+
+
+DIRECT = {"memory_ptr": "*u8", "addresses_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64", "limit": "i64"}
+ALIGNED = "ptr|stride|limit|slot_bytes|_at$"
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize(("dtype", "carrier", "is_fp8"), [("bf16", "i16", False), ("fp32", "i32", False), ("bf16", "i16", True)])
+def test_slots_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, size: int) -> None:
+    """Rows travel, and are awaited, 16 bytes a thread. A word is loaded once for all its uses: it may come in between two loads."""
+    from dcpmla.comm.kernels.slots import combine_kernel, gather_kernel
+
+    peers = triton.next_power_of_2(size)
+    common = {"SIZE": size, "PEERS": peers, "COLUMNS": 128, "IS_FP8": is_fp8, "PROGRAMS": 2048, "SHARE": 4, "REPEAT": 32 // peers}
+    rows = {"q_ptr": f"*{carrier}", "gathered_ptr": f"*{dtype}", "out_ptr": f"*{carrier}", "merged_ptr": f"*{dtype}"}
+    lses = {"lse_ptr": "*fp32", "merged_lse_ptr": "*fp32"}
+    for kernel, constants, num_words in ((gather_kernel, {"WIDTH": 9216}, 0), (combine_kernel, {"WIDTH": 512, "IS_SENT": False}, 1)):
+        ptx = compile_for_hopper(kernel, {**DIRECT, **rows, **lses}, {**common, **constants}, ALIGNED, num_warps=1)
+        assert "st.global.v4.b32" in ptx
+        assert "ld.volatile.global.v4.b32" in ptx
+        assert not re.search(r"(st|ld)(\.volatile)?\.global\.b(8|16)\b", ptx)
+        assert ptx.count("ld.volatile.global.b64") == num_words + is_fp8
+        assert ("e4m3x2" in ptx) == is_fp8
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("carrier", ["i16", "i32"])
+def test_place_compiles_for_hopper(carrier: str, size: int) -> None:
+    """Rows travel 16 bytes a thread, between flags that other GPUs see."""
+    from dcpmla.comm.kernels.place import place_kernel
+
+    common = {"SIZE": size, "PEERS": triton.next_power_of_2(size), "PROGRAMS": 2048, "SHARE": 4}
+    context = {"OPERATION": 2, "WIDTH": 576, "ROWS": 16, "COLUMNS": 64}
+    heads = {"OPERATION": 0, "WIDTH": 9216, "ROWS": 1, "COLUMNS": 1024, "places_ptr": None}
+    for constants in (context, heads):
+        ptx = compile_for_hopper(
+            place_kernel, {**DIRECT, "rows_ptr": f"*{carrier}", "places_ptr": "*i64"}, {**common, **constants}, ALIGNED
+        )
+        assert "st.global.v4.b32" in ptx
+        assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
+        assert ptx.count("atom.global.sys.release") == ptx.count("atom.global.sys.acquire") == 2
 
 
 def check_strides() -> None:

@@ -79,8 +79,18 @@ def exchange_once(exchange: direct.DirectExchange, shape: tuple[int, int, int], 
     torch.testing.assert_close(merged_lse, wanted_lse[:, heads].float(), atol=1e-5, rtol=1e-6)
 
 
+def exchange_without_pause(exchange: direct.DirectExchange, num_exchanges: int, own: random.Random) -> None:
+    """Nothing between exchanges but ranks that linger in them: another one is ahead as far as may be."""
+    rank = dist.get_rank(exchange.group)
+    draws = [draw(exchange.size, (1, 1, 8), torch.float16, False, seed)[0] for seed in range(num_exchanges)]
+    delay_kernels(own, 0.2)
+    gathered = [exchange.gather_heads(q[:, rank : rank + 1]) for q in draws]
+    delay_kernels(own)
+    torch.testing.assert_close(gathered, draws, atol=0, rtol=0, equal_nan=True)
+
+
 def exchange_contexts(exchange: direct.DirectExchange, num_chunks: int, common: random.Random, own: random.Random) -> None:
-    """Chunks of a context, of growing and shrinking sizes; each is read as late as may be, later than other ranks have sent the next."""
+    """Chunks of a context, of growing and shrinking sizes; each is read at once, and again as late as may be."""
     rank = dist.get_rank(exchange.group)
     held: deque[tuple[Tensor, Tensor]] = deque()
     for chunk in range(num_chunks + 2):
@@ -95,6 +105,7 @@ def exchange_contexts(exchange: direct.DirectExchange, num_chunks: int, common: 
             order = torch.randperm(exchange.size * num_rows, generator=generator)[: common.randint(1, exchange.size * num_rows)]
             finish = exchange.start_context(rows[rank], order, tokens_of_rows(order, num_rows, rank))
             held.append((finish(), rows.flatten(0, 1)[order]))
+            assert torch.equal(*held[-1])
 
 
 def check_memory(exchange: direct.DirectExchange) -> None:
@@ -126,6 +137,7 @@ def check_exchanges(num_steps: int) -> None:
     for step in range(num_steps):
         shape = common.choice((1, 2, 3, 6)), common.randint(1, 3), common.choice((8, 40, 72))
         exchange_once(exchanges[step % len(exchanges)], shape, common.choice(list(BITS)), step, own)
+    exchange_without_pause(exchanges[0], 2 * num_steps, own)
     exchange_contexts(exchanges[-1], 6, common, own)
     for exchange in exchanges:
         assert exchange.gather_heads(torch.empty(0, 2, 8)).shape == (0, 2 * exchange.size, 8)
