@@ -1,8 +1,7 @@
-"""`bench layer` on two ranks, its parts against whole steps, its crossover against the definition, its geometries."""
+"""`bench layer` on two ranks, its parts against whole steps, what it says of DCP against the definitions, its geometries."""
 
 import json
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla.__main__ import main
+from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.cli.crossover import crossovers
 from dcpmla.cli.geometries import GEOMETRIES
 from dcpmla.cli.layer_stack import PARTS, LayerStack
@@ -31,44 +31,65 @@ TINY = ["bench", "layer", "--geometry", "tiny", "--num-layers", "2"]
 
 def test_two_ranks_measure_each_part(tmp_path: Path) -> None:
     out, plot = tmp_path / "layer.json", tmp_path / "layer.png"
-    options = ["-tp", 2, "-dcp", "1,2", "--dcp-comm-backend", "ag_rs,a2a", "--batch", "1,3", "--context", "70,100000000000"]
+    few, many = 1, PROJECT_FIRST_TOKENS
+    loads = ["--batch", f"{few},{many}", "--context", "70,100000000000"]
+    options = ["-tp", 2, "-dcp", "2,1", "--variants", ",pbm,q_replicate,fp8", *loads]
     command = torchrun(["-m", "dcpmla", *TINY, *options, "--json", out, "--plot", plot, "--commit", "abc"], 2)
     (result,) = run_together([(command, {})])
     content = json.loads(out.read_text())
     assert list(content) == ["commit", "machine", "versions", "rows", "crossover"]
     assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
-    found = {(row["dcp"], row["dcp_comm_backend"], row["batch"], row["context"], row["part"]): row for row in content["rows"]}
-    layouts = [(1, "none", UNSHARDED), *((2, backend, ("total", *PARTS)) for backend in ("ag_rs", "a2a"))]
-    loads = list(product((1, 3), (70,)))
-    assert set(found) == {(dcp, backend, *load, part) for dcp, backend, parts in layouts for load in loads for part in parts}
+    found = {(row["dcp"], row["dcp_comm_backend"], row["variant"], row["batch"], row["part"]): row for row in content["rows"]}
+    parts_of = {
+        **{(1, "none", "", batch): UNSHARDED for batch in (few, many)},
+        **{(2, "a2a", "", batch): ("total", *PARTS) for batch in (few, many)},
+        **{(2, "a2a", "q_replicate", batch): ("total", "projections", "attention", "combine", "output") for batch in (few, many)},
+        (2, "a2a", "pbm", many): ("total", *PARTS),
+    }
+    assert set(found) == {(*setting, part) for setting, parts in parts_of.items() for part in parts}
+    assert len(found) == len(content["rows"])
+
+    def beside_attention(*setting: Any) -> float:
+        return float(found[*setting, "total"]["median_us"] - found[*setting, "attention"]["median_us"])
+
     for *setting, part in found:
         row = found[*setting, part]
-        assert (row["geometry"], row["tp"], row["num_layers"], row["in_graph"]) == ("tiny", 2, 2, False)
+        assert (row["geometry"], row["tp"], row["num_layers"], row["context"], row["in_graph"]) == ("tiny", 2, 2, 70, False)
         assert row["median_us"] > 0
+        assert ("added_us_per_layer" in row) == (part == "total" and setting[0] == 2)
         if part == "total":
             parts = sum(found[*setting, other]["median_us"] for other in PARTS if (*setting, other) in found)
             assert row["sum_of_parts_us"] == pytest.approx(parts, abs=0.3)
-    assert [(entry["dcp"], entry["dcp_comm_backend"]) for entry in content["crossover"]] == [(2, "ag_rs"), (2, "a2a")]
+        if part == "total" and setting[0] == 2:
+            added = (beside_attention(*setting) - beside_attention(1, "none", "", setting[-1])) / 2
+            assert row["added_us_per_layer"] == pytest.approx(added, abs=0.1)
+            assert f"adds {row['added_us_per_layer']:,.1f} a layer" in result.stdout
+    assert [tuple(entry.values())[:3] for entry in content["crossover"]] == [(2, "a2a", variant) for variant in ("", "q_replicate", "pbm")]
     assert content["crossover"] == crossovers(content["rows"])
-    assert result.stdout.count("skipped: dcp ") == 6
-    assert result.stdout.count("is faster than tp 2: ") == 2
+    too_few = f": a step of fewer than {many} tokens does not project before it merges\n"
+    assert result.stdout.count(f"skipped: dcp 2 a2a pbm, {few} x 70{too_few}") == 1
+    assert result.stdout.count("skipped: dcp ") == 2 + 7  # contexts too long, for each layout that a batch has
+    assert result.stdout.count("is faster than tp 2: ") == 3
     assert plot.read_bytes().startswith(b"\x89PNG")
     read_rows(content, "layer.json")  # the planner takes it
 
 
-def parts_of_steps(cuts: list[tuple[int, int, str]]) -> list[tuple[Counter[str], Counter[str]]]:
+Cut = tuple[int, int, dict[str, Any]]  # tp, dcp, fields of DCPConfig
+
+
+def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
     """Operators of a whole step, and of its parts together, without views and what the residual adds."""
     config = MLAConfig.from_hf(GEOMETRIES["tiny"]())
     found = []
     with torch.inference_mode():
-        for tp, dcp, backend in cuts:
-            stack = LayerStack(config, init_mesh(tp, dcp), 2, 3, 70, CPU, torch.float32, backend)
-            runs = [stack.project, stack.attend, stack.finish, *([stack.gather, stack.combine] if dcp > 1 else [])]
+        for tp, dcp, options in cuts:
+            stack = LayerStack(config, init_mesh(tp, dcp), 2, PROJECT_FIRST_TOKENS, 70, CPU, torch.float32, **options)
+            runs = dict(zip(PARTS, (stack.project, stack.gather, stack.attend, stack.combine, stack.finish), strict=True))
             with _Operators() as whole:
                 stack.step()
             with _Operators() as parts:
-                for run in runs:
-                    run()
+                for part in stack.parts:
+                    runs[part]()
             found.append((whole.names - Counter({"aten.add.Tensor": 2}), parts.names))
     return found
 
@@ -89,7 +110,8 @@ class _Operators(TorchDispatchMode):
 
 def test_the_parts_are_the_step() -> None:
     """Same operators, same number of times: nothing is left out, nothing measured twice."""
-    cuts = [(2, 1, "auto"), (2, 2, "ag_rs"), (2, 2, "a2a")]
+    options: list[dict[str, Any]] = [{"dcp_comm_backend": "ag_rs"}, {}, {"dcp_q_replicate": True}, {"dcp_project_before_merge": True}]
+    cuts: list[Cut] = [(2, 1, {}), *((2, 2, option) for option in options)]
     for cut, (whole, parts) in zip(cuts, run_ranks(2, parts_of_steps, cuts)[0], strict=True):
         assert whole == parts, cut
         assert {"dcpmla.mla_decode.default", "c10d.allreduce_.default"} <= whole.keys()
@@ -102,6 +124,8 @@ def test_the_parts_are_the_step() -> None:
         (["-dcp", "3"], "decode_context_parallel_size (-dcp) is 3; it must divide tensor_parallel_size (-tp) 1"),
         (["-tp", "2"], "tensor_parallel_size (-tp) is 2, but 1 ranks were started"),
         (["--dcp-comm-backend", "a2a,mpi"], "'mpi' is not an exchange; choose from auto, ag_rs, a2a"),
+        (["--variants", ",bf8"], "'bf8' is not a variant; choose from pbm, q_replicate, fp8, or an empty name"),
+        (["--dcp-comm-backend", "a2a", "--variants", "fp8"], "--variants has 'fp8', but --dcp-comm-backend is a2a; direct alone"),
         (["--geometry", "deepseek-v9"], "invalid choice: 'deepseek-v9'"),
         (["--plot", "/nowhere/out.png"], "--plot is /nowhere/out.png"),
     ],
@@ -131,7 +155,7 @@ TIMES = st.dictionaries(st.tuples(st.integers(1, 3), st.sampled_from([8, 16, 24]
 def rows_of(times: dict[int, dict[tuple[int, int], int]]) -> list[dict[str, Any]]:
     """Total times by DCP size, batch and context."""
     return [
-        {"part": part, "dcp": dcp, "dcp_comm_backend": "a2a", "batch": batch, "context": context, "median_us": time * factor}
+        {"part": part, "dcp": dcp, "dcp_comm_backend": "a2a", "variant": "", "batch": batch, "context": context, "median_us": time * factor}
         for dcp, loads in times.items()
         for (batch, context), time in loads.items()
         for part, factor in (("total", 1), ("attention", -1))
@@ -187,9 +211,15 @@ def test_one_gpu_in_graphs(tmp_path: Path) -> None:
 @pytest.mark.gpu_2
 def test_two_gpus_in_graphs(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"
-    options = ["--geometry", "v2-lite", "--num-layers", "2", "-tp", "2", "-dcp", "1,2", "--batch", "1,8", "--context", "1024"]
+    loads = ["--batch", f"1,{PROJECT_FIRST_TOKENS}", "--context", "1024"]
+    options = ["--geometry", "v2-lite", "--num-layers", "2", "-tp", "2", "-dcp", "1,2", "--variants", ",pbm,q_replicate,fp8", *loads]
     (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 2), {})])
     content = json.loads(out.read_text())
-    assert len(content["rows"]) == 2 * (len(UNSHARDED) + 2 * (1 + len(PARTS)))
     assert all(row["in_graph"] for row in content["rows"])
-    assert len(content["crossover"]) == 2
+    steps = Counter((row["dcp_comm_backend"], row["variant"]) for row in content["rows"] if row["part"] == "total")
+    of_backend = {"": 2, "pbm": 1, "q_replicate": 2}  # one of the batches projects first
+    expected = {("none", ""): 2, **{("a2a", variant): number for variant, number in of_backend.items()}}
+    if ("direct", "") in steps:  # where the GPUs have NVLink
+        expected |= {("direct", variant): number for variant, number in {**of_backend, "fp8": 2}.items()}
+    assert steps == expected
+    assert len(content["crossover"]) == len(expected) - 1

@@ -1,32 +1,59 @@
-"""From which load on a sharded cache makes a decode step faster than plain TP does."""
+"""Steps over a sharded cache beside those of plain TP: what they add to a layer, and from which load on they are faster."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+Row = Mapping[str, Any]
 Load = tuple[int, int]  # requests, cached tokens of each
+Layout = tuple[int, str, str]  # DCP size, exchange, variant
 
 
-def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of every DCP size above 1 and exchange among the rows of `bench layer`.
+def layout_of(row: Row) -> Layout:
+    return row["dcp"], row["dcp_comm_backend"], row["variant"]
+
+
+def layout_name(layout: Layout) -> str:
+    dcp, backend, variant = layout
+    return f"dcp {dcp}" + (f" {backend} {variant}".rstrip() if dcp > 1 else "")
+
+
+def added_us_per_layer(rows: Sequence[Row], plain_rows: Sequence[Row]) -> float:
+    """What DCP adds to each layer of a step beside what it changes of attention itself; below zero where it saves more than it adds.
+
+    Args:
+        rows, plain_rows: of one step of `bench layer` and of the same load under dcp 1.
+    """
+
+    def beside_attention(rows: Sequence[Row]) -> float:
+        times = {row["part"]: row["median_us"] for row in rows}
+        return float(times["total"] - times["attention"])
+
+    return (beside_attention(rows) - beside_attention(plain_rows)) / int(rows[0]["num_layers"])
+
+
+def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Of every DCP size above 1, exchange and variant among the rows of `bench layer`.
 
     Loads count that were measured under both; a load that only fits when sharded does not.
 
     Returns:
-        dcp, dcp_comm_backend; `tokens`, the smallest total of cached tokens (batch x context) from which on every load is faster than under
-        dcp 1, None where the largest is not; `context_at_batch`, for each batch the smallest context from which on it is, or None.
+        dcp, dcp_comm_backend, variant; `tokens`, the smallest total of cached tokens (batch x context) from which on every load is faster
+        than under dcp 1, None where the largest is not; `context_at_batch`, for each batch the smallest context from which on it is, or
+        None.
     """
-    totals: dict[tuple[int, str], dict[Load, float]] = {}
+    totals: dict[Layout, dict[Load, float]] = {}
     for row in rows:
         if row["part"] == "total":
-            totals.setdefault((row["dcp"], row["dcp_comm_backend"]), {})[row["batch"], row["context"]] = row["median_us"]
-    plain = next((times for (dcp, _), times in totals.items() if dcp == 1), {})
+            totals.setdefault(layout_of(row), {})[row["batch"], row["context"]] = row["median_us"]
+    plain = next((times for (dcp, _, _), times in totals.items() if dcp == 1), {})
     found = []
-    for (dcp, backend), times in totals.items():
+    for (dcp, backend, variant), times in totals.items():
         is_faster = {load: times[load] < plain[load] for load in times if load in plain}
         if dcp > 1 and is_faster:
             at_batch = {str(batch): _first_of_the_faster(_contexts(is_faster, batch)) for batch in sorted({load[0] for load in is_faster})}
             tokens = _first_of_the_faster([(batch * context, faster) for (batch, context), faster in is_faster.items()])
-            found.append({"dcp": dcp, "dcp_comm_backend": backend, "tokens": tokens, "context_at_batch": at_batch})
+            layout = {"dcp": dcp, "dcp_comm_backend": backend, "variant": variant}
+            found.append({**layout, "tokens": tokens, "context_at_batch": at_batch})
     return found
 
 

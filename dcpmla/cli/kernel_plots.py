@@ -4,16 +4,18 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
+from dcpmla.cli.crossover import Layout, Load, layout_name, layout_of
 from dcpmla.cli.layer_stack import PARTS
 from dcpmla.cli.plots import new_figure, save_figure
 
 Row = dict[str, Any]
-Load = tuple[int, int]  # requests, cached tokens of each
-Layout = tuple[int, str]  # DCP size, exchange
 _STYLES = ("-", "--", "-.", ":")
-_MARKERS = "o^sdvx"  # of exchange operations and their variants
+_MARKERS = "o^sdvx"  # of variants, and of operations of the exchange
+_CHARACTERS_PER_INCH = 12  # of a small title
+_LEGEND_ROWS = 18  # of small text that fit beside the axes
 
 
 def plot_decode(path: Path, rows: Sequence[Row], title: str) -> None:
@@ -45,25 +47,34 @@ def best_peer_ratio(row: Row) -> float | None:
 
 
 def plot_layer(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Parts of a step over contexts, stacked, a bar for each layout of the cache, at the smallest and largest batch; and all speedups."""
-    batches, layouts = sorted({row["batch"] for row in rows}), list(dict.fromkeys(_layout(row) for row in rows))
+    """Parts of a step over contexts, stacked, a bar for each layout of the cache, at the smallest and largest batch; and all speedups.
+
+    Speedups have a colour for each DCP size and exchange, a marker for each variant.
+    """
+    batches, layouts = sorted({row["batch"] for row in rows}), sorted({*map(layout_of, rows)})
     shown = list(dict.fromkeys([batches[0], batches[-1]]))
-    figure, axes = new_figure(title, num_axes=len(shown) + 1, width=max(6.4, 0.8 * len(layouts)))
+    width = max(6.4, 0.5 * len(layouts))
+    figure, axes = new_figure(title, num_axes=len(shown) + 1, width=width)
     for axis, batch in zip(axes, shown, strict=False):
-        _plot_parts(axis, [row for row in rows if row["batch"] == batch], layouts)
-        axis.set_title(f"{batch} requests; bars: {', '.join(_name(layout) for layout in layouts)}", fontsize="small")
+        mine = _select(rows, batch=batch)
+        bars = [layout for layout in layouts if layout in map(layout_of, mine)]  # a variant may want more requests
+        _plot_parts(axis, mine, bars)
+        names = f"{batch} requests; bars: {', '.join(map(layout_name, bars))}"
+        axis.set_title(fill(names, int(_CHARACTERS_PER_INCH * width)), fontsize="small")
     axes[0].set_ylabel("time of the parts / of the slowest layout's")
     plain = {_load(row): row["median_us"] for row in rows if row["part"] == "total" and row["dcp"] == 1}
+    sizes, variants = list(dict.fromkeys(layout[:2] for layout in layouts)), list(dict.fromkeys(layout[2] for layout in layouts))
     for layout in layouts:
-        totals = {_load(row): row["median_us"] for row in rows if row["part"] == "total" and _layout(row) == layout}
+        totals = {_load(row): row["median_us"] for row in rows if row["part"] == "total" and layout_of(row) == layout}
         points = sorted(
             (batch * context, plain[batch, context] / totals[batch, context]) for batch, context in totals.keys() & plain.keys()
         )
-        axes[-1].plot([tokens for tokens, _ in points], [ratio for _, ratio in points], "o", label=_name(layout))
+        look = {"color": f"C{sizes.index(layout[:2])}", "marker": _MARKERS[variants.index(layout[2])], "linestyle": ""}
+        axes[-1].plot([tokens for tokens, _ in points], [ratio for _, ratio in points], label=layout_name(layout), **look)
     axes[-1].set_xscale("log", base=2)
     axes[-1].set_xlabel("cached tokens of all requests")
     axes[-1].set_ylabel("time under dcp 1 / time")
-    axes[-1].legend(fontsize="small")
+    _legend_beside(axes[-1])
     save_figure(path, figure)
 
 
@@ -87,18 +98,18 @@ def plot_exchange(path: Path, rows: Sequence[Row], title: str) -> None:
         axis.set_yscale("log")
         axis.set_xlabel("tokens")
     axes[0].set_ylabel("us")
-    axes[-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1))  # beside the axes: there are many lines
+    _legend_beside(axes[-1])
     save_figure(path, figure)
 
 
 def _plot_parts(axis: Any, rows: Sequence[Row], layouts: Sequence[Layout]) -> None:
     contexts, width = sorted({row["context"] for row in rows}), 0.8 / len(layouts)
-    sums = {(row["context"], _layout(row)): row["sum_of_parts_us"] for row in rows if row["part"] == "total"}
+    sums = {(row["context"], layout_of(row)): row["sum_of_parts_us"] for row in rows if row["part"] == "total"}
     slowest = {context: max(time for (other, _), time in sums.items() if other == context) for context in contexts}
     places = {key: contexts.index(key[0]) + width * layouts.index(key[1]) for key in sums}
     bottoms = dict.fromkeys(sums, 0.0)
     for part in PARTS:
-        heights = {(row["context"], _layout(row)): row["median_us"] / slowest[row["context"]] for row in rows if row["part"] == part}
+        heights = {(row["context"], layout_of(row)): row["median_us"] / slowest[row["context"]] for row in rows if row["part"] == part}
         axis.bar([places[key] for key in heights], heights.values(), width * 0.9, [bottoms[key] for key in heights], label=part)
         bottoms = {key: bottom + heights.get(key, 0.0) for key, bottom in bottoms.items()}
     axis.set_xticks([number + width * (len(layouts) - 1) / 2 for number in range(len(contexts))], [f"{context:,}" for context in contexts])
@@ -113,17 +124,14 @@ def _plot_over_loads(axis: Any, loads: Sequence[Load], values: Mapping[Load, flo
     axis.legend(fontsize="small")
 
 
+def _legend_beside(axis: Any) -> None:
+    """Where there are many lines."""
+    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1), ncols=-(-len(axis.lines) // _LEGEND_ROWS))
+
+
 def _select(rows: Sequence[Row], **setting: Any) -> list[Row]:
     return [row for row in rows if setting.items() <= row.items()]
 
 
 def _load(row: Row) -> Load:
     return row["batch"], row["context"]
-
-
-def _layout(row: Row) -> Layout:
-    return row["dcp"], row["dcp_comm_backend"]
-
-
-def _name(layout: Layout) -> str:
-    return f"dcp {layout[0]}" + (f" {layout[1]}" if layout[0] > 1 else "")

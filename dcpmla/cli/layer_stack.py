@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.metadata import StepMetadata
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.rope import query_factor
@@ -21,7 +21,6 @@ from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.mesh import DCPMesh
 
 PARTS = ("projections", "gather", "attention", "combine", "output")
-_EXCHANGE_PARTS = ("gather", "combine")
 _WEIGHT_STD = 0.02
 _ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # cached, of all layers: several times the L2 of an H200, 60 MB
 _MOST_STEPS = 32  # over different blocks: what small caches may cost in nodes of a graph
@@ -37,8 +36,10 @@ class LayerStack:
     Args:
         mesh: of this job; the cache is sharded over its DCP group.
         num_layers: layers, each with its own weights and cache, random.
-        dcp_comm_backend: of the exchange.
+        options: fields of DCPConfig, for what decode exchanges and how.
     Attributes:
+        parts: of PARTS, those that a step has: no exchange where the cache is not sharded, no gather where queries are replicated.
+        projects_first: whether a step projects before it merges; so do only those of enough tokens.
         metadata: of each of the steps over other blocks.
     Raises:
         ValueError: heads that do not divide, or a cache that does not fit.
@@ -53,10 +54,13 @@ class LayerStack:
         context: int,
         device: torch.device,
         dtype: torch.dtype,
-        dcp_comm_backend: str = "auto",
+        **options: Any,
     ) -> None:
         self.config, self.device = config, device
-        dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, dcp_comm_backend=dcp_comm_backend)
+        dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, **options)
+        missing = ("gather", "combine") if mesh.dcp_size == 1 else ("gather",) if dcp.dcp_q_replicate else ()
+        self.parts = tuple(part for part in PARTS if part not in missing)
+        self.projects_first = dcp.dcp_project_before_merge and batch >= PROJECT_FIRST_TOKENS
         self.exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
         self.layers = [MLAAttention(config, dcp, mesh, self.exchange, dtype, device) for _ in range(num_layers)]
         for layer in self.layers:
@@ -79,16 +83,22 @@ class LayerStack:
         self.q = torch.randn(batch, heads, config.latent_dim, **new)
         self.group_q = torch.randn(batch, group_heads, config.latent_dim, **new)
         self.group_out = torch.randn(batch, group_heads, config.kv_lora_rank, **new)
+        row_dim = config.v_head_dim if self.projects_first else config.kv_lora_rank
+        self.group_rows = torch.randn(batch, group_heads, row_dim, **new)
         self.group_lse = torch.randn(batch, group_heads, device=device)
-        self.out = torch.randn(batch, heads, config.kv_lora_rank, **new)
+        self.rows = torch.randn(batch, heads, row_dim, **new)
         self.cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
         self.query_factor = query_factor(self.metadata[0].positions, config.llama_4_scaling, dtype)  # the same in all steps
 
     def timings(self, parts: Sequence[str] = ("total", *PARTS)) -> dict[str, Timing]:
         """Of the whole stack ("total") and of parts of it. Collective over the job.
 
-        Parts: "projections", all before the exchange of queries; "gather"; "attention" over this rank's tokens; "combine"; "output", all
-        after. A cache that is not sharded has no gather and no combine.
+        Parts: "projections", all before the exchange of queries, or before attention where queries are replicated; "gather"; "attention"
+        over this rank's tokens; "combine" of latents, or of values if the stack projects first; "output", W_UV wherever it stands (of all
+        the group's heads if the stack projects first), o_proj and its all-reduce. A part that the step does not have is left out.
+
+        Where attention sends rows to their owners itself (`dcp_mla_decode` through a mailbox), the step runs attention and combine as one
+        operation: the parts are then the plain kernel and a whole combine, which take longer one after the other.
         """
         runs: dict[str, Callable[[int], object]] = {
             "total": self.step,
@@ -102,7 +112,7 @@ class LayerStack:
         timings = {
             part: time_operation(runs[part], self.device, calls, num_samples(self.device), _SAMPLE_SECONDS)
             for part in parts
-            if not (isinstance(self.exchange, LocalExchange) and part in _EXCHANGE_PARTS)
+            if part in ("total", *self.parts)
         }
         self.exchange.check()
         return timings
@@ -115,7 +125,7 @@ class LayerStack:
         return hidden
 
     def project(self, index: int = 0) -> None:
-        """All that a layer does before it exchanges queries: its step, broken off there."""
+        """All that a layer does before its decode turns to the exchange, for queries or for a mailbox: its step, broken off there."""
         metadata = self._metadata(index)
         for layer, rows in zip(self.layers, self.cache.layers, strict=True):
             layer.exchange = _Stop()
@@ -125,7 +135,7 @@ class LayerStack:
                 continue
             finally:
                 layer.exchange = self.exchange
-            raise RuntimeError("a layer's decode made no exchange of queries: there is nothing to tell its projections by")
+            raise RuntimeError("a layer asked nothing of its exchange before attention: there is nothing to tell its projections by")
 
     def gather(self, _: int = 0) -> None:
         for _layer in self.layers:
@@ -149,12 +159,16 @@ class LayerStack:
 
     def combine(self, _: int = 0) -> None:
         for _layer in self.layers:
-            self.exchange.combine(self.group_out, self.group_lse)
+            self.exchange.combine(self.group_rows, self.group_lse)
 
     def finish(self, _: int = 0) -> None:
-        """All that a layer does with merged rows: W_UV, o_proj, its all-reduce."""
+        """W_UV, before or behind the merge, o_proj, its all-reduce."""
         for layer in self.layers:
-            layer.o_proj(project_values(self.out, layer.w_uv))
+            if self.projects_first:
+                project_values(self.group_out, layer.w_uv_group)
+                layer.o_proj(self.rows.flatten(1))
+            else:
+                layer.o_proj(project_values(self.rows, layer.w_uv))
 
     def _metadata(self, index: int) -> StepMetadata:
         return self.metadata[index % len(self.metadata)]
@@ -171,3 +185,6 @@ class _Stop(LocalExchange):
 
     def gather_heads(self, q: Tensor) -> Tensor:
         raise _Stopped
+
+    def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> None:
+        raise _Stopped  # the first call where queries are replicated
