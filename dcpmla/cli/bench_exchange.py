@@ -105,7 +105,8 @@ def _measure(args: argparse.Namespace, job: Job, sizes: Sequence[int], make_peer
     operations = [*product(("gather_heads", "combine"), dict.fromkeys(args.heads)), ("gather_context", 0)]
     for size in sizes:
         group, link = init_mesh(size, size).dcp_group, _link_gb_per_s(job.ranks, size)
-        default = ("ag_rs", "a2a", *(["direct"] if not reach(group, device) else []))
+        is_out_of_reach = largest(float(bool(reach(group, device))), device)  # of some group of the job: all measure the same
+        default = ("ag_rs", "a2a") if is_out_of_reach else ("ag_rs", "a2a", "direct")
         exchanges = _find_exchanges(args.backends or default, group, device)
         if make_peer is not None:  # whose one operation is asked of it below
             exchanges[VllmDirect.name, ""] = cast(Exchange, make_peer(group, device))

@@ -82,6 +82,7 @@ def largest(number: float, device: torch.device) -> float:
 def _capture(operation: Operation, calls: int) -> torch.cuda.CUDAGraph | None:
     """A graph of one sample; None, on every rank, where some rank cannot capture it."""
     is_free = True
+    torch.cuda.synchronize()  # one stream at a time: the exchange counts its calls
     with torch.cuda.stream(torch.cuda.Stream()):  # what a first call on a new stream allocates must not be part of the graph
         try:
             with error_on_host_sync():
