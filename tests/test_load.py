@@ -48,7 +48,7 @@ def serve(directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str) -
         time.monotonic = lambda: 2 * clock() + 1000
     device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    selection = select_exchange(dcp, mesh.dcp_group, "cpu")
+    selection = select_exchange(dcp, mesh.dcp_group, device)
     model = load_model(directory, load_config(directory), dcp, mesh, selection, torch.float32, device)
     results = []
     for seed in seeds:

@@ -52,7 +52,7 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
     for case in cases:
         dcp = case.dcp
         mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-        selection = select_exchange(dcp, mesh.dcp_group, "cpu")
+        selection = select_exchange(dcp, mesh.dcp_group, device)
         model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
         seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
         plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32)

@@ -33,7 +33,7 @@ def test_one_gpu(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 @pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "mistral4"])
 def test_logits_and_tokens(num_gpus: int, family: str, tmp_path: Path) -> None:
-    cases = make_cases(num_gpus, [num_gpus], (1, 16), ("ag_rs", "a2a")) + make_cases(num_gpus, [num_gpus // 2], (2,), ("auto",))
+    cases = make_cases(num_gpus, [num_gpus], (1, 16), ("ag_rs", "a2a", "direct")) + make_cases(num_gpus, [num_gpus // 2], (2,), ("auto",))
     check(save_tiny(family, tmp_path), tmp_path, num_gpus, cases, "cuda")
 
 

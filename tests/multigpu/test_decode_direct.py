@@ -1,0 +1,76 @@
+"""Attention that sends its rows itself: the same as attention and then `combine`, eager, in graphs, with shards that are empty."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.metadata import DecodeMetadata
+from dcpmla.attention.workspace import decode_workspace
+from dcpmla.comm.direct import DirectExchange
+from dcpmla.comm.nccl import AllToAll
+
+LENGTHS = (0, 1, 63, 64, 65, 300, 2000)
+NUM_HEADS, SCALE = 128, 0.07
+
+
+class WithoutMailbox:
+    """`direct`, two operations for attention and combine."""
+
+    def __init__(self, exchange: DirectExchange) -> None:
+        self._exchange = exchange
+
+    def mailbox(self, *_: Any) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._exchange, name)
+
+
+def draw(num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, DecodeMetadata]:
+    """This rank's queries, cache and lengths; on rank 1 all shards are empty."""
+    rank, rng = dist.get_rank(), random.Random(100 * num_tokens + dist.get_rank())
+    lens = [0 if rank == 1 else rng.choice(LENGTHS) for _ in range(num_tokens)]
+    generator = torch.Generator(device).manual_seed(rank)
+    num_blocks = max(1, -(-max(lens) // 64))
+    table = torch.arange(num_tokens * num_blocks, dtype=torch.int32, device=device).view(num_tokens, num_blocks)
+    cache = torch.randn(table.numel(), 64, 576, generator=generator, device=device).bfloat16()
+    q = torch.randn(num_tokens, NUM_HEADS // dist.get_world_size(), 576, generator=generator, device=device).bfloat16()
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    return q, cache, DecodeMetadata(table, seq_lens, None, 1, decode_workspace(device))
+
+
+def check_rows() -> None:
+    device = torch.device("cuda", dist.get_rank())
+    direct, a2a = DirectExchange(dist.group.WORLD, device, timeout=20), AllToAll(dist.group.WORLD)
+    for num_tokens in (1, 2, 3, 8, 17, 64, 200):
+        inputs = draw(num_tokens, device)
+        out, lse = dcp_mla_decode(*inputs, SCALE, direct)
+        for got, wanted in zip((out, lse), dcp_mla_decode(*inputs, SCALE, WithoutMailbox(direct)), strict=True):
+            assert torch.equal(got, wanted)
+        wanted, wanted_lse = dcp_mla_decode(*inputs, SCALE, a2a)
+        torch.testing.assert_close(out, wanted, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(lse, wanted_lse)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            replayed = dcp_mla_decode(*inputs, SCALE, direct)
+        for _ in range(3):
+            graph.replay()
+            dcp_mla_decode(*inputs, SCALE, direct)
+            assert torch.equal(replayed[0], out)
+    direct.check()
+
+
+@pytest.mark.gpu_2
+def test_two_ranks() -> None:
+    run_ranks(2, check_rows, device="cuda")
+
+
+@pytest.mark.gpu_4
+def test_four_ranks() -> None:
+    run_ranks(4, check_rows, device="cuda")
