@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.comm.symmetric import PeerMemory
@@ -55,3 +56,16 @@ def delay_kernels(delays: random.Random, chance: float = 0.03) -> None:
 
     slots.now = place.now = now
     np.seterr(all="ignore")  # what shards without tokens hold
+
+
+def send_rows(out: Tensor, lse: Tensor, slots: PeerMemory, state: Tensor, slot_bytes: int, rank: int) -> None:
+    """What an attention kernel does that stores its rows [T, W h, D] at their owners itself: the first half of `combine`."""
+    number, size = state[:1] + 1, len(slots.addresses)
+    slot, num_rows, width = int(number) % 2, lse.numel() // size, out.shape[-1]
+    for owner, memory in enumerate(slots.owner):
+        rows, lses = (mine.chunk(size, 1)[owner].flatten(0, 1) for mine in (out, lse))
+        is_sent = lses != -torch.inf
+        places = memory[slot * slot_bytes :].view(out.dtype)[rank * num_rows * width :][: num_rows * width].view(num_rows, width)
+        places[is_sent] = rows.where(~rows.isnan(), torch.nan)[is_sent]  # no kernel computes a NaN of all ones
+        words = memory[2 * slot_bytes + slot * (slot_bytes // 8) :].view(torch.int64)[rank * num_rows :][:num_rows]
+        words.copy_((lses.view(torch.int32).long() & 0xFFFFFFFF) | (number.long() << 32))

@@ -1,0 +1,111 @@
+"""What an exchange `direct` must do, in Triton's interpreter and on GPUs: exchanges against plain slicing and a float64 merge."""
+
+import random
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from shared_memory import send_rows
+from torch import Tensor
+
+from dcpmla.comm.direct import DirectExchange
+from dcpmla.comm.direct_ops import collect
+from dcpmla.comm.exchange import tokens_of_rows
+from dcpmla.merge import merge_partials
+
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 3e-6}  # the interpreter truncates
+DTYPES = (torch.float16, torch.float32)  # in the interpreter
+
+
+def draw(exchange: DirectExchange, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Everyone's queries [T, W h, D], partial rows [W, T, W h, D] and LSEs [W, T, W h]; in some stands what means "not here": all ones."""
+    num_tokens, num_heads, width = shape
+    device, generator = exchange.device, torch.Generator(exchange.device).manual_seed(seed)
+    q = torch.randn(num_tokens, exchange.size * num_heads, width, generator=generator, device=device).to(dtype)
+    out = torch.randn(exchange.size, *q.shape, generator=generator, device=device).to(dtype)
+    lse = 5 * torch.randn(out.shape[:-1], generator=generator, device=device)
+    lse[torch.rand(lse.shape, generator=generator, device=device) < 0.3] = -torch.inf
+    lse[:, seed % 7 : seed % 7 + 1] = -torch.inf
+    if exchange.is_fp8:
+        # Numbers that e4m3 holds, scales that are powers of two: the interpreter neither rounds as GPUs do nor knows e4m3's NaN.
+        for rows in (q, out):
+            rows.copy_(rows.clamp(-1.75, 1.75).to(torch.float8_e4m3fn))
+            rows[..., ::8] = 1.75
+    else:
+        q.view(BITS[dtype])[0, 0, 0] = -1
+        for rank, token, head in (lse != -torch.inf).nonzero()[:1]:
+            out.view(BITS[dtype])[rank, token, head, 0] = -1
+    out.view(BITS[dtype])[lse == -torch.inf] = -1
+    return q, out, lse
+
+
+def lay_out(tensor: Tensor, kind: int) -> Tensor:
+    """The same numbers: contiguous, with the first two dimensions changed about, with something behind each row, in every other column."""
+    if kind == 0:
+        return tensor.contiguous()
+    if kind == 1:
+        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    if kind == 2:
+        return torch.cat([tensor, torch.full_like(tensor, torch.nan)[..., :8]], -1)[..., : tensor.shape[-1]]
+    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], -1)[..., 0]
+
+
+def exchange_once(
+    exchange: DirectExchange, shape: tuple[int, int, int], dtype: torch.dtype, seed: int, own: random.Random, num_layouts: int = 4
+) -> None:
+    """One gather of heads and one combine, this rank late at random, their rows laid out as it likes."""
+    rank, (_, num_heads, _) = dist.get_rank(exchange.group), shape
+    heads = slice(rank * num_heads, (rank + 1) * num_heads)
+    q, out, lse = draw(exchange, shape, dtype, seed)
+    kinds = [own.randrange(num_layouts) for _ in range(3)]
+    gathered = exchange.gather_heads(lay_out(q[:, heads], min(kinds[0], 2)))
+    time.sleep(own.choice((0, 0.02)))
+    mailbox = exchange.mailbox(*out.shape[1:], dtype)
+    if mailbox and exchange.device.type == "cpu" and own.random() < 0.3:  # to the others it is all one
+        send_rows(out[rank], lse[rank], exchange._slots, exchange._state, exchange._slot_bytes, rank)
+        merged, merged_lse = torch.empty_like(out[rank, :, heads]), torch.empty_like(lse[rank, :, heads])
+        collect(merged, merged_lse, *mailbox)
+    else:
+        merged, merged_lse = exchange.combine(
+            lay_out(out[rank], own.randrange(num_layouts)), lay_out(lse[rank], own.randrange(num_layouts))
+        )
+    time.sleep(own.choice((0, 0.02)))
+    wanted, wanted_lse = merge_partials(out.double(), lse.double())
+    torch.testing.assert_close(gathered, q, atol=0, rtol=0, equal_nan=True)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(merged, wanted[:, heads].to(dtype), atol=tolerance, rtol=tolerance, equal_nan=True)
+    torch.testing.assert_close(merged_lse, wanted_lse[:, heads].float(), atol=1e-5, rtol=1e-6)
+
+
+def exchange_contexts(exchange: DirectExchange, num_chunks: int, common: random.Random, own: random.Random) -> None:
+    """Chunks of a context, of growing and shrinking sizes; each is read at once, and again as late as may be."""
+    rank = dist.get_rank(exchange.group)
+    held: deque[tuple[Tensor, Tensor]] = deque()
+    for chunk in range(num_chunks + 2):
+        if len(held) == 2 or chunk >= num_chunks:
+            got, wanted = held.popleft()
+            time.sleep(own.choice((0, 0.1)))
+            assert torch.equal(got, wanted)
+        if chunk < num_chunks:
+            num_rows, width, dtype = common.randint(1, 60), common.choice((8, 40, 64)), common.choice(DTYPES)
+            generator = torch.Generator().manual_seed(chunk)
+            rows = torch.randn(exchange.size, num_rows, width + 8, generator=generator).to(exchange.device, dtype)[..., :width]
+            order = torch.randperm(len(rows) * num_rows, generator=generator)[: common.randint(1, len(rows) * num_rows)].to(rows.device)
+            finish = exchange.start_context(rows[rank], order, tokens_of_rows(order, num_rows, rank))
+            held.append((finish(), rows.flatten(0, 1)[order]))
+            assert torch.equal(*held[-1])
+
+
+def check_memory(exchange: DirectExchange) -> None:
+    """When all ranks are done: nothing lies in the slots, words are those of their slot's exchanges, all programs have counted the same."""
+    dist.barrier(exchange.group)
+    slots = exchange._slots.mine[: 2 * exchange._slot_bytes]
+    numbers = exchange._slots.mine[2 * exchange._slot_bytes :].view(torch.int64).view(2, -1) >> 32
+    assert (slots == 0xFF).all()
+    assert ((numbers == 0) | (numbers % 2 == torch.tensor([[0], [1]]))).all()
+    counters, has_failed = exchange._state[:-1], exchange._state[-1]
+    assert (counters == counters[0]).all()
+    assert has_failed == 0
+    exchange.check()
