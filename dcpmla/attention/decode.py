@@ -143,7 +143,7 @@ def _(
     return q.new_empty(*q.shape[:2], kv_lora_rank), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("dcpmla::mla_decode_and_merge", mutates_args=("workspace", "memory", "state", "fault"))
+@torch.library.custom_op("dcpmla::mla_decode_and_merge", mutates_args=("workspace", "state"))
 def _mla_decode_and_merge(
     q: Tensor,
     kv_cache: Tensor,
@@ -152,7 +152,6 @@ def _mla_decode_and_merge(
     scale: float,
     kv_lora_rank: int,
     workspace: Tensor | None,
-    memory: Tensor,
     addresses: Tensor,
     state: Tensor,
     fault: Tensor,
@@ -163,7 +162,7 @@ def _mla_decode_and_merge(
     """Decode of one token a request and `combine`. A kernel that can stores rows at their owners: they are on their way under attention."""
     from dcpmla.comm import direct_ops  # triton is there on Linux only
 
-    mailbox = memory, addresses, state, fault, slot_bytes, timeout, group
+    mailbox = addresses, state, fault, slot_bytes, timeout, group
     backend = select_decode(q, kv_cache, kv_lora_rank)
     if backend.load_sender is None:
         out, lse = backend.load()(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, None, 1, workspace)
@@ -186,7 +185,6 @@ def _(
     scale: float,
     kv_lora_rank: int,
     workspace: Tensor | None,
-    memory: Tensor,
     addresses: Tensor,
     *_: object,
 ) -> tuple[Tensor, Tensor]:

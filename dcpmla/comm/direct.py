@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from dcpmla.comm.direct_ops import combine, combine_room, gather, new_state, place, raise_fault
 from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.kernels.slots import NUM_PROGRAMS
+from dcpmla.comm.nccl import AllToAll
 from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
 
 MAX_SIZE = 8  # ranks of a group: what the NVLink of one host connects
@@ -57,12 +58,18 @@ class DirectExchange:
         self._state = new_state(device)
         self._heads = self._new_landing(1, slot_bytes)
         self._context: _Landing | None = None
+        self._collective = AllToAll(group)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         wait_for_all(group, device)
 
     def gather_heads(self, q: Tensor) -> Tensor:
         num_tokens, num_heads, width = q.shape
-        if not self.is_fp8 and _LANDING_BYTES <= self.size * q.numel() * q.element_size() <= self._slot_bytes:
+        # What arrives in this rank's memory from outside, a compiler does not see: there, an operator has to take it out.
+        if (
+            not torch.compiler.is_compiling()
+            and not self.is_fp8
+            and _LANDING_BYTES <= self.size * q.numel() * q.element_size() <= self._slot_bytes
+        ):
             rows = self._heads.place(q.reshape(num_tokens, -1), None, "gather_heads")
             return rows[: self.size * num_tokens].view(num_tokens, self.size * num_heads, width)
         return gather(q, *self._memory(), self.is_fp8)
@@ -76,6 +83,8 @@ class DirectExchange:
         return self._memory() if fits and not self.is_fp8 else None
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        if torch.compiler.is_compiling():  # see gather_heads
+            return self._collective.start_context(rows, order, tokens)
         self.reserve_context(self.size * rows.shape[0], rows.shape[1], rows.dtype, rows.device)
         assert self._context is not None
         if self._stream is None:  # the kernels run in Triton's interpreter
@@ -109,8 +118,7 @@ class DirectExchange:
         raise_fault(self._fault, self.timeout, self.group.group_name)
 
     def _memory(self) -> Mailbox:
-        slots = self._slots
-        return slots.mine, slots.addresses, self._state, self._fault, self._slot_bytes, self.timeout, self.group.group_name
+        return self._slots.addresses, self._state, self._fault, self._slot_bytes, self.timeout, self.group.group_name
 
     def _new_landing(self, num_slots: int, slot_bytes: int) -> "_Landing":
         memory = self._allocate(num_slots * slot_bytes + _FLAG_BYTES, self.group, self.device)
@@ -132,7 +140,6 @@ class _Landing:
         """Send rows [N, D] to their places (`direct_ops.place`). Returns the slot [.., D], in stream order with all ranks' rows."""
         slot_at = self._next * self.slot_bytes
         self._next = (self._next + 1) % self._num_slots
-        mine, addresses = self._memory.mine, self._memory.addresses
-        place(rows, places, mine, addresses, *self._state, slot_at, self._num_slots * self.slot_bytes, *self._rest, operation)
+        place(rows, places, self._memory.addresses, *self._state, slot_at, self._num_slots * self.slot_bytes, *self._rest, operation)
         slot = self._memory.mine[slot_at : slot_at + self.slot_bytes].view(rows.dtype)
         return slot[: slot.numel() // rows.shape[1] * rows.shape[1]].view(-1, rows.shape[1])

@@ -61,10 +61,8 @@ def choose_tiling(num_rows: int, width: int) -> Tiling:
     return Tiling(columns, items, num_warps, -(-num_items // items))
 
 
-@torch.library.custom_op("dcpmla::direct_gather", mutates_args=("memory", "state", "fault"))
-def gather(
-    q: Tensor, memory: Tensor, addresses: Tensor, state: Tensor, fault: Tensor, slot_bytes: int, timeout: float, group: str, is_fp8: bool
-) -> Tensor:
+@torch.library.custom_op("dcpmla::direct_gather", mutates_args=("state",))
+def gather(q: Tensor, addresses: Tensor, state: Tensor, fault: Tensor, slot_bytes: int, timeout: float, group: str, is_fp8: bool) -> Tensor:
     """`Exchange.gather_heads` through slots."""
     rank = enter("q", q, fault, timeout, group)
     num_tokens, num_heads, width = q.shape
@@ -77,7 +75,6 @@ def gather(
         gather_kernel[(tiling.num_programs,)](
             rows[tokens],
             gathered[tokens],
-            memory,
             addresses,
             state,
             fault,
@@ -101,15 +98,14 @@ def gather(
 
 
 @gather.register_fake
-def _(q: Tensor, memory: Tensor, addresses: Tensor, *_: object) -> Tensor:
+def _(q: Tensor, addresses: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[0], addresses.shape[0] * q.shape[1], q.shape[2])
 
 
-@torch.library.custom_op("dcpmla::direct_combine", mutates_args=("memory", "state", "fault"))
+@torch.library.custom_op("dcpmla::direct_combine", mutates_args=("state",))
 def combine(
     out: Tensor,
     lse: Tensor,
-    memory: Tensor,
     addresses: Tensor,
     state: Tensor,
     fault: Tensor,
@@ -126,12 +122,12 @@ def combine(
     token_bytes, token_words = combine_room(num_heads, width, out.element_size())
     for tokens in _turns(num_tokens, token_bytes, token_words, slot_bytes):
         results = merged[tokens], merged_lse[tokens]
-        _launch_combine(out[tokens], lse[tokens], *results, memory, addresses, state, fault, slot_bytes, timeout, group, is_fp8, False)
+        _launch_combine(out[tokens], lse[tokens], *results, addresses, state, fault, slot_bytes, timeout, group, is_fp8, False)
     return merged, merged_lse
 
 
 @combine.register_fake
-def _(out: Tensor, lse: Tensor, memory: Tensor, addresses: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _(out: Tensor, lse: Tensor, addresses: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     shape = out.shape[0], out.shape[1] // addresses.shape[0]
     return out.new_empty(*shape, out.shape[2]), lse.new_empty(shape)
 
@@ -144,7 +140,6 @@ def combine_room(num_heads: int, width: int, element_size: int) -> tuple[int, in
 def collect(
     merged: Tensor,
     merged_lse: Tensor,
-    memory: Tensor,
     addresses: Tensor,
     state: Tensor,
     fault: Tensor,
@@ -153,7 +148,7 @@ def collect(
     group: str,
 ) -> None:
     """The second half of `combine`, for rows [T, h, D] that fit into a slot at once, and that kernels of all ranks send."""
-    _launch_combine(merged, merged_lse, merged, merged_lse, memory, addresses, state, fault, slot_bytes, timeout, group, False, True)
+    _launch_combine(merged, merged_lse, merged, merged_lse, addresses, state, fault, slot_bytes, timeout, group, False, True)
 
 
 def _launch_combine(
@@ -161,7 +156,6 @@ def _launch_combine(
     lse: Tensor,
     merged: Tensor,
     merged_lse: Tensor,
-    memory: Tensor,
     addresses: Tensor,
     state: Tensor,
     fault: Tensor,
@@ -178,7 +172,6 @@ def _launch_combine(
         lse,
         merged,
         merged_lse,
-        memory,
         addresses,
         state,
         fault,
@@ -203,11 +196,10 @@ def _launch_combine(
     )
 
 
-@torch.library.custom_op("dcpmla::direct_place", mutates_args=("memory", "state", "fault"))
+@torch.library.custom_op("dcpmla::direct_place", mutates_args=("state",))
 def place(
     rows: Tensor,
     places: Tensor | None,
-    memory: Tensor,
     addresses: Tensor,
     state: Tensor,
     fault: Tensor,
@@ -229,7 +221,6 @@ def place(
     place_kernel[(num_programs,)](
         rows.contiguous().view(_CARRIERS[rows.element_size()]),
         places,
-        memory,
         addresses,
         state,
         fault,

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# What `attention.decode` hands to its operator: memory, addresses, state, fault, slot_bytes, timeout, group, as in `comm.direct_ops`.
-Mailbox = tuple[Tensor, Tensor, Tensor, Tensor, int, float, str]
+# What `attention.decode` hands to its operator: addresses, state, fault, slot_bytes, timeout, group, as in `comm.direct_ops`.
+Mailbox = tuple[Tensor, Tensor, Tensor, int, float, str]
 
 
 class Exchange(Protocol):

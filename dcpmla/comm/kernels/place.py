@@ -6,7 +6,7 @@ Unlike the kernels of `slots`, it says with a flag that rows are there: a rank's
 import triton
 import triton.language as tl
 
-from dcpmla.comm.kernels.slots import count_exchange, give_up, next_epoch, now, peer_addresses
+from dcpmla.comm.kernels.slots import count_exchange, give_up, next_epoch, now, own_address, peer_addresses
 
 
 @triton.jit
@@ -17,7 +17,6 @@ def _meet(
     deadline,
     rank,
     operation,
-    memory_ptr,
     addresses_ptr,
     state_ptr,
     fault_ptr,
@@ -32,7 +31,7 @@ def _meet(
     flags = peer_addresses(addresses_ptr, flags_at, peer, SIZE, tl.int32)
     tl.debug_barrier()
     tl.atomic_xchg(flags + (program + rank * PROGRAMS), epoch, mask=is_peer, sem="release", scope="sys")
-    mine = (memory_ptr + flags_at).to(tl.pointer_type(tl.int32)) + (program + peer * PROGRAMS)
+    mine = own_address(addresses_ptr, rank, flags_at, tl.int32) + (program + peer * PROGRAMS)
     seen = tl.zeros([PEERS], tl.int32)
     num_missing = 1
     while (num_missing != 0) & (now() < deadline):
@@ -48,7 +47,6 @@ def _meet(
 def place_kernel(
     rows_ptr,
     places_ptr,
-    memory_ptr,
     addresses_ptr,
     state_ptr,
     fault_ptr,
@@ -71,7 +69,7 @@ def place_kernel(
     epoch = next_epoch(state_ptr)
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
     # What is in the slot may be in use on another rank, until that one comes here.
-    _meet(0, flags_at, epoch, deadline, rank, OPERATION, memory_ptr, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, PROGRAMS)
+    _meet(0, flags_at, epoch, deadline, rank, OPERATION, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, PROGRAMS)
     carrier: tl.constexpr = rows_ptr.dtype.element_ty
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * tiles, tl.num_programs(0)):
@@ -85,6 +83,5 @@ def place_kernel(
         x = tl.load(rows_ptr + row[:, None] * row_stride + column[None, :], mask=mask)
         at = place[:, None] * WIDTH + column[None, :]
         for step in tl.static_range(SIZE):  # each rank begins with another one
-            address = tl.load(addresses_ptr + (rank + step) % SIZE) + slot_at
-            tl.store(tl.multiple_of(address.to(tl.pointer_type(carrier)), 16) + at, x, mask=mask)
-    _meet(1, flags_at, epoch, deadline, rank, OPERATION, memory_ptr, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, PROGRAMS)
+            tl.store(own_address(addresses_ptr, (rank + step) % SIZE, slot_at, carrier) + at, x, mask=mask)
+    _meet(1, flags_at, epoch, deadline, rank, OPERATION, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, PROGRAMS)

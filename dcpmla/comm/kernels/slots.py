@@ -69,6 +69,12 @@ def peer_addresses(addresses_ptr, offset, peer, SIZE: tl.constexpr, dtype: tl.co
 
 
 @triton.jit
+def own_address(addresses_ptr, rank, offset, dtype: tl.constexpr):
+    """Where something begins in a rank's own memory."""
+    return tl.multiple_of((tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
 def as_word(value, epoch):
     """A float32 and the exchange's number."""
     value = tl.cast(value, tl.float32).to(tl.int32, bitcast=True)
@@ -117,7 +123,6 @@ def decode(x, scale, type: tl.constexpr, IS_FP8: tl.constexpr):
 def gather_kernel(
     q_ptr,
     gathered_ptr,
-    memory_ptr,
     addresses_ptr,
     state_ptr,
     fault_ptr,
@@ -146,8 +151,8 @@ def gather_kernel(
     rows_at, scales_at = find_slot(epoch, slot_bytes)
     peer_rows = peer_addresses(addresses_ptr, rows_at, peer, SIZE, carrier)
     peer_scales = peer_addresses(addresses_ptr, scales_at, peer, SIZE, tl.int64)
-    my_rows = (memory_ptr + rows_at).to(tl.pointer_type(carrier))
-    my_scales = (memory_ptr + scales_at).to(tl.pointer_type(tl.int64))
+    my_rows = own_address(addresses_ptr, rank, rows_at, carrier)
+    my_scales = own_address(addresses_ptr, rank, scales_at, tl.int64)
     first = tl.program_id(0) * items
     last = tl.minimum(first + items, num_tokens * tiles)
 
@@ -192,7 +197,6 @@ def combine_kernel(
     lse_ptr,
     merged_ptr,
     merged_lse_ptr,
-    memory_ptr,
     addresses_ptr,
     state_ptr,
     fault_ptr,
@@ -229,8 +233,8 @@ def combine_kernel(
     rows_at, lses_at = find_slot(epoch, slot_bytes)
     peer_rows = peer_addresses(addresses_ptr, rows_at, peer, SIZE, carrier)
     peer_lses = peer_addresses(addresses_ptr, lses_at, peer, SIZE, tl.int64)
-    my_rows = (memory_ptr + rows_at).to(tl.pointer_type(carrier))
-    my_lses = (memory_ptr + lses_at).to(tl.pointer_type(tl.int64))
+    my_rows = own_address(addresses_ptr, rank, rows_at, carrier)
+    my_lses = own_address(addresses_ptr, rank, lses_at, tl.int64)
     peer_scales, my_scales = peer_lses + SIZE * num_rows, my_lses + SIZE * num_rows
     first = tl.program_id(0) * items
     last = tl.minimum(first + items, num_rows * tiles)
