@@ -28,6 +28,14 @@ NCCL = {
 # The exchange of a layer with 128 heads at NUM_TOKENS, by an implementation that is not ours.
 GATHER_OF_8 = (19.6, 18.5, 17.4, 22.1, 28.1, 36.9, 59.4, 96.9, 178)
 COMBINE_OF_8 = (12.9, 14.4, 15.9, 20.7, 28.2, 33.6, 53.2, 94.8, 160)
+# 2 and 4 x H200, us, in CUDA graphs: an operation of `direct` for 128 heads. (operation, width of a row, ranks) -> tokens -> time.
+DIRECT = {
+    ("gather_heads", 576, 2): {1: 3.4, 8: 5.2, 32: 10.8, 256: 82},
+    ("gather_heads", 576, 4): {1: 4.2, 2: 5.4, 4: 6.1, 8: 6.8, 16: 9.3, 32: 15.7, 64: 26.5, 128: 50.5, 256: 93},
+    ("combine", 512, 2): {1: 5.8, 8: 5.7, 32: 11.9, 256: 85},
+    ("combine", 512, 4): {1: 5.4, 2: 7.8, 4: 6.7, 8: 8.2, 16: 11, 32: 16.5, 64: 28, 128: 50, 256: 95},
+    ("combine", 128, 4): {1: 4.8, 8: 5.1, 32: 8, 128: 19, 256: 33},
+}
 # (batch, context, heads) -> best of FlashMLA, FA3 and FlashInfer on one H200, bf16 cache.
 BEST_ATTENTION = {
     (1, 4096, 16): 16.2,
@@ -56,8 +64,8 @@ def within(predicted: float, measured: float, factor: float) -> bool:
 
 
 def scaling_rows() -> list[dict[str, Any]]:
-    """What `bench scaling` measured on 4 H200s: DeepSeek-V3's layers in bfloat16."""
-    return read_rows(json.loads(SCALING.read_text()), "scaling.json")
+    """What `bench scaling` measured on 4 H200s: DeepSeek-V3's layers in bfloat16. The file does not say that its steps ran with `a2a`."""
+    return [{"dcp_comm_backend": "a2a", **row} for row in read_rows(json.loads(SCALING.read_text()), "scaling.json")]
 
 
 def make_plans(model: ModelSize, tp: int, dcps: Sequence[int], batch: int, context: int, num_gpus: int | None = None) -> list[Plan]:

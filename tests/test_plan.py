@@ -40,7 +40,10 @@ def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytes
     keys = {"weight_bytes_per_rank", "kv_bytes_per_token", "kv_tokens_per_rank", "kv_tokens_total", "step_us"}
     assert all(keys <= set(setting) and "total" in setting["step_us"] for setting in content["settings"])
     assert content["recommended"]["tp"] in (4, 8)
-    assert content["recommended"]["reason"] in capfd.readouterr().out
+    assert [s["exchange"] for s in content["settings"]] == ["none", "none", "none", "direct", "none", "direct"]
+    printed = capfd.readouterr().out
+    assert content["recommended"]["reason"] in printed
+    assert re.search(r"^tp +dcp +exchange +cache .*\n( +[48] +1 +none +.*\n){3} +8 +8 +direct +bf16 ", printed, re.MULTILINE)
     assert len(content["measured"]) == len(json.loads(measured.read_text())["rows"])
     assert plot.read_bytes().startswith(b"\x89PNG")
 

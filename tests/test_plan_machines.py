@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_cases import NUM_TOKENS, RESULTS, SCALING, scaling_rows, within, write
+from plan_cases import NUM_TOKENS, RESULTS, scaling_rows, within, write
 
 from dcpmla.cli.output import write_json
 from dcpmla.planning.calibrate import calibrate, load_machine
@@ -20,7 +20,8 @@ from dcpmla.planning.weights import ModelSize
 
 def test_calibrated_machine_predicts_the_layers_that_were_measured(v3: ModelSize) -> None:
     """Our attention is far slower than the preset's; fitted to the file, its stacks come within 1.25, and DCP sizes in their order."""
-    machine, rows = load_machine(f"h200x8,{SCALING}", v3), scaling_rows()
+    rows = scaling_rows()
+    machine = calibrate(H200X8, v3, rows)
     assert not machine.has_best_attention
     assert machine.name == "h200x8, calibrated (exchange, attention, layers)"
     for part, factor in (("total", 1.25), ("attention", 1.35)):
@@ -118,6 +119,9 @@ def test_machine_files_change_what_stands_before_them(v3: ModelSize, tmp_path: P
         ({"memory": 1}, "has memory; a machine's numbers are"),
         ({"all_gather": {"latency": 1}}, "all_gather has latency"),
         ({"all_gather": 3}, "all_gather has 3"),
+        ({"all_gather": None}, "all_gather has None"),
+        ({"direct": {"combine_us": None}}, "combine_us is None"),
+        ({"direct": {"overhead_us": 1}}, "direct has overhead_us"),
         ({"hbm_gb_per_s": "fast"}, "hbm_gb_per_s is 'fast'"),
         ({"hbm_gb_per_s": 0}, "hbm_gb_per_s is 0"),
         ({"workspace_share": 1}, "workspace_share is 1"),
@@ -178,6 +182,7 @@ GATHER = {"operation": "gather_heads", "dcp": 8, "num_tokens": 1, "median_us": 1
         ({**GATHER, "median_us": True}, "median_us True"),
         ({**GATHER, "median_us": float("nan")}, "median_us nan"),
         ({**GATHER, "median_us": float("inf")}, "median_us inf"),
+        ({"op": "gather_heads", "tokens": 1, "world_size": 8, "row_width": "x", "median_us": 1.0}, "latent_dim 'x'"),
         ({**GATHER, "operation": ["gather_heads"]}, "operation ['gather_heads'], which must be a name"),
         ({"operation": "combine", "median_us": 1.0}, "no dcp and no num_tokens"),
         ({"operation": "all_reduce", "dcp": 8, "hidden_size": 1, "median_us": 1.0}, "no num_tokens"),

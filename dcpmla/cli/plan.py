@@ -165,6 +165,7 @@ def _cells(plan: Plan) -> dict[str, str]:
     return {
         "tp": str(plan.tp),
         "dcp": str(plan.dcp),
+        "exchange": plan.exchange,
         "cache": plan.kv_cache_dtype,
         "replicas": f"{plan.num_replicas:,}",
         "weights": f"{plan.weight_bytes_per_rank / 2**30:.1f} GiB",

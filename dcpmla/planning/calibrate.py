@@ -11,7 +11,7 @@ import numpy as np
 
 from dcpmla.planning.exchange import exchange_kind
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
-from dcpmla.planning.measured import EXCHANGES, Row, exchange_row_us, geometry, is_of_model, predict_row, read_rows
+from dcpmla.planning.measured import EXCHANGES, Row, exchange_row_us, geometry, predict_row, read_rows
 from dcpmla.planning.weights import ModelSize
 
 _NUM_RIDGES = 33  # tried between the smallest and the largest FLOPs a byte that was measured
@@ -44,8 +44,8 @@ def load_machine(layers: str, model: ModelSize) -> Machine:
 def calibrate(machine: Machine, model: ModelSize, rows: Sequence[Row]) -> Machine:
     """The machine fitted to checked rows (`read_rows`) of one node, as far as they go; its name says how far.
 
-    Collectives: latency and bandwidth scaled to rows of exchange operations. Attention: overhead, read rate and TFLOP/s from rows of a
-    stack's part "attention". Layers, if they are the model's: what a stack's total has beyond attention and all that is predicted.
+    Collectives and `direct`: latency and bandwidth scaled to rows of exchange operations. Attention: overhead, read rate and TFLOP/s from
+    rows of a stack's part "attention". Layers, if predicted (`predict_row`): what a stack's total has beyond attention and the prediction.
 
     Raises:
         ValueError: no row speaks of any of them.
@@ -59,15 +59,16 @@ def calibrate(machine: Machine, model: ModelSize, rows: Sequence[Row]) -> Machin
             found.append(name)
     if not found:
         raise ValueError(
-            "machine (--machine): the benchmark has no rows of one node to calibrate by: gather_heads, a2a's combine, or a stack of layers"
+            "machine (--machine): the benchmark has no rows of one node to calibrate by: gather_heads, combine of a2a or direct, "
+            "or a stack of layers"
         )
     return replace(fitted, name=f"{machine.name}, calibrated ({', '.join(found)})")
 
 
-def _fit_exchange(machine: Machine, _: ModelSize, rows: Sequence[Row]) -> Machine | None:
+def _fit_exchange(machine: Machine, model: ModelSize, rows: Sequence[Row]) -> Machine | None:
     fitted = machine
-    for kind in ("all_gather", "all_to_all"):
-        of_kind = [row for row in rows if _kind(row) == kind and row["dcp"] > 1]
+    for kind in ("all_gather", "all_to_all", "direct"):
+        of_kind = [row for row in rows if _kind(row) == kind and predict_row(machine, model, row)]
         if not of_kind:
             continue
         scales = _scales(machine, kind, of_kind)
@@ -92,14 +93,7 @@ def _scales(machine: Machine, kind: str, rows: Sequence[Row]) -> tuple[float, fl
 
 
 def _scaled(machine: Machine, kind: str, latency: float, transfer: float) -> Machine:
-    collective = getattr(machine, kind)
-    changed = replace(
-        collective,
-        overhead_us=latency * collective.overhead_us,
-        per_rank_us=latency * collective.per_rank_us,
-        gb_per_s=collective.gb_per_s / transfer,
-    )
-    return replace(machine, **{kind: changed})
+    return replace(machine, **{kind: getattr(machine, kind).scaled(latency, transfer)})
 
 
 def _kind(row: Row) -> str | None:
@@ -149,7 +143,8 @@ def _line(work: Any, measured: Any) -> tuple[float, float, float]:
 
 def _fit_layers(machine: Machine, model: ModelSize, rows: Sequence[Row]) -> Machine | None:
     """The median of what totals have beyond their attention (measured, else predicted) and the rest of their prediction."""
-    stacks = [row for row in rows if "num_layers" in row and row.get("part") in ("total", "attention") and is_of_model(model, row)]
+    parts = [row for row in rows if "num_layers" in row and row.get("part") in ("total", "attention")]
+    stacks = [row for row in parts if predict_row(machine, model, row) is not None]
     attention = {_load(row): row["median_us"] for row in stacks if row["part"] == "attention"}
     beyond = []
     for row in (row for row in stacks if row["part"] == "total"):
@@ -160,4 +155,4 @@ def _fit_layers(machine: Machine, model: ModelSize, rows: Sequence[Row]) -> Mach
 
 
 def _load(row: Row) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in ("tp", "dcp", "num_layers", "batch", "context", "kv_cache_dtype"))
+    return tuple(row.get(key) for key in ("tp", "dcp", "dcp_comm_backend", "num_layers", "batch", "context", "kv_cache_dtype"))

@@ -1,13 +1,32 @@
-"""What a layer pays for its exchange: the collectives and kernels of `dcpmla.comm.nccl`, counted."""
+"""What a layer pays for its exchange: the collectives and kernels of `dcpmla.comm.nccl`, counted; `direct` as it was measured."""
 
 from dataclasses import dataclass
 
 from dcpmla.planning.machine import Machine
 
+BACKENDS = ("a2a", "ag_rs", "direct")
+_MOST_DIRECT_RANKS = 8  # `comm.direct.MAX_SIZE`, in a module that needs triton: a plan needs none
 _ROW_BYTES = 2  # bfloat16 in transit
 _LSE_BYTES = 4
 _SHARE_BYTES = 4  # ag_rs adds the ranks' rows up in float32
 _SENT_LSE_BYTES = 16 * _ROW_BYTES  # a2a: an LSE takes as much as 16 elements of the row before it, so that rows stay aligned
+
+
+def auto_backend(machine: Machine, num_ranks: int, num_nodes: int) -> str:
+    """What a plan takes "auto" for (`dcpmla.comm.select`): "direct" inside a node of a machine with numbers for it, else "a2a".
+
+    Args:
+        num_ranks, num_nodes: of the DCP group; "none" for one rank.
+    """
+    if num_ranks == 1:
+        return "none"
+    is_direct = machine.direct is not None and num_nodes == 1 and num_ranks <= _MOST_DIRECT_RANKS
+    return "direct" if is_direct else "a2a"
+
+
+def has_numbers(machine: Machine, backend: str) -> bool:
+    """Whether `exchange_us` can tell the times of a backend, by its own name."""
+    return backend in BACKENDS and (backend != "direct" or machine.direct is not None)
 
 
 def exchange_us(
@@ -20,18 +39,24 @@ def exchange_us(
         num_heads: of the whole DCP group.
         width: of a row: latent + rope for gather_heads, latent for combine.
         num_ranks, num_nodes: of the DCP group; one rank pays nothing.
-        backend: "a2a" (what "auto" takes) or "ag_rs".
+        backend: "auto", or one that the machine `has_numbers` for.
     """
     if num_ranks == 1:
         return 0.0
+    if backend == "auto":
+        backend = auto_backend(machine, num_ranks, num_nodes)
     exchange = _Exchange(machine, num_tokens, num_heads, width, num_ranks, num_nodes)
+    if backend == "direct":
+        return exchange.direct(operation)
     if operation == "gather_heads":
         return exchange.gather_heads()
     return exchange.combine_ag_rs() if backend == "ag_rs" else exchange.combine_a2a()
 
 
 def exchange_kind(operation: str, backend: str) -> str | None:
-    """The collective that an operation's time speaks of; None where several mix."""
+    """The numbers of a machine, by name, that an operation's time speaks of; None where those of several mix."""
+    if backend == "direct":
+        return "direct"
     if operation == "gather_heads":
         return "all_gather"
     return "all_to_all" if backend == "a2a" else None
@@ -66,6 +91,11 @@ class _Exchange:
         weigh = self._kernel(rows + self.num_ranks * lse + shares + lse / self.num_ranks)
         narrow = self._kernel((shares + rows) / self.num_ranks)
         return self._collective("all_gather", self.num_ranks * lse) + weigh + self._collective("reduce_scatter", shares) + narrow
+
+    def direct(self, operation: str) -> float:
+        """Of either operation, a rank gets all but its own one of W equal parts of the group's rows."""
+        assert self.machine.direct is not None
+        return self.machine.direct.operation_us(operation, self._rows(_ROW_BYTES) * (1 - 1 / self.num_ranks))
 
     def _rows(self, element_bytes: int) -> int:
         return self.num_tokens * self.num_heads * self.width * element_bytes

@@ -28,13 +28,34 @@ class Collective:
     def transfer_us(self, num_bytes: float) -> float:
         return num_bytes / self.gb_per_s / 1e3
 
+    def scaled(self, latency: float, transfer: float) -> "Collective":
+        changes = {"overhead_us": latency * self.overhead_us, "per_rank_us": latency * self.per_rank_us}
+        return replace(self, **changes, gb_per_s=self.gb_per_s / transfer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direct:
+    """The exchange `direct`, one kernel an operation: a fixed time, then (bytes of rows that the others store at one rank) / gb_per_s."""
+
+    gather_us: float
+    combine_us: float
+    gb_per_s: float
+
+    def operation_us(self, operation: str, num_bytes: float) -> float:
+        latency = self.gather_us if operation == "gather_heads" else self.combine_us
+        return latency + num_bytes / self.gb_per_s / 1e3
+
+    def scaled(self, latency: float, transfer: float) -> "Direct":
+        changes = {"gather_us": latency * self.gather_us, "combine_us": latency * self.combine_us}
+        return replace(self, **changes, gb_per_s=self.gb_per_s / transfer)
+
 
 def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values, those of collectives included."""
+    """Names and values, those of collectives and of `direct` included."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value)
-        elif name != "name":
+        elif name != "name" and (name, value) != ("direct", None):
             yield name, value
 
 
@@ -52,6 +73,7 @@ class Machine:
         layer_us: of an attention layer, what is no matrix product, norm, attention or exchange: RoPE, cache write, joins, residual.
         attention_overhead_us, attention_tflops: of a decode kernel over a latent cache, its combine included.
         attention_read_share: of hbm_gb_per_s that such a kernel reads the cache at.
+        direct: the exchange of that name; None where it does not run or was not measured, and `a2a` is assumed.
         nvlink_gb_per_s: of one GPU's links, each way, as published: what its collectives stay below. Predictions do not use it.
         network_gb_per_s: of one GPU to other nodes, each way.
         network_us: added by each step of a collective that crosses nodes.
@@ -72,6 +94,7 @@ class Machine:
     all_gather: Collective
     reduce_scatter: Collective
     all_to_all: Collective
+    direct: Direct | None
     nvlink_gb_per_s: float
     network_gb_per_s: float
     network_us: float
@@ -138,7 +161,8 @@ class Machine:
 
 
 # Sources: [L] the measured ceilings of 8 x H200 in docs/planning.md; [N] NCCL 2.28.9 in CUDA graphs there, 8 ranks, 0.5 KiB to 16 MiB,
-# and benchmarks/results/h200x{2,4}/exchange.json: three numbers for each collective that keep all of these within 30 %.
+# and benchmarks/results/h200x{2,4}/exchange.json: three numbers for each collective that keep all of these within 30 %; [D] `direct` in
+# CUDA graphs on 2 and 4 H200s, rows of 128 to 576 of 128 heads, 1 to 256 tokens: three numbers for both operations, likewise.
 H200X8 = Machine(
     name="h200x8",
     gpus_per_node=8,
@@ -155,6 +179,7 @@ H200X8 = Machine(
     all_gather=Collective(overhead_us=7.5, per_rank_us=1.5, gb_per_s=270),  # [N]
     reduce_scatter=Collective(overhead_us=6.0, per_rank_us=1.2, gb_per_s=290),  # [N]
     all_to_all=Collective(overhead_us=7.5, per_rank_us=0.7, gb_per_s=270),  # [N]
+    direct=Direct(gather_us=4.0, combine_us=5.4, gb_per_s=275),  # [D]
     nvlink_gb_per_s=450,  # published: 18 links of 25 GB/s
     network_gb_per_s=45,  # assumed, not measured: a 400 Gbit/s adapter for each GPU at nine tenths of its 50 GB/s
     network_us=8,  # assumed, not measured: a small message over such a network
@@ -163,17 +188,20 @@ PRESETS = {machine.name: machine for machine in (H200X8,)}
 
 
 def change_machine(machine: Machine, values: dict[str, Any], name: str) -> Machine:
-    """A machine with some numbers replaced; a collective may be given in part.
+    """A machine with some numbers replaced; a collective and `direct` may be given in part, `direct` as None.
+
+    A part of a `direct` that the machine does not have changes that of h200x8.
 
     Raises:
         ValueError: fields that a machine does not have, or values that are not numbers.
     """
     _check_fields(values, Machine, name)
     changed = dict(values)
-    for kind in COLLECTIVES:
-        if kind in values:
-            _check_fields(values[kind], Collective, f"{name}, {kind}")
-            changed[kind] = replace(getattr(machine, kind), **values[kind])
+    kinds: dict[str, type[Collective | Direct]] = {**dict.fromkeys(COLLECTIVES, Collective), "direct": Direct}
+    for group, kind in kinds.items():
+        if group in values and (group, values[group]) != ("direct", None):
+            _check_fields(values[group], kind, f"{name}, {group}")
+            changed[group] = replace(getattr(machine, group) or getattr(H200X8, group), **values[group])
     return replace(machine, **{"name": name, **changed})
 
 
@@ -192,7 +220,7 @@ def read_json(path: Path, option: str) -> dict[str, Any]:
     return content
 
 
-def _check_fields(values: Any, kind: type[Machine] | type[Collective], name: str) -> None:
+def _check_fields(values: Any, kind: type[Machine | Collective | Direct], name: str) -> None:
     allowed = [field.name for field in fields(kind)]
     unknown = sorted(set(values) - set(allowed)) if isinstance(values, dict) else [repr(values)]
     if unknown:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from dcpmla.planning.exchange import exchange_us
+from dcpmla.planning.exchange import exchange_us, has_numbers
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.predict import PARTS, Setting, predict_step
 from dcpmla.planning.weights import ModelSize
@@ -15,7 +15,9 @@ TOLERANCE = 0.3  # a prediction further off than this share is pointed out
 EXCHANGES = ("gather_heads", "combine")
 _SIZES = ("tp", "dcp", "num_nodes", "num_tokens", "num_layers", "batch", "context")
 _OTHER_SIZES = ("num_ranks", "gpus_per_node", "num_heads", "query_dim", "latent_dim", "hidden_size")
-_NAMES = ("operation", "backend", "part", "kv_cache_dtype")
+_NAMES = ("operation", "backend", "variant", "part", "dcp_comm_backend", "kv_cache_dtype")
+_EXCHANGE_NAMES = {"op": "operation", "tokens": "num_tokens", "heads": "num_heads", "row_width": "latent_dim", "world_size": "dcp"}
+_ROPE_DIM = 64  # that `bench exchange` adds to row_width for queries
 _LARGEST = 1 << 40  # sizes and microseconds
 _GEOMETRY = {"num_heads": 128, "query_dim": 576, "latent_dim": 512}  # of rows that name none: DeepSeek-V3
 Row = Mapping[str, Any]
@@ -37,12 +39,14 @@ class Comparison:
     def subject(self) -> str:
         """What was measured, without its sizes."""
         if "operation" in self.row:
-            return " ".join(str(self.row[key]) for key in ("backend", "operation") if key in self.row)
+            return " ".join(str(self.row[key]) for key in ("backend", "variant", "operation") if self.row.get(key))
         return f"part {self.row['part']}"
 
 
 def read_rows(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """The measured rows of a benchmark file, the ranks that its "machine" counts ("4 x ...") in each that names none.
+
+    Rows of `bench exchange` come back in the names of the others (`predict_row`).
 
     Raises:
         ValueError: no rows, or rows without the numbers that they must have (`predict_row`).
@@ -52,12 +56,21 @@ def read_rows(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
     default = {"dcp": int(counted[1])} if counted else {}
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{name} has no list of rows; it must be the JSON file of a benchmark")
-    measured = [{**default, **row} for row in rows if row.get("kind", "measured") == "measured" and "median_us" in row]
+    measured = [{**default, **_renamed(row)} for row in rows if row.get("kind", "measured") == "measured" and "median_us" in row]
     if not measured:
         raise ValueError(f"{name} has no measured rows with a median_us")
     for row in measured:
         _check_row(row, name)
     return measured
+
+
+def _renamed(row: Row) -> Row:
+    """A row of `bench exchange` ("op") without what it has none of; another as it is."""
+    if "op" not in row:
+        return row
+    renamed = {_EXCHANGE_NAMES.get(key, key): value for key, value in row.items() if value is not None}
+    width = renamed.get("latent_dim")
+    return {**renamed, "query_dim": width + _ROPE_DIM} if isinstance(width, int) else renamed
 
 
 def _check_row(row: Row, name: str) -> None:
@@ -104,13 +117,14 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
 
     Rows of exchange operations name operation, num_tokens, dcp (all_reduce: hidden_size), and unless they are DeepSeek-V3's the sizes
     of `_GEOMETRY`; rows of a step name part ("total" or one of PARTS), tp, dcp, batch, context, and with num_layers speak of a stack of
-    so many attention layers alone. num_ranks and gpus_per_node are those of the job that measured.
+    so many attention layers alone. num_ranks and gpus_per_node are those of the job that measured. A row of an operation that names no
+    backend is of "a2a", a row of a step that names no dcp_comm_backend of "auto". Predicted variants: operations "pbm", of narrower rows.
     """
     if row.get("operation") == "all_reduce":
         return machine.all_reduce_us(row["num_tokens"] * row["hidden_size"] * 2, row["dcp"], row.get("num_nodes", 1))
-    if row.get("operation") in EXCHANGES and row.get("backend", "a2a") in ("a2a", "ag_rs"):
+    if row.get("operation") in EXCHANGES and row.get("variant") != "fp8" and has_numbers(machine, row.get("backend", "a2a")):
         return exchange_row_us(machine, row)
-    if row.get("part") in ("total", *PARTS) and is_of_model(model, row):
+    if row.get("part") in ("total", *PARTS) and not row.get("variant") and _is_of_model(model, row):
         return _part_us(machine, model, row)
     return None
 
@@ -137,7 +151,7 @@ def geometry(row: Row) -> tuple[int, int, int]:
     return sizes["num_heads"], sizes["query_dim"], sizes["latent_dim"]
 
 
-def is_of_model(model: ModelSize, row: Row) -> bool:
+def _is_of_model(model: ModelSize, row: Row) -> bool:
     attention = model.attention
     return geometry(row) == (attention.num_heads, attention.latent_dim, attention.kv_lora_rank) and attention.num_heads % row["tp"] == 0
 
@@ -154,9 +168,13 @@ def _setting(row: Row) -> Setting:
     return Setting(tp=row["tp"], dcp=row["dcp"], kv_cache_dtype=row.get("kv_cache_dtype", "bf16"), num_gpus=row.get("num_ranks"))
 
 
-def _part_us(machine: Machine, model: ModelSize, row: Row) -> float:
+def _part_us(machine: Machine, model: ModelSize, row: Row) -> float | None:
     machine = replace(machine, gpus_per_node=row.get("gpus_per_node", machine.gpus_per_node))
+    backend = row.get("dcp_comm_backend", "auto")
+    if row["dcp"] > 1 and backend != "auto" and not has_numbers(machine, backend):
+        return None
+    load = _setting(row), row["batch"], row["context"], backend
     if "num_layers" not in row:
-        return predict_step(machine, model, _setting(row), row["batch"], row["context"])[row["part"]]
-    stack = predict_step(machine, model.attention_stack(), _setting(row), row["batch"], row["context"])
+        return predict_step(machine, model, *load)[row["part"]]
+    stack = predict_step(machine, model.attention_stack(), *load)
     return stack[row["part"]] * row["num_layers"] / model.num_attention_layers

@@ -57,7 +57,7 @@ def kv_row_bytes(attention: MLAConfig, kv_cache_dtype: str) -> int:
     return (latent + rope) * (2 if kv_cache_dtype == "bf16" else 1)
 
 
-def predict_step(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> dict[str, float]:
+def predict_step(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int, backend: str = "auto") -> dict[str, float]:
     """Microseconds of one decode step in CUDA graphs: "total" and PARTS, all layers together.
 
     W_UK, W_UV and o_proj are projections; every all-reduce, MLPs, experts, embedding and head are the rest.
@@ -65,12 +65,13 @@ def predict_step(machine: Machine, model: ModelSize, setting: Setting, batch: in
     Args:
         batch: requests of the TP group, one new token each.
         context: cached tokens of each request.
+        backend: of the exchange (`exchange_us`).
     """
     parts = dict.fromkeys(PARTS, 0.0)
     for parameter in model.parameters:
         for part, time in _parameter_us(machine, model, parameter, setting, batch).items():
             parts[part] += parameter.count * time
-    for part, time in _exchange_and_attention_us(machine, model.attention, setting, batch, context).items():
+    for part, time in _exchange_and_attention_us(machine, model.attention, setting, batch, context, backend).items():
         parts[part] += model.num_attention_layers * time
     parts["projections"] += model.num_attention_layers * machine.layer_us
     return {"total": sum(parts.values()), **parts}
@@ -92,15 +93,17 @@ def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -
     return 1 - (1 - experts_per_token / num_routed) ** num_tokens
 
 
-def _exchange_and_attention_us(machine: Machine, attention: MLAConfig, setting: Setting, batch: int, context: int) -> dict[str, float]:
+def _exchange_and_attention_us(
+    machine: Machine, attention: MLAConfig, setting: Setting, batch: int, context: int, backend: str
+) -> dict[str, float]:
     """Of one layer."""
     num_heads = attention.heads_per_rank(setting.tp) * setting.dcp
     local_context = -(-context // setting.dcp)
     num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
     return {
-        "gather": exchange_us(machine, "gather_heads", batch, num_heads, attention.latent_dim, setting.dcp, num_nodes),
+        "gather": exchange_us(machine, "gather_heads", batch, num_heads, attention.latent_dim, setting.dcp, num_nodes, backend),
         "attention": attention_us(machine, attention, num_heads, setting.kv_cache_dtype, batch, local_context),
-        "combine": exchange_us(machine, "combine", batch, num_heads, attention.kv_lora_rank, setting.dcp, num_nodes),
+        "combine": exchange_us(machine, "combine", batch, num_heads, attention.kv_lora_rank, setting.dcp, num_nodes, backend),
     }
 
 

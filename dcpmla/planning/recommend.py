@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from dcpmla.planning.exchange import auto_backend
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.predict import Setting, kv_row_bytes, predict_step
 from dcpmla.planning.weights import ModelSize
@@ -23,6 +24,7 @@ class Plan:
         kv_tokens_per_rank, kv_tokens_total: that fit beside the weights, on one rank and on a DCP group; whole blocks.
         num_gpus, num_nodes: of the job; num_replicas TP groups share its requests.
         dcp_num_nodes: that a DCP group is spread over.
+        exchange: the backend that its exchange is taken to have, "none" without DCP (`auto_backend`).
         fits: batch x context tokens and the weights.
         longest_context: that `batch` requests can have at once, by memory alone.
         max_num_seqs: requests of `context` tokens that fit at once, on the whole job.
@@ -44,6 +46,7 @@ class Plan:
     num_replicas: int
     num_nodes: int
     dcp_num_nodes: int
+    exchange: str
     fits: bool
     longest_context: int
     max_num_seqs: int
@@ -74,6 +77,7 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
     num_blocks = free // (row_bytes * _BLOCK_SIZE)
     virtual_block = _BLOCK_SIZE * setting.dcp
     max_num_seqs = num_blocks // -(-context // virtual_block) * setting.num_replicas
+    dcp_num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
     step = _step(machine, model, setting, batch, context)
     return Plan(
         tp=setting.tp,
@@ -87,7 +91,8 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         num_gpus=setting.num_ranks,
         num_replicas=setting.num_replicas,
         num_nodes=machine.num_nodes(setting.num_ranks, setting.num_ranks),
-        dcp_num_nodes=machine.num_nodes(setting.dcp, setting.num_ranks),
+        dcp_num_nodes=dcp_num_nodes,
+        exchange=auto_backend(machine, setting.dcp, dcp_num_nodes),
         fits=max_num_seqs >= batch,
         longest_context=num_blocks // _share(setting, batch) * virtual_block,
         max_num_seqs=max_num_seqs,
