@@ -64,12 +64,9 @@ class DirectExchange:
 
     def gather_heads(self, q: Tensor) -> Tensor:
         num_tokens, num_heads, width = q.shape
-        # What arrives in this rank's memory from outside, a compiler does not see: there, an operator has to take it out.
-        if (
-            not torch.compiler.is_compiling()
-            and not self.is_fp8
-            and _LANDING_BYTES <= self.size * q.numel() * q.element_size() <= self._slot_bytes
-        ):
+        fits = _LANDING_BYTES <= self.size * q.numel() * q.element_size() <= self._slot_bytes
+        # A compiler does not see what peers store in this rank's memory: for it, an operator has to take the rows out.
+        if fits and not self.is_fp8 and not torch.compiler.is_compiling():
             rows = self._heads.place(q.reshape(num_tokens, -1), None, "gather_heads")
             return rows[: self.size * num_tokens].view(num_tokens, self.size * num_heads, width)
         return gather(q, *self._memory(), self.is_fp8)
