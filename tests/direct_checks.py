@@ -3,6 +3,7 @@
 import random
 import time
 from collections import deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,16 @@ BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: 
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 3e-6}  # the interpreter truncates
 DTYPES = (torch.float16, torch.float32)  # in the interpreter
 
+Shape = tuple[int, int, int]  # tokens, heads a rank, row width
+SHAPES: tuple[Shape, ...] = ((1, 16, 512), (33, 8, 128), (8, 16, 576))  # on GPUs, in bfloat16
 
-def draw(exchange: DirectExchange, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+
+def exchange_on_gpu(**changes: Any) -> DirectExchange:
+    options = {"group": dist.group.WORLD, "device": torch.device("cuda", torch.cuda.current_device()), **changes}
+    return DirectExchange(**options)
+
+
+def draw(exchange: DirectExchange, shape: Shape, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Everyone's queries [T, W h, D], partial rows [W, T, W h, D] and LSEs [W, T, W h]; in some stands what means "not here": all ones."""
     num_tokens, num_heads, width = shape
     device, generator = exchange.device, torch.Generator(exchange.device).manual_seed(seed)
@@ -41,6 +50,26 @@ def draw(exchange: DirectExchange, shape: tuple[int, int, int], dtype: torch.dty
     return q, out, lse
 
 
+def own_heads(exchange: DirectExchange, shape: Shape) -> slice:
+    rank = dist.get_rank(exchange.group)
+    return slice(rank * shape[1], (rank + 1) * shape[1])
+
+
+def draw_own(exchange: DirectExchange, shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's queries [T, h, D], partial rows [T, W h, D] and LSEs [T, W h]."""
+    (q, out, lse), rank = draw(exchange, shape, torch.bfloat16, seed), dist.get_rank(exchange.group)
+    return q[:, own_heads(exchange, shape)].contiguous(), out[rank], lse[rank]
+
+
+def exchange_all(exchange: DirectExchange, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return exchange.gather_heads(q), *exchange.combine(out, lse)
+
+
+def assert_same_bits(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def lay_out(tensor: Tensor, kind: int) -> Tensor:
     """The same numbers: contiguous, with the first two dimensions changed about, with something behind each row, in every other column."""
     if kind == 0:
@@ -52,12 +81,9 @@ def lay_out(tensor: Tensor, kind: int) -> Tensor:
     return torch.stack([tensor, torch.full_like(tensor, torch.nan)], -1)[..., 0]
 
 
-def exchange_once(
-    exchange: DirectExchange, shape: tuple[int, int, int], dtype: torch.dtype, seed: int, own: random.Random, num_layouts: int = 4
-) -> None:
+def exchange_once(exchange: DirectExchange, shape: Shape, dtype: torch.dtype, seed: int, own: random.Random, num_layouts: int = 4) -> None:
     """One gather of heads and one combine, this rank late at random, their rows laid out as it likes."""
-    rank, (_, num_heads, _) = dist.get_rank(exchange.group), shape
-    heads = slice(rank * num_heads, (rank + 1) * num_heads)
+    rank, heads = dist.get_rank(exchange.group), own_heads(exchange, shape)
     q, out, lse = draw(exchange, shape, dtype, seed)
     kinds = [own.randrange(num_layouts) for _ in range(3)]
     gathered = exchange.gather_heads(lay_out(q[:, heads], min(kinds[0], 2)))
@@ -68,9 +94,7 @@ def exchange_once(
         merged, merged_lse = torch.empty_like(out[rank, :, heads]), torch.empty_like(lse[rank, :, heads])
         collect(merged, merged_lse, *mailbox)
     else:
-        merged, merged_lse = exchange.combine(
-            lay_out(out[rank], own.randrange(num_layouts)), lay_out(lse[rank], own.randrange(num_layouts))
-        )
+        merged, merged_lse = exchange.combine(lay_out(out[rank], kinds[1]), lay_out(lse[rank], kinds[2]))
     time.sleep(own.choice((0, 0.02)))
     wanted, wanted_lse = merge_partials(out.double(), lse.double())
     torch.testing.assert_close(gathered, q, atol=0, rtol=0, equal_nan=True)
@@ -104,7 +128,7 @@ def check_memory(exchange: DirectExchange) -> None:
     slots = exchange._slots.mine[: 2 * exchange._slot_bytes]
     numbers = exchange._slots.mine[2 * exchange._slot_bytes :].view(torch.int64).view(2, -1) >> 32
     assert (slots == 0xFF).all()
-    assert ((numbers == 0) | (numbers % 2 == torch.tensor([[0], [1]]))).all()
+    assert ((numbers == 0) | (numbers % 2 == torch.tensor([[0], [1]], device=numbers.device))).all()
     counters, has_failed = exchange._state[:-1], exchange._state[-1]
     assert (counters == counters[0]).all()
     assert has_failed == 0

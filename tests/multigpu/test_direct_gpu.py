@@ -1,0 +1,174 @@
+"""The exchange `direct` over NVLink: every size of a batch, layouts, fp8, graphs, torch.compile, and a rank that does not come."""
+
+import itertools
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from dcpmla.merge import merge_partials
+from dcpmla.parallel.collectives import PeerFault
+
+pytest.importorskip("triton")
+
+from direct_checks import (  # noqa: E402
+    SHAPES,
+    assert_same_bits,
+    check_memory,
+    draw,
+    draw_own,
+    exchange_all,
+    exchange_contexts,
+    exchange_on_gpu,
+    exchange_once,
+    own_heads,
+)
+
+NUM_GPUS = [pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}")) for number, needed in ((2, 2), (3, 4), (4, 4), (8, 8))]
+
+
+def check_sizes(dtype: torch.dtype) -> None:
+    exchange, own = exchange_on_gpu(), random.Random(dist.get_rank())
+    for num_heads, width in itertools.product((64, 128), (512, 576, 128, 8, 40)):
+        for num_tokens in (1, 2, 3, 8, 33, 64, 100, 256, 700):
+            exchange_once(exchange, (num_tokens, num_heads // exchange.size, width), dtype, num_tokens, own, num_layouts=1)
+    check_memory(exchange)
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sizes(num_gpus: int, dtype: torch.dtype) -> None:
+    run_ranks(num_gpus, check_sizes, dtype, device="cuda", timeout=500)
+
+
+def check_layouts() -> None:
+    """Each rank lays out its tensors as it likes; rows in bfloat16 and in fp8, contexts in between."""
+    exchanges, own, common = [exchange_on_gpu(), exchange_on_gpu(is_fp8=True)], random.Random(dist.get_rank()), random.Random(0)
+    for seed in range(12):
+        exchange_once(exchanges[seed % 2], ((3, 2, 72), (5, 3, 40))[seed // 6], torch.bfloat16, seed, own)
+        exchange_contexts(exchanges[0], 3, common, own)
+    for exchange in exchanges:
+        check_memory(exchange)
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_layouts(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_layouts, device="cuda", timeout=300)
+
+
+def check_fp8() -> None:
+    """What e4m3 makes of rows is off by half a unit of its last place, of three bits: less than 2^-4 of a row's largest. NaN stays."""
+    exact, exchange = exchange_on_gpu(), exchange_on_gpu(is_fp8=True)
+    for seed, (shape, dtype) in enumerate(itertools.product((*SHAPES, (256, 16, 128)), (torch.bfloat16, torch.float32))):
+        (q, out, lse), heads = draw(exact, shape, dtype, seed), own_heads(exchange, shape)
+        gathered, (merged, merged_lse) = exchange.gather_heads(q[:, heads]), exchange.combine(out[dist.get_rank()], lse[dist.get_rank()])
+        assert_near(gathered, q, q.view(shape[0], exchange.size, -1).nan_to_num(0.0).abs().amax(-1).repeat_interleave(shape[1], 1))
+        wanted, wanted_lse = merge_partials(out.double(), lse.double())
+        assert_near(merged, wanted[:, heads], out.nan_to_num(0.0).abs().amax((0, 3))[:, heads])
+        torch.testing.assert_close(merged_lse, wanted_lse[:, heads].float(), atol=1e-5, rtol=1e-6)
+    check_memory(exchange)
+
+
+def assert_near(got: Tensor, wanted: Tensor, largest: Tensor) -> None:
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert ((got.double() - wanted.double()).nan_to_num(0.0).abs() <= 2**-4 * largest[..., None]).all()
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_fp8(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_fp8, device="cuda", timeout=300)
+
+
+def check_graphs() -> None:
+    """Replays, eager calls before and behind them, an odd number of exchanges from one replay to the next."""
+    exchange = exchange_on_gpu()
+    held = [draw_own(exchange, shape, 0) for shape in SHAPES]
+    for inputs in held:
+        exchange_all(exchange, *inputs)  # compiles: not during the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outcomes = [exchange_all(exchange, *inputs) for inputs in held]
+    for replay in range(3):
+        wanted = []
+        for inputs, shape in zip(held, SHAPES, strict=True):
+            given = draw_own(exchange, shape, 1 + replay)
+            wanted.append(exchange_all(exchange, *given))
+            for tensor, new in zip(inputs, given, strict=True):
+                tensor.copy_(new)
+        graph.replay()
+        exchange.gather_heads(held[replay][0])
+        for got, eager in zip(outcomes, wanted, strict=True):
+            assert_same_bits(got, eager)
+    check_memory(exchange)
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_graphs(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_graphs, device="cuda")
+
+
+def check_compiled() -> None:
+    """Few tokens through slots, many through the landing, both out of one compiled function."""
+    exchange = exchange_on_gpu()
+
+    def attend(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return exchange.combine(2 * exchange.gather_heads(q + 1), lse)
+
+    compiled = torch.compile(attend, fullgraph=True)
+    for num_tokens in (3, 5, 512):
+        q, _, lse = draw_own(exchange, (num_tokens, 64 // exchange.size, 512), num_tokens)
+        for got, wanted in zip(compiled(q, lse), attend(q, lse), strict=True):
+            torch.testing.assert_close(got, wanted, equal_nan=True)
+    check_memory(exchange)
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_compiled(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_compiled, device="cuda", timeout=300)
+
+
+def check_missing_rank() -> None:
+    """The last rank does not come. The others say so, have a GPU that works, and go on among themselves."""
+    rank, size, own = dist.get_rank(), dist.get_world_size(), random.Random(0)
+    rest = dist.new_group(list(range(size - 1)))
+    q = torch.ones(4, 8, 128, dtype=torch.bfloat16, device="cuda")
+    patient, exchange = exchange_on_gpu(), exchange_on_gpu(timeout=3.0)
+    patient.gather_heads(q)  # compiles; also for the other one: its 3 s are an int64 of nanoseconds, too
+    torch.cuda.synchronize()
+    exchange.gather_heads(q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        exchange.gather_heads(q)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == size - 1:
+        return
+    assert 3.0 <= seconds(lambda: exchange.gather_heads(q)) < 10.0
+    for again in (exchange.check, lambda: exchange.gather_heads(q)):
+        with pytest.raises(PeerFault, match=f"gather_heads failed on rank {rank} .* from rank {size - 1} for 3 s, in exchange 2$"):
+            again()
+    assert seconds(graph.replay) < 1.0
+    assert torch.ones(3, device="cuda").sum() == 3
+    if size > 2:
+        other = exchange_on_gpu(group=rest)
+        for seed in range(3):
+            exchange_once(other, SHAPES[seed], torch.bfloat16, seed, own)
+        check_memory(other)
+
+
+def seconds(call: Any) -> float:
+    start = time.monotonic()
+    call()
+    torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_missing_rank(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_missing_rank, device="cuda")
