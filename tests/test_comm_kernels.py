@@ -88,7 +88,7 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
         compile_for_hopper(kernel, types, {size: 8, "PARTS": 8, "COLUMNS": 512})
 
 
-DIRECT = {"memory_ptr": "*u8", "addresses_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64", "limit": "i64"}
+DIRECT = {"addresses_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64", "limit": "i64"}
 ALIGNED = "ptr|stride|limit|slot_bytes|_at$"
 
 

@@ -114,7 +114,7 @@ def test_graphs(num_gpus: int) -> None:
 
 
 def check_compiled() -> None:
-    """Few tokens through slots, many through the landing, both out of one compiled function."""
+    """Few tokens and many; without torch.compile, the queries of these are stored where they belong."""
     exchange = exchange_on_gpu()
 
     def attend(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
