@@ -127,4 +127,5 @@ def test_on_a_gpu(batches: Sequence[Batch]) -> None:
 @pytest.mark.gpu_2
 @pytest.mark.parametrize("backend", ["ag_rs", "a2a", "direct"])
 def test_exchange_between_gpus(backend: str) -> None:
-    run_ranks(2, check_compiled, DEEPSEEK, 2, backend, (*DECODES, MIXED), torch.bfloat16, "cuda", "inductor", 3e-2, device="cuda", timeout=300)
+    batches = *DECODES, MIXED
+    run_ranks(2, check_compiled, DEEPSEEK, 2, backend, batches, torch.bfloat16, "cuda", "inductor", 3e-2, device="cuda", timeout=300)

@@ -163,7 +163,7 @@ def test_no_file_holds_numbers_that_json_lacks(tmp_path: Path) -> None:
 
 def test_a_collective_without_overhead_can_be_calibrated(v3: ModelSize, tmp_path: Path) -> None:
     free = write(tmp_path / "free.json", {"all_gather": {"overhead_us": 0, "per_rank_us": 0}})
-    machine = load_machine(f"{free},{RESULTS / 'h200x4' / 'exchange.json'}", v3)
+    machine = load_machine(f"{free},{RESULTS / 'h200x4' / 'collectives.json'}", v3)
     assert machine.all_gather.overhead_us == 0
     assert machine.all_gather.gb_per_s < H200X8.all_gather.gb_per_s
 

@@ -68,7 +68,7 @@ def replaced_kernels_us(row: Row) -> float:
 @pytest.mark.parametrize("num_gpus", [2, 4])
 def test_our_exchange_is_as_measured(num_gpus: int, v3: ModelSize) -> None:
     """The files are measured again from time to time: a single row may lie a little further off than the rest."""
-    rows = read_rows(json.loads((RESULTS / f"h200x{num_gpus}" / "exchange.json").read_text()), "exchange.json")
+    rows = read_rows(json.loads((RESULTS / f"h200x{num_gpus}" / "collectives.json").read_text()), "collectives.json")
     comparisons = [c for c in compare(H200X8, v3, rows) if "backend" in c.row]
     assert {c.row["operation"] for c in comparisons} == {"gather_heads", "combine"}
     ratios = [(c.predicted_us + replaced_kernels_us(c.row)) / c.measured_us for c in comparisons]

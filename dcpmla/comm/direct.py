@@ -28,7 +28,7 @@ class DirectExchange:
         group: 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
         slot_bytes: the rows that an exchange brings to a rank at a time; larger batches are exchanged in turns.
         timeout: seconds to wait for a peer.
-        is_fp8: queries and partial rows travel as e4m3, with a float32 scale for each 64 to 512 columns.
+        is_fp8: queries and partial rows travel as e4m3, with a float32 scale for each 64 to 256 columns.
         allocate: gives the memory.
     Raises:
         ValueError: a group of another size.

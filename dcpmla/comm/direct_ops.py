@@ -51,9 +51,9 @@ class Tiling:
     num_programs: int
 
 
-def choose_tiling(num_rows: int, width: int) -> Tiling:
+def choose_tiling(num_rows: int, width: int, is_fp8: bool) -> Tiling:
     """Narrow items while there are programs for them, so that a thread has few vectors to move; then wider ones, and several a program."""
-    shapes = [shape for shape in _SHAPES if shape[0] <= max(width, _NARROWEST)]
+    shapes = [shape for shape in _SHAPES if shape[0] <= max(width, _NARROWEST) and not (is_fp8 and shape[1] > 1)]  # scales, by one warp
     fitting = (shape for shape in shapes if num_rows * -(-width // shape[0]) <= shape[2])
     columns, num_warps, _ = next(fitting, shapes[-1])
     num_items = num_rows * -(-width // columns)
@@ -71,7 +71,7 @@ def gather(q: Tensor, addresses: Tensor, state: Tensor, fault: Tensor, slot_byte
     rows = q.reshape(num_tokens, row_width).view(_CARRIERS[q.element_size()])
     words = size * -(-row_width // _NARROWEST)
     for tokens in _turns(num_tokens, size * row_width * q.element_size(), words, slot_bytes):
-        tiling = choose_tiling(len(rows[tokens]), row_width)
+        tiling = choose_tiling(len(rows[tokens]), row_width, is_fp8)
         gather_kernel[(tiling.num_programs,)](
             rows[tokens],
             gathered[tokens],
@@ -166,7 +166,7 @@ def _launch_combine(
     is_sent: bool,
 ) -> None:
     size, (num_tokens, num_heads, width) = len(addresses), merged.shape
-    tiling = choose_tiling(num_tokens * num_heads, width)
+    tiling = choose_tiling(num_tokens * num_heads, width, is_fp8)
     combine_kernel[(tiling.num_programs,)](
         out.view(_CARRIERS[out.element_size()]),
         lse,

@@ -161,7 +161,7 @@ class Machine:
 
 
 # Sources: [L] the measured ceilings of 8 x H200 in docs/planning.md; [N] NCCL 2.28.9 in CUDA graphs there, 8 ranks, 0.5 KiB to 16 MiB,
-# and benchmarks/results/h200x{2,4}/exchange.json: three numbers for each collective that keep all of these within 30 %; [D] `direct` in
+# and benchmarks/results/h200x{2,4}/collectives.json: three numbers for each collective that keep all of these within 30 %; [D] `direct` in
 # CUDA graphs on 2 and 4 H200s, rows of 128 to 576 of 128 heads, 1 to 256 tokens: three numbers for both operations, likewise.
 H200X8 = Machine(
     name="h200x8",
