@@ -86,7 +86,7 @@ def exchange_once(exchange: DirectExchange, shape: Shape, dtype: torch.dtype, se
     rank, heads = dist.get_rank(exchange.group), own_heads(exchange, shape)
     q, out, lse = draw(exchange, shape, dtype, seed)
     kinds = [own.randrange(num_layouts) for _ in range(3)]
-    gathered = exchange.gather_heads(lay_out(q[:, heads], min(kinds[0], 2)))
+    gathered = exchange.gather_heads(lay_out(q[:, heads], kinds[0]))
     time.sleep(own.choice((0, 0.02)))
     mailbox = exchange.mailbox(*out.shape[1:], dtype)
     if mailbox and exchange.device.type == "cpu" and own.random() < 0.3:  # to the others it is all one

@@ -88,8 +88,8 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
         compile_for_hopper(kernel, types, {size: 8, "PARTS": 8, "COLUMNS": 512})
 
 
-DIRECT = {"addresses_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64", "limit": "i64"}
-ALIGNED = "ptr|stride|limit|slot_bytes|_at$"
+DIRECT = {"addresses_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64"}
+ALIGNED = "ptr|stride|slot_bytes|_at$"
 
 
 @pytest.mark.parametrize("size", [3, 8])
@@ -117,7 +117,7 @@ def test_place_compiles_for_hopper(carrier: str, size: int) -> None:
     """Rows travel 16 bytes a thread, between flags that other GPUs see."""
     from dcpmla.comm.kernels.place import place_kernel
 
-    common = {"SIZE": size, "PEERS": triton.next_power_of_2(size), "PROGRAMS": 2048, "SHARE": 4}
+    common = {"SIZE": size, "PEERS": triton.next_power_of_2(size), "THREADS": 128, "PROGRAMS": 2048, "SHARE": 4}
     context = {"OPERATION": 2, "WIDTH": 576, "ROWS": 16, "COLUMNS": 64}
     heads = {"OPERATION": 0, "WIDTH": 9216, "ROWS": 1, "COLUMNS": 1024, "places_ptr": None}
     for constants in (context, heads):

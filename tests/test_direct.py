@@ -45,7 +45,7 @@ def check_exchanges(num_steps: int) -> None:
     delay_kernels(own)
     direct._LANDING_BYTES = 4096
     direct_ops.NUM_PROGRAMS, direct_ops._PLACE_PROGRAMS = 8, 4  # each with several items
-    direct_ops._SHAPES = tuple((columns, num_warps, num_items // 256) for columns, num_warps, num_items in direct_ops._SHAPES)
+    direct_ops._SHAPES = tuple((columns, num_items // 256) for columns, num_items in direct_ops._SHAPES)
     exchanges = [new_exchange(), new_exchange(slot_bytes=1024 * size), new_exchange(is_fp8=True)]
     if size > 3:
         groups = [dist.new_group(list(range(first, size, 2))) for first in range(2)]

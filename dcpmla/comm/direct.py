@@ -31,7 +31,7 @@ class DirectExchange:
         is_fp8: queries and partial rows travel as e4m3, with a float32 scale for each 64 to 256 columns.
         allocate: gives the memory.
     Raises:
-        ValueError: a group of another size.
+        ValueError: a group of another size, slots that are too large or not a multiple of 128.
     """
 
     name = "direct"
@@ -49,6 +49,8 @@ class DirectExchange:
         self.size = dist.get_world_size(group)
         if not 2 <= self.size <= MAX_SIZE:
             raise ValueError(f"group has {self.size} ranks; direct takes 2 to {MAX_SIZE}")
+        if slot_bytes % 128 or not 0 < slot_bytes < 1 << 30:
+            raise ValueError(f"slot_bytes is {slot_bytes}; it must be a multiple of 128 below {1 << 30}")
         self.group, self.device, self.timeout, self.is_fp8, self._allocate = group, device, timeout, is_fp8, allocate
         self._fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._slot_bytes = slot_bytes
@@ -91,7 +93,8 @@ class DirectExchange:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             placed = self._context.place(rows, tokens, "gather_context")
-        rows.record_stream(stream)
+        for used in (rows, tokens):
+            used.record_stream(stream)
 
         def finish() -> Tensor:
             torch.cuda.current_stream().wait_stream(stream)

@@ -17,10 +17,11 @@ _OPERATIONS = ("gather_heads", "combine", "gather_context")
 _CARRIERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # kernels move rows as integers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPLE = 8  # of columns: 16 bytes of bfloat16
-# Columns of an item, warps of a program, and how many items there may be; measured on H200s.
-_SHAPES = ((64, 1, 512), (128, 1, NUM_PROGRAMS), (256, 1, NUM_PROGRAMS), (512, 2, NUM_PROGRAMS))
+# Columns of an item, and how many items there may be; measured on H200s.
+_SHAPES = ((64, 512), (128, NUM_PROGRAMS), (256, NUM_PROGRAMS), (512, NUM_PROGRAMS))
 _NARROWEST = _SHAPES[0][0]
-_PLACED = 1024  # elements of an item of place_kernel: 16 bytes of bfloat16 for each of its threads
+_PLACE_THREADS = 128
+_PLACED = 8 * _PLACE_THREADS  # elements of an item of place_kernel: 16 bytes of bfloat16 a thread
 _PLACE_PROGRAMS = 528  # of place_kernel: four a multiprocessor of an H200
 
 
@@ -43,22 +44,22 @@ def raise_fault(fault: Tensor, timeout: float, group_name: str) -> None:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a launch cuts rows: columns of an item, items and warps of a program."""
+    """How a launch cuts rows: columns of an item, items of a program."""
 
     columns: int
     items: int
-    num_warps: int
     num_programs: int
 
 
-def choose_tiling(num_rows: int, width: int, is_fp8: bool) -> Tiling:
+def choose_tiling(num_rows: int, width: int, size: int, is_fp8: bool) -> Tiling:
     """Narrow items while there are programs for them, so that a thread has few vectors to move; then wider ones, and several a program."""
-    shapes = [shape for shape in _SHAPES if shape[0] <= max(width, _NARROWEST) and not (is_fp8 and shape[1] > 1)]  # scales, by one warp
-    fitting = (shape for shape in shapes if num_rows * -(-width // shape[0]) <= shape[2])
-    columns, num_warps, _ = next(fitting, shapes[-1])
+    widest = min(max(width, _NARROWEST), 256 if is_fp8 or size > 4 else 512)  # of the rows of 8 ranks, 512 columns would fill all registers
+    shapes = [shape for shape in _SHAPES if shape[0] <= widest]
+    fitting = (shape for shape in shapes if num_rows * -(-width // shape[0]) <= shape[1])
+    columns, _ = next(fitting, shapes[-1])
     num_items = num_rows * -(-width // columns)
     items = -(-num_items // NUM_PROGRAMS)
-    return Tiling(columns, items, num_warps, -(-num_items // items))
+    return Tiling(columns, items, -(-num_items // items))
 
 
 @torch.library.custom_op("dcpmla::direct_gather", mutates_args=("state",))
@@ -68,10 +69,11 @@ def gather(q: Tensor, addresses: Tensor, state: Tensor, fault: Tensor, slot_byte
     num_tokens, num_heads, width = q.shape
     size, row_width = len(addresses), num_heads * width
     gathered = q.new_empty(num_tokens, size * num_heads, width)
-    rows = q.reshape(num_tokens, row_width).view(_CARRIERS[q.element_size()])
+    rows = q.reshape(num_tokens, row_width)
+    rows = (rows if rows.stride(-1) == 1 else rows.contiguous()).view(_CARRIERS[q.element_size()])
     words = size * -(-row_width // _NARROWEST)
     for tokens in _turns(num_tokens, size * row_width * q.element_size(), words, slot_bytes):
-        tiling = choose_tiling(len(rows[tokens]), row_width, is_fp8)
+        tiling = choose_tiling(len(rows[tokens]), row_width, size, is_fp8)
         gather_kernel[(tiling.num_programs,)](
             rows[tokens],
             gathered[tokens],
@@ -83,7 +85,7 @@ def gather(q: Tensor, addresses: Tensor, state: Tensor, fault: Tensor, slot_byte
             rank,
             tiling.items,
             slot_bytes,
-            _nanoseconds(timeout),
+            _microseconds(timeout),
             WIDTH=row_width,
             SIZE=size,
             PEERS=triton.next_power_of_2(size),
@@ -91,8 +93,8 @@ def gather(q: Tensor, addresses: Tensor, state: Tensor, fault: Tensor, slot_byte
             IS_FP8=is_fp8,
             PROGRAMS=NUM_PROGRAMS,
             SHARE=_share(tiling.num_programs),
-            REPEAT=32 * tiling.num_warps // triton.next_power_of_2(size),
-            num_warps=tiling.num_warps,
+            REPEAT=32 // triton.next_power_of_2(size),
+            num_warps=1,
         )
     return gathered
 
@@ -117,6 +119,10 @@ def combine(
     """`Exchange.combine` through slots."""
     enter("out", out, fault, timeout, group)
     size, (num_tokens, num_heads, width) = len(addresses), out.shape
+    if num_heads % size:
+        raise ValueError(f"out has {num_heads} heads; the {size} ranks of the group must divide them")
+    if lse.dtype != torch.float32 or lse.shape != out.shape[:2]:
+        raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}; expected torch.float32 {tuple(out.shape[:2])}")
     merged, merged_lse = out.new_empty(num_tokens, num_heads // size, width), lse.new_empty(num_tokens, num_heads // size)
     out = out if out.stride(-1) == 1 else out.contiguous()
     token_bytes, token_words = combine_room(num_heads, width, out.element_size())
@@ -166,7 +172,7 @@ def _launch_combine(
     is_sent: bool,
 ) -> None:
     size, (num_tokens, num_heads, width) = len(addresses), merged.shape
-    tiling = choose_tiling(num_tokens * num_heads, width, is_fp8)
+    tiling = choose_tiling(num_tokens * num_heads, width, size, is_fp8)
     combine_kernel[(tiling.num_programs,)](
         out.view(_CARRIERS[out.element_size()]),
         lse,
@@ -182,7 +188,7 @@ def _launch_combine(
         dist.get_rank(_group(group)),
         tiling.items,
         slot_bytes,
-        _nanoseconds(timeout),
+        _microseconds(timeout),
         WIDTH=width,
         SIZE=size,
         PEERS=triton.next_power_of_2(size),
@@ -191,8 +197,8 @@ def _launch_combine(
         IS_SENT=is_sent,
         PROGRAMS=NUM_PROGRAMS,
         SHARE=_share(tiling.num_programs),
-        REPEAT=32 * tiling.num_warps // triton.next_power_of_2(size),
-        num_warps=tiling.num_warps,
+        REPEAT=32 // triton.next_power_of_2(size),
+        num_warps=1,
     )
 
 
@@ -229,15 +235,17 @@ def place(
         rank,
         slot_at,
         flags_at,
-        _nanoseconds(timeout),
+        _microseconds(timeout),
         OPERATION=_OPERATIONS.index(operation),
         WIDTH=width,
         SIZE=len(addresses),
         PEERS=triton.next_power_of_2(len(addresses)),
         ROWS=_PLACED // columns,
         COLUMNS=columns,
+        THREADS=_PLACE_THREADS,
         PROGRAMS=NUM_PROGRAMS,
         SHARE=_share(num_programs),
+        num_warps=_PLACE_THREADS // 32,
     )
 
 
@@ -283,5 +291,6 @@ def _share(num_programs: int) -> int:
     return triton.next_power_of_2(-(-NUM_PROGRAMS // num_programs))
 
 
-def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)
+def _microseconds(seconds: float) -> int:
+    """Of a wait, half an hour at most: the largest number of 32 bits."""
+    return min(int(seconds * 1e6), 2**31 - 1)

@@ -22,6 +22,7 @@ def _meet(
     fault_ptr,
     SIZE: tl.constexpr,
     PEERS: tl.constexpr,
+    THREADS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """Tell this program's peers that it has come so far, all its stores included, and wait until they have."""
@@ -32,18 +33,20 @@ def _meet(
     tl.debug_barrier()
     tl.atomic_xchg(flags + (program + rank * PROGRAMS), epoch, mask=is_peer, sem="release", scope="sys")
     mine = own_address(addresses_ptr, rank, flags_at, tl.int32) + (program + peer * PROGRAMS)
-    seen = tl.zeros([PEERS], tl.int32)
-    num_missing = 1
-    while (num_missing != 0) & (now() < deadline):
-        seen = tl.load(mine, mask=is_peer, other=epoch, volatile=True)
-        num_missing = tl.sum((seen != epoch).to(tl.int32), 0)
-    if num_missing != 0:
-        give_up(seen != epoch, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS)
+    by_all_threads = tl.broadcast_to(mine[:, None], [PEERS, THREADS // PEERS])  # as in `slots.read_words`
+    seen = tl.zeros([PEERS, THREADS // PEERS], tl.int32)
+    waits = 2
+    while waits == 2:
+        seen = tl.load(by_all_threads, mask=is_peer[:, None], other=epoch, volatile=True)
+        # The same in all warps, whose clocks are not: 2 to go on waiting, 1 to give up.
+        waits = tl.max(tl.where(seen != epoch, tl.where(now() < deadline, 2, 1), 0), None)
+    if waits != 0:
+        give_up(tl.max((seen != epoch).to(tl.int32), 1) != 0, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS)
     tl.atomic_add(mine, 0, mask=is_peer, sem="acquire", scope="sys")
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["num_rows", "rank"])
+@triton.jit(do_not_specialize=["num_rows", "rank", "limit"])
 def place_kernel(
     rows_ptr,
     places_ptr,
@@ -62,6 +65,7 @@ def place_kernel(
     PEERS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    THREADS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
@@ -69,7 +73,7 @@ def place_kernel(
     epoch = next_epoch(state_ptr)
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
     # What is in the slot may be in use on another rank, until that one comes here.
-    _meet(0, flags_at, epoch, deadline, rank, OPERATION, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, PROGRAMS)
+    _meet(0, flags_at, epoch, deadline, rank, OPERATION, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, THREADS, PROGRAMS)
     carrier: tl.constexpr = rows_ptr.dtype.element_ty
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * tiles, tl.num_programs(0)):
@@ -84,4 +88,4 @@ def place_kernel(
         at = place[:, None] * WIDTH + column[None, :]
         for step in tl.static_range(SIZE):  # each rank begins with another one
             tl.store(own_address(addresses_ptr, (rank + step) % SIZE, slot_at, carrier) + at, x, mask=mask)
-    _meet(1, flags_at, epoch, deadline, rank, OPERATION, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, PROGRAMS)
+    _meet(1, flags_at, epoch, deadline, rank, OPERATION, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, THREADS, PROGRAMS)

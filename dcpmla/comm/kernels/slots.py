@@ -9,6 +9,9 @@ Exchanges take two slots in turn. A peer writes into a slot again two exchanges 
 which this rank sent something when its own kernel of the slot's last exchange had ended: the slot is free then, and nobody says so.
 The numbers are counted on the device, so that replays of CUDA graphs and eager calls may follow each other.
 
+A program is one warp: its threads see the same at the same time, also the clock. (Of several warps, one could go on waiting while
+another gives up.)
+
 Source: the protocol "Lamport" of TensorRT-LLM's all-reduce (two slots do where its sums need three), words like NCCL's LL.
 """
 
@@ -40,11 +43,11 @@ def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.co
 
     A program counts for itself, and its share for those that other launches have and this one does not. After a fault no exchange waits.
     """
-    tl.debug_barrier()  # each warp has loaded the number before one of them counts on
+    tl.debug_barrier()  # where there are several warps: each has loaded the number before one of them counts on
     counter = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, SHARE)
     tl.store(state_ptr + counter, tl.zeros([SHARE], tl.int32) + epoch, mask=counter < PROGRAMS)
     has_failed = tl.load(state_ptr + PROGRAMS)
-    return now() + tl.where(has_failed != 0, 0, limit)
+    return now() + tl.where(has_failed != 0, 0, tl.cast(limit, tl.int64) * 1000)
 
 
 @triton.jit
@@ -119,7 +122,7 @@ def decode(x, scale, type: tl.constexpr, IS_FP8: tl.constexpr):
 
 
 # Sizes of a batch come and go: a variant for each kind of number in these would be compiled while requests wait.
-@triton.jit(do_not_specialize=["num_tokens", "rank", "items"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "items", "limit"])
 def gather_kernel(
     q_ptr,
     gathered_ptr,
@@ -191,7 +194,7 @@ def gather_kernel(
         tl.store(gathered_ptr + ((token * SIZE + peer)[:, None] * WIDTH + column[None, :]), q, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rank", "items"])
+@triton.jit(do_not_specialize=["num_rows", "rank", "items", "limit"])
 def combine_kernel(
     out_ptr,
     lse_ptr,
