@@ -143,9 +143,10 @@ def check_selection() -> list[tuple[str, str]]:
     for mistake in ({"dcp_comm_backend": "direct"}, {"dcp_exchange_dtype": "fp8"}):
         with pytest.raises(ValueError, match=f"{next(iter(mistake))} .* the ranks are CPUs; choose auto"):
             select_exchange(dataclasses.replace(layouts[0], **mistake), dist.group.WORLD, "cpu")
-    with patch("dcpmla.comm.select.reach", return_value=""), patch("dcpmla.comm.direct.DirectExchange") as direct:
-        select_exchange(dataclasses.replace(auto, exchange_timeout=7.5), dist.group.WORLD, "cpu")
-    assert direct.call_args.kwargs["timeout"] == 7.5
+    on_hopper = patch("torch.cuda.get_device_capability", return_value=(9, 0))
+    with patch("dcpmla.comm.select.reach", return_value=""), patch("dcpmla.comm.direct.DirectExchange") as direct, on_hopper:
+        select_exchange(dataclasses.replace(auto, exchange_timeout=7.5, dcp_exchange_dtype="fp8"), dist.group.WORLD, "cpu")
+    assert direct.call_args.kwargs == {"timeout": 7.5, "is_fp8": True}
     checked = select_exchange(dataclasses.replace(layouts[2], check_exchange=True), dist.group.WORLD, "cpu")
     assert isinstance(checked.exchange, CheckedExchange)
     assert (checked.exchange.name, checked.reason) == ("a2a", "asked for")

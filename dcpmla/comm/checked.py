@@ -19,7 +19,7 @@ class CheckedExchange:
     """An exchange whose calls are compared over its group first: unequal ones would hang, or mix up rows.
 
     Slow: the host waits for all ranks before each call, by a collective of its own, which `torch.compile` cannot trace and a CUDA graph
-    cannot hold. So a call that is captured, or rehearsed for that, is counted and not compared.
+    cannot hold. So a call that is captured, or rehearsed for that, is not compared.
 
     Args:
         exchange: makes the calls, over `group`.
@@ -55,9 +55,9 @@ class CheckedExchange:
         self._exchange.check()
 
     def _compare(self, operation: str, **tensors: Tensor) -> None:
-        self._num_calls += 1
         if torch.cuda.is_initialized() and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == _ERROR):
             return
+        self._num_calls += 1
         arguments = (f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
         calls: list[Any] = [None] * dist.get_world_size(self._group)
         with named("comparing calls of the exchange", self._group):

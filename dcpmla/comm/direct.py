@@ -14,6 +14,7 @@ from dcpmla.comm.nccl import AllToAll
 from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
 
 MAX_SIZE = 8  # ranks of a group: what the NVLink of one host connects
+_MAX_SLOT_BYTES = 1 << 29  # kernels count the bytes of all slots in 32 bits
 _FLAG_BYTES = 2 * MAX_SIZE * NUM_PROGRAMS * 4  # of a landing: flags of all ranks' programs, in two phases
 _LANDING_BYTES = 16 << 20  # of all ranks' queries; from here on they are stored where they belong. Measured on H200s: equal at 18 MB
 
@@ -21,8 +22,8 @@ _LANDING_BYTES = 16 << 20  # of all ranks' queries; from here on they are stored
 class DirectExchange:
     """Exchange over memory that all ranks of a group can write to. One object serves all layers of a step, on one stream.
 
-    Work on two streams at a time (two micro-batches) needs an object each. What `gather_heads` gives may lie in that memory: it is valid
-    until the next `gather_heads`.
+    Two micro-batches on two streams need an object each, and every rank must launch their work in the same order. What `gather_heads`
+    gives may lie in that memory: it is valid until the next `gather_heads`.
 
     Args:
         group: 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
@@ -49,8 +50,8 @@ class DirectExchange:
         self.size = dist.get_world_size(group)
         if not 2 <= self.size <= MAX_SIZE:
             raise ValueError(f"group has {self.size} ranks; direct takes 2 to {MAX_SIZE}")
-        if slot_bytes % 128 or not 0 < slot_bytes < 1 << 30:
-            raise ValueError(f"slot_bytes is {slot_bytes}; it must be a multiple of 128 below {1 << 30}")
+        if slot_bytes % 128 or not 0 < slot_bytes <= _MAX_SLOT_BYTES:
+            raise ValueError(f"slot_bytes is {slot_bytes}; it must be a multiple of 128, {_MAX_SLOT_BYTES} at most")
         self.group, self.device, self.timeout, self.is_fp8, self._allocate = group, device, timeout, is_fp8, allocate
         self._fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._slot_bytes = slot_bytes
@@ -78,7 +79,7 @@ class DirectExchange:
 
     def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> Mailbox | None:
         token_bytes, token_words = combine_room(num_heads, width, dtype.itemsize)
-        fits = num_tokens * max(token_bytes, 64 * token_words) <= self._slot_bytes
+        fits = num_heads % self.size == 0 and num_tokens * max(token_bytes, 64 * token_words) <= self._slot_bytes
         return self._memory() if fits and not self.is_fp8 else None
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:

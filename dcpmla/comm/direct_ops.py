@@ -14,7 +14,7 @@ from dcpmla.comm.kernels.slots import NUM_PROGRAMS, combine_kernel, gather_kerne
 from dcpmla.parallel.collectives import PeerFault
 
 _OPERATIONS = ("gather_heads", "combine", "gather_context")
-_CARRIERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # kernels move rows as integers
+_CARRIERS = {2: torch.int16, 4: torch.int32}  # kernels move rows as integers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPLE = 8  # of columns: 16 bytes of bfloat16
 # Columns of an item, and how many items there may be; measured on H200s.
@@ -85,7 +85,7 @@ def gather(q: Tensor, addresses: Tensor, state: Tensor, fault: Tensor, slot_byte
             rank,
             tiling.items,
             slot_bytes,
-            _microseconds(timeout),
+            _milliseconds(timeout),
             WIDTH=row_width,
             SIZE=size,
             PEERS=triton.next_power_of_2(size),
@@ -188,7 +188,7 @@ def _launch_combine(
         dist.get_rank(_group(group)),
         tiling.items,
         slot_bytes,
-        _microseconds(timeout),
+        _milliseconds(timeout),
         WIDTH=width,
         SIZE=size,
         PEERS=triton.next_power_of_2(size),
@@ -231,11 +231,10 @@ def place(
         state,
         fault,
         num_rows,
-        width,
         rank,
         slot_at,
         flags_at,
-        _microseconds(timeout),
+        _milliseconds(timeout),
         OPERATION=_OPERATIONS.index(operation),
         WIDTH=width,
         SIZE=len(addresses),
@@ -291,6 +290,5 @@ def _share(num_programs: int) -> int:
     return triton.next_power_of_2(-(-NUM_PROGRAMS // num_programs))
 
 
-def _microseconds(seconds: float) -> int:
-    """Of a wait, half an hour at most: the largest number of 32 bits."""
-    return min(int(seconds * 1e6), 2**31 - 1)
+def _milliseconds(seconds: float) -> int:
+    return min(int(seconds * 1e3), 2**31 - 1)  # 24 days

@@ -1,6 +1,6 @@
 """The exchange: the three movements of decode context parallelism, behind one interface.
 
-A backend is one file that implements `Exchange`. Every rank of the group makes the same calls with the same shapes, also a rank that owns
+A backend implements `Exchange`. Every rank of the group makes the same calls with the same shapes, also a rank that owns
 no tokens: its partial rows come with lse -inf.
 """
 

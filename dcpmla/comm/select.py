@@ -42,14 +42,20 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Se
     if backend == "a2a":
         return Selection(AllToAll(dcp_group), "asked for")
     obstacle = _obstacle(dcp_group, device)
+    is_fp8 = dcp.dcp_exchange_dtype == "fp8"
+    if not obstacle and is_fp8 and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError("dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which needs GPUs of compute capability 8.9; choose auto")
     if not obstacle:
         from dcpmla.comm.direct import DirectExchange  # triton is there on Linux only
 
-        direct = DirectExchange(dcp_group, device, timeout=dcp.exchange_timeout, is_fp8=dcp.dcp_exchange_dtype == "fp8")
-        return Selection(direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink")
+        try:
+            direct = DirectExchange(dcp_group, device, timeout=dcp.exchange_timeout, is_fp8=is_fp8)
+            return Selection(direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink")
+        except RuntimeError as error:  # of torch, on all ranks alike: it takes GPUs of the same number for the same one
+            obstacle = f"there is no symmetric memory: {str(error).partition(chr(10))[0]}"
     if backend == "direct":
         raise ValueError(f"dcp_comm_backend (--dcp-comm-backend) is 'direct', but {obstacle}; choose auto, ag_rs or a2a")
-    if dcp.dcp_exchange_dtype == "fp8":
+    if is_fp8:
         raise ValueError(f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which direct alone carries, but {obstacle}; choose auto")
     return Selection(AllToAll(dcp_group), f"auto: {obstacle}; one collective a combine where ag_rs needs two")
 

@@ -34,6 +34,8 @@ def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerM
 
     # No multicast, ever: a host's fabric may have it switched off, and where it is on, one crash can take it from everyone.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    # From torch 2.13 on: no pool, which would keep what is dropped and take it for memory that all ranks have met over.
+    os.environ["TORCH_SYMMMEM_IMPLICIT_POOL"] = "0"
     mine = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(mine, group.group_name)
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dcpmla.attention.kernels.hopper_rows import out_at, store_lse
+from dcpmla.attention.kernels.hopper_rows import lse_of_row, out_at, store_lse
 from dcpmla.attention.kernels.hopper_split import HALF, ROWS, barrier, find_request, find_slot, num_shared, shared_parts, uniform
 
 GROUP = gl.constexpr(16)  # columns that lie together in a partial output
@@ -193,7 +193,7 @@ def _merge_rows(
         if half == 0:
             lse = gl.where(is_any, peak + gl.log2(total) * LN2, -float("inf"))
             lse_row = base + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, by_part))
-            store_lse(dest, first_row, lse_row, lse, lse_row < behind, IS_SENT)
+            store_lse(dest, first_row, lse_row, lse_of_row(lse, IS_SENT), lse_row < behind, IS_SENT)
         out_row = gl.expand_dims(base + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, by_row)), 1)
         out_column = half * HALF + gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, by_row)), 0)
         at = out_at(dest, first_row, out_row, out_column, IS_SENT)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dcpmla.attention.kernels.hopper_load import NUM_STAGES
 from dcpmla.attention.kernels.hopper_merge import LN2, arrive, exp2, merge_cut, store_half, store_partial
-from dcpmla.attention.kernels.hopper_rows import out_at, store_lse
+from dcpmla.attention.kernels.hopper_rows import lse_of_row, out_at, store_lse
 from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, barrier, find_request, find_slot, next_begin
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -126,7 +126,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
             first_row = first * num_heads + row_tile * ROWS
             if stop - start == gl.cdiv(num_keys, KEYS):
                 store_half(dest, first_row, num_rows, 0, acc, buffers[0].index(0), IS_SENT)
-                store_lse(dest, first_row, row, lse, row < num_rows, IS_SENT)
+                store_lse(dest, first_row, row, lse_of_row(lse, IS_SENT), row < num_rows, IS_SENT)
             else:
                 slot = find_slot(gl.program_id(0), start == begin, row_tile)
                 gl.store(partial_lse_ptr + slot * ROWS + row, lse)

@@ -41,6 +41,14 @@ def out_at(dest, first_row, row, column, IS_SENT: gl.constexpr):
 
 
 @gluon.jit
+def lse_of_row(lse, IS_SENT: gl.constexpr):
+    """The LSE that goes with a row. Where the row is sent, it may not say that there is none: no one would await the row."""
+    if IS_SENT:
+        lse = gl.where(lse == -float("inf"), -3.0e38, lse)  # scores that are all -inf; beside any others, its share is 0
+    return lse
+
+
+@gluon.jit
 def store_lse(dest, first_row, row, lse, mask, IS_SENT: gl.constexpr):
     """The LSE of rows first_row + [N]."""
     _, lse_ptr, mail = dest

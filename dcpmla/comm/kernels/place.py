@@ -54,7 +54,6 @@ def place_kernel(
     state_ptr,
     fault_ptr,
     num_rows,
-    row_stride,
     rank,
     slot_at,
     flags_at,
@@ -75,7 +74,7 @@ def place_kernel(
     # What is in the slot may be in use on another rank, until that one comes here.
     _meet(0, flags_at, epoch, deadline, rank, OPERATION, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, THREADS, PROGRAMS)
     carrier: tl.constexpr = rows_ptr.dtype.element_ty
-    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    tiles: tl.constexpr = WIDTH // COLUMNS  # COLUMNS divides
     for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * tiles, tl.num_programs(0)):
         row = (item // tiles) * ROWS + tl.arange(0, ROWS).to(tl.int64)
         column = (item % tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -83,8 +82,8 @@ def place_kernel(
         place = row * SIZE + rank
         if places_ptr is not None:
             place = tl.load(places_ptr + row, mask=is_row, other=-1)
-        mask = (is_row & (place >= 0))[:, None] & (column < WIDTH)[None, :]
-        x = tl.load(rows_ptr + row[:, None] * row_stride + column[None, :], mask=mask)
+        mask = (is_row & (place >= 0))[:, None]
+        x = tl.load(rows_ptr + (row[:, None] * WIDTH + column[None, :]), mask=mask)
         at = place[:, None] * WIDTH + column[None, :]
         for step in tl.static_range(SIZE):  # each rank begins with another one
             tl.store(own_address(addresses_ptr, (rank + step) % SIZE, slot_at, carrier) + at, x, mask=mask)

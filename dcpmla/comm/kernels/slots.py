@@ -47,14 +47,14 @@ def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.co
     counter = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, SHARE)
     tl.store(state_ptr + counter, tl.zeros([SHARE], tl.int32) + epoch, mask=counter < PROGRAMS)
     has_failed = tl.load(state_ptr + PROGRAMS)
-    return now() + tl.where(has_failed != 0, 0, tl.cast(limit, tl.int64) * 1000)
+    return now() + tl.where(has_failed != 0, 0, tl.cast(limit, tl.int64) * 1000000)
 
 
 @triton.jit
 def give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS: tl.constexpr):
     """Leave word of the first rank [N] that something is missing from, for the host to find. The first fault counts."""
     first = tl.min(tl.where(is_missing, peer, 255), 0)
-    if tl.atomic_cas(state_ptr + PROGRAMS, 0, 1) == 0:
+    if (tl.atomic_cas(state_ptr + PROGRAMS, 0, 1) == 0) & (tl.load(fault_ptr) == 0):
         tl.store(fault_ptr, (epoch.to(tl.int64) << 32) | (first << 8) | operation)
 
 
@@ -180,12 +180,13 @@ def gather_kernel(
         at = my_rows + (theirs[:, None] * WIDTH + column[None, :])
         x = tl.full([PEERS, COLUMNS], -1, carrier)
         scale = tl.zeros([PEERS], tl.int64)
-        num_missing = 1
-        while (num_missing != 0) & (now() < deadline):
+        num_missing, is_early = 1, True
+        while (num_missing != 0) & is_early:
             if IS_FP8:
                 scale = read_words(my_scales + theirs * tiles + tile, is_peer, 1.0, epoch, REPEAT)
             x = tl.load(at, mask=mask, other=0, volatile=True)
             num_missing = tl.max(((scale == -1)[:, None] | (x == -1)).to(tl.int32), None)
+            is_early = now() < deadline
         if num_missing != 0:
             is_missing = (scale == -1) | (tl.max((x == -1).to(tl.int32), 1) != 0)
             give_up(is_missing, peer, epoch, 0, state_ptr, fault_ptr, PROGRAMS)
@@ -267,8 +268,8 @@ def combine_kernel(
         at = my_rows + (theirs[:, None] * WIDTH + column[None, :])
         x = tl.full([PEERS, COLUMNS], -1, carrier)
         lse, scale = tl.zeros([PEERS], tl.int64), tl.zeros([PEERS], tl.int64)
-        num_missing = 1
-        while (num_missing != 0) & (now() < deadline):
+        num_missing, is_early = 1, True
+        while (num_missing != 0) & is_early:
             lse = read_words(my_lses + theirs, is_peer, -float("inf"), epoch, REPEAT)
             if IS_FP8:
                 scale = read_words(my_scales + theirs * tiles + tile, is_peer, 1.0, epoch, REPEAT)
@@ -276,6 +277,7 @@ def combine_kernel(
             is_missing = (lse == -1) | (scale == -1)
             has_row = as_float(lse) != -float("inf")
             num_missing = tl.max((is_missing[:, None] | (has_row[:, None] & (x == -1))).to(tl.int32), None)
+            is_early = now() < deadline
         has_row = as_float(lse) != -float("inf")
         if num_missing != 0:
             is_missing = (lse == -1) | (scale == -1) | (has_row & (tl.max((x == -1).to(tl.int32), 1) != 0))
