@@ -75,7 +75,7 @@ def serve(directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str) -
     return results
 
 
-@pytest.mark.parametrize(("tp", "dcp_size", "interleave"), [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 2, 4), (4, 4, 1)])
+@pytest.mark.parametrize(("tp", "dcp_size", "interleave"), [(1, 1, 1), (2, 2, 1), (4, 2, 4), (4, 4, 1)])
 def test_a_load_gets_what_its_requests_get_alone(tp: int, dcp_size: int, interleave: int, tmp_path: Path) -> None:
     check_loads(tp, dcp_size, interleave, tmp_path, "cpu")
 
@@ -89,7 +89,7 @@ def check_loads(tp: int, dcp_size: int, interleave: int, directory: Path, device
         block_size=4,
         context_workspace_tokens=5 * 4 * dcp_size * interleave,
     )
-    seeds = list(range(6))
+    seeds = list(range(6 if tp < 4 else 4))
     ranks = run_ranks(tp, serve, directory, dcp, seeds, device_type, device=device_type, timeout=300)
     for number, seed in enumerate(seeds):
         outcome, totals = ranks[0][number]

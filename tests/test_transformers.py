@@ -96,8 +96,10 @@ def check(reference: Any, directory: Path, tp: int, cases: list[Case], device_ty
         assert tokens == expected[: len(tokens)].argmax(-1).tolist(), where
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+ON_FOUR = [family for family in FAMILIES if family not in ("deepseek_v2_no_q_lora", "deepseek_v3_neox")]  # as others, but for the query
+
+
+@pytest.mark.parametrize(("tp", "family"), [*itertools.product((1, 2, 3), FAMILIES), *itertools.product([4], ON_FOUR)])
 def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
     reference = save_tiny(family, tmp_path)
     # Every interleave and backend at the largest DCP size; smaller sizes once, with the rest alternating.
@@ -106,7 +108,6 @@ def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
     check(reference, tmp_path, tp, cases)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])  # the others cut heads and cache by the same code
-def test_eight_ranks(family: str, tmp_path: Path) -> None:
-    reference = save_tiny(family, tmp_path)
+def test_eight_ranks(tmp_path: Path) -> None:
+    reference = save_tiny("deepseek_v3", tmp_path)  # the others cut heads and cache by the same code
     check(reference, tmp_path, 8, make_cases(8, [8], (1, 16), ("a2a",)) + make_cases(8, [8, 4], (2,), ("ag_rs",)))
