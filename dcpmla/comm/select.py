@@ -51,8 +51,10 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Se
         try:
             direct = DirectExchange(dcp_group, device, timeout=dcp.exchange_timeout, is_fp8=is_fp8)
             return Selection(direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink")
-        except RuntimeError as error:  # of torch, on all ranks alike: it takes GPUs of the same number for the same one
-            obstacle = f"there is no symmetric memory: {str(error).partition(chr(10))[0]}"
+        except RuntimeError as error:
+            if "overlapping devices" not in str(error):  # what torch finds on all ranks alike: it takes GPUs of one number for the same
+                raise
+            obstacle = "torch has no symmetric memory for ranks that each see one GPU (CUDA_VISIBLE_DEVICES)"
     if backend == "direct":
         raise ValueError(f"dcp_comm_backend (--dcp-comm-backend) is 'direct', but {obstacle}; choose auto, ag_rs or a2a")
     if is_fp8:

@@ -39,7 +39,7 @@ def next_epoch(state_ptr):
 
 @triton.jit
 def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.constexpr):
-    """Count this exchange, and say when to give it up. To be called when rows are on their way: what it waits for should not delay them.
+    """Count this exchange, and say when to give it up. In slots, behind the stores of rows: what it waits for should not delay them.
 
     A program counts for itself, and its share for those that other launches have and this one does not. After a fault no exchange waits.
     """
