@@ -8,6 +8,8 @@ from dcpmla.ownership import check_block_size
 
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
 DCP_EXCHANGE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "fp8_ds_mla")
+DECODE_QUERY_DTYPES = ("auto", "fp8")
 # Hugging Face model types whose self-attention is the dense MLA of DeepSeek-V2/V3.
 MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "longcat_flash", "mistral4")
 
@@ -108,6 +110,11 @@ class DCPConfig:
         check_exchange: compare the ranks' calls of the exchange before they are made (`CheckedExchange`): slow, for the search of bugs.
         dcp_exchange_dtype: how decode's rows travel: "auto" as they are, "fp8" as e4m3 with scales (`direct` alone).
         block_size: tokens of one cache block on one rank.
+        kv_cache_dtype: format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same for models in bfloat16.
+        kv_cache_scale: of an fp8 cache, latents over cached values; None takes the checkpoint's, 1 where it has none.
+        calculate_kv_scales: take the scales of an fp8 cache and of fp8 queries from the first prompt's values instead.
+        decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that the products of attention over an fp8
+            cache are fp8's; "auto" leaves them in the model's dtype.
         context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and up-projects at a time.
         dcp_q_replicate: each rank holds the query projection of all its DCP group's heads, so that decode gathers no queries. Costs memory,
             and dcp times the query's arithmetic in decode.
@@ -125,6 +132,10 @@ class DCPConfig:
     check_exchange: bool = False
     dcp_exchange_dtype: str = "auto"
     block_size: int = 64
+    kv_cache_dtype: str = "auto"
+    kv_cache_scale: float | None = None
+    calculate_kv_scales: bool = False
+    decode_query_dtype: str = "auto"
     context_workspace_tokens: int = 65536
     dcp_q_replicate: bool = False
     dcp_project_before_merge: bool = False
@@ -155,11 +166,33 @@ class DCPConfig:
                 f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', but dcp_comm_backend (--dcp-comm-backend) {self.dcp_comm_backend!r} "
                 f"carries rows as they are; choose auto or direct"
             )
+        self._check_cache_format()
         if self.context_workspace_tokens < self.chunk_alignment:
             raise ValueError(
                 f"context_workspace_tokens is {self.context_workspace_tokens}; "
                 f"a context chunk needs at least lcm(block_size, dcp x interleave) = {self.chunk_alignment}"
             )
+
+    def _check_cache_format(self) -> None:
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; {_choices(KV_CACHE_DTYPES)}")
+        if self.decode_query_dtype not in DECODE_QUERY_DTYPES:
+            raise ValueError(f"decode_query_dtype (--decode-query-dtype) is {self.decode_query_dtype!r}; {_choices(DECODE_QUERY_DTYPES)}")
+        if self.kv_cache_scale is not None and not 0 < self.kv_cache_scale < math.inf:
+            raise ValueError(f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}; it must be a finite number above 0")
+        if self.kv_cache_scale is not None and self.calculate_kv_scales:
+            raise ValueError(
+                f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}, but calculate_kv_scales (--calculate-kv-scales) asks to find "
+                f"one; give one of them"
+            )
+        asked = (
+            ("kv_cache_scale (--kv-cache-scale)", self.kv_cache_scale is not None),
+            ("calculate_kv_scales (--calculate-kv-scales)", self.calculate_kv_scales),
+            ("decode_query_dtype (--decode-query-dtype) fp8", self.decode_query_dtype == "fp8"),
+        )
+        for name, is_asked in asked:
+            if is_asked and self.kv_cache_dtype != "fp8":
+                raise ValueError(f"{name} goes with kv_cache_dtype (--kv-cache-dtype) fp8, not with {self.kv_cache_dtype!r}")
 
     @property
     def chunk_alignment(self) -> int:

@@ -71,14 +71,15 @@ class Case:
             "workspace": workspace,
         }
         on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-        return {**on_device, "scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries)}
+        more = {"kv_scale": None, "q_scale": None, "dtype": self.dtype}
+        return {**on_device, "scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries), **more}
 
 
 def check(kernel: Any, case: Case, device: str, tolerance: float = 1e-2) -> None:
     """Twice with one workspace: its counters must be as they were."""
     for seed in range(2):
         inputs = case.inputs(device, seed)
-        exact = {**inputs, "q": inputs["q"].double(), "kv_cache": inputs["kv_cache"].double()}
+        exact = {**inputs, "q": inputs["q"].double(), "kv_cache": inputs["kv_cache"].double(), "dtype": torch.float64}
         wanted, wanted_lse = reference.mla_decode(**exact)
         for _ in range(2 if inputs["workspace"] is not None else 1):
             compare(kernel(**inputs), (wanted, wanted_lse), case, tolerance)
@@ -228,7 +229,7 @@ def test_queries_and_caches_that_are_views(part: slice) -> None:
     for name, tensor in wide.items():
         tensor[..., part] = inputs[name]
     out, lse = mla_decode(**{**inputs, **{name: tensor[..., part] for name, tensor in wide.items()}})
-    exact = {**inputs, "q": inputs["q"].double(), "kv_cache": inputs["kv_cache"].double()}
+    exact = {**inputs, "q": inputs["q"].double(), "kv_cache": inputs["kv_cache"].double(), "dtype": torch.float64}
     compare((out, lse), reference.mla_decode(**exact), long_case(3, 3000), 1e-2)
 
 

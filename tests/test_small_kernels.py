@@ -56,6 +56,7 @@ def latents_case(sizes: tuple[int, ...], slots: list[int], dtype: torch.dtype, r
         1.7,
         cos_sin,
         interleaved,
+        None,
     ]
 
 
@@ -64,7 +65,7 @@ def query_case(sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, rope
     _, rank, width, nope, value, heads = sizes
     cos_sin = randn(num_tokens, width, seed=2) if rope else None
     w_uk = (randn(heads, nope + value, rank, dtype=dtype, seed=5) / nope**0.5)[:, :nope]
-    return [cut(randn(num_tokens, heads, nope + width, dtype=dtype, seed=6)), w_uk, cos_sin, interleaved]
+    return [cut(randn(num_tokens, heads, nope + width, dtype=dtype, seed=6)), w_uk, cos_sin, interleaved, None]
 
 
 def on(device: str, arguments: list[Any]) -> list[Any]:
@@ -105,7 +106,7 @@ def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None
         arguments = query_case(size, num_tokens, dtype, rope, interleaved)
         assert_near(kernels.absorb_query(*on(device, arguments)), projections.absorb_query(*arguments))
         if rope:
-            (q, _, cos_sin, _), nope = on(device, arguments), size[3]
+            (q, _, cos_sin, *_), nope = on(device, arguments), size[3]
             kernels.rotate_(q[..., nope:], cos_sin, interleaved)
             projections.rotate_query_(arguments[0], cos_sin.cpu(), interleaved)
             assert_near(q, arguments[0])
@@ -227,7 +228,7 @@ def test_latents_are_transformers(interleaved: bool) -> None:
     q_rank, rank, width, *_ = ODD
     slots = [3, -1, 27, -1, 0]
     arguments = latents_case(ODD, slots, torch.float32, True, interleaved)
-    down, cache, _, q_weight, kv_weight, eps, scale, cos_sin, _ = arguments
+    down, cache, _, q_weight, kv_weight, eps, scale, cos_sin, *_ = arguments
     q_c, latents = projections.finish_latents(*arguments)
     norms = {}
     for weight in (q_weight, kv_weight):

@@ -24,6 +24,9 @@ class Decode(Protocol):
         query_start_loc: Tensor | None,
         max_query_len: int,
         workspace: Tensor | None,
+        kv_scale: Tensor | None,
+        q_scale: Tensor | None,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """See `dcpmla.mla_decode`; arguments are checked already."""
 
@@ -37,6 +40,9 @@ class SendDecode(Protocol):
         seq_lens: Tensor,
         scale: float,
         workspace: Tensor | None,
+        kv_scale: Tensor | None,
+        q_scale: Tensor | None,
+        dtype: torch.dtype,
         addresses: Tensor,
         state: Tensor,
         rank: int,

@@ -6,7 +6,10 @@ from torch import Tensor
 from dcpmla.attention.backends import select_decode
 from dcpmla.attention.metadata import DecodeMetadata
 from dcpmla.attention.projections import project_values
+from dcpmla.cache import formats
 from dcpmla.comm.exchange import Exchange
+
+_Q_FP8 = "e4m3 queries, and they alone, go with an fp8 cache, q_scale and the output's dtype"
 
 
 def mla_decode(
@@ -20,6 +23,9 @@ def mla_decode(
     query_start_loc: Tensor | None = None,
     max_query_len: int | None = None,
     workspace: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of absorbed queries over a paged latent cache on one rank.
 
@@ -36,15 +42,19 @@ def mla_decode(
             of q behind the last request's are padding: what comes out for them carries no meaning.
         max_query_len: most query tokens of a request; asked for with query_start_loc.
         workspace: from `decode_workspace`, for kernels that split a request over programs; calls in a row may share one. None makes one.
+        kv_scale, q_scale: float32 of one element on q's device, what an fp8 cache and e4m3 queries are to be multiplied by; for them alone.
+        dtype: of the output; None takes q's. Asked for where q is e4m3.
     Returns:
-        out [T, H, kv_lora_rank] in the dtype of q, lse [T, H] float32 natural log; (0, -inf) for a query that sees no token.
+        out [T, H, kv_lora_rank], lse [T, H] float32 natural log; (0, -inf) for a query that sees no token.
     Raises:
         ValueError: shapes that do not belong together, numbers that are not int32 or not contiguous, a scale that is not positive, a
-            workspace that `decode_workspace` would not have made.
+            workspace that `decode_workspace` would not have made, scales or dtypes that do not belong together.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
-    max_query_len = _check(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len, workspace)
-    return torch.ops.dcpmla.mla_decode(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len, workspace)
+    what = q, kv_cache, block_table, seq_lens, scale, kv_lora_rank
+    max_query_len = _check(*what, query_start_loc, max_query_len, workspace)
+    dtype = _check_dtypes(q, kv_cache, kv_scale, q_scale, dtype)
+    return torch.ops.dcpmla.mla_decode(*what, query_start_loc, max_query_len, workspace, kv_scale, q_scale, dtype)
 
 
 def _check(
@@ -61,8 +71,9 @@ def _check(
     """max_query_len, also where it is not given."""
     if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}")
-    if kv_cache.ndim != 3 or kv_cache.shape[-1] != q.shape[-1]:
-        raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {q.shape[-1]}] to match q")
+    width = formats.row_width(kv_cache.dtype, kv_lora_rank, q.shape[-1] - kv_lora_rank)
+    if kv_cache.ndim != 3 or kv_cache.shape[-1] != width:
+        raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {width}] to match q")
     num_tokens = q.shape[0]
     if block_table.ndim != 2 or ((block_table.shape[0] == 0 or num_tokens == 0) and block_table.shape[0] != num_tokens):
         raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request")
@@ -86,6 +97,21 @@ def _check(
     return max_query_len
 
 
+def _check_dtypes(q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, q_scale: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
+    """The output's dtype."""
+    formats.check_kv_scale(kv_cache.dtype, kv_scale)
+    given = "missing" if q_scale is None else "given"
+    if q.dtype != formats.FP8:
+        if q_scale is not None or dtype not in (None, q.dtype):
+            raise ValueError(f"q has dtype {q.dtype}, q_scale is {given} and dtype is {dtype}; {_Q_FP8}")
+        return q.dtype
+    if kv_cache.dtype != formats.FP8 or q_scale is None or dtype is None:
+        raise ValueError(f"q has dtype {q.dtype}, kv_cache {kv_cache.dtype}, q_scale is {given} and dtype is {dtype}; {_Q_FP8}")
+    if q_scale.dtype != torch.float32 or q_scale.numel() != 1:
+        raise ValueError(f"q_scale is {q_scale.dtype} {tuple(q_scale.shape)}; expected torch.float32 of one element")
+    return dtype
+
+
 def dcp_mla_decode(
     q: Tensor,
     kv_cache: Tensor,
@@ -96,6 +122,9 @@ def dcp_mla_decode(
     *,
     q_is_replicated: bool = False,
     w_uv: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mla_decode` over a cache that is sharded over the DCP group. Collective.
 
@@ -110,11 +139,20 @@ def dcp_mla_decode(
         q = exchange.gather_heads(q)
     what = q, kv_cache, decode.block_table, decode.local_seq_lens, scale, kv_lora_rank
     if w_uv is None and decode.query_start_loc is None and decode.max_query_len == 1:
-        mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, q.dtype)
+        mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, dtype or q.dtype)
         if mailbox is not None:
             _check(*what, None, 1, decode.workspace)
-            return torch.ops.dcpmla.mla_decode_and_merge(*what, decode.workspace, *mailbox)
-    out, lse = mla_decode(*what, query_start_loc=decode.query_start_loc, max_query_len=decode.max_query_len, workspace=decode.workspace)
+            dtype = _check_dtypes(q, kv_cache, kv_scale, q_scale, dtype)
+            return torch.ops.dcpmla.mla_decode_and_merge(*what, decode.workspace, kv_scale, q_scale, dtype, *mailbox)
+    out, lse = mla_decode(
+        *what,
+        query_start_loc=decode.query_start_loc,
+        max_query_len=decode.max_query_len,
+        workspace=decode.workspace,
+        kv_scale=kv_scale,
+        q_scale=q_scale,
+        dtype=dtype,
+    )
     if w_uv is not None:
         out = project_values(out, w_uv).unflatten(1, w_uv.shape[:2])
     return exchange.combine(out, lse)
@@ -131,16 +169,31 @@ def _mla_decode(
     query_start_loc: Tensor | None,
     max_query_len: int,
     workspace: Tensor | None,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     kernel = select_decode(q, kv_cache, kv_lora_rank).load()
-    return kernel(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len, workspace)
+    what = q, kv_cache, block_table, seq_lens, scale, kv_lora_rank
+    return kernel(*what, query_start_loc, max_query_len, workspace, kv_scale, q_scale, dtype)
 
 
 @_mla_decode.register_fake
 def _(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int, *_: object
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    query_start_loc: Tensor | None,
+    max_query_len: int,
+    workspace: Tensor | None,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:2], kv_lora_rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty(*q.shape[:2], kv_lora_rank, dtype=dtype), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @torch.library.custom_op("dcpmla::mla_decode_and_merge", mutates_args=("workspace", "state"))
@@ -152,6 +205,9 @@ def _mla_decode_and_merge(
     scale: float,
     kv_lora_rank: int,
     workspace: Tensor | None,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    dtype: torch.dtype,
     addresses: Tensor,
     state: Tensor,
     fault: Tensor,
@@ -165,13 +221,15 @@ def _mla_decode_and_merge(
     mailbox = addresses, state, fault, slot_bytes, timeout, group
     backend = select_decode(q, kv_cache, kv_lora_rank)
     if backend.load_sender is None:
-        out, lse = backend.load()(q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, None, 1, workspace)
+        what = q, kv_cache, block_table, seq_lens, scale, kv_lora_rank
+        out, lse = backend.load()(*what, None, 1, workspace, kv_scale, q_scale, dtype)
         return direct_ops.combine(out, lse, *mailbox, is_fp8=False)
-    rank = direct_ops.enter("q", q, fault, timeout, group)
-    merged = q.new_empty(q.shape[0], q.shape[1] // len(addresses), kv_lora_rank)
+    merged = q.new_empty(q.shape[0], q.shape[1] // len(addresses), kv_lora_rank, dtype=dtype)
     merged_lse = q.new_empty(merged.shape[:2], dtype=torch.float32)
+    rank = direct_ops.enter("out", merged, fault, timeout, group)
     if len(q):
-        backend.load_sender()(q, kv_cache, block_table, seq_lens, scale, workspace, addresses, state, rank, slot_bytes)
+        scales = kv_scale, q_scale, dtype
+        backend.load_sender()(q, kv_cache, block_table, seq_lens, scale, workspace, *scales, addresses, state, rank, slot_bytes)
         direct_ops.collect(merged, merged_lse, *mailbox)
     return merged, merged_lse
 
@@ -185,11 +243,14 @@ def _(
     scale: float,
     kv_lora_rank: int,
     workspace: Tensor | None,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    dtype: torch.dtype,
     addresses: Tensor,
     *_: object,
 ) -> tuple[Tensor, Tensor]:
     shape = q.shape[0], q.shape[1] // addresses.shape[0]
-    return q.new_empty(*shape, kv_lora_rank), q.new_empty(shape, dtype=torch.float32)
+    return q.new_empty(*shape, kv_lora_rank, dtype=dtype), q.new_empty(shape, dtype=torch.float32)
 
 
 def _uniform_query_len(num_tokens: int, num_reqs: int, max_query_len: int | None) -> int:

@@ -27,6 +27,9 @@ def mla_decode(
     query_start_loc: Tensor | None,
     max_query_len: int,
     workspace: Tensor | None,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """`dcpmla.mla_decode`, for the inputs that `backends` allows."""
     if len(q) == 0:

@@ -148,6 +148,7 @@ class MLAAttention(nn.Module):
             config.kv_lora_scale,
             cos_sin,
             config.rope_interleaved,
+            None,
         )
         return hidden_states if config.q_lora_rank is None else q_c, latents
 
@@ -161,7 +162,7 @@ class MLAAttention(nn.Module):
         """[T, h, P + R], or with dcp_q_replicate [T, W h, P + R], -> [T, h V]: W_UK absorbed into the query, W_UV applied to the output."""
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, _ = dcp_mla_decode(
-            absorb_query(q, self.w_uk, cos_sin, self.config.rope_interleaved),
+            absorb_query(q, self.w_uk, cos_sin, self.config.rope_interleaved, None),
             kv_cache,
             decode,
             self.config.scale,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.rope import apply_rope
+from dcpmla.cache.formats import FP8, to_fp8
 from dcpmla.cache.latent import write_latents
 
 
@@ -22,63 +23,68 @@ def finish_latents(
     kv_scale: float,
     cos_sin: Tensor | None,
     rope_interleaved: bool,
+    cache_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Norms of both latents, RoPE of k_pe, and the write of the rows that this rank owns.
 
     Args:
         down: [T, Lq + L + R], the fused down-projection: query latent (Lq may be 0), latent, rope part of the key.
-        kv_cache: [num_blocks, block_size, L + R], written at the slots.
+        kv_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`, written at the slots.
         slots: [T] int64, -1 where another rank owns the token.
         q_weight, kv_weight: [Lq] or None, [L], of the norms.
         kv_scale: factor of kv_c behind its norm.
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves k_pe as it is.
+        cache_scale: of an fp8 cache (`formats.encode`), and for that alone.
     Returns:
-        q_c [T, Lq] after its norm, latents [T, L + R] as they are cached: kv_c after its norm, k_pe rotated.
+        q_c [T, Lq] after its norm, latents [T, L + R] as given to the cache: kv_c after its norm, k_pe rotated.
     Source: DeepSeek-V2, section 2.1; norms with the roundings of transformers' models.
     """
     if _runs_triton(down):
         from dcpmla.attention.kernels import projections as kernels
 
-        return kernels.finish_latents(down, kv_cache, slots, q_weight, kv_weight, eps, kv_scale, cos_sin, rope_interleaved)
-    rope = kv_cache.shape[-1] - len(kv_weight)
-    q_c, kv_c, k_pe = down.split([down.shape[-1] - kv_cache.shape[-1], len(kv_weight), rope], -1)
+        return kernels.finish_latents(down, kv_cache, slots, q_weight, kv_weight, eps, kv_scale, cos_sin, rope_interleaved, cache_scale)
+    q_rank = 0 if q_weight is None else len(q_weight)
+    q_c, kv_c, k_pe = down.tensor_split((q_rank, q_rank + len(kv_weight)), -1)
     kv_c = rms_norm(kv_c, kv_weight, eps) * kv_scale
     if cos_sin is not None:
         k_pe = apply_rope(k_pe, cos_sin, rope_interleaved)
-    write_latents(kv_cache, kv_c, k_pe, slots)
+    write_latents(kv_cache, kv_c, k_pe, slots, cache_scale)
     return q_c.clone() if q_weight is None else rms_norm(q_c, q_weight, eps), torch.cat([kv_c, k_pe], -1)
 
 
 @finish_latents.register_fake
-def _(down: Tensor, kv_cache: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    num_tokens, latent_dim = down.shape[0], kv_cache.shape[-1]
-    return down.new_empty(num_tokens, down.shape[1] - latent_dim), down.new_empty(num_tokens, latent_dim)
+def _(down: Tensor, kv_cache: Tensor, slots: Tensor, q_weight: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+    num_tokens, q_rank = down.shape[0], 0 if q_weight is None else q_weight.shape[0]
+    return down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, down.shape[1] - q_rank)
 
 
 @torch.library.custom_op("dcpmla::absorb_query", mutates_args=())
-def absorb_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool) -> Tensor:
+def absorb_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None) -> Tensor:
     """The query of attention over latents: [q_nope W_UK | q_pe rotated].
 
     Args:
         q: [T, h, P + R], not rotated.
         w_uk: [h, P, L].
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
+        q_scale: float32 of one element, to have the query as e4m3, rounded from q's dtype (`formats.to_fp8`); None leaves it in that.
     Returns:
         [T, h, L + R].
     """
     if _runs_triton(q):
         from dcpmla.attention.kernels import projections as kernels
 
-        return kernels.absorb_query(q, w_uk, cos_sin, rope_interleaved)
+        return kernels.absorb_query(q, w_uk, cos_sin, rope_interleaved, q_scale)
     q_nope, q_pe = q.tensor_split((w_uk.shape[1],), -1)
     if cos_sin is not None:
         q_pe = apply_rope(q_pe, cos_sin, rope_interleaved)
-    return torch.cat([torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), q_pe], -1)
+    absorbed = torch.cat([torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), q_pe], -1)
+    return absorbed if q_scale is None else to_fp8(absorbed, q_scale)
 
 
 @absorb_query.register_fake
-def _(q: Tensor, w_uk: Tensor, *_: object) -> Tensor:
-    return q.new_empty(*q.shape[:2], q.shape[2] - w_uk.shape[1] + w_uk.shape[2])
+def _(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None) -> Tensor:
+    shape = *q.shape[:2], q.shape[2] - w_uk.shape[1] + w_uk.shape[2]
+    return q.new_empty(shape, dtype=q.dtype if q_scale is None else FP8)
 
 
 @torch.library.custom_op("dcpmla::rotate_query_", mutates_args=("q",))

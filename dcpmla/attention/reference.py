@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dcpmla.cache import formats
+
 _MAX_SCORES = 1 << 25  # scores that mha_prefill holds at a time: 128 MiB of float32
 _MAX_GATHERED = 1 << 28  # cache elements that mla_decode gathers at a time: 1 GiB of float32
 
@@ -22,6 +24,9 @@ def mla_decode(
     query_start_loc: Tensor | None,
     max_query_len: int,
     workspace: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA over a paged latent cache, each query token by itself; `dcpmla.mla_decode` documents shapes."""
     num_tokens, num_reqs = q.shape[0], block_table.shape[0]
@@ -30,7 +35,7 @@ def mla_decode(
     table = block_table[request.clamp(max=num_reqs - 1)] if num_reqs else block_table.new_zeros(num_tokens, block_table.shape[1])
     tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * kv_cache.shape[1] * kv_cache.shape[2]))
     tiles = [
-        _decode_tile(q[rows], kv_cache, table[rows], seq_lens[rows], scale, kv_lora_rank)
+        _decode_tile(q[rows], kv_cache, table[rows], seq_lens[rows], scale, kv_lora_rank, kv_scale, q_scale, dtype or q.dtype)
         for rows in (slice(start, start + tile) for start in range(0, max(1, num_tokens), tile))
     ]
     out, lse = zip(*tiles, strict=True)
@@ -38,17 +43,26 @@ def mla_decode(
 
 
 def _decode_tile(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(out_dtype, torch.float32)
     first_of_block = torch.arange(block_table.shape[1], device=q.device) * kv_cache.shape[1]
     block_table = block_table.where(first_of_block < seq_lens[:, None], 0)  # behind a request's last block stands anything
-    kv = kv_cache[block_table.to(torch.int64)].flatten(1, 2).to(dtype)
+    kv = formats.decode(kv_cache[block_table.to(torch.int64)].flatten(1, 2), kv_lora_rank, kv_scale, dtype)
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
     kv = kv.masked_fill(~valid[..., None], 0.0)  # slots that nobody wrote may hold NaN, and 0 x NaN is NaN
-    scores = torch.einsum("thd,tsd->ths", q.to(dtype), kv) * scale
+    q = q.to(dtype) if q_scale is None else q.to(dtype) * q_scale
+    scores = torch.einsum("thd,tsd->ths", q, kv) * scale
     probs, lse = _softmax(scores.masked_fill(~valid[:, None], -torch.inf))
-    return torch.einsum("ths,tsl->thl", probs, kv[..., :kv_lora_rank]).to(q.dtype), lse
+    return torch.einsum("ths,tsl->thl", probs, kv[..., :kv_lora_rank]).to(out_dtype), lse
 
 
 def mha_prefill(

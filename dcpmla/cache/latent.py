@@ -6,6 +6,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from dcpmla.cache.formats import decode, encode, rope_dim_of
 from dcpmla.config import DCPConfig, MLAConfig
 
 
@@ -96,23 +97,26 @@ def num_blocks(seq_len: int, dcp: DCPConfig) -> int:
     return -(-seq_len // dcp.virtual_block_size)
 
 
-def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
+def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
     """Store latents in a layer's cache. (On a GPU a layer's own latents get there as they are made: `finish_latents`.)
 
     Args:
-        kv_cache: [num_blocks, block_size, L + R].
+        kv_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`.
         kv_c, k_pe: [N, L] after its norm, [N, R] after RoPE.
         slots: [N] int64 slots of this rank, or -1 for a row to be left out.
+        kv_scale: of an fp8 cache, and for that alone.
+    Raises:
+        ValueError: values that the format cannot hold, a scale that does not belong to it.
     """
     mine = slots >= 0
     slots = slots[mine]
     # By block and offset: a cache that is a slice of a larger one has no flat view.
-    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = torch.cat([kv_c, k_pe], -1)[mine].to(kv_cache.dtype)
+    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = encode(kv_c[mine], k_pe[mine], kv_cache.dtype, kv_scale)
 
 
 @torch.library.custom_op("dcpmla::read_latents", mutates_args=())
 def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """[N, L + R] rows of a layer's cache at slots [N] int64. An operator of torch."""
+    """[N, width] rows of a layer's cache at slots [N] int64, as they are cached. An operator of torch."""
     if not kv_cache.is_cuda:
         return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
     from dcpmla.cache.kernels import read_rows  # triton is there on Linux only
@@ -123,6 +127,17 @@ def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
 @read_latents.register_fake
 def _(kv_cache: Tensor, slots: Tensor) -> Tensor:
     return kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1])
+
+
+@torch.library.custom_op("dcpmla::decode_rows", mutates_args=())
+def decode_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`formats.decode` of rows [N, width] that are not plain ones. An operator of torch."""
+    return decode(rows, kv_lora_rank, kv_scale, dtype)
+
+
+@decode_rows.register_fake
+def _(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return rows.new_empty(rows.shape[0], kv_lora_rank + rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank), dtype=dtype)
 
 
 def _free_bytes(device: torch.device) -> int:

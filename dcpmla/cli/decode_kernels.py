@@ -58,6 +58,9 @@ class Ours:
             query_start_loc=None,
             max_query_len=inputs.case.query_len,
             workspace=inputs.workspace,
+            kv_scale=None,
+            q_scale=None,
+            dtype=q.dtype,
         )
 
     def result(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -176,6 +176,9 @@ def mla_decode(
     query_start_loc: Tensor | None,
     max_query_len: int,
     workspace: Tensor | None,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """`dcpmla.mla_decode` in one launch, for the inputs that `backends` allows."""
     num_tokens, num_heads, width = q.shape

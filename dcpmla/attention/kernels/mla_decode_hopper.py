@@ -125,6 +125,9 @@ def mla_decode(
     query_start_loc: Tensor | None,
     max_query_len: int,
     workspace: Tensor | None,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """`dcpmla.mla_decode` in one launch, for the inputs that `backends` allows."""
     out = q.new_empty(*q.shape[:2], kv_lora_rank)
@@ -141,6 +144,9 @@ def send_mla_decode(
     seq_lens: Tensor,
     scale: float,
     workspace: Tensor | None,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    dtype: torch.dtype,
     addresses: Tensor,
     state: Tensor,
     rank: int,

@@ -96,11 +96,12 @@ def finish_latents(
     kv_scale: float,
     cos_sin: Tensor | None,
     rope_interleaved: bool,
+    cache_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`projections.finish_latents` in one kernel."""
     num_tokens, kv_rank = len(down), len(kv_weight)
-    rope = kv_cache.shape[-1] - kv_rank
-    q_rank = down.shape[1] - kv_rank - rope
+    q_rank = 0 if q_weight is None else len(q_weight)
+    rope = down.shape[1] - kv_rank - q_rank
     q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, kv_rank + rope)
     latents_kernel[(num_tokens, 1 if q_weight is None else 2)](
         down,
@@ -169,7 +170,7 @@ def absorb_kernel(
         _rotate(q_ptr + NOPE, out_ptr + RANK, cos_sin_ptr, token, is_token, ROPE, PAIRS, INTERLEAVED)
 
 
-def absorb_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool) -> Tensor:
+def absorb_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None) -> Tensor:
     """`projections.absorb_query` in one kernel."""
     num_tokens, num_heads, head_dim = q.shape
     nope, rank = w_uk.shape[1:]

@@ -1,0 +1,106 @@
+"""How a token's latent lies in the cache: the formats byte by byte, in plain torch. This specifies every kernel that reads or writes one.
+
+A cache tensor's dtype says its format:
+
+- the model's own (bfloat16, float16, float32): kv_c [L], k_pe [R] as they are.
+- torch.float8_e4m3fn (`fp8`): kv_c and k_pe as e4m3, one float32 scale for both and for all tokens of a layer, kept beside the cache.
+- torch.uint8 (`fp8_ds_mla`): kv_c as e4m3, a float32 scale for each 128 of its values, k_pe in bfloat16: 512 + 16 + 128 = 656 bytes with
+  DeepSeek's widths. Source: FlashMLA's format for DeepSeek-V3.2.
+"""
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # of e4m3
+TILE = 128  # values of kv_c that share a scale in fp8_ds_mla
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def storage_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a cache tensor, for a `DCPConfig.kv_cache_dtype` and a model that computes in `dtype`.
+
+    Raises:
+        ValueError: "bf16" for a model that computes in another dtype.
+    """
+    if kv_cache_dtype == "bf16" and dtype != torch.bfloat16:
+        raise ValueError(f"kv_cache_dtype (--kv-cache-dtype) is 'bf16', but the model computes in {dtype}; choose auto")
+    return {"fp8": FP8, "fp8_ds_mla": torch.uint8}.get(kv_cache_dtype, dtype)
+
+
+def row_width(storage: torch.dtype, kv_lora_rank: int, rope_dim: int) -> int:
+    """Elements of a cache row.
+
+    Raises:
+        ValueError: fp8_ds_mla for a latent that is no multiple of 128.
+    """
+    if storage != torch.uint8:
+        return kv_lora_rank + rope_dim
+    if kv_lora_rank % TILE:
+        raise ValueError(
+            f"kv_cache_dtype (--kv-cache-dtype) fp8_ds_mla scales {TILE} values of kv_c at a time; kv_lora_rank is {kv_lora_rank}"
+        )
+    return kv_lora_rank + kv_lora_rank // TILE * 4 + rope_dim * 2
+
+
+def encode(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
+    """Latents -> cache rows [N, row_width].
+
+    Args:
+        kv_c, k_pe: [N, L] after its norm, [N, R] after RoPE.
+        kv_scale: float32 of one element, for fp8 alone.
+    Raises:
+        ValueError: NaN or infinity, which the 8-bit formats do not keep; a scale that is missing or too many.
+    """
+    check_kv_scale(storage, kv_scale)
+    if storage not in (FP8, torch.uint8):
+        return torch.cat([kv_c, k_pe], -1).to(storage)
+    for name, values in (("kv_c", kv_c), ("k_pe", k_pe)):
+        if not values.isfinite().all():
+            raise ValueError(f"{name} has values that are not finite; an 8-bit cache (--kv-cache-dtype) cannot hold them")
+    if kv_scale is not None:
+        return to_fp8(torch.cat([kv_c, k_pe], -1), kv_scale)
+    tiles = kv_c.float().unflatten(-1, (-1, TILE))
+    scales = (tiles.abs().amax(-1) / FP8_MAX).clamp(min=_SMALLEST_SCALE)
+    parts = to_fp8(tiles, scales[..., None]).flatten(-2), scales, k_pe.to(torch.bfloat16)
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+
+
+def decode(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Cache rows [..., row_width] -> latents [..., L + R] in `dtype`; products with scales are rounded once.
+
+    Args:
+        kv_scale: as in `encode`.
+    """
+    check_kv_scale(rows.dtype, kv_scale)
+    wide = torch.promote_types(dtype, torch.float32)
+    if kv_scale is not None:
+        return (rows.to(wide) * kv_scale).to(dtype)
+    if rows.dtype != torch.uint8:
+        return rows.to(dtype)
+    scale_bytes = kv_lora_rank // TILE * 4
+    values, scales, k_pe = (
+        part.contiguous() for part in rows.split([kv_lora_rank, scale_bytes, rows.shape[-1] - kv_lora_rank - scale_bytes], -1)
+    )
+    tiles = values.view(FP8).to(wide).unflatten(-1, (-1, TILE)) * scales.view(torch.float32)[..., None]
+    return torch.cat([tiles.flatten(-2).to(dtype), k_pe.view(torch.bfloat16).to(dtype)], -1)
+
+
+def rope_dim_of(row_width: int, storage: torch.dtype, kv_lora_rank: int) -> int:
+    """R of a cache whose rows have row_width elements."""
+    if storage != torch.uint8:
+        return row_width - kv_lora_rank
+    return (row_width - kv_lora_rank - kv_lora_rank // TILE * 4) // 2
+
+
+def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
+    """values / scale as e4m3, rounded to nearest, ties to even; what is larger than e4m3 holds becomes its largest."""
+    return (values.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def check_kv_scale(storage: torch.dtype, kv_scale: Tensor | None) -> None:
+    """Raise ValueError unless an fp8 cache comes with its scale, and any other without."""
+    if (storage == FP8) != (kv_scale is not None):
+        raise ValueError(f"kv_scale is {'missing' if kv_scale is None else 'given'} for a cache of {storage}; it belongs to {FP8} alone")
+    if kv_scale is not None and (kv_scale.dtype != torch.float32 or kv_scale.numel() != 1):
+        raise ValueError(f"kv_scale is {kv_scale.dtype} {tuple(kv_scale.shape)}; expected torch.float32 of one element")
