@@ -329,5 +329,5 @@ def test_decode_names_numbers_that_kernels_cannot_read(numbers: dict[str, Any]) 
 
 def test_decode_is_an_operator_of_torch() -> None:
     cache = PagedCache([5, 0], 4)
-    arguments = torch.randn(2, 2, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L, None, 1, None
+    arguments = torch.randn(2, 2, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L, None, 1, None, None, None, torch.float32
     torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, arguments)

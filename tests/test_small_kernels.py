@@ -252,9 +252,9 @@ def test_latents_are_transformers(interleaved: bool) -> None:
 def test_absorbed_scores_and_values_are_those_of_whole_keys(dtype: torch.dtype) -> None:
     """(q_nope W_UK) kv_c = q_nope (W_UK kv_c), and W_UV (p kv_c) = p (W_UV kv_c)."""
     _, rank, width, nope, value, heads = ODD
-    q, w_uk, cos_sin, _ = query_case(ODD, 5, dtype, True, True)
+    q, w_uk, cos_sin, *_ = query_case(ODD, 5, dtype, True, True)
     kv_c, w_uv = randn(5, rank, dtype=dtype, seed=7), randn(heads, value, rank, dtype=dtype, seed=8)
-    absorbed = projections.absorb_query(q, w_uk, cos_sin, True)
+    absorbed = projections.absorb_query(q, w_uk, cos_sin, True, None)
     rotated = q.clone()
     projections.rotate_query_(rotated, cos_sin, True)
     assert torch.equal(rotated[..., :nope], q[..., :nope])
@@ -277,7 +277,7 @@ def check_operators(device: str) -> None:
         torch.library.opcheck(projections.finish_latents, on(device, mixed))
         queries = on(device, query_case(ODD, len(slots), torch.float32, True, False))
         torch.library.opcheck(projections.absorb_query, queries)
-        torch.library.opcheck(projections.rotate_query_, [queries[0], *queries[2:]])
+        torch.library.opcheck(projections.rotate_query_, [queries[0], *queries[2:4]])
         values = [randn(len(slots), 3, 40), randn(3, 17, 40)[:, 12:]]
         torch.library.opcheck(projections.project_values, on(device, values))
         rows = [randn(NUM_BLOCKS, 2, BLOCK_SIZE, 7)[:, 1], torch.tensor(slots, dtype=torch.int64).abs()]
