@@ -139,7 +139,7 @@ def check_operators() -> None:
     small = new_exchange(slot_bytes=128)
     for match, call in {
         "q has dtype torch.float64; direct carries torch.bfloat16, torch.float16, torch.float32": lambda: small.gather_heads(q.double()),
-        "out has rows of 12; direct carries multiples of 8": lambda: small.combine(out[rank, ..., :12], lse[rank]),
+        "out has rows of 12 torch.float16; direct carries multiples of 16 bytes": lambda: small.combine(out[rank, ..., :12], lse[rank]),
         "rows has dtype torch.int64": lambda: small.start_context(q[0].long(), order, order[:4]),
         "slot_bytes is 128; a token's rows of all ranks take 384": lambda: small.gather_heads(q),
         "slot_bytes is 128; a token's rows of all ranks take 512": lambda: small.combine(out[rank, ..., :8], lse[rank]),

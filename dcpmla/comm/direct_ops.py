@@ -16,7 +16,7 @@ from dcpmla.parallel.collectives import PeerFault
 _OPERATIONS = ("gather_heads", "combine", "gather_context")
 _CARRIERS = {2: torch.int16, 4: torch.int32}  # kernels move rows as integers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MULTIPLE = 8  # of columns: 16 bytes of bfloat16
+_ALIGNMENT = 16  # bytes that a thread stores
 # Columns of an item, and how many items there may be; measured on H200s.
 _SHAPES = ((64, 512), (128, NUM_PROGRAMS), (256, NUM_PROGRAMS), (512, NUM_PROGRAMS))
 _NARROWEST = _SHAPES[0][0]
@@ -263,8 +263,8 @@ def enter(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: st
     raise_fault(fault, timeout, group_name)
     if rows.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {rows.dtype}; direct carries {', '.join(map(str, _DTYPES))}")
-    if rows.shape[-1] % _MULTIPLE:
-        raise ValueError(f"{name} has rows of {rows.shape[-1]}; direct carries multiples of {_MULTIPLE}")
+    if rows.shape[-1] * rows.element_size() % _ALIGNMENT:
+        raise ValueError(f"{name} has rows of {rows.shape[-1]} {rows.dtype}; direct carries multiples of {_ALIGNMENT} bytes")
     return dist.get_rank(_group(group_name))
 
 
