@@ -15,10 +15,12 @@ from torch import Tensor
 
 from dcpmla.attention import reference
 from dcpmla.attention.workspace import COUNTER_WORDS
+from dcpmla.cache import formats
 
 triton = pytest.importorskip("triton")
 
 NOWHERE = 2**31 - 1  # a block that no cache has
+KV_SCALE, Q_SCALE = 0.05, 0.03
 
 
 @dataclass
@@ -31,24 +33,30 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     kv_lora_rank: int = 512
     rope: int = 64
+    format: str = "auto"  # of the cache, as in `DCPConfig.kv_cache_dtype`
+    has_fp8_queries: bool = False
     is_sharded: bool = False
     num_programs: int | None = None  # with room in the workspace, of 64 rows; None: one for each multiprocessor, on a CPU the kernel's own
 
     def inputs(self, device: str, seed: int = 0) -> dict[str, Any]:
-        """Of `mla_decode`: random blocks in a cache that holds NaN wherever no key is."""
+        """Of `mla_decode`: random blocks in a cache of bytes 0xFF, NaN in every format's every part, wherever no key is."""
         generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
         width = self.kv_lora_rank + self.rope
         counts = [-(-num_keys // self.block_size) for _, num_keys in self.requests]
         blocks = draw.sample(range(sum(counts) + 2), sum(counts))
-        cache = torch.full((sum(counts) + 2, self.block_size, width), torch.nan)
+        storage = formats.storage_dtype(self.format, self.dtype)
+        kv_scale = torch.tensor([KV_SCALE]) if storage == formats.FP8 else None
+        row_bytes = formats.row_width(storage, self.kv_lora_rank, self.rope) * storage.itemsize
+        cache = torch.full((sum(counts) + 2, self.block_size, row_bytes), 0xFF, dtype=torch.uint8).view(storage)
         table = torch.full((len(counts), max([*counts, 1]) + 1), NOWHERE, dtype=torch.int32)
         seq_lens: list[int] = []
         for row, count, (num_queries, num_keys) in zip(table, counts, self.requests, strict=True):
             mine = [blocks.pop() for _ in range(count)]
             row[:count] = torch.tensor(mine, dtype=torch.int32)
             keys = torch.randn(num_keys, width, generator=generator)
+            rows = formats.encode(*keys.split([self.kv_lora_rank, self.rope], -1), storage, kv_scale)
             for index, block in enumerate(mine):
-                part = keys[index * self.block_size : (index + 1) * self.block_size]
+                part = rows[index * self.block_size : (index + 1) * self.block_size]
                 cache[block, : len(part)] = part
             steps = [draw.randint(0, 1) if self.is_sharded else 1 for _ in range(num_queries - 1)]
             seq_lens += [max(0, num_keys - sum(steps[token:])) for token in range(num_queries)]
@@ -62,27 +70,36 @@ class Case:
             workspace = torch.full((COUNTER_WORDS + num_programs * 128 * 513,), torch.nan)
             workspace[:COUNTER_WORDS] = 0
         q = torch.randn(len(seq_lens), self.num_heads, width, generator=generator)
+        q_scale = torch.tensor([Q_SCALE]) if self.has_fp8_queries else None
         tensors = {
-            "q": q.to(self.dtype),
-            "kv_cache": cache.to(self.dtype),
+            "q": q.to(self.dtype) if q_scale is None else formats.to_fp8(q, q_scale),
+            "kv_cache": cache,
             "block_table": table,
             "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
             "query_start_loc": start,
             "workspace": workspace,
+            "kv_scale": kv_scale,
+            "q_scale": q_scale,
         }
         on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-        more = {"kv_scale": None, "q_scale": None, "dtype": self.dtype}
-        return {**on_device, "scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries), **more}
+        numbers = {"scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries)}
+        return {**on_device, **numbers, "dtype": self.dtype}
+
+    def answer(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The reference's, in float64 on the same bytes; fp8_ds_mla's products with scales count as rounded to the model's dtype."""
+        exact = {**inputs, "q": inputs["q"].double(), "dtype": torch.float64}
+        if self.format == "fp8_ds_mla":
+            exact["kv_cache"] = formats.decode(inputs["kv_cache"], self.kv_lora_rank, None, self.dtype)
+        return reference.mla_decode(**exact)
 
 
 def check(kernel: Any, case: Case, device: str, tolerance: float = 1e-2) -> None:
     """Twice with one workspace: its counters must be as they were."""
     for seed in range(2):
         inputs = case.inputs(device, seed)
-        exact = {**inputs, "q": inputs["q"].double(), "kv_cache": inputs["kv_cache"].double(), "dtype": torch.float64}
-        wanted, wanted_lse = reference.mla_decode(**exact)
+        wanted = case.answer(inputs)
         for _ in range(2 if inputs["workspace"] is not None else 1):
-            compare(kernel(**inputs), (wanted, wanted_lse), case, tolerance)
+            compare(kernel(**inputs), wanted, case, tolerance)
             assert inputs["workspace"] is None or not inputs["workspace"][:COUNTER_WORDS].any()
 
 
@@ -99,6 +116,8 @@ def compare(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], case: Cas
 
 
 SMALL = {"kv_lora_rank": 32, "rope": 16, "block_size": 16, "dtype": torch.float16}  # the interpreter multiplies bfloat16 as integers
+FP8 = {**SMALL, "format": "fp8"}
+DS_MLA = {**SMALL, "format": "fp8_ds_mla", "kv_lora_rank": 256}
 INTERPRETED = [
     Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **SMALL),
     Case([(1, 700)], num_heads=20, num_programs=3, **SMALL),
@@ -106,6 +125,10 @@ INTERPRETED = [
     Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, **SMALL),
     Case([(1, 0), (1, 0)], num_heads=1, num_programs=1, **SMALL),
     Case([(1, 17)], num_heads=70, num_programs=1, kv_lora_rank=64, rope=64, block_size=48, dtype=torch.float16),
+    Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **FP8),
+    Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, has_fp8_queries=True, **FP8),
+    Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **DS_MLA),
+    Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, **DS_MLA),
 ]
 
 
@@ -224,13 +247,13 @@ def test_queries_and_caches_that_are_views(part: slice) -> None:
     """Rows that TMA cannot address go to another kernel."""
     from dcpmla import mla_decode
 
-    inputs = long_case(3, 3000).inputs("cuda")
+    case = long_case(3, 3000)
+    inputs = case.inputs("cuda")
     wide = {name: torch.full((*inputs[name].shape[:-1], 584), torch.nan, dtype=torch.bfloat16, device="cuda") for name in ("q", "kv_cache")}
     for name, tensor in wide.items():
         tensor[..., part] = inputs[name]
     out, lse = mla_decode(**{**inputs, **{name: tensor[..., part] for name, tensor in wide.items()}})
-    exact = {**inputs, "q": inputs["q"].double(), "kv_cache": inputs["kv_cache"].double(), "dtype": torch.float64}
-    compare((out, lse), reference.mla_decode(**exact), long_case(3, 3000), 1e-2)
+    compare((out, lse), case.answer(inputs), case, 1e-2)
 
 
 @pytest.mark.gpu
@@ -278,12 +301,16 @@ def test_the_hopper_kernel_compiles(is_ragged: bool, is_sent: bool) -> None:
     assert "cp.async.bulk.tensor" in ptx
 
 
-@pytest.mark.parametrize("rows", [16, 64])
-def test_the_portable_kernel_compiles(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "q", "cache"), [(16, "bf16", "bf16"), (64, "bf16", "bf16"), (16, "fp8e4nv", "fp8e4nv"), (16, "bf16", "u8")]
+)
+def test_the_portable_kernel_compiles(rows: int, q: str, cache: str) -> None:
     from triton.compiler import ASTSource
 
     from dcpmla.attention.kernels.mla_decode import decode_kernel
 
-    types = {**POINTERS, "q_ptr": "*bf16", "cache_ptr": "*bf16", "out_ptr": "*bf16", "scale": "fp32"}
+    types = {**POINTERS, "q_ptr": f"*{q}", "cache_ptr": f"*{cache}", "out_ptr": "*bf16", "scale": "fp32"}
+    types |= {f"{name}_scale_ptr": "*fp32" for name, dtype in (("q", q), ("kv", cache)) if dtype == "fp8e4nv"}
     constants = {"ROWS": rows, "KEYS": 32, "LATENT": 512, "ROPE": 64, "REQS": 32, "IS_RAGGED": True}
+    constants |= {name: None for name in ("q_scale_ptr", "kv_scale_ptr") if name not in types}
     assert "sm_90a" in compile_for_hopper(decode_kernel, ASTSource, types, constants, num_warps=4 if rows == 16 else 8)

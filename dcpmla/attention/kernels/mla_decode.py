@@ -12,10 +12,12 @@ from torch import Tensor
 
 from dcpmla.attention.kernels.limits import shared_memory
 from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_programs
+from dcpmla.cache import formats
 
 _LOG2E = 1.4426950408889634
 _BYTES_OF_64_ROWS = 114_688  # of shared memory, with DeepSeek's widths
 LN2 = tl.constexpr(0.6931471805599453)
+TILE = tl.constexpr(formats.TILE)
 MIN_TILES = tl.constexpr(8)  # of a part: the last one to arrive merges them all, so many short ones would cost more than they save
 
 
@@ -29,6 +31,22 @@ def _find_request(index, lens_ptr, start_ptr, query_len, num_heads, row_tile, RO
     num_rows = query_len * num_heads - row_tile * ROWS
     num_keys = tl.load(lens_ptr + tl.maximum(first + query_len - 1, 0))
     return first, num_rows, tl.where(num_rows > 0, tl.maximum(num_keys, 0), 0)
+
+
+@triton.jit
+def _load_keys(row_ptr, is_key, dtype: tl.constexpr, KEYS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr):
+    """Cache rows of any of `cache.formats` -> kv_c [KEYS, LATENT], k_pe [KEYS, ROPE]; those of fp8 are not multiplied by kv_scale."""
+    mask = is_key[:, None]  # rows behind the last key are not read: they may hold NaN, and 0 x NaN is NaN
+    k_pe_ptr = row_ptr + LATENT
+    kv_c = tl.load(row_ptr[:, None] + tl.arange(0, LATENT)[None, :], mask=mask, other=0.0)
+    if row_ptr.dtype.element_ty == tl.uint8:
+        scale_ptr = k_pe_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+        scales = tl.load(scale_ptr[:, None] + tl.arange(0, LATENT // TILE)[None, :], mask=mask, other=0.0)
+        tiles = tl.reshape(kv_c.to(tl.float8e4nv, bitcast=True).to(tl.float32), [KEYS, LATENT // TILE, TILE])
+        kv_c = tl.reshape(tiles * scales[:, :, None], [KEYS, LATENT])
+        k_pe_ptr = (k_pe_ptr + LATENT // TILE * 4).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    k_pe = tl.load(k_pe_ptr[:, None] + tl.arange(0, ROPE)[None, :], mask=mask, other=0.0)
+    return kv_c.to(dtype), k_pe.to(dtype)
 
 
 @triton.jit
@@ -66,6 +84,8 @@ def decode_kernel(
     lse_ptr,
     counters_ptr,
     partials_ptr,
+    kv_scale_ptr,
+    q_scale_ptr,
     q_stride_token,
     q_stride_head,
     cache_stride_block,
@@ -83,10 +103,22 @@ def decode_kernel(
     REQS: tl.constexpr,
     IS_RAGGED: tl.constexpr,
 ):
-    """Programs (parts, tiles of query rows). scale includes log2(e)."""
+    """Programs (parts, tiles of query rows). scale includes log2(e).
+
+    e4m3 values enter the products as they are, exact in 16 bits: kv_scale and q_scale go into the scores' scale, kv_scale into the output.
+    """
     this_part, num_programs, row_tile = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     row, key, column, rope = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, LATENT), tl.arange(0, ROPE)
     partial_lse_ptr = partials_ptr + num_programs * tl.num_programs(1) * 2 * ROWS * LATENT
+
+    # e4m3 queries multiply in float16, which is one instruction away and rounds probabilities less than bfloat16 does.
+    dtype: tl.constexpr = tl.float16 if q_ptr.dtype.element_ty == tl.float8e4nv else q_ptr.dtype.element_ty
+    if q_scale_ptr is not None:
+        scale *= tl.load(q_scale_ptr)
+    kv_scale = 1.0
+    if kv_scale_ptr is not None:
+        kv_scale = tl.load(kv_scale_ptr)
+        scale *= kv_scale
 
     # This program's part of the row of tiles.
     index = tl.arange(0, REQS)
@@ -116,8 +148,8 @@ def decode_kernel(
             token, head = first + (row_tile * ROWS + row) // num_heads, (row_tile * ROWS + row) % num_heads
             num_seen = tl.load(lens_ptr + token, mask=is_row, other=0)
             q_row = q_ptr + token.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head
-            q = tl.load(q_row[:, None] + column[None, :], mask=is_row[:, None], other=0.0)
-            q_pe = tl.load(q_row[:, None] + LATENT + rope[None, :], mask=is_row[:, None], other=0.0)
+            q = tl.load(q_row[:, None] + column[None, :], mask=is_row[:, None], other=0.0).to(dtype)
+            q_pe = tl.load(q_row[:, None] + LATENT + rope[None, :], mask=is_row[:, None], other=0.0).to(dtype)
             peak = tl.full([ROWS], -float("inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, LATENT], tl.float32)
@@ -126,21 +158,21 @@ def decode_kernel(
                 is_key = position < num_keys
                 block = tl.load(table_ptr + request.to(tl.int64) * table_stride + position // block_size, mask=is_key, other=0)
                 at = cache_ptr + block.to(tl.int64) * cache_stride_block + (position % block_size).to(tl.int64) * cache_stride_row
-                # Rows behind the last key are not read: they may hold NaN, and 0 x NaN is NaN.
-                kv = tl.load(at[:, None] + column[None, :], mask=is_key[:, None], other=0.0)
-                k_pe = tl.load(at[:, None] + LATENT + rope[None, :], mask=is_key[:, None], other=0.0)
-                scores = tl.dot(q_pe, tl.trans(k_pe), tl.dot(q, tl.trans(kv))) * scale
+                kv_c, k_pe = _load_keys(at, is_key, dtype, KEYS, LATENT, ROPE)
+                scores = tl.dot(q_pe, tl.trans(k_pe), tl.dot(q, tl.trans(kv_c))) * scale
                 scores = tl.where(position[None, :] < num_seen[:, None], scores, -float("inf"))
                 new_peak = tl.maximum(peak, tl.max(scores, 1))
                 shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
                 factor = tl.exp2(peak - shift)
                 probs = tl.exp2(scores - shift[:, None])
                 total = total * factor + tl.sum(probs, 1)
-                acc = tl.dot(probs.to(kv.dtype), kv, acc * factor[:, None])
+                acc = tl.dot(probs.to(dtype), kv_c, acc * factor[:, None])
                 peak = new_peak
             is_any = total != 0
             total = tl.where(is_any, total, 1.0)
             out = acc / total[:, None]
+            if kv_scale_ptr is not None:
+                out *= kv_scale
             lse = tl.where(is_any, (peak + tl.log2(total)) * LN2, -float("inf"))
 
             first_part = begin // size
@@ -182,7 +214,7 @@ def mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """`dcpmla.mla_decode` in one launch, for the inputs that `backends` allows."""
     num_tokens, num_heads, width = q.shape
-    out = q.new_empty(num_tokens, num_heads, kv_lora_rank)
+    out = q.new_empty(num_tokens, num_heads, kv_lora_rank, dtype=dtype)
     lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if num_tokens == 0:
         return out, lse
@@ -202,6 +234,8 @@ def mla_decode(
         lse,
         workspace[:COUNTER_WORDS].view(torch.int32),
         workspace[COUNTER_WORDS:],
+        kv_scale,
+        q_scale,
         q.stride(0),
         q.stride(1),
         kv_cache.stride(0),
