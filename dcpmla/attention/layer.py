@@ -12,6 +12,8 @@ from dcpmla.attention.heads import held_heads
 from dcpmla.attention.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, project_values, rotate_query_
+from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, calculate_scale_, new_scale, read_scale
+from dcpmla.cache.formats import is_quantised, row_width, storage_dtype
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.linear import RowParallelLinear, Weight, fill, read_weight, shard
@@ -20,6 +22,8 @@ from dcpmla.parallel.mesh import DCPMesh
 # Decode tokens from which on dcp_project_before_merge pays: narrower rows against W_UV of all the group's heads to read.
 # Measured with `direct` on 4 H200s: 32 tokens lost by it, 128 won.
 PROJECT_FIRST_TOKENS = 64
+# Tokens whose queries q_scale is calculated from: their maximum leaves little to find among more, 128 heads of them take 144 MiB.
+_SCALED_TOKENS = 1024
 
 
 class MLAAttention(nn.Module):
@@ -29,14 +33,20 @@ class MLAAttention(nn.Module):
 
     Args:
         config: geometry of the whole layer, before any cut.
-        dcp: layout of the cache, bound of the context workspace, what decode exchanges.
+        dcp: layout and format of the cache, bound of the context workspace, what decode exchanges.
         mesh: groups of this rank.
         exchange: how the DCP group moves rows, from `dcpmla.comm.select.select_exchange`.
         dtype, device: of the parameters; they hold nothing until `load_weights`.
+    Attributes:
+        kv_scale, q_scale: float32 [1] of an fp8 cache, of fp8 queries (`dcpmla.attention.scales`); None without.
     Raises:
-        ValueError: the heads do not divide by the TP size, or dcp speaks of other sizes than the mesh has.
+        ValueError: the heads do not divide by the TP size, dcp speaks of other sizes than the mesh has, or of a cache format that the
+            layer cannot have.
     Source: DeepSeek-V2, section 2.1; names of the projections as in DeepSeek's checkpoints.
     """
+
+    kv_scale: Tensor | None
+    q_scale: Tensor | None
 
     def __init__(
         self, config: MLAConfig, dcp: DCPConfig, mesh: DCPMesh, exchange: Exchange, dtype: torch.dtype, device: torch.device | str
@@ -51,6 +61,12 @@ class MLAAttention(nn.Module):
         self.num_heads = config.heads_per_rank(mesh.tp_size)
         self.q_heads = held_heads(mesh, self.num_heads, dcp.dcp_q_replicate)
         self.kv_heads = held_heads(mesh, self.num_heads, dcp.dcp_q_replicate or dcp.dcp_project_before_merge)
+        self.cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
+        self.cache_width = row_width(self.cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
+        kv_scale = new_scale(dcp.kv_cache_scale, device) if dcp.kv_cache_dtype == "fp8" else None
+        self.register_buffer("kv_scale", kv_scale, persistent=False)
+        self.register_buffer("q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False)
+        self._lacks_scales = dcp.calculate_kv_scales
         new: dict[str, Any] = {"dtype": dtype, "device": device}
         q_dim = self.q_heads.count * config.qk_head_dim
         if config.q_lora_rank is None:
@@ -101,7 +117,7 @@ class MLAAttention(nn.Module):
 
         Args:
             hidden_states: [T, hidden], the same on all TP ranks; T may exceed metadata.num_tokens (padding).
-            kv_cache: [num_blocks, block_size, L + R] of this layer on this rank; written and read.
+            kv_cache: [num_blocks, block_size, width] of this layer on this rank, in the format of dcp.kv_cache_dtype; written and read.
             metadata: the step's; None asks for a dummy run that only claims the memory of the largest context chunk.
             cos_sin: [num_tokens, R] float32 as in `apply_rope`, or None for a model without positions (NoPE).
             query_factor: [num_tokens] in the dtype of hidden_states, from `dcpmla.attention.rope.query_factor`: where the config has
@@ -114,10 +130,12 @@ class MLAAttention(nn.Module):
         if metadata is None:
             return self._dummy_run(hidden_states)
         if kv_cache is None:
-            raise ValueError("kv_cache is None; a step with metadata needs this layer's [num_blocks, block_size, L + R]")
+            raise ValueError("kv_cache is None; a step with metadata needs this layer's [num_blocks, block_size, width]")
         self._check(hidden_states, kv_cache, metadata, cos_sin, query_factor)
-        q_c, latents = self._down_project(hidden_states[: metadata.num_tokens], kv_cache, metadata, cos_sin)
         decodes, prefills = slice(0, metadata.num_decode_tokens), slice(metadata.num_decode_tokens, metadata.num_tokens)
+        if self._lacks_scales and metadata.prefill is not None:  # decodes alone may be of no token yet: where a graph is captured
+            self._calculate_scales(hidden_states[prefills], kv_cache, _rows(cos_sin, prefills), _rows(query_factor, prefills))
+        q_c, latents = self._down_project(hidden_states[: metadata.num_tokens], kv_cache, metadata.slot_mapping, cos_sin)
         values = []
         if metadata.decode is not None:
             q = self._project_query(q_c[decodes], _rows(query_factor, decodes), slice(0, self.q_heads.count))
@@ -129,10 +147,22 @@ class MLAAttention(nn.Module):
             values.append(values[0].new_zeros(hidden_states.shape[0] - metadata.num_tokens, values[0].shape[1]))
         return self.o_proj(values[0] if len(values) == 1 else torch.cat(values))
 
-    def _down_project(
-        self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """[T, hidden] -> what queries are projected from, q_c [T, Lq] or hidden_states, and latents [T, L + R] as they are cached."""
+    def _calculate_scales(self, hidden_states: Tensor, kv_cache: Tensor, cos_sin: Tensor | None, query_factor: Tensor | None) -> None:
+        """Set the scales by a prompt's tokens, before any of them is cached. Collective over the TP group."""
+        assert self.kv_scale is not None
+        self._lacks_scales = False
+        nowhere = torch.full((hidden_states.shape[0],), -1, device=hidden_states.device)
+        q_c, latents = self._down_project(hidden_states, kv_cache, nowhere, cos_sin)
+        calculate_scale_(self.kv_scale, latents, self.mesh.tp_group)
+        if self.q_scale is not None:
+            some = slice(0, _SCALED_TOKENS)
+            q = self._project_query(q_c[some], _rows(query_factor, some), self.q_heads.own)
+            w_uk = self.w_kv_b[self.kv_heads.own, : self.config.qk_nope_head_dim]
+            absorbed = absorb_query(q, w_uk, _rows(cos_sin, some), self.config.rope_interleaved, None)
+            calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
+
+    def _down_project(self, hidden_states: Tensor, kv_cache: Tensor, slots: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[T, hidden] -> what queries are projected from, q_c [T, Lq] or hidden_states, and latents [T, L + R] as they go to the cache."""
         config = self.config
         if config.q_lora_rank is None:
             down, q_weight = self.kv_a_proj(hidden_states), None
@@ -141,14 +171,14 @@ class MLAAttention(nn.Module):
         q_c, latents = finish_latents(
             down,
             kv_cache,
-            metadata.slot_mapping,
+            slots,
             q_weight,
             self.kv_a_layernorm.weight,
             config.rms_norm_eps,
             config.kv_lora_scale,
             cos_sin,
             config.rope_interleaved,
-            None,
+            self.kv_scale,
         )
         return hidden_states if config.q_lora_rank is None else q_c, latents
 
@@ -162,7 +192,7 @@ class MLAAttention(nn.Module):
         """[T, h, P + R], or with dcp_q_replicate [T, W h, P + R], -> [T, h V]: W_UK absorbed into the query, W_UV applied to the output."""
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, _ = dcp_mla_decode(
-            absorb_query(q, self.w_uk, cos_sin, self.config.rope_interleaved, None),
+            absorb_query(q, self.w_uk, cos_sin, self.config.rope_interleaved, self.q_scale),
             kv_cache,
             decode,
             self.config.scale,
@@ -170,6 +200,9 @@ class MLAAttention(nn.Module):
             self.config.kv_lora_rank,
             q_is_replicated=self.dcp.dcp_q_replicate,
             w_uv=self.w_uv_group if project_first else None,
+            kv_scale=self.kv_scale,
+            q_scale=self.q_scale,
+            dtype=q.dtype,
         )
         return out.flatten(1) if project_first else project_values(out, self.w_uv)
 
@@ -179,15 +212,16 @@ class MLAAttention(nn.Module):
             rotate_query_(q, cos_sin, self.config.rope_interleaved)
         kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
         w_kv_b = self.w_kv_b[self.kv_heads.own]
-        out, _ = dcp_mla_prefill(q, kv_c, k_pe, kv_cache, w_kv_b, prefill, self.config.scale, self.exchange)
+        out, _ = dcp_mla_prefill(q, kv_c, k_pe, kv_cache, w_kv_b, prefill, self.config.scale, self.exchange, self.kv_scale)
         return out.flatten(1)
 
     def _dummy_run(self, hidden_states: Tensor) -> Tensor:
-        """Claim what the largest context chunks would (latents on their way, keys and values up-projected) and return zeros. Collective."""
+        """Claim what the largest context chunks would (rows on their way, latents, keys and values) and return zeros. Collective."""
         tokens, config = self.dcp.context_workspace_tokens, self.config
         keys_values = hidden_states.new_empty(tokens, self.num_heads, config.qk_head_dim + config.v_head_dim)
-        self.exchange.reserve_context(tokens, config.latent_dim, hidden_states.dtype, hidden_states.device)
-        del keys_values  # held until here, beside what the exchange takes: the allocator's peak is what counts
+        latents = hidden_states.new_empty(tokens if is_quantised(self.cache_dtype) else 0, config.latent_dim)
+        self.exchange.reserve_context(tokens, self.cache_width, self.cache_dtype, hidden_states.device)
+        del keys_values, latents  # held until here, beside what the exchange takes: the allocator's peak is what counts
         return torch.zeros_like(hidden_states)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
@@ -197,7 +231,7 @@ class MLAAttention(nn.Module):
             weights: whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the slices that this
                 rank needs are taken from them.
         Raises:
-            ValueError: a weight is missing or has another shape than the config asks for.
+            ValueError: a weight is missing or has another shape than the config asks for; a scale that is none (`read_scale`).
         """
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
@@ -218,6 +252,10 @@ class MLAAttention(nn.Module):
         kv_b = read_weight(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width), whole)
         fill(self.w_kv_b, kv_b.unflatten(0, self.w_kv_b.shape[:2]))
         fill(self.o_proj.weight, read_weight(weights, "o_proj.weight", (hidden, o_cols), whole, shard(o_cols, tp_group)))
+        if self.kv_scale is not None and self.dcp.kv_cache_scale is None:
+            self.kv_scale.fill_(read_scale(weights, KV_SCALE_NAMES))
+        if self.q_scale is not None:
+            self.q_scale.fill_(read_scale(weights, Q_SCALE_NAMES))
         if config.attention_bias:
             fill(down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
             fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
@@ -229,9 +267,12 @@ class MLAAttention(nn.Module):
         if hidden_states.ndim != 2 or hidden_states.shape[1] != config.hidden_size or hidden_states.shape[0] < num_tokens:
             shape = tuple(hidden_states.shape)
             raise ValueError(f"hidden_states has shape {shape}; expected [at least {num_tokens}, {config.hidden_size}]")
-        if kv_cache.ndim != 3 or kv_cache.shape[1:] != (self.dcp.block_size, config.latent_dim):
+        if kv_cache.ndim != 3 or kv_cache.shape[1:] != (self.dcp.block_size, self.cache_width):
             shape = tuple(kv_cache.shape)
-            raise ValueError(f"kv_cache has shape {shape}; expected [num_blocks, {self.dcp.block_size}, {config.latent_dim}]")
+            raise ValueError(f"kv_cache has shape {shape}; expected [num_blocks, {self.dcp.block_size}, {self.cache_width}]")
+        if kv_cache.dtype != self.cache_dtype:
+            asked = f"kv_cache_dtype (--kv-cache-dtype) {self.dcp.kv_cache_dtype!r}"
+            raise ValueError(f"kv_cache has dtype {kv_cache.dtype}; expected {self.cache_dtype} for {asked}")
         if kv_cache.stride(-1) != 1:
             raise ValueError(f"kv_cache has strides {kv_cache.stride()}; the values of a row must lie side by side")
         if cos_sin is not None and tuple(cos_sin.shape) != (num_tokens, config.qk_rope_head_dim):

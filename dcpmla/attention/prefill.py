@@ -9,27 +9,41 @@ from torch.nn import functional as F
 from dcpmla.attention.metadata import ContextChunk, PrefillMetadata
 from dcpmla.attention.prefill_backends import select_prefill
 from dcpmla.attention.segments import Segments
-from dcpmla.cache.latent import read_latents
+from dcpmla.cache.formats import check_kv_scale, is_quantised
+from dcpmla.cache.latent import decode_rows, read_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
 
 
 def dcp_mla_prefill(
-    q: Tensor, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, w_kv_b: Tensor, prefill: PrefillMetadata, scale: float, exchange: Exchange
+    q: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    w_kv_b: Tensor,
+    prefill: PrefillMetadata,
+    scale: float,
+    exchange: Exchange,
+    kv_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Multi-head attention of prefill tokens over themselves and over a context cached on all ranks of the DCP group. Collective.
 
     No merge across ranks is needed: after the gather each rank has all keys for its own heads.
-    Each gather runs under the attention before it.
+    Each gather runs under the attention before it. Rows of 8-bit caches are gathered as they are, and decoded behind that: fewer bytes
+    travel. New tokens attend to their own latents as they were before the cache rounded them.
 
     Args:
         q: [T, h, P + R], rotated.
         kv_c, k_pe: [T, L] after its norm, [T, R] rotated: the new tokens' own latents.
-        kv_cache: [num_blocks, block_size, L + R], this rank's tokens.
+        kv_cache: [num_blocks, block_size, width], this rank's tokens in one of the formats of `dcpmla.cache.formats`.
         w_kv_b: [h, P + V, L], the up-projection of this rank's heads, W_UK over W_UV.
+        kv_scale: float32 of one element, of an fp8 cache, and for that alone.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
+    Raises:
+        ValueError: a scale that is missing or too many.
     """
+    check_kv_scale(kv_cache.dtype, kv_scale)
     chunks = prefill.context_chunks
 
     def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
@@ -41,13 +55,19 @@ def dcp_mla_prefill(
     if chunks:
         out = out.to(torch.promote_types(q.dtype, torch.float32))  # rounded once, behind the last chunk, not once a chunk
     for index, chunk in enumerate(chunks):
-        latents = started.pop()().to(q.dtype)  # popped: what a gather held is free before the next one begins
+        # Popped: what a gather held is free before the next one begins.
+        latents = _to_latents(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
         keys = Segments(chunk.key_start, chunk.key_start_loc)
         merge_into(out, lse, *_attend(q, context_kv_c, context_k_pe, w_kv_b, queries, keys, scale, causal=False))
         del latents, context_kv_c, context_k_pe  # before the next ones: no more than two chunks are there at a time
     return out.to(q.dtype), lse
+
+
+def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows as they were cached -> latents; those of a plain cache are not copied."""
+    return decode_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantised(rows.dtype) else rows.to(dtype)
 
 
 def _attend(

@@ -43,6 +43,11 @@ def row_width(storage: torch.dtype, kv_lora_rank: int, rope_dim: int) -> int:
     return kv_lora_rank + kv_lora_rank // TILE * 4 + rope_dim * 2
 
 
+def is_quantised(storage: torch.dtype) -> bool:
+    """Whether rows of that dtype are to be decoded: those of the 8-bit formats."""
+    return storage in (FP8, torch.uint8)
+
+
 def encode(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
     """Latents -> cache rows [N, row_width].
 
@@ -53,7 +58,7 @@ def encode(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | 
         ValueError: NaN or infinity, which the 8-bit formats do not keep; a scale that is missing or too many.
     """
     check_kv_scale(storage, kv_scale)
-    if storage not in (FP8, torch.uint8):
+    if not is_quantised(storage):
         return torch.cat([kv_c, k_pe], -1).to(storage)
     for name, values in (("kv_c", kv_c), ("k_pe", k_pe)):
         if not values.isfinite().all():

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.comm.direct_ops import combine, combine_room, gather, new_state, place, raise_fault
-from dcpmla.comm.exchange import Mailbox
+from dcpmla.comm.exchange import Mailbox, pairs
 from dcpmla.comm.kernels.slots import NUM_PROGRAMS
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
@@ -29,7 +29,7 @@ class DirectExchange:
         group: 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
         slot_bytes: the rows that an exchange brings to a rank at a time; larger batches are exchanged in turns.
         timeout: seconds to wait for a peer.
-        is_fp8: queries and partial rows travel as e4m3, with a float32 scale for each 64 to 256 columns.
+        is_fp8: queries and partial rows travel as e4m3, with a float32 scale for each 64 to 256 columns; queries of one byte as they are.
         allocate: gives the memory.
     Raises:
         ValueError: a group of another size, slots that are too large or not a multiple of 128.
@@ -66,13 +66,17 @@ class DirectExchange:
         wait_for_all(group, device)
 
     def gather_heads(self, q: Tensor) -> Tensor:
+        is_fp8 = self.is_fp8 and q.element_size() > 1  # e4m3 queries have been rounded once
+        return self._gather_heads(pairs(q), is_fp8).view(q.dtype)
+
+    def _gather_heads(self, q: Tensor, is_fp8: bool) -> Tensor:
         num_tokens, num_heads, width = q.shape
         fits = _LANDING_BYTES <= self.size * q.numel() * q.element_size() <= self._slot_bytes
         # A compiler does not see what peers store in this rank's memory: for it, an operator has to take the rows out.
-        if fits and not self.is_fp8 and not torch.compiler.is_compiling():
+        if fits and not is_fp8 and not torch.compiler.is_compiling():
             rows = self._heads.place(q.reshape(num_tokens, -1), None, "gather_heads")
             return rows[: self.size * num_tokens].view(num_tokens, self.size * num_heads, width)
-        return gather(q, *self._memory(), self.is_fp8)
+        return gather(q, *self._memory(), is_fp8)
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return combine(out, lse, *self._memory(), self.is_fp8)
@@ -87,9 +91,10 @@ class DirectExchange:
             return self._collective.start_context(rows, order, tokens)
         self.reserve_context(self.size * rows.shape[0], rows.shape[1], rows.dtype, rows.device)
         assert self._context is not None
+        dtype, rows = rows.dtype, pairs(rows)
         if self._stream is None:  # the kernels run in Triton's interpreter
             placed = self._context.place(rows, tokens, "gather_context")
-            return lambda: placed[: len(order)]
+            return lambda: placed[: len(order)].view(dtype)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -99,7 +104,7 @@ class DirectExchange:
 
         def finish() -> Tensor:
             torch.cuda.current_stream().wait_stream(stream)
-            return placed[: len(order)]
+            return placed[: len(order)].view(dtype)
 
         return finish
 

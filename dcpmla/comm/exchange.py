@@ -15,7 +15,10 @@ Mailbox = tuple[Tensor, Tensor, Tensor, int, float, str]
 
 
 class Exchange(Protocol):
-    """Moves rows among the W ranks of a DCP group. h heads a rank, D a row's width."""
+    """Moves rows among the W ranks of a DCP group. h heads a rank, D a row's width.
+
+    Queries and cached rows may have elements of one byte, of any 8-bit dtype, if D is even (`pairs`).
+    """
 
     name: str
 
@@ -78,6 +81,19 @@ def tokens_of_rows(order: Tensor, num_rows: int, rank: int) -> Tensor:
     mine = (order // num_rows == rank).nonzero().flatten()
     tokens[order[mine] % num_rows] = mine
     return tokens
+
+
+def pairs(rows: Tensor) -> Tensor:
+    """Rows [..., D] of elements of one byte as bfloat16 [..., D / 2], which every backend moves bit for bit; wider ones as they are.
+
+    Raises:
+        ValueError: an odd D.
+    """
+    if rows.element_size() > 1:
+        return rows
+    if rows.shape[-1] % 2:
+        raise ValueError(f"rows of {rows.dtype} have {rows.shape[-1]} elements; the exchange moves even numbers of bytes")
+    return rows.contiguous().view(torch.bfloat16)
 
 
 class LocalExchange:

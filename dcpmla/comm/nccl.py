@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional
 
+from dcpmla.comm.exchange import pairs
 from dcpmla.merge import merge_partials, partial_weights, weigh_partial
 from dcpmla.parallel.collectives import named
 
@@ -28,7 +29,7 @@ class _CollectiveExchange:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def gather_heads(self, q: Tensor) -> Tensor:
-        return self._all_gather(q, "gather_heads").transpose(0, 1).flatten(1, 2)
+        return self._all_gather(pairs(q), "gather_heads").transpose(0, 1).flatten(1, 2).view(q.dtype)
 
     def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> None:
         return None
@@ -36,12 +37,12 @@ class _CollectiveExchange:
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
         # torch.compile traces functional collectives, and no handle of another asynchronous one. They keep both tensors until the wait.
         with named("gather_context", self.group):
-            gathered = _start_all_gather(rows.contiguous(), 0, self.group)
+            gathered = _start_all_gather(pairs(rows).contiguous(), 0, self.group)
 
         def finish() -> Tensor:
             with named("gather_context", self.group):
                 rows_of_all = functional.wait_tensor(gathered)
-            return rows_of_all[order]
+            return rows_of_all[order].view(rows.dtype)
 
         return finish
 

@@ -1,0 +1,54 @@
+"""The scales of fp8 caches and of fp8 queries: one float32 number of a layer, the same on every rank, at an address that stays.
+
+A scale is what cached values are multiplied by. Sources, first to last: the options, the checkpoint, 1. Or it is calculated once.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dcpmla.parallel.collectives import named
+from dcpmla.parallel.linear import Weight
+
+# Under which names checkpoints have them, next to the weights of a layer's attention: those that vLLM takes.
+KV_SCALE_NAMES = ("k_scale", "attn.k_scale", "mla_attn.k_scale", "k_proj.k_scale", "kv_scale")
+Q_SCALE_NAMES = ("q_scale", "attn.q_scale", "mla_attn.q_scale", "q_proj.q_scale")
+_CODE_OF_LARGEST = 200.0  # of e4m3's 448: leaves room for what is larger later on. vLLM's K_SCALE_CONSTANT and Q_SCALE_CONSTANT
+
+
+def new_scale(value: float | None, device: torch.device | str) -> Tensor:
+    """float32 [1]; 1 where no value is given."""
+    return torch.full((1,), 1.0 if value is None else value, dtype=torch.float32, device=device)
+
+
+def read_scale(weights: Mapping[str, Weight], names: tuple[str, ...]) -> float:
+    """What a checkpoint has under the first of the names that it knows; 1 where it knows none.
+
+    Raises:
+        ValueError: a tensor of more than one element, or a number that is no scale.
+    """
+    name = next((name for name in names if name in weights), None)
+    if name is None:
+        return 1.0
+    if weights[name].shape.numel() != 1:
+        raise ValueError(f"checkpoint: tensor {name} has shape {tuple(weights[name].shape)}; the scale of a layer is one number")
+    scale = float(weights[name][()])
+    if not 0 < scale < math.inf:
+        raise ValueError(f"checkpoint: tensor {name} is {scale}; it must be a finite number above 0 (--kv-cache-scale gives another one)")
+    return scale
+
+
+@torch.no_grad()
+def calculate_scale_(scale: Tensor, values: Tensor, group: ProcessGroup) -> None:
+    """Set a scale, in place, by the largest of the values that all ranks have; 1 where all are zero. Collective over the group.
+
+    Source: vLLM's --calculate-kv-scales. There the cache's scale is that of kv_c; here k_pe, which shares it, counts as well.
+    """
+    largest = values.abs().amax().float()
+    with named("all-reduce of a scale", group):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    scale.copy_((largest / _CODE_OF_LARGEST).where(largest > 0, 1.0))
