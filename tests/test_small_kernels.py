@@ -5,6 +5,7 @@ Kernels run on a GPU, in Triton's interpreter without one, and are compiled for 
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,7 @@ def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
 
 def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None:
     from dcpmla.attention.kernels import projections as kernels
+    from dcpmla.attention.kernels.rope import rotate_
 
     dtypes = DTYPES if device == "cuda" else (torch.float32, torch.float16)  # the interpreter multiplies bfloat16's bits, as integers
     for size, dtype, rope, interleaved in itertools.product(sizes, dtypes, (True, False), (True, False)):
@@ -107,7 +109,7 @@ def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None
         assert_near(kernels.absorb_query(*on(device, arguments)), projections.absorb_query(*arguments))
         if rope:
             (q, _, cos_sin, *_), nope = on(device, arguments), size[3]
-            kernels.rotate_(q[..., nope:], cos_sin, interleaved)
+            rotate_(q[..., nope:], cos_sin, interleaved)
             projections.rotate_query_(arguments[0], cos_sin.cpu(), interleaved)
             assert_near(q, arguments[0])
 
@@ -181,7 +183,7 @@ check_rows("cpu", 7)
 
 
 def compile_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], **types: str) -> str:
-    """PTX of a kernel whose pointers are to dtype where nothing else is said."""
+    """PTX of a kernel whose pointers are to dtype where nothing else is said, and like the strides multiples of 16."""
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -189,29 +191,43 @@ def compile_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], **typ
     def type_of(name: str) -> str:
         return "constexpr" if name in constants else types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
 
-    source = ASTSource(kernel, {name: type_of(name) for name in kernel.arg_names}, constexprs=constants)
-    return str(triton_compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+    aligned = [(at,) for at, name in enumerate(kernel.arg_names) if name not in constants and ("ptr" in name or "stride" in name)]
+    attributes = {at: [["tt.divisibility", 16]] for at in aligned}
+    source = ASTSource(kernel, {name: type_of(name) for name in kernel.arg_names}, constexprs=constants, attrs=attributes)
+    ptx = str(triton_compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+    assert "sm_90a" in ptx
+    return ptx
+
+
+ROPE = {"ROPE": 64, "PAIRS": 32, "INTERLEAVED": True}
+LATENTS = {"KV_RANK": 512, "KV_COLUMNS": 512, "Q_RANK": 1536, "Q_COLUMNS": 2048, **ROPE}
+QUERY = {"NOPE": 128, "RANK": 512, "TOKENS": 64, "ROWS": 64, "COLUMNS": 64, **ROPE}
+TYPES = {
+    **{"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32", "kv_scale": "fp32"},
+    **dict.fromkeys(("cache_scale_ptr", "q_scale_ptr", "scale_ptr"), "*fp32"),
+}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kernels_compile_for_hopper(dtype: str) -> None:
+    """Tiles of rows move 16 bytes a thread."""
     pytest.importorskip("triton")
-    from dcpmla.attention.kernels.projections import absorb_kernel, latents_kernel, rotate_kernel
+    from dcpmla.attention.kernels.projections import absorb_kernel, latents_kernel
+    from dcpmla.attention.kernels.rope import rotate_kernel
     from dcpmla.cache.kernels import read_kernel
 
-    rope = {"ROPE": 64, "PAIRS": 32, "INTERLEAVED": True}
-    latents = {"KV_RANK": 512, "KV_COLUMNS": 512, **rope}
-    types = {"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32", "kv_scale": "fp32"}
     without_q_lora = {"Q_RANK": 0, "Q_COLUMNS": 1, "q_weight_ptr": None, "cos_sin_ptr": None}
-    query = {"NOPE": 128, "RANK": 512, "TOKENS": 64, "ROWS": 64, "COLUMNS": 64, **rope}
-    compiled = [
-        compile_for_hopper(latents_kernel, dtype, {"Q_RANK": 1536, "Q_COLUMNS": 2048, **latents}, **types),
-        compile_for_hopper(latents_kernel, dtype, {**without_q_lora, **latents}, **types),
-        compile_for_hopper(absorb_kernel, dtype, query, **types),
-        compile_for_hopper(rotate_kernel, dtype, {"TOKENS": 16, **rope}, **types),
-        compile_for_hopper(read_kernel, dtype, {"WIDTH": 576, "ROWS": 4, "COLUMNS": 1024}, **types),
-    ]
-    assert all("sm_90a" in ptx for ptx in compiled)
+    for nothing in ({}, without_q_lora):
+        compile_for_hopper(latents_kernel, dtype, {**LATENTS, "cache_scale_ptr": None, **nothing}, **TYPES)
+    for kernel, constants in (
+        (absorb_kernel, {"q_scale_ptr": None, **QUERY}),
+        (rotate_kernel, {"TOKENS": 16, **ROPE}),
+        (read_kernel, {"WIDTH": 576, "ROWS": 4, "COLUMNS": 1024}),
+    ):
+        ptx = compile_for_hopper(kernel, dtype, constants, **TYPES)
+        assert "ld.global.v4.b32" in ptx
+        assert "st.global.v4.b32" in ptx
+        assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

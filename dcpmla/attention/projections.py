@@ -1,7 +1,7 @@
 """What stands between the projections, the cache and attention: norms, RoPE, the cache write, W_UK and W_UV absorbed.
 
 Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the kernels of
-`attention/kernels/projections.py`. No gradients.
+`attention/kernels/projections.py` and `rope.py`. No gradients.
 """
 
 import torch
@@ -92,7 +92,7 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
     """Rotate the last R columns of q [T, h, P + R] in place by cos_sin [T, R] (`apply_rope`)."""
     q_pe = q[..., q.shape[-1] - cos_sin.shape[-1] :]
     if _runs_triton(q):
-        from dcpmla.attention.kernels import projections as kernels
+        from dcpmla.attention.kernels import rope as kernels
 
         kernels.rotate_(q_pe, cos_sin, rope_interleaved)
     else:

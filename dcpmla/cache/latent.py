@@ -132,7 +132,11 @@ def _(kv_cache: Tensor, slots: Tensor) -> Tensor:
 @torch.library.custom_op("dcpmla::decode_rows", mutates_args=())
 def decode_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`formats.decode` of rows [N, width] that are not plain ones. An operator of torch."""
-    return decode(rows, kv_lora_rank, kv_scale, dtype)
+    if not rows.is_cuda or dtype == torch.float64:
+        return decode(rows, kv_lora_rank, kv_scale, dtype)
+    from dcpmla.cache import kernels
+
+    return kernels.decode_rows(rows, kv_lora_rank, kv_scale, dtype)
 
 
 @decode_rows.register_fake

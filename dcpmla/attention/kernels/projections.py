@@ -4,6 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.attention.kernels.rope import rotate, store_pairs
+from dcpmla.cache.formats import FP8, check_kv_scale, row_width
+from dcpmla.cache.kernels import k_pe_of, quantise, store_kv_c
+
 _LATENT_COLUMNS = 64  # of W_UK in one program
 _NOPE_ROWS = 64  # of W_UK at a time: all at once, a product of float32 would be unrolled into more values than there are registers
 _MAX_TOKENS = 64  # in one program
@@ -17,25 +21,6 @@ def _norm(x_ptr, weight_ptr, column, width, eps):
     x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(x.dtype)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
     return (x.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
-def _rotate(x_ptr, out_ptr, cos_sin_ptr, token, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rotate rows of ROPE columns by their tokens' angles, in float32; without angles, copy them. Pointers, token and mask are [N, 1]."""
-    pair = tl.arange(0, PAIRS)[None, :]
-    mask = mask & (pair < ROPE // 2)
-    first = 2 * pair if INTERLEAVED else pair
-    second = first + (1 if INTERLEAVED else ROPE // 2)
-    x = tl.load(x_ptr + first, mask=mask, other=0.0)
-    y = tl.load(x_ptr + second, mask=mask, other=0.0)
-    if cos_sin_ptr is not None:
-        cos = tl.load(cos_sin_ptr + token * ROPE + pair, mask=mask, other=0.0)
-        sin = tl.load(cos_sin_ptr + token * ROPE + ROPE // 2 + pair, mask=mask, other=0.0)
-        wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
-        x = (wide_x * cos - wide_y * sin).to(x.dtype)
-        y = (wide_y * cos + wide_x * sin).to(y.dtype)
-    tl.store(out_ptr + first, x, mask=mask)
-    tl.store(out_ptr + second, y, mask=mask)
 
 
 @triton.jit
@@ -54,6 +39,7 @@ def latents_kernel(
     cache_stride_row,
     eps,
     kv_scale,
+    cache_scale_ptr,
     Q_RANK: tl.constexpr,
     KV_RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -62,7 +48,7 @@ def latents_kernel(
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Two programs a token: its cache row, into the latents and to its slot; and the norm of its query latent, if it has one."""
+    """Two programs a token: its latent, and that in the cache's format to its slot; and the norm of its query latent, if it has one."""
     token = tl.program_id(0).to(tl.int64)
     down_ptr += token * down_stride
     if tl.program_id(1) == 0:
@@ -71,15 +57,16 @@ def latents_kernel(
         column = tl.arange(0, KV_COLUMNS)
         kv_c = _norm(down_ptr, kv_weight_ptr, column, KV_RANK, eps)
         kv_c = (kv_c.to(tl.float32) * kv_scale).to(kv_c.dtype)
-        row = tl.zeros([1, 1], tl.int64)  # k_pe is a tile of one row
-        k_pe_ptr = down_ptr + KV_RANK + row
         tl.store(latents_ptr + column, kv_c, mask=column < KV_RANK)
-        _rotate(k_pe_ptr, latents_ptr + KV_RANK + row, cos_sin_ptr, token + row, row == 0, ROPE, PAIRS, INTERLEAVED)
+        row = tl.zeros([1, 1], tl.int64)  # k_pe is a tile of one row
+        x, y = rotate(down_ptr + KV_RANK + row, cos_sin_ptr, token + row, row == 0, ROPE, PAIRS, INTERLEAVED)
+        store_pairs(latents_ptr + KV_RANK + row, x, y, row == 0, ROPE, PAIRS, INTERLEAVED)
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             cache_ptr += slot // block_size * cache_stride_block + slot % block_size * cache_stride_row
-            tl.store(cache_ptr + column, kv_c, mask=column < KV_RANK)
-            _rotate(k_pe_ptr, cache_ptr + KV_RANK + row, cos_sin_ptr, token + row, row == 0, ROPE, PAIRS, INTERLEAVED)
+            store_kv_c(cache_ptr, kv_c, cache_scale_ptr, KV_RANK, KV_COLUMNS)
+            k_pe_ptr = k_pe_of(cache_ptr, KV_RANK) + row
+            store_pairs(k_pe_ptr, quantise(x, cache_scale_ptr), quantise(y, cache_scale_ptr), row == 0, ROPE, PAIRS, INTERLEAVED)
     elif q_weight_ptr is not None:
         q_column = tl.arange(0, Q_COLUMNS)
         q_c = _norm(down_ptr, q_weight_ptr, q_column, Q_RANK, eps)
@@ -102,6 +89,10 @@ def finish_latents(
     num_tokens, kv_rank = len(down), len(kv_weight)
     q_rank = 0 if q_weight is None else len(q_weight)
     rope = down.shape[1] - kv_rank - q_rank
+    check_kv_scale(kv_cache.dtype, cache_scale)
+    width = row_width(kv_cache.dtype, kv_rank, rope)
+    if kv_cache.shape[-1] != width:
+        raise ValueError(f"kv_cache has rows of {kv_cache.shape[-1]} {kv_cache.dtype}; latents of {kv_rank} + {rope} take {width}")
     q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, kv_rank + rope)
     latents_kernel[(num_tokens, 1 if q_weight is None else 2)](
         down,
@@ -117,6 +108,7 @@ def finish_latents(
         *kv_cache.stride()[:2],
         eps,
         kv_scale,
+        cache_scale,
         Q_RANK=q_rank,
         KV_RANK=kv_rank,
         ROPE=rope,
@@ -133,6 +125,7 @@ def absorb_kernel(
     q_ptr,
     w_uk_ptr,
     cos_sin_ptr,
+    q_scale_ptr,
     out_ptr,
     num_tokens,
     num_heads,
@@ -165,9 +158,11 @@ def absorb_kernel(
             w_uk_mask = (row[:, None] < NOPE) & (column < RANK)
             w_uk = tl.load(w_uk_ptr + row[:, None] * w_stride_row + column, mask=w_uk_mask, other=0.0)
             ql_nope = tl.dot(q_nope, w_uk, ql_nope, input_precision="ieee")
-        tl.store(out_ptr + column, ql_nope.to(out_ptr.dtype.element_ty), mask=is_token & (column < RANK))
+        ql_nope = quantise(ql_nope.to(q_ptr.dtype.element_ty), q_scale_ptr)
+        tl.store(out_ptr + column, ql_nope, mask=is_token & (column < RANK))
     else:
-        _rotate(q_ptr + NOPE, out_ptr + RANK, cos_sin_ptr, token, is_token, ROPE, PAIRS, INTERLEAVED)
+        x, y = rotate(q_ptr + NOPE, cos_sin_ptr, token, is_token, ROPE, PAIRS, INTERLEAVED)
+        store_pairs(out_ptr + RANK, quantise(x, q_scale_ptr), quantise(y, q_scale_ptr), is_token, ROPE, PAIRS, INTERLEAVED)
 
 
 def absorb_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None) -> Tensor:
@@ -175,12 +170,13 @@ def absorb_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleav
     num_tokens, num_heads, head_dim = q.shape
     nope, rank = w_uk.shape[1:]
     rope = head_dim - nope
-    out = q.new_empty(num_tokens, num_heads, rank + rope)
+    out = q.new_empty(num_tokens, num_heads, rank + rope, dtype=q.dtype if q_scale is None else FP8)
     tokens = min(_MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))  # 16: the least that tl.dot takes
     absorb_kernel[(triton.cdiv(num_tokens, tokens), num_heads, triton.cdiv(rank, _LATENT_COLUMNS) + 1)](
         q,
         w_uk,
         None if cos_sin is None else cos_sin.contiguous(),
+        q_scale,
         out,
         num_tokens,
         num_heads,
@@ -196,37 +192,3 @@ def absorb_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleav
         INTERLEAVED=rope_interleaved,
     )
     return out
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def rotate_kernel(
-    x_ptr,
-    cos_sin_ptr,
-    num_tokens,
-    stride_token,
-    stride_head,
-    ROPE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """A program a (tile of tokens, head), in place."""
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
-    x_ptr += token * stride_token + tl.program_id(1).to(tl.int64) * stride_head
-    _rotate(x_ptr, x_ptr, cos_sin_ptr, token, token < num_tokens, ROPE, PAIRS, INTERLEAVED)
-
-
-def rotate_(x: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
-    """`projections.rotate_query_` of the rope part [T, h, R], in one kernel."""
-    num_tokens, num_heads, rope = x.shape
-    rotate_kernel[(triton.cdiv(num_tokens, 16), num_heads)](
-        x,
-        cos_sin.contiguous(),
-        num_tokens,
-        *x.stride()[:2],
-        ROPE=rope,
-        PAIRS=triton.next_power_of_2(rope // 2),
-        TOKENS=16,
-        INTERLEAVED=rope_interleaved,
-        num_warps=1,  # in place: all loads of a row come before its stores
-    )
