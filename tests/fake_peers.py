@@ -24,6 +24,22 @@ class FlashMLADense:
                 out[i, j], lse[i, :, j] = attend(q[i, j], cached(kv[:, :, 0], table, bound), scale)
         return out, lse
 
+class FlashMLADenseFP8(FlashMLADense):
+    def __call__(self, q, kv, block_table, seqlens, scale, causal, descale_q, descale_k):
+        assert (q.dtype, kv.dtype) == (torch.float8_e4m3fn,) * 2
+        return super().__call__(q.float() * descale_q, kv.float() * descale_k, block_table, seqlens, scale, causal)
+
+class FlashMLASparseFP8:
+    def __call__(self, q, kv, indices, scale):
+        out, lse = q.new_empty(*q.shape[:3], 512), torch.empty(q.shape[0], q.shape[2], q.shape[1])
+        tokens = kv.flatten(0, 2)
+        latents = tokens[:, :512].contiguous().view(torch.float8_e4m3fn).float().unflatten(1, (4, 128))
+        latents = (latents * tokens[:, 512:528].contiguous().view(torch.float32)[..., None]).flatten(1)
+        keys = torch.cat([latents, tokens[:, 528:].contiguous().view(torch.bfloat16).float()], 1)
+        for i, j in torch.cartesian_prod(*map(torch.arange, q.shape[:2])):
+            out[i, j], lse[i, :, j] = attend(q[i, j], keys[indices[i, j][indices[i, j] >= 0]], scale)
+        return out, lse
+
 class FA3MLA:
     def __call__(self, q, cache, block_table, seqlens, cu_q, max_q, max_k, scale):
         rows = []

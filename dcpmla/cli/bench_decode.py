@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from dcpmla.cli.bench_layers import measurement, memory_on_all, num_samples
+from dcpmla.cli.cache_formats import add_cache_arguments, quantised_name, query_dtypes
 from dcpmla.cli.decode_inputs import Answer, Caches, Ceilings, DecodeCase, DecodeInputs, measure_ceilings
-from dcpmla.cli.decode_kernels import OURS, PEERS, MakeKernel, load_kernel
-from dcpmla.cli.kernel_plots import best_peer_ratio, plot_decode
+from dcpmla.cli.decode_kernels import OURS, PEERS, MakeKernel, Peer, load_kernel
+from dcpmla.cli.kernel_plots import best_peer_ratio, kernel_name, plot_decode
 from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
 from dcpmla.cli.plots import check_outputs
 from dcpmla.cli.results import add_commit_argument, write_results
@@ -25,7 +26,9 @@ from dcpmla.parallel.faults import is_out_of_memory
 from dcpmla.parallel.launcher import Place
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_LARGEST_ERROR = 0.02  # of out or lse: bfloat16 stays under 0.005, so a kernel beyond this computes something else
+# Of out or lse, by the queries' dtype; a kernel beyond computes something else. Products in bfloat16 stay under 0.005, whatever the cache.
+# Those of e4m3 round the probabilities too, by up to 1/16 each: of these inputs 1.7 % of the output, 2.2 % if small ones are denormals.
+_LARGEST_ERROR = {"auto": 0.02, "fp8": 0.04}
 _SAMPLE_SECONDS = 0.1  # that the samples of one kernel may take
 _FEWEST_CALLS = 4  # of a sample
 Row = dict[str, Any]
@@ -42,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=positive_list, default="1024,4096,16384,65536", metavar="S,...", help="cached tokens of each request")
     add("--query-len", type=positive_list, default="1,2,4", metavar="Q,...", help="new tokens of each request, causal")
     add("--block-size", type=positive, default=64, metavar="P", help="tokens of a cache block")
-    add("--dtype", choices=tuple(_DTYPES), help="of cache and queries; default: bfloat16 on GPUs, float32 on CPUs")
+    add("--dtype", choices=tuple(_DTYPES), help="of what is not quantised; default: bfloat16 on GPUs, float32 on CPUs")
+    add_cache_arguments(parser)
     add("--time-limit", type=seconds, default=450, metavar="S", help="seconds after which no further case is begun")
     add_job_arguments(parser)
     add("--json", type=Path, metavar="OUT.json", help="write a row for each case and kernel")
@@ -96,11 +100,21 @@ def _check(args: argparse.Namespace) -> list[str]:
     wanted = [name for name in names if name in PEERS]
     if wanted and args.peers is None:
         raise ValueError(f"--kernels has {wanted[0]}, which is loaded from --peers; give --peers DIR")
+    unread = [name for name in wanted if not _is_read(PEERS[name], args)]
+    if unread and args.kernels:
+        formats = f"--kv-cache-dtype {PEERS[unread[0]].kv_cache_dtype} and --decode-query-dtype {PEERS[unread[0]].decode_query_dtype}"
+        raise ValueError(f"--kernels has {unread[0]}, which reads what {formats} gives; add them, or leave it out")
     if args.peers is not None and not (args.peers / "peers.py").is_file():
         raise ValueError(f"--peers is {args.peers}, which has no peers.py; give the directory that has it")
     if max(args.query_len) > min(args.context):
         raise ValueError(f"--query-len has {max(args.query_len)} and --context {min(args.context)}; new tokens are part of the context")
-    return names
+    return [name for name in names if name not in unread]
+
+
+def _is_read(peer: Peer, args: argparse.Namespace) -> bool:
+    """Whether some case is of the formats that a peer reads."""
+    asked = query_dtypes(peer.kv_cache_dtype, args.decode_query_dtype)
+    return peer.kv_cache_dtype in args.kv_cache_dtype and peer.decode_query_dtype in asked
 
 
 def _load(names: Sequence[str], peers: Path | None) -> dict[str, MakeKernel]:
@@ -127,6 +141,7 @@ class _Benchmark:
         self.kernels, self.ceilings = kernels, ceilings
         self.block_size, self.dtype, self.device = block_size, dtype, device
         self.refused: set[str] = set()  # kernels that did not take some case, which is said once
+        self.plain_us: dict[tuple[str, DecodeCase], float] = {}  # of our kernels over plain rows
 
     def rows(self, case: DecodeCase, caches: Caches) -> list[Row]:
         """A row for each kernel that takes the case; ours with their ratios to the peers'."""
@@ -135,6 +150,8 @@ class _Benchmark:
         answer = Answer(inputs, calls - 1)
         rows = []
         for name, make in self.kernels.items():
+            if name in PEERS and not PEERS[name].reads(case):
+                continue
             try:
                 kernel = make(inputs)
                 timing, (out, lse) = time_with_result(kernel.launch, self.device, calls, num_samples(self.device), _SAMPLE_SECONDS)
@@ -146,7 +163,20 @@ class _Benchmark:
                     _leave_out(f"{name} of {_words(case)}", error)
                 continue
             rows.append(self._row(name, inputs, timing, answer.errors(*kernel.result(out, lse))))
-        return _with_ratios(rows)
+        return self._with_ratios(rows, case)
+
+    def _with_ratios(self, rows: list[Row], case: DecodeCase) -> list[Row]:
+        """Ours with `speedup_over_<peer>`, the peer's time over ours, or its own over bf16, where both are right."""
+        peers = {row["kernel"]: row["median_us"] for row in rows if row["kernel"] in PEERS and is_right(row)}
+        plain_case = replace(case, kv_cache_dtype="bf16", decode_query_dtype="auto")
+        for row in (row for row in rows if row["kernel"] in OURS and is_right(row)):
+            others = dict(peers)
+            if case == plain_case:
+                self.plain_us[row["kernel"], case] = row["median_us"]
+            elif (row["kernel"], plain_case) in self.plain_us:
+                others["bf16"] = self.plain_us[row["kernel"], plain_case]
+            row.update({f"speedup_over_{name}": round(us / row["median_us"], 3) for name, us in others.items()})
+        return rows
 
     def _row(self, name: str, inputs: DecodeInputs, timing: Timing, errors: tuple[float, float]) -> Row:
         case, us = inputs.case, timing.median_us
@@ -160,6 +190,8 @@ class _Benchmark:
             "query_len": case.query_len,
             "block_size": self.block_size,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "kv_cache_dtype": case.kv_cache_dtype,
+            "decode_query_dtype": case.decode_query_dtype,
             "num_sets": len(inputs.caches),
             "in_graph": timing.in_graph,
             "median_us": round(us, 2),
@@ -173,14 +205,15 @@ class _Benchmark:
 
 
 def _measure(args: argparse.Namespace, job: Job, benchmark: _Benchmark, limit: TimeLimit) -> Iterator[list[Row]]:
-    """The rows of one case after the other, until time is over. The caches of one size serve all its heads and query lengths."""
-    for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
-        with measurement(args, job, f"{batch} x {context:,} cached tokens"):
+    """The rows of one case after the other, until time is over. The caches of one size and format serve all its heads and queries."""
+    for batch, context, kv_cache_dtype in product(dict.fromkeys(args.batch), dict.fromkeys(args.context), args.kv_cache_dtype):
+        with measurement(args, job, f"{batch} x {context:,} cached tokens in {kv_cache_dtype}"):
             with memory_on_all():
-                caches = Caches(batch, context, args.block_size, benchmark.dtype, benchmark.device)
+                caches = Caches(batch, context, args.block_size, benchmark.dtype, benchmark.device, kv_cache_dtype)
             try:
-                for num_heads, query_len in product(dict.fromkeys(args.heads), dict.fromkeys(args.query_len)):
-                    case = DecodeCase(batch, context, num_heads, query_len)
+                queries = query_dtypes(kv_cache_dtype, args.decode_query_dtype)
+                for num_heads, query_len, query_dtype in product(dict.fromkeys(args.heads), dict.fromkeys(args.query_len), queries):
+                    case = DecodeCase(batch, context, num_heads, query_len, kv_cache_dtype, query_dtype)
                     if limit.is_over():
                         print(f"time is over (--time-limit): {_words(case)} and what follows is left out", flush=True)
                         return
@@ -193,20 +226,13 @@ def _measure(args: argparse.Namespace, job: Job, benchmark: _Benchmark, limit: T
 
 def is_right(row: Row) -> bool:
     """Whether a kernel computed what it should."""
-    return all(row[key] is not None and row[key] <= _LARGEST_ERROR for key in ("error", "lse_error"))
-
-
-def _with_ratios(rows: list[Row]) -> list[Row]:
-    """Ours with `speedup_over_<peer>`, the peer's time over ours, where both are right."""
-    peers = [row for row in rows if row["kernel"] in PEERS and is_right(row)]
-    for row in rows:
-        if row["kernel"] in OURS and is_right(row):
-            row.update({f"speedup_over_{peer['kernel']}": round(peer["median_us"] / row["median_us"], 3) for peer in peers})
-    return rows
+    limit = _LARGEST_ERROR[row["decode_query_dtype"]]
+    return all(row[key] is not None and row[key] <= limit for key in ("error", "lse_error"))
 
 
 def _words(case: DecodeCase) -> str:
-    return f"{case.batch} x {case.context:,}, {case.num_heads} heads, {case.query_len} new"
+    sizes = f"{case.batch} x {case.context:,}, {case.num_heads} heads, {case.query_len} new"
+    return ", ".join(filter(None, [sizes, quantised_name(case.kv_cache_dtype, case.decode_query_dtype)]))
 
 
 def _line(rows: Sequence[Row]) -> str:
@@ -216,17 +242,18 @@ def _line(rows: Sequence[Row]) -> str:
     load = f"{first['batch']} x {first['context']:,}"
     cells = [f"{row['kernel']} {row['median_us']:>8,.1f} us {row['floor_share']:>4.0%}{'' if is_right(row) else ' WRONG'}" for row in rows]
     ratios = [f"{row['kernel']} {best:.2f} x the best peer's speed" for row in rows if (best := best_peer_ratio(row))]
+    ratios += [f"{row['speedup_over_bf16']:.2f} x its own in bf16" for row in rows if "speedup_over_bf16" in row]
     case = f"{load:>14}  heads {first['num_heads']:>3}  new {first['query_len']}  floor {first['floor_us']:>8,.1f} us"
-    return "  ".join([case, *cells, *ratios])
+    return "  ".join([case, *filter(None, [quantised_name(first["kv_cache_dtype"], first["decode_query_dtype"])]), *cells, *ratios])
 
 
 def _summary(rows: Sequence[Row]) -> Iterator[str]:
-    """For each of our kernels its ratio to each peer over all cases, and its share of the floor; for each kernel its wrong results."""
-    for name in dict.fromkeys(row["kernel"] for row in rows):
-        mine = [row for row in rows if row["kernel"] == name]
+    """For each kernel and format its share of the floor and its wrong results; for ours also the ratios, over all cases."""
+    for name in dict.fromkeys(map(kernel_name, rows)):
+        mine = [row for row in rows if kernel_name(row) == name]
         shares, num_wrong = [row["floor_share"] for row in mine], sum(not is_right(row) for row in mine)
         yield f"{name}: {median(shares):.0%} of the floor's speed in the median of {len(mine)} cases, {num_wrong} of them wrong"
-        for peer in PEERS:
-            ratios = [row[f"speedup_over_{peer}"] for row in mine if f"speedup_over_{peer}" in row]
+        for other in (*PEERS, "bf16"):
+            ratios = [row[f"speedup_over_{other}"] for row in mine if f"speedup_over_{other}" in row]
             if ratios:
-                yield f"{name} against {peer}: {median(ratios):.2f} x in the median, {min(ratios):.2f} x to {max(ratios):.2f} x"
+                yield f"{name} against {other}: {median(ratios):.2f} x in the median, {min(ratios):.2f} x to {max(ratios):.2f} x"

@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from dcpmla.cli.cache_formats import quantised_name
 from dcpmla.cli.crossover import Layout, Load, layout_name, layout_of
 from dcpmla.cli.layer_stack import PARTS
 from dcpmla.cli.plots import new_figure, save_figure
@@ -19,31 +20,40 @@ _LEGEND_ROWS = 18  # of small text that fit beside the axes
 
 
 def plot_decode(path: Path, rows: Sequence[Row], title: str) -> None:
-    """A plot for each number of heads: every kernel's share of the floor's speed. And one of the first kernel's ratio to its best peer."""
+    """A plot for each number of heads: every kernel's share of the floor's speed. And one of the first kernel's ratio to its best peer.
+
+    A kernel that was measured over several formats is drawn once for each.
+    """
     heads, query_lens = sorted({row["num_heads"] for row in rows}), sorted({row["query_len"] for row in rows})
-    kernels, loads = list(dict.fromkeys(row["kernel"] for row in rows)), sorted({_load(row) for row in rows})
+    rows = [{**row, "name": kernel_name(row)} for row in rows]
+    names, loads = list(dict.fromkeys(row["name"] for row in rows)), sorted({_load(row) for row in rows})
     figure, axes = new_figure(title, num_axes=len(heads) + 1, width=max(4.8, 0.4 * len(loads)))
     for axis, num_heads in zip(axes, heads, strict=False):
-        for kernel in kernels:
-            mine = _select(rows, kernel=kernel, num_heads=num_heads, query_len=query_lens[0])
-            _plot_over_loads(axis, loads, {_load(row): row["floor_share"] for row in mine}, kernel)
+        for name in names:
+            mine = _select(rows, name=name, num_heads=num_heads, query_len=query_lens[0])
+            _plot_over_loads(axis, loads, {_load(row): row["floor_share"] for row in mine}, name)
         axis.set_title(f"{num_heads} heads, {query_lens[0]} new")
         axis.set_ylim(bottom=0)
     axes[0].set_ylabel("share of the floor's speed")
-    for num_heads in heads:
-        for query_len in query_lens:
-            mine = _select(rows, kernel=kernels[0], num_heads=num_heads, query_len=query_len)
-            ratios = {_load(row): ratio for row in mine if (ratio := best_peer_ratio(row)) is not None}
-            if ratios:
-                _plot_over_loads(axes[-1], loads, ratios, f"{num_heads} heads, {query_len} new")
+    kernel = rows[0]["kernel"]
+    for name, num_heads, query_len in product(names, heads, query_lens):
+        mine = _select(rows, name=name, kernel=kernel, num_heads=num_heads, query_len=query_len)
+        ratios = {_load(row): ratio for row in mine if (ratio := best_peer_ratio(row)) is not None}
+        if ratios:
+            _plot_over_loads(axes[-1], loads, ratios, f"{name}, {num_heads} heads, {query_len} new")
     axes[-1].axhline(1.0, color="black", linewidth=0.8)
-    axes[-1].set_title(f"the best peer's time over {kernels[0]}'s")
+    axes[-1].set_title(f"the best peer's time over {kernel}'s")
     save_figure(path, figure)
 
 
 def best_peer_ratio(row: Row) -> float | None:
     """The time of the fastest peer over that of the row's kernel; None without peers."""
-    return min((value for key, value in row.items() if key.startswith("speedup_over_")), default=None)
+    return min((value for key, value in row.items() if key.startswith("speedup_over_") and key != "speedup_over_bf16"), default=None)
+
+
+def kernel_name(row: Row) -> str:
+    """Of a row of `bench decode`: the kernel, and what it reads where that is quantised."""
+    return ", ".join(filter(None, [row["kernel"], quantised_name(row["kv_cache_dtype"], row["decode_query_dtype"])]))
 
 
 def plot_layer(path: Path, rows: Sequence[Row], title: str) -> None:

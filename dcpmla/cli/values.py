@@ -1,6 +1,7 @@
 """Values of options, read for argparse."""
 
 import argparse
+from collections.abc import Sequence
 
 from dcpmla.config import DCP_COMM_BACKENDS
 
@@ -25,13 +26,18 @@ def positive_list(text: str) -> list[int]:
     return [positive(item) for item in text.split(",")]
 
 
-def exchange_list(text: str) -> list[str]:
-    """Different names of exchanges, separated by commas."""
+def name_list(text: str, choices: Sequence[str], what: str) -> list[str]:
+    """Different names, separated by commas."""
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in DCP_COMM_BACKENDS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not an exchange; choose from {', '.join(DCP_COMM_BACKENDS)}")
+        if name not in choices:
+            raise argparse.ArgumentTypeError(f"{name!r} is not {what}; choose from {', '.join(choices)}")
     return names
+
+
+def exchange_list(text: str) -> list[str]:
+    """Different names of exchanges, separated by commas."""
+    return name_list(text, DCP_COMM_BACKENDS, "an exchange")
 
 
 def token_ids(text: str) -> list[int]:
