@@ -119,7 +119,7 @@ def make_engine(
     tokenizer: Letters | None = None,
     with_graph: bool = False,
 ) -> Engine:
-    plan = CachePlan(num_layers=1, num_blocks=num_blocks, block_size=BLOCK, latent_dim=2, dtype=torch.float32, dcp_size=1)
+    plan = CachePlan(num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1)
     cache = LatentCache(plan, torch.device("cpu"))
     cache[0].fill_(torch.nan)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs))

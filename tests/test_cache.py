@@ -1,6 +1,7 @@
 """Blocks against a set of what is out, plans against what is allocated, rows against what was written."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from test_ownership import deal_slots, shuffled_blocks
 
 from dcpmla import DCPConfig, LatentCache, MLAConfig
 from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.capacity import capacity_table
 from dcpmla.cache.latent import num_blocks, read_latents, write_latents
 
 
@@ -106,22 +108,58 @@ def config() -> MLAConfig:
     return MLAConfig.from_hf(tiny_config("deepseek_v3"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# kv_cache_dtype, what the model computes in; what its cache holds: dtype, elements and bytes of a row of 128 + 8 values.
+FORMATS = [
+    ("auto", torch.float32, torch.float32, 136, 544),
+    ("auto", torch.bfloat16, torch.bfloat16, 136, 272),
+    ("bf16", torch.bfloat16, torch.bfloat16, 136, 272),
+    ("fp8", torch.float32, torch.float8_e4m3fn, 136, 136),
+    ("fp8_ds_mla", torch.bfloat16, torch.uint8, 148, 148),
+]
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "dtype", "storage", "width", "row_bytes"), FORMATS)
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 4), (3, 2), (8, 1)])
-def test_plan_is_what_is_allocated(config: MLAConfig, size: int, interleave: int, dtype: torch.dtype) -> None:
+def test_plan_is_what_is_allocated(
+    config: MLAConfig, size: int, interleave: int, kv_cache_dtype: str, dtype: torch.dtype, storage: torch.dtype, width: int, row_bytes: int
+) -> None:
     seq_lens = [1, 7, 8, 9, 100]
-    dcp = make_dcp(size, interleave)
-    plan = LatentCache.plan(config, dcp, 3, seq_lens, dtype)
+    dcp = replace(make_dcp(size, interleave), kv_cache_dtype=kv_cache_dtype)
+    plan = LatentCache.plan(replace(config, kv_lora_rank=128), dcp, 3, seq_lens, dtype)
     cache = LatentCache(plan, torch.device("cpu"))
     layers = [cache[layer] for layer in range(3)]
     assert sum(layer.nbytes for layer in layers) == plan.bytes_per_rank
     assert size * plan.bytes_per_rank == plan.bytes_total
     assert len({layer.data_ptr() for layer in layers}) == 3
-    assert {layer.dtype for layer in layers} == {dtype}
-    assert {tuple(layer.shape) for layer in layers} == {(plan.num_blocks, 4, config.kv_lora_rank + config.qk_rope_head_dim)}
+    assert {layer.dtype for layer in layers} == {storage}
+    assert {tuple(layer.shape) for layer in layers} == {(plan.num_blocks, 4, width)}
+    assert plan.bytes_per_token == 3 * row_bytes
+    assert plan.tokens_per_gb == 10**9 // (3 * row_bytes) * size
     assert plan.tokens_per_rank == layers[0].flatten(0, 1).shape[0]
     assert plan.tokens_total == size * plan.tokens_per_rank
     assert plan.num_blocks == sum(len(range(0, seq_len, 4 * size)) for seq_len in seq_lens)  # every sequence opens its own blocks
+
+
+def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
+    """The table's numbers, next to the bytes of tensors that are there."""
+    plans = capacity_table(replace(config, kv_lora_rank=128), 2, 10**6, (1, 4))
+    assert [(plan.dtype, plan.dcp_size) for plan in plans] == [
+        (storage, size) for storage in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8) for size in (1, 4)
+    ]
+    for plan in plans:
+        layers = LatentCache(plan, torch.device("cpu")).layers
+        num_bytes = sum(layer.nbytes for layer in layers)
+        assert num_bytes <= 10**6 < num_bytes + num_bytes // plan.num_blocks  # not one block more
+        assert plan.tokens_total == plan.dcp_size * layers[0].shape[0] * layers[0].shape[1]
+        assert plan.tokens_total * 1000 <= plan.tokens_per_gb < (plan.tokens_total + plan.dcp_size * plan.block_size) * 1000
+    assert len(capacity_table(config, 2, 10**6, (1, 4))) == 4  # a latent of 16 does not split into fp8_ds_mla's groups
+
+
+def test_a_format_that_the_model_cannot_have(config: MLAConfig) -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_dtype \(--kv-cache-dtype\) is 'bf16', but the model computes in torch.float32"):
+        LatentCache.plan(config, replace(make_dcp(), kv_cache_dtype="bf16"), 1, [1], torch.float32)
+    with pytest.raises(ValueError, match="fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 16"):
+        LatentCache.plan(config, replace(make_dcp(), kv_cache_dtype="fp8_ds_mla"), 1, [1], torch.float32)
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 4), (3, 2), (5, 1)])

@@ -17,7 +17,7 @@ NUM_BLOCKS = 7
 
 
 def make_cache() -> LatentCache:
-    plan = CachePlan(num_layers=1, num_blocks=NUM_BLOCKS, block_size=BLOCK, latent_dim=2, dtype=torch.float32, dcp_size=1)
+    plan = CachePlan(num_layers=1, num_blocks=NUM_BLOCKS, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1)
     return LatentCache(plan, torch.device("cpu"))
 
 

@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 def make_cache(device: str = "cpu") -> LatentCache:
-    plan = CachePlan(num_layers=1, num_blocks=40, block_size=BLOCK, latent_dim=2, dtype=torch.float32, dcp_size=1)
+    plan = CachePlan(num_layers=1, num_blocks=40, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1)
     return LatentCache(plan, torch.device(device))
 
 

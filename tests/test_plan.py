@@ -44,6 +44,7 @@ def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytes
     printed = capfd.readouterr().out
     assert content["recommended"]["reason"] in printed
     assert re.search(r"^tp +dcp +exchange +cache .*\n( +[48] +1 +none +.*\n){3} +8 +8 +direct +bf16 ", printed, re.MULTILINE)
+    assert re.search(r"^ *cache +dcp +bytes a token +tokens a GB +tokens on 8 GPUs\n( *(bfloat16|fp8) +[18] .*\n){4}\n", printed, re.M)
     assert len(content["measured"]) == len(json.loads(measured.read_text())["rows"])
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -70,7 +71,7 @@ def test_command_takes_a_directory_and_prints_a_table(tmp_path: Path, capfd: pyt
         (["-tp", "1000000000"], "must divide the model's 24 attention heads"),
         (["-dcp", "0"], "not a whole number of at least 1"),
         (["--kv-cache-dtype", "int4"], "choose from bf16, fp8, fp8_ds_mla"),
-        (["--kv-cache-dtype", "fp8_ds_mla"], "groups of 128; the model's has 16"),
+        (["--kv-cache-dtype", "fp8_ds_mla"], "fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 16"),
         (["--machine", "h100x8"], "choose a preset (h200x8) or a JSON file"),
         (["--measured", "nowhere.json"], "--measured is nowhere.json"),
         (["--json", "/nowhere/out.json"], "--json is /nowhere/out.json"),

@@ -28,6 +28,11 @@ def storage_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     return {"fp8": FP8, "fp8_ds_mla": torch.uint8}.get(kv_cache_dtype, dtype)
 
 
+def format_name(storage: torch.dtype) -> str:
+    """Of the format that a cache tensor's dtype says: as in `DCPConfig.kv_cache_dtype`, or of plain rows the dtype."""
+    return {FP8: "fp8", torch.uint8: "fp8_ds_mla"}.get(storage, str(storage).removeprefix("torch."))
+
+
 def row_width(storage: torch.dtype, kv_lora_rank: int, rope_dim: int) -> int:
     """Elements of a cache row.
 

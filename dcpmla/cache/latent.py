@@ -6,20 +6,34 @@ import psutil
 import torch
 from torch import Tensor
 
-from dcpmla.cache.formats import decode, encode, rope_dim_of
+from dcpmla.cache.formats import decode, encode, format_name, rope_dim_of, row_width, storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """Sizes of a cache that is not allocated yet. Bytes and tokens are of one DCP group."""
+    """Sizes of a cache that is not allocated yet. Bytes and tokens are of one DCP group.
+
+    Attributes:
+        row_width, dtype: of the cache's tensors: elements of a row, in the format that the dtype says (`dcpmla.cache.formats`).
+    """
 
     num_layers: int
     num_blocks: int
     block_size: int
-    latent_dim: int
+    row_width: int
     dtype: torch.dtype
     dcp_size: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers, on the rank that owns the token."""
+        return self.num_layers * self.row_width * self.dtype.itemsize
+
+    @property
+    def tokens_per_gb(self) -> int:
+        """Tokens of context that the group holds in 10^9 bytes of each rank."""
+        return 10**9 // self.bytes_per_token * self.dcp_size
 
     @property
     def tokens_per_rank(self) -> int:
@@ -32,7 +46,7 @@ class CachePlan:
 
     @property
     def bytes_per_rank(self) -> int:
-        return self.num_layers * self.tokens_per_rank * self.latent_dim * self.dtype.itemsize
+        return self.tokens_per_rank * self.bytes_per_token
 
     @property
     def bytes_total(self) -> int:
@@ -41,12 +55,13 @@ class CachePlan:
     def __str__(self) -> str:
         return (
             f"{self.tokens_total:,} tokens in {self.num_blocks:,} blocks of {self.block_size} on each of {self.dcp_size} DCP ranks: "
-            f"{self.tokens_per_rank:,} tokens, {self.bytes_per_rank / 2**20:,.1f} MiB a rank; {self.bytes_total / 2**20:,.1f} MiB in total"
+            f"{self.tokens_per_rank:,} tokens, {self.bytes_per_rank / 2**20:,.1f} MiB a rank; {self.bytes_total / 2**20:,.1f} MiB in total "
+            f"({format_name(self.dtype)}: {self.bytes_per_token:,} bytes a token, {self.tokens_per_gb:,} tokens a GB of each rank)"
         )
 
 
 class LatentCache:
-    """One tensor [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim] a layer; block ids mean the same on all DCP ranks.
+    """One tensor [num_blocks, block_size, row_width] a layer; block ids mean the same on all DCP ranks.
 
     Attributes:
         sizes: the plan it was made from.
@@ -62,10 +77,11 @@ class LatentCache:
         if plan.bytes_per_rank > free:
             raise ValueError(
                 f"cache: {plan.bytes_per_rank:,} bytes a rank ({plan}) do not fit into the {free:,} bytes free on {device}; "
-                f"shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, or shard over more ranks (-dcp)"
+                f"shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, shard over more ranks (-dcp), or keep "
+                f"8 bits of a value (--kv-cache-dtype)"
             )
         self.sizes = plan
-        shape = (plan.num_blocks, plan.block_size, plan.latent_dim)
+        shape = (plan.num_blocks, plan.block_size, plan.row_width)
         self.layers = [torch.empty(shape, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)]
 
     def __getitem__(self, layer: int) -> Tensor:
@@ -76,18 +92,21 @@ class LatentCache:
         """Sizes of a cache that holds sequences of the given final lengths at once.
 
         Args:
+            dcp: its kv_cache_dtype is the format.
             seq_lens: tokens of each sequence, prompt and answer; each starts on a block of its own.
+            dtype: that the model computes in.
         Raises:
-            ValueError: no sequences, or a negative length.
+            ValueError: no sequences, a negative length, a format that the model cannot have.
         """
         if not seq_lens or min(seq_lens) < 0:
             raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
+        storage = storage_dtype(dcp.kv_cache_dtype, dtype)
         return CachePlan(
             num_layers=num_layers,
             num_blocks=max(1, sum(num_blocks(seq_len, dcp) for seq_len in seq_lens)),
             block_size=dcp.block_size,
-            latent_dim=config.latent_dim,
-            dtype=dtype,
+            row_width=row_width(storage, config.kv_lora_rank, config.qk_rope_head_dim),
+            dtype=storage,
             dcp_size=dcp.decode_context_parallel_size,
         )
 

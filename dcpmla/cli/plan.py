@@ -10,6 +10,8 @@ from typing import Any
 
 import transformers
 
+from dcpmla.cache.capacity import FORMATS, capacity_table
+from dcpmla.cache.formats import format_name
 from dcpmla.cli.output import write_json
 from dcpmla.cli.plots import check_outputs, plot_plans
 from dcpmla.cli.values import positive, positive_list
@@ -18,8 +20,8 @@ from dcpmla.integrations.transformers import load_config
 from dcpmla.planning.calibrate import load_machine
 from dcpmla.planning.machine import PRESETS, Machine, read_json
 from dcpmla.planning.measured import Comparison, compare, read_rows, summarise
-from dcpmla.planning.predict import KV_CACHE_DTYPES, PARTS, Setting
-from dcpmla.planning.recommend import Plan, make_plan, recommend
+from dcpmla.planning.predict import PARTS, Setting
+from dcpmla.planning.recommend import Plan, cache_bytes, make_plan, recommend
 from dcpmla.planning.weights import ModelSize, read_model
 
 
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dcp = "ranks that share one cache; default: all that divide tp"
     add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=dcp)
     add("--num-gpus", type=positive, metavar="N", help="of the whole job: replicas of the TP group share its batch; default: one TP group")
-    add("--kv-cache-dtype", type=_formats, default="bf16", metavar="F,...", help=f"of {', '.join(KV_CACHE_DTYPES)}")
+    add("--kv-cache-dtype", type=_formats, default="bf16", metavar="F,...", help=f"of {', '.join(FORMATS)}")
     add("--batch", type=positive, default=32, metavar="B", help="requests that decode at once, on the whole job")
     add("--context", type=positive, default=131072, metavar="S", help="tokens of each of them")
     add("--measured", type=Path, metavar="BENCH.json", help="say where this benchmark's rows and the prediction differ")
@@ -79,9 +81,9 @@ def _inputs(args: argparse.Namespace) -> list[Path]:
 
 
 def _formats(text: str) -> list[str]:
-    unknown = [item for item in text.split(",") if item not in KV_CACHE_DTYPES]
+    unknown = [item for item in text.split(",") if item not in FORMATS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a cache format; choose from {', '.join(KV_CACHE_DTYPES)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a cache format; choose from {', '.join(FORMATS)}")
     return text.split(",")
 
 
@@ -128,7 +130,7 @@ def _report(args: argparse.Namespace, machine: Machine, model: ModelSize, plans:
     ]
     if args.num_gpus:
         lines.append(f"{args.num_gpus:,} GPUs in {best.num_nodes:,} nodes; each replica of the TP group takes its share of the requests")
-    lines += ["", *_table(plans), "", f"recommended: {best.setting}. {reason}"]
+    lines += ["", *_table(plans), "", *_capacity(machine, model, plans), "", f"recommended: {best.setting}. {reason}"]
     return "\n".join([*lines, *(f"note: {note}" for note in _notes(args, machine, model, plans))])
 
 
@@ -156,9 +158,32 @@ def _table(plans: Sequence[Plan]) -> list[str]:
     rows = [_cells(plan) for plan in plans]
     if all(plan.num_replicas == 1 for plan in plans):
         rows = [{name: cell for name, cell in row.items() if name != "replicas"} for row in rows]
+    return _align(rows)
+
+
+def _align(rows: Sequence[dict[str, str]]) -> list[str]:
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:
+    """What each format would hold, with the largest of the TP sizes."""
+    tp = max(plan.tp for plan in plans)
+    weight_bytes = next(plan.weight_bytes_per_rank for plan in plans if plan.tp == tp)
+    gpu_bytes = cache_bytes(machine, weight_bytes)
+    dcp_sizes = list(dict.fromkeys(plan.dcp for plan in plans if plan.tp == tp))
+    rows = [
+        {
+            "cache": format_name(plan.dtype),
+            "dcp": str(plan.dcp_size),
+            "bytes a token": f"{plan.bytes_per_token:,}",
+            "tokens a GB": f"{plan.tokens_per_gb:,}",
+            f"tokens on {tp} GPUs": f"{plan.tokens_total:,}",
+        }
+        for plan in capacity_table(model.attention, model.num_attention_layers, gpu_bytes, dcp_sizes)
+    ]
+    return [f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU", *_align(rows)]
 
 
 def _cells(plan: Plan) -> dict[str, str]:

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
+from dcpmla.cache.capacity import FORMATS
+from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.planning.exchange import exchange_us
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.weights import ModelSize, Parameter
 
-KV_CACHE_DTYPES = ("bf16", "fp8", "fp8_ds_mla")
 PARTS = ("projections", "gather", "attention", "combine", "rest")
 _ACTIVATION_BYTES = 2
 _MLP_KERNELS = 3  # activation, product with the gate, residual
@@ -25,8 +28,8 @@ class Setting:
 
     def __post_init__(self) -> None:
         DCPConfig(tensor_parallel_size=self.tp, decode_context_parallel_size=self.dcp)
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; choose from {', '.join(KV_CACHE_DTYPES)}")
+        if self.kv_cache_dtype not in FORMATS:
+            raise ValueError(f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; choose from {', '.join(FORMATS)}")
         if self.num_ranks % self.tp:
             raise ValueError(f"num_gpus (--num-gpus) is {self.num_gpus}; it must be a multiple of tensor_parallel_size (-tp) {self.tp}")
 
@@ -43,18 +46,13 @@ class Setting:
 
 
 def kv_row_bytes(attention: MLAConfig, kv_cache_dtype: str) -> int:
-    """Bytes of one token in one layer's cache.
+    """Bytes of one token in one layer's cache (`dcpmla.cache.formats`).
 
     Raises:
         ValueError: fp8_ds_mla of a latent that does not split into its groups of 128.
-    Source: fp8_ds_mla is FlashMLA's format: e4m3 latents, a float32 scale for each 128 of them, a bfloat16 rope part.
     """
-    latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
-    if kv_cache_dtype == "fp8_ds_mla":
-        if latent % 128:
-            raise ValueError(f"kv_cache_dtype (--kv-cache-dtype) fp8_ds_mla needs a latent in groups of 128; the model's has {latent}")
-        return latent + latent // 128 * 4 + rope * 2
-    return (latent + rope) * (2 if kv_cache_dtype == "bf16" else 1)
+    storage = storage_dtype(kv_cache_dtype, torch.bfloat16)
+    return row_width(storage, attention.kv_lora_rank, attention.qk_rope_head_dim) * storage.itemsize
 
 
 def predict_step(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int, backend: str = "auto") -> dict[str, float]:

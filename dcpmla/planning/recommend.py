@@ -73,8 +73,7 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
     model = model.widened() if weights_widened else model
     weight_bytes = model.weight_bytes(setting.tp)
     row_bytes = model.num_attention_layers * kv_row_bytes(model.attention, setting.kv_cache_dtype)
-    free = max(0, int(machine.memory_bytes * (1 - machine.workspace_share)) - weight_bytes)
-    num_blocks = free // (row_bytes * _BLOCK_SIZE)
+    num_blocks = cache_bytes(machine, weight_bytes) // (row_bytes * _BLOCK_SIZE)
     virtual_block = _BLOCK_SIZE * setting.dcp
     max_num_seqs = num_blocks // -(-context // virtual_block) * setting.num_replicas
     dcp_num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
@@ -100,6 +99,11 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         tokens_per_second=round(batch / step["total"] * 1e6, 1),
         crossover=_crossover(machine, model, setting, batch, context) if setting.dcp > 1 else {},
     )
+
+
+def cache_bytes(machine: Machine, weight_bytes: int) -> int:
+    """What weights and workspaces leave of a GPU's memory to the cache."""
+    return max(0, int(machine.memory_bytes * (1 - machine.workspace_share)) - weight_bytes)
 
 
 def _check_load(batch: int, context: int) -> None:
