@@ -239,7 +239,11 @@ def _empty_projected_nvfp4(out: Tensor, w_uv: Tensor, global_scale: Tensor) -> t
 
 
 def _write(x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool) -> None:
-    if scales is None:
+    if _runs_triton(x):
+        from dcpmla.attention.kernels import output_quant as kernels
+
+        kernels.quantize_rows(x, first_row, values, scales, scale, ue8m0)
+    elif scales is None:
         assert scale is not None
         formats.write_fp8(x, first_row, values, scale)
     elif scale is None:
@@ -249,7 +253,16 @@ def _write(x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, sca
 
 
 def _project(out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool) -> None:
-    _write(project_values(out, w_uv), first_row, values, scales, scale, ue8m0)
+    if _runs_triton(out):
+        from dcpmla.attention.kernels import output_quant as kernels
+
+        kernels.project_rows(out, w_uv, first_row, values, scales, scale, ue8m0)
+    else:
+        _write(project_values(out, w_uv), first_row, values, scales, scale, ue8m0)
+
+
+def _runs_triton(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)  # older GPUs have no conversion to e4m3
 
 
 def _width(w_uv: Tensor) -> int:

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dcpmla.attention.kernels.descriptors import describe
 from dcpmla.attention.kernels.limits import shared_memory
 from dcpmla.attention.segments import Segments
 
@@ -202,9 +202,9 @@ def mha_prefill(
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     mha_prefill_kernel[(num_tokens // tiling.block_m + num_reqs, num_heads)](
         q,
-        _descriptor(k_nope.transpose(0, 1), [1, tiling.block_n, p_tile]),
-        _descriptor(k_pe, [tiling.block_n, r_tile]),
-        _descriptor(v.transpose(0, 1), [1, tiling.block_n, v_tile]),
+        describe(k_nope.transpose(0, 1), [1, tiling.block_n, p_tile]),
+        describe(k_pe, [tiling.block_n, r_tile]),
+        describe(v.transpose(0, 1), [1, tiling.block_n, v_tile]),
         out,
         lse,
         queries.start_loc,
@@ -226,12 +226,3 @@ def mha_prefill(
         num_stages=tiling.num_stages,
     )
     return out, lse
-
-
-def _descriptor(rows: Tensor, tile: list[int]) -> TensorDescriptor:
-    """Of rows [..., S, D]; TMA wants them, and all other dims, to begin at multiples of 16 bytes."""
-    starts = (rows.data_ptr(), *(stride * rows.element_size() for stride in rows.stride()[:-1]))
-    if any(start % 16 for start in starts):
-        width = -(-rows.shape[-1] // 8) * 8
-        rows = rows.new_empty(*rows.shape[:-1], width)[..., : rows.shape[-1]].copy_(rows)
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), tile)
