@@ -28,6 +28,7 @@ class HashModel:
     """Continues a sequence by a hash of all of it, as it stands in the cache."""
 
     device = torch.device("cpu")
+    dtype = torch.float32
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset([EOS])
 

@@ -44,7 +44,7 @@ def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytes
     printed = capfd.readouterr().out
     assert content["recommended"]["reason"] in printed
     assert re.search(r"^tp +dcp +exchange +cache .*\n( +[48] +1 +none +.*\n){3} +8 +8 +direct +bf16 ", printed, re.MULTILINE)
-    assert re.search(r"^ *cache +dcp +bytes a token +tokens a GB +tokens on 8 GPUs\n( *(bfloat16|fp8) +[18] .*\n){4}\n", printed, re.M)
+    assert re.search(r"^ *cache +dcp +bytes a token +tokens a GB +tokens on 8 GPUs\n( *(bf16|fp8) +[18] .*\n){4}\n", printed, re.M)
     assert len(content["measured"]) == len(json.loads(measured.read_text())["rows"])
     assert plot.read_bytes().startswith(b"\x89PNG")
 

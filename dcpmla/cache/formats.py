@@ -29,8 +29,8 @@ def storage_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def format_name(storage: torch.dtype) -> str:
-    """Of the format that a cache tensor's dtype says: as in `DCPConfig.kv_cache_dtype`, or of plain rows the dtype."""
-    return {FP8: "fp8", torch.uint8: "fp8_ds_mla"}.get(storage, str(storage).removeprefix("torch."))
+    """Of the format that a cache tensor's dtype says: as in `DCPConfig.kv_cache_dtype`, or the dtype."""
+    return {torch.bfloat16: "bf16", FP8: "fp8", torch.uint8: "fp8_ds_mla"}.get(storage, str(storage).removeprefix("torch."))
 
 
 def row_width(storage: torch.dtype, kv_lora_rank: int, rope_dim: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcpmla.cache.formats import format_name
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.load import add_load, make_load
 from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_engine_arguments, build_engine, dcp_config, start
@@ -130,7 +131,8 @@ def _parameters(args: argparse.Namespace, engine: Engine) -> Row:
         "model": Path(args.model).name,  # where it lies is nobody's business
         "tp": engine.mesh.tp_size,
         "dcp": engine.mesh.dcp_size,
-        "dtype": str(engine.cache.sizes.dtype).removeprefix("torch."),
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
         **{name: getattr(args, name) for name in names},
     }
 

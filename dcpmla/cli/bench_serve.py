@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from dcpmla.cache.formats import format_name
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.load import Load, add_load, make_load, request_rate
 from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_engine_arguments, build_engine, dcp_config, start
@@ -93,7 +94,8 @@ def _parameters(args: argparse.Namespace, dcp: DCPConfig, engine: Engine) -> dic
         "dcp": dcp.decode_context_parallel_size,
         **{name: getattr(args, name) for name in names},
         "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",  # JSON has no infinity
-        "dtype": str(engine.cache.sizes.dtype).removeprefix("torch."),
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
     }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import LOAD_TIMEOUT, add_engine_arguments, build_engine, dcp_config, start
 from dcpmla.cli.output import check_writable, is_same_path, write_arrays, write_json
 from dcpmla.cli.output_lines import OutputLines, open_output_lines
@@ -142,7 +143,8 @@ def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request
                 "dcp_comm_backend_reason": selection.reason,
                 "tensor_parallel_size": engine.mesh.tp_size,
                 "decode_context_parallel_size": engine.mesh.dcp_size,
-                "dtype": str(engine.cache.sizes.dtype).removeprefix("torch."),
+                "dtype": str(engine.model.dtype).removeprefix("torch."),
+                "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
                 "device": engine.model.device.type,
                 **asdict(engine.stats),
             },

@@ -16,7 +16,7 @@ import transformers
 
 from dcpmla.cli.values import positive, seconds
 from dcpmla.comm.select import Selection, select_exchange
-from dcpmla.config import DCP_COMM_BACKENDS, DCP_EXCHANGE_DTYPES, DCPConfig
+from dcpmla.config import DCP_COMM_BACKENDS, DCP_EXCHANGE_DTYPES, DECODE_QUERY_DTYPES, KV_CACHE_DTYPES, DCPConfig
 from dcpmla.integrations.engine import ModelFiles, load_engine
 from dcpmla.parallel.bootstrap import DEVICES, Ranks, check_equal_arguments, place_on, process_groups
 from dcpmla.parallel.launcher import Place, find_place
@@ -44,6 +44,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     add("--dcp-check-exchange", action="store_true", help="compare the ranks' calls of the exchange first: slow, for the search of bugs")
     add("--dcp-q-replicate", action="store_true", help="each rank projects the queries of all its DCP group's heads and gathers none")
     add("--dcp-project-before-merge", action="store_true", help="large decode steps apply W_UV first and exchange the narrower rows")
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="format of the latent cache; auto: the model's dtype")
+    add(
+        "--kv-cache-scale",
+        type=float,
+        metavar="X",
+        help="of an fp8 cache: what its values are multiplied by; default: the checkpoint's, or 1",
+    )
+    add("--calculate-kv-scales", action="store_true", help="scales of fp8 caches and queries from the first prompt's values instead")
+    add("--decode-query-dtype", choices=DECODE_QUERY_DTYPES, default="auto", help="fp8: decode multiplies e4m3 queries by an fp8 cache")
     add("--enable-expert-parallel", action="store_true", help="spread experts whole over the ranks instead of cutting each")
     add("--block-size", type=int, default=64, metavar="P", help="tokens of a cache block on one rank")
     add("--max-num-batched-tokens", type=positive, default=8192, metavar="C", help="most tokens of one step")
@@ -153,6 +162,10 @@ def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> D
         exchange_timeout=args.dcp_exchange_timeout,
         check_exchange=args.dcp_check_exchange,
         dcp_exchange_dtype=args.dcp_exchange_dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
+        kv_cache_scale=args.kv_cache_scale,
+        calculate_kv_scales=args.calculate_kv_scales,
+        decode_query_dtype=args.decode_query_dtype,
         dcp_q_replicate=args.dcp_q_replicate,
         dcp_project_before_merge=args.dcp_project_before_merge,
     )

@@ -83,7 +83,7 @@ def load_engine(
     it. Where a step cannot be captured, the first rank says why and decodes run eagerly.
 
     Args:
-        dtype: to compute in, and of the cache; None takes the checkpoint's.
+        dtype: to compute in; None takes the checkpoint's. Of the cache, too, where dcp.kv_cache_dtype is "auto".
         seq_lens: tokens of all sequences to come, where that is known: the cache then is no larger than they need together.
         kv_cache_memory_bytes: of the cache on each rank; default: what is free after loading, beside a step's largest activations and
             decode graphs.

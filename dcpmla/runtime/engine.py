@@ -35,6 +35,7 @@ class Model(Protocol):
     """What the engine drives; `dcpmla.integrations.transformers.ShardedModel` is one."""
 
     device: torch.device
+    dtype: torch.dtype
     vocab_size: int
     eos_token_ids: frozenset[int]
 
