@@ -10,6 +10,7 @@ from torch.nn.utils import skip_init
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.heads import held_heads
 from dcpmla.attention.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
+from dcpmla.attention.output_quant import OutputQuant, QuantizedOutput, quantize_parts
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, project_values, rotate_query_
 from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, calculate_scale_, new_scale, read_scale
@@ -131,21 +132,45 @@ class MLAAttention(nn.Module):
             return self._dummy_run(hidden_states)
         if kv_cache is None:
             raise ValueError("kv_cache is None; a step with metadata needs this layer's [num_blocks, block_size, width]")
+        return self.o_proj(self.attend(hidden_states, kv_cache, metadata, cos_sin, query_factor))
+
+    def attend(
+        self,
+        hidden_states: Tensor,
+        kv_cache: Tensor,
+        metadata: StepMetadata,
+        cos_sin: Tensor | None = None,
+        query_factor: Tensor | None = None,
+        output_quant: OutputQuant | None = None,
+    ) -> Tensor | QuantizedOutput:
+        """All of `forward` but its last projection, for one that takes its input in 8 or 4 bits. Collective.
+
+        Args:
+            output_quant: how to quantise [T, h V]; None leaves it in the dtype of hidden_states.
+        Returns:
+            [T, h V], or its values and scales: the bytes that quantising it would give. Rows of padding are zeros.
+        Raises:
+            ValueError: shapes that do not belong together; a head's width that output_quant does not take.
+        """
         self._check(hidden_states, kv_cache, metadata, cos_sin, query_factor)
         decodes, prefills = slice(0, metadata.num_decode_tokens), slice(metadata.num_decode_tokens, metadata.num_tokens)
         if self._lacks_scales and metadata.prefill is not None:  # decodes alone may be of no token yet: where a graph is captured
             self._calculate_scales(hidden_states[prefills], kv_cache, _rows(cos_sin, prefills), _rows(query_factor, prefills))
         q_c, latents = self._down_project(hidden_states[: metadata.num_tokens], kv_cache, metadata.slot_mapping, cos_sin)
-        values = []
+        parts = []
         if metadata.decode is not None:
             q = self._project_query(q_c[decodes], _rows(query_factor, decodes), slice(0, self.q_heads.count))
-            values.append(self._decode(q, kv_cache, metadata.decode, _rows(cos_sin, decodes)))
+            parts.append(self._decode(q, kv_cache, metadata.decode, _rows(cos_sin, decodes)))
         if metadata.prefill is not None:
             q = self._project_query(q_c[prefills], _rows(query_factor, prefills), self.q_heads.own)
-            values.append(self._prefill(q, latents[prefills], kv_cache, metadata.prefill, _rows(cos_sin, prefills)))
+            parts.append(self._prefill(q, latents[prefills], kv_cache, metadata.prefill, _rows(cos_sin, prefills)))
         if hidden_states.shape[0] > metadata.num_tokens:
-            values.append(values[0].new_zeros(hidden_states.shape[0] - metadata.num_tokens, values[0].shape[1]))
-        return self.o_proj(values[0] if len(values) == 1 else torch.cat(values))
+            padding = hidden_states.shape[0] - metadata.num_tokens
+            parts.append(hidden_states.new_zeros(padding, self.num_heads * self.config.v_head_dim))
+        if output_quant is not None:
+            return quantize_parts(parts, self.w_uv, output_quant)
+        values = [project_values(part, self.w_uv) if part.ndim == 3 else part for part in parts]
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def _calculate_scales(self, hidden_states: Tensor, kv_cache: Tensor, cos_sin: Tensor | None, query_factor: Tensor | None) -> None:
         """Set the scales by a prompt's tokens, before any of them is cached. Collective over the TP group."""
@@ -189,7 +214,7 @@ class MLAAttention(nn.Module):
         return q if query_factor is None else q * query_factor[:, None, None]
 
     def _decode(self, q: Tensor, kv_cache: Tensor, decode: DecodeMetadata, cos_sin: Tensor | None) -> Tensor:
-        """[T, h, P + R], or with dcp_q_replicate [T, W h, P + R], -> [T, h V]: W_UK absorbed into the query, W_UV applied to the output."""
+        """[T, h, P + R], or with dcp_q_replicate [T, W h, P + R], -> [T, h, L] for W_UV, or [T, h V] behind it."""
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, _ = dcp_mla_decode(
             absorb_query(q, self.w_uk, cos_sin, self.config.rope_interleaved, self.q_scale),
@@ -204,7 +229,7 @@ class MLAAttention(nn.Module):
             q_scale=self.q_scale,
             dtype=q.dtype,
         )
-        return out.flatten(1) if project_first else project_values(out, self.w_uv)
+        return out.flatten(1) if project_first else out
 
     def _prefill(self, q: Tensor, latents: Tensor, kv_cache: Tensor, prefill: PrefillMetadata, cos_sin: Tensor | None) -> Tensor:
         """[T, h, P + R] and the tokens' own latents [T, L + R] -> [T, h V]."""
