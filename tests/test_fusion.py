@@ -1,0 +1,224 @@
+"""`OutputQuantFusion`: the graphs it rewrites, those it leaves alone, what it says; results are the model's own, bit for bit."""
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+import torch._dynamo
+from ranks import run_ranks
+from test_compile import DECODES, MIXED, SMALL, Batch, make_layer, run_layer
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import Graph, GraphModule
+
+from dcpmla import MLAAttention
+from dcpmla.attention.fusion import OutputQuantFusion
+from dcpmla.attention.output_quant import quantize_fp8, quantize_fp8_groups, quantize_nvfp4
+from dcpmla.attention.projections import project_values
+
+FP8 = torch.float8_e4m3fn
+HEADS, V, LATENT = 2, 128, 16
+SCALE = torch.tensor([0.013])
+Quantise = Callable[[Tensor], Sequence[Tensor]]
+
+
+def plain_fp8(x: Tensor, scale: Tensor = SCALE) -> Tensor:
+    return (x.float() * (1 / scale)).clamp(-448, 448).to(FP8)
+
+
+OPERATORS: dict[str, tuple[str, Quantise]] = {  # the fused operator, and what it comes from
+    "fp8": ("project_values_fp8", lambda x: [quantize_fp8(x, SCALE)]),
+    "groups of 128": ("project_values_fp8_groups", lambda x: quantize_fp8_groups(x, 128, "tma", True)),
+    "groups of 64": ("project_values_fp8_groups", lambda x: quantize_fp8_groups(x, 64, "row", False)),
+    "nvfp4": ("project_values_nvfp4", lambda x: quantize_nvfp4(x, 1 / SCALE)),
+}
+PLAIN: dict[str, Quantise] = {
+    "plain": lambda x: [plain_fp8(x)],
+    "reciprocal, not widened": lambda x: [(x * SCALE.reciprocal()).clamp(-448.0, 448.0).to(FP8)],
+    "scale without dims, factors the other way": lambda x: [((1.0 / SCALE[0]) * x.float()).clamp(max=448).clamp(min=-448).to(FP8)],
+    "by head": lambda x: [plain_fp8(x.view(-1, HEADS, V)).flatten(1)],
+    "widened, then by head": lambda x: [torch.clamp(x.float().view(-1, HEADS, V) * (1 / SCALE), -448, 448).to(FP8)],
+    "operator, by head": lambda x: [quantize_fp8(x.view(-1, V), SCALE).view(x.shape)],
+}
+LEFT_ALONE: dict[str, Quantise] = {
+    "another user": lambda x: [plain_fp8(x), x + 1],
+    "quantised twice": lambda x: [quantize_fp8(x, SCALE), *quantize_fp8_groups(x, 128, "row", False)],
+    "joined with prefill's": lambda x: [quantize_fp8(torch.cat([x, torch.ones_like(x)]), SCALE)],
+    "a part of the rows": lambda x: [quantize_fp8(x[1:], SCALE)],
+    "scale divides": lambda x: [(x / SCALE).clamp(-448, 448).to(FP8)],
+    "scale of each column": lambda x: [plain_fp8(x, SCALE.expand(HEADS * V))],
+    "scale adds a dim": lambda x: [plain_fp8(x, SCALE.view(1, 1, 1))],
+    "scale in float64": lambda x: [plain_fp8(x, SCALE[0].double())],
+    "product in bfloat16": lambda x: [(x * (1 / SCALE[0])).clamp(-448, 448).to(FP8)],
+    "other bounds": lambda x: [(x.float() * (1 / SCALE)).clamp(-240, 240).to(FP8)],
+    "other dtype": lambda x: [(x.float() * (1 / SCALE)).clamp(-448, 448).to(torch.float8_e5m2)],
+    "not clamped": lambda x: [(x.float() * (1 / SCALE)).to(FP8)],
+}
+
+
+class Layers(nn.Module):
+    """A projection for each quantisation, and that behind it."""
+
+    def __init__(self, quantisations: Sequence[Quantise], value_dim: int = V) -> None:
+        super().__init__()
+        shape = len(quantisations), HEADS, value_dim, LATENT
+        self.w_uv = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16(), requires_grad=False)
+        self.quantisations = quantisations
+
+    def forward(self, out: Tensor) -> list[Tensor]:
+        pairs = zip(self.quantisations, self.w_uv, strict=True)
+        return [tensor for quantise, w_uv in pairs for tensor in quantise(project_values(out, w_uv))]
+
+
+class Recorded(OutputQuantFusion):
+    """Counts the operators of this package that its graphs end up with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+
+    def __call__(self, graph: Graph) -> None:
+        super().__call__(graph)
+        graph.lint()
+        names = (str(node.target).split(".") for node in graph.nodes)
+        self.operators.update(name[1] for name in names if name[0] == "dcpmla")
+
+    def uuid(self) -> bytes:
+        return uuid4().bytes  # a graph out of inductor's cache would not come by here
+
+
+def as_in_inductor(fusion: OutputQuantFusion) -> Any:
+    """A backend that runs the pass where inductor does, behind its decompositions, and runs the graph as it then is."""
+
+    def run_pass(module: GraphModule, _: object) -> GraphModule:
+        fusion(module.graph)
+        module.recompile()
+        return module
+
+    return aot_autograd(fw_compiler=run_pass, decompositions=select_decomp_table())
+
+
+def run_layers(layers: Layers, in_inductor: bool = False) -> Counter[str]:
+    """Compile them and compare for two numbers of tokens, which share a graph. Returns the operators in it."""
+    torch._dynamo.reset()
+    fusion = Recorded()
+    how: dict[str, Any] = {"options": {"post_grad_custom_post_pass": fusion}} if in_inductor else {"backend": as_in_inductor(fusion)}
+    compiled = torch.compile(layers, fullgraph=True, dynamic=True, **how)
+    for num_tokens in (5, 3):
+        out = torch.randn(num_tokens, HEADS, LATENT, generator=torch.Generator().manual_seed(2)).bfloat16()
+        with torch.inference_mode():
+            assert_same(compiled(out), layers(out))
+    return fusion.operators
+
+
+def assert_same(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Bit for bit, and in memory alike."""
+    for pair in zip(got, wanted, strict=True):
+        (dtype, shape, strides, values), expected = ((x.dtype, x.shape, x.stride(), x.flatten().clone().view(torch.uint8)) for x in pair)
+        assert (dtype, shape, strides) == expected[:3]
+        assert torch.equal(values, expected[3])
+
+
+def assert_said(caplog: pytest.LogCaptureFixture, level: int, part: str) -> None:
+    """Once: two numbers of tokens share a graph."""
+    (record,) = (record for record in caplog.records if record.name.startswith("dcpmla"))
+    assert record.levelno == level
+    assert part in record.message
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_every_layer_is_fused(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    fused, quantise = OPERATORS[kind]
+    with caplog.at_level(logging.INFO, "dcpmla"):
+        assert run_layers(Layers([quantise] * 3)) == {fused: 3}
+    assert_said(caplog, logging.INFO, "in 3 of 3 layers")
+
+
+@pytest.mark.parametrize("spelling", PLAIN)
+def test_fp8_in_plain_torch(spelling: str) -> None:
+    assert run_layers(Layers([PLAIN[spelling]])) == {"project_values_fp8": 1}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_left_alone(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert run_layers(Layers([LEFT_ALONE[case]]))["project_values"] == 1
+    assert_said(caplog, logging.WARNING, "nothing to fuse in a graph with 1 layers")
+
+
+@pytest.mark.parametrize(("kind", "value_dim"), [("groups of 128", 64), ("nvfp4", 8)])
+def test_groups_that_would_cross_heads(kind: str, value_dim: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert run_layers(Layers([OPERATORS[kind][1]], value_dim))["project_values"] == 1
+    assert_said(caplog, logging.WARNING, "nothing to fuse")
+
+
+def test_other_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "dcpmla"):
+        OutputQuantFusion()(Graph())
+    assert not [record for record in caplog.records if record.name.startswith("dcpmla")]
+    with pytest.raises(ValueError, match=r"graph is a GraphModule; .* post_grad_custom_post_pass, .* torch.fx.Graph"):
+        OutputQuantFusion()(GraphModule({}, Graph()))  # type: ignore[arg-type]
+    assert OutputQuantFusion().uuid() == OutputQuantFusion().uuid() != b""
+
+
+def test_in_inductor(caplog: pytest.LogCaptureFixture) -> None:
+    """All kinds in a graph, beside a layer that has none."""
+    quantisations = [quantise for _, quantise in OPERATORS.values()] + list(PLAIN.values())
+    with caplog.at_level(logging.INFO, "dcpmla"):
+        operators = run_layers(Layers([*quantisations, lambda x: [x]]), in_inductor=True)
+    assert operators == {"project_values_fp8": 7, "project_values_fp8_groups": 2, "project_values_nvfp4": 1, "project_values": 1}
+    assert_said(caplog, logging.INFO, "in 10 of 11 layers")
+
+
+class QuantisedLinear(nn.Module):
+    """o_proj of a model whose linears take fp8."""
+
+    def __init__(self, weight: Tensor, quantise: Quantise) -> None:
+        super().__init__()
+        self.weight, self.quantise = weight, quantise
+
+    def forward(self, values: Tensor) -> Tensor:
+        return nn.functional.linear(self.quantise(values)[0].to(values.dtype), self.weight)
+
+
+class Attention(nn.Module):
+    """Layers over one cache, each with a quantisation of another kind behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = dataclasses.replace(SMALL, num_heads=HEADS, v_head_dim=V, attention_bias=False)
+        self.layers: list[MLAAttention] = []
+        for quantise in (OPERATORS["groups of 128"][1], PLAIN["plain"]):
+            layer = make_layer(config, 1, "auto", torch.float32, "cpu")
+            layer.o_proj = QuantisedLinear(layer.o_proj.weight, quantise)
+            self.layers.append(layer)
+
+    def forward(self, hidden_states: Tensor, *step: Any) -> Tensor:
+        for layer in self.layers:
+            hidden_states = hidden_states + layer(hidden_states, *step)
+        return hidden_states
+
+
+def check_attention(batch: Batch) -> dict[str, int]:
+    """Returns the projections of a compiled step."""
+    model, fusion = Attention(), Recorded()
+    compiled = torch.compile(model, fullgraph=True, backend=as_in_inductor(fusion))
+    # Rows of padding would be joined with W_UV's. The cache is compared too.
+    got, wanted = (run_layer(model.layers[0], batch, lambda x, *step, f=f: f(x[:-2], *step)) for f in (compiled, model))
+    assert_same(got, wanted)
+    return {name: count for name, count in fusion.operators.items() if name.startswith("project_values")}
+
+
+def check_steps() -> None:
+    assert check_attention(DECODES[0]) == {"project_values_fp8": 1, "project_values_fp8_groups": 1}
+    assert check_attention(MIXED) == {"project_values": 2}
+
+
+def test_layers_of_attention() -> None:
+    """In a decode step all are fused; in a step with prefills none is."""
+    run_ranks(1, check_steps)
