@@ -1,5 +1,6 @@
 """What test files share: GPU tests skip where there are too few GPUs, a tiny model on disk, a process that no launcher started."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def one_process_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # --device cpu sets it
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny products here: threads would only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

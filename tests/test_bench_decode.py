@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,19 +18,10 @@ from dcpmla.cache.formats import decode
 from dcpmla.cli.decode_inputs import SCALE, Answer, Caches, Ceilings, DecodeCase, DecodeInputs
 from dcpmla.cli.decode_kernels import FlashMLA, Ours, load_kernel
 
-pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
+pytestmark = pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
 CPU = torch.device("cpu")
 H200 = Ceilings(794e12, 4.46e12, 1500e12)
 FORMATS = [("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8"), ("fp8_ds_mla", "auto")]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny products: threads would only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -64,13 +64,29 @@ def test_two_ranks_measure_each_part(tmp_path: Path) -> None:
             added = (beside_attention(*setting) - beside_attention(1, "none", "", setting[-1])) / 2
             assert row["added_us_per_layer"] == pytest.approx(added, abs=0.1)
             assert f"adds {row['added_us_per_layer']:,.1f} a layer" in result.stdout
-    assert [tuple(entry.values())[:3] for entry in content["crossover"]] == [(2, "a2a", variant) for variant in ("", "q_replicate", "pbm")]
+    layouts = [(2, "a2a", variant, "bf16", "auto") for variant in ("", "q_replicate", "pbm")]
+    assert [tuple(entry.values())[:5] for entry in content["crossover"]] == layouts
     assert content["crossover"] == crossovers(content["rows"])
     too_few = f": a step of fewer than {many} tokens does not project before it merges\n"
     assert result.stdout.count(f"skipped: dcp 2 a2a pbm, {few} x 70{too_few}") == 1
     assert result.stdout.count("skipped: dcp ") == 2 + 7  # contexts too long, for each layout that a batch has
     assert result.stdout.count("is faster than tp 2: ") == 3
     assert plot.read_bytes().startswith(b"\x89PNG")
+    read_rows(content, "layer.json")  # the planner takes it
+
+
+@pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
+def test_caches_and_queries_of_every_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "layer.json"
+    options = ["--batch", "2", "--context", "70", "--kv-cache-dtype", "fp8_ds_mla,fp8,bf16", "--json", str(out)]
+    assert main([*TINY, "--device", "cpu", *options]) == 0
+    content = json.loads(out.read_text())
+    found = [(row["kv_cache_dtype"], row["decode_query_dtype"], row["part"]) for row in content["rows"]]
+    assert found == [(*dtypes, part) for dtypes in (("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8")) for part in UNSHARDED]
+    assert all(row["median_us"] > 0 for row in content["rows"])
+    report = capsys.readouterr().out
+    assert "skipped: dcp 1, fp8_ds_mla cache, 2 x 70: kv_cache_dtype" in report  # the tiny latent has no 128 columns
+    assert "\ndcp 1, fp8 cache and queries " in report
     read_rows(content, "layer.json")  # the planner takes it
 
 
@@ -111,7 +127,8 @@ class _Operators(TorchDispatchMode):
 def test_the_parts_are_the_step() -> None:
     """Same operators, same number of times: nothing is left out, nothing measured twice."""
     options: list[dict[str, Any]] = [{"dcp_comm_backend": "ag_rs"}, {}, {"dcp_q_replicate": True}, {"dcp_project_before_merge": True}]
-    cuts: list[Cut] = [(2, 1, {}), *((2, 2, option) for option in options)]
+    quantised = {"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8"}
+    cuts: list[Cut] = [(2, 1, {}), *((2, 2, option) for option in (*options, quantised))]
     for cut, (whole, parts) in zip(cuts, run_ranks(2, parts_of_steps, cuts)[0], strict=True):
         assert whole == parts, cut
         assert {"dcpmla.mla_decode.default", "c10d.allreduce_.default"} <= whole.keys()
@@ -126,6 +143,7 @@ def test_the_parts_are_the_step() -> None:
         (["--dcp-comm-backend", "a2a,mpi"], "'mpi' is not an exchange; choose from auto, ag_rs, a2a"),
         (["--variants", ",bf8"], "'bf8' is not a variant; choose from pbm, q_replicate, fp8, or an empty name"),
         (["--dcp-comm-backend", "a2a", "--variants", "fp8"], "--variants has 'fp8', but --dcp-comm-backend is a2a; direct alone"),
+        (["--kv-cache-dtype", "bf16,e5m2"], "'e5m2' is not a cache format; choose from bf16, fp8, fp8_ds_mla"),
         (["--geometry", "deepseek-v9"], "invalid choice: 'deepseek-v9'"),
         (["--plot", "/nowhere/out.png"], "--plot is /nowhere/out.png"),
     ],
@@ -152,10 +170,11 @@ def test_geometries_are_the_published_ones(name: str, billions: float) -> None:
 TIMES = st.dictionaries(st.tuples(st.integers(1, 3), st.sampled_from([8, 16, 24])), st.integers(1, 3), min_size=1)
 
 
-def rows_of(times: dict[int, dict[tuple[int, int], int]]) -> list[dict[str, Any]]:
+def rows_of(times: dict[int, dict[tuple[int, int], int]], kv_cache_dtype: str = "bf16") -> list[dict[str, Any]]:
     """Total times by DCP size, batch and context."""
+    names = {"dcp_comm_backend": "a2a", "variant": "", "kv_cache_dtype": kv_cache_dtype, "decode_query_dtype": "auto"}
     return [
-        {"part": part, "dcp": dcp, "dcp_comm_backend": "a2a", "variant": "", "batch": batch, "context": context, "median_us": time * factor}
+        {"part": part, "dcp": dcp, **names, "batch": batch, "context": context, "median_us": time * factor}
         for dcp, loads in times.items()
         for (batch, context), time in loads.items()
         for part, factor in (("total", 1), ("attention", -1))
@@ -183,6 +202,12 @@ def test_from_the_crossover_on_every_load_is_faster(plain: dict[tuple[int, int],
 
 def test_without_plain_tp_there_is_no_crossover() -> None:
     assert crossovers(rows_of({2: {(1, 8): 1}})) == []
+
+
+def test_crossovers_are_between_caches_of_the_same_format() -> None:
+    rows = rows_of({1: {(1, 8): 3}, 2: {(1, 8): 2}}) + rows_of({1: {(1, 8): 1}, 2: {(1, 8): 2}}, "fp8")
+    assert [(entry["kv_cache_dtype"], entry["tokens"]) for entry in crossovers(rows)] == [("bf16", 8), ("fp8", None)]
+    assert crossovers(rows_of({1: {(1, 8): 3}}) + rows_of({2: {(1, 8): 2}}, "fp8")) == []
 
 
 def limits_of_ranks() -> tuple[bool, bool, int]:

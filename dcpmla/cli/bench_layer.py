@@ -10,7 +10,8 @@ import torch
 
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.cli.bench_layers import measurement, memory_on_all
-from dcpmla.cli.crossover import Layout, added_us_per_layer, crossovers, layout_name, layout_of
+from dcpmla.cli.cache_formats import add_cache_arguments, config_name, query_dtypes
+from dcpmla.cli.crossover import Layout, added_us_per_layer, crossovers, layout_of
 from dcpmla.cli.geometries import GEOMETRIES
 from dcpmla.cli.kernel_plots import plot_layer
 from dcpmla.cli.layer_stack import PARTS, LayerStack
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
     variants = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
     add("--variants", type=_variant_list, default="", metavar="NAME,...", help=variants)
+    add_cache_arguments(parser)
     add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")
     add("--batch", type=positive_list, default="1,4,16,64,128", metavar="B,...", help="requests of a step, one new token each")
     add("--context", type=positive_list, default="8192,32768,131072,524288", metavar="S,...", help="cached tokens of each request")
@@ -87,27 +89,25 @@ def _measure(args: argparse.Namespace, job: Job, config: MLAConfig) -> Iterator[
     meshes = {dcp: init_mesh(tp, dcp) for dcp in sorted(set(args.decode_context_parallel_size))}
     layouts = _layouts(args, meshes, device)
     for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
-        plain: list[Row] = []  # what the others are set against
-        for dcp, backend, variant in layouts:
-            name = f"{layout_name((dcp, backend, variant))}, {batch} x {context:,}"
+        plain: dict[tuple[str, str], list[Row]] = {}  # what the others are set against, by the dtypes of cache and queries
+        for layout in layouts:
+            name = f"{layout}, {batch} x {context:,}"
             if limit.is_over():
                 if job.ranks.is_first:
                     print(f"time is over (--time-limit): {name} and what follows is left out", flush=True)
                 return
             with measurement(args, job, name):
-                if variant == "pbm" and batch < PROJECT_FIRST_TOKENS:
+                if layout.variant == "pbm" and batch < PROJECT_FIRST_TOKENS:
                     raise ValueError(f"a step of fewer than {PROJECT_FIRST_TOKENS} tokens does not project before it merges")
-                options = {"dcp_comm_backend": backend, **_VARIANTS[variant]} if dcp > 1 else {}
                 with memory_on_all():
-                    stack = LayerStack(config, meshes[dcp], args.num_layers, batch, context, device, dtype, **options)
+                    stack = LayerStack(config, meshes[layout.dcp], args.num_layers, batch, context, device, dtype, **_options(layout))
                 try:
-                    setting = {"dcp": dcp, "dcp_comm_backend": backend, "variant": variant, "batch": batch, "context": context}
                     with memory_on_all():
-                        rows = _rows(args, stack, setting)
-                    if dcp == 1:
-                        plain = rows
-                    elif plain:
-                        rows[0]["added_us_per_layer"] = round(added_us_per_layer(rows, plain), 1)
+                        rows = _rows(args, stack, {**layout._asdict(), "batch": batch, "context": context})
+                    if layout.dcp == 1:
+                        plain[layout.dtypes] = rows
+                    elif layout.dtypes in plain:
+                        rows[0]["added_us_per_layer"] = round(added_us_per_layer(rows, plain[layout.dtypes]), 1)
                     yield rows
                 finally:
                     del stack  # its cache, before the next one is made
@@ -116,15 +116,22 @@ def _measure(args: argparse.Namespace, job: Job, config: MLAConfig) -> Iterator[
 def _layouts(args: argparse.Namespace, meshes: Mapping[int, DCPMesh], device: torch.device) -> list[Layout]:
     """What is measured of each load. Collective over the job."""
     layouts: list[Layout] = []
+    dtypes = [(name, dtype) for name in args.kv_cache_dtype for dtype in query_dtypes(name, args.decode_query_dtype)]
     for dcp, mesh in meshes.items():
         if dcp == 1:
-            layouts.append((1, "none", ""))
+            layouts += [Layout(1, "none", "", *pair) for pair in dtypes]
             continue
         is_apart = largest(bool(reach(mesh.dcp_group, device)), device)  # some group's ranks: all ranks measure the same
         backends = args.dcp_comm_backend or ["a2a", *([] if is_apart else ["direct"])]
-        pairs = product(backends, args.variants)
-        layouts += [(dcp, backend, variant) for backend, variant in pairs if variant != "fp8" or backend == "direct"]
+        exchanges = [pair for pair in product(backends, args.variants) if pair[1] != "fp8" or pair[0] == "direct"]
+        layouts += [Layout(dcp, *exchange, *pair) for pair, exchange in product(dtypes, exchanges)]
     return layouts
+
+
+def _options(layout: Layout) -> dict[str, Any]:
+    """Fields of DCPConfig."""
+    exchange = {"dcp_comm_backend": layout.dcp_comm_backend, **_VARIANTS[layout.variant]} if layout.dcp > 1 else {}
+    return {**exchange, "kv_cache_dtype": config_name(layout.kv_cache_dtype), "decode_query_dtype": layout.decode_query_dtype}
 
 
 def _rows(args: argparse.Namespace, stack: LayerStack, setting: Row) -> list[Row]:
@@ -136,7 +143,6 @@ def _rows(args: argparse.Namespace, stack: LayerStack, setting: Row) -> list[Row
         **setting,
         "num_layers": args.num_layers,
         "dtype": str(stack.hidden.dtype).removeprefix("torch."),
-        "kv_cache_dtype": "bf16",
         "num_heads": config.num_heads,
         "query_dim": config.latent_dim,
         "latent_dim": config.kv_lora_rank,
@@ -152,7 +158,7 @@ def _report(args: argparse.Namespace, job: Job, rows: Sequence[Row]) -> None:
     found = crossovers(rows)
     for crossover in found:
         tokens = "at no load measured" if crossover["tokens"] is None else f"from {crossover['tokens']:,} cached tokens on"
-        print(f"{layout_name(layout_of(crossover))} is faster than tp {args.tensor_parallel_size}: {tokens}")
+        print(f"{layout_of(crossover)} is faster than tp {args.tensor_parallel_size}: {tokens}")
     if args.json:
         write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, {"crossover": found})
     if args.plot and rows:
@@ -161,10 +167,10 @@ def _report(args: argparse.Namespace, job: Job, rows: Sequence[Row]) -> None:
 
 def _line(rows: Sequence[Row]) -> str:
     total = rows[0]
-    name, load = layout_name(layout_of(total)), f"{total['batch']} x {total['context']:,}"
+    name, load = str(layout_of(total)), f"{total['batch']} x {total['context']:,}"
     parts = "  ".join(f"{row['part']} {row['median_us']:>8,.1f}" for row in rows)
     added = f"  adds {total['added_us_per_layer']:,.1f} a layer" if "added_us_per_layer" in total else ""
-    return f"{name:<24} {load:>14}  us: {parts}  (parts together {total['sum_of_parts_us']:,.1f}){added}"
+    return f"{name:<36} {load:>14}  us: {parts}  (parts together {total['sum_of_parts_us']:,.1f}){added}"
 
 
 def _variant_list(text: str) -> list[str]:

@@ -8,13 +8,13 @@ from textwrap import fill
 from typing import Any
 
 from dcpmla.cli.cache_formats import quantised_name
-from dcpmla.cli.crossover import Layout, Load, layout_name, layout_of
+from dcpmla.cli.crossover import Layout, Load, layout_of
 from dcpmla.cli.layer_stack import PARTS
 from dcpmla.cli.plots import new_figure, save_figure
 
 Row = dict[str, Any]
 _STYLES = ("-", "--", "-.", ":")
-_MARKERS = "o^sdvx"  # of variants, and of operations of the exchange
+_MARKERS = "o^sdvxP*<>"  # of variants, and of operations of the exchange
 _CHARACTERS_PER_INCH = 12  # of a small title
 _LEGEND_ROWS = 18  # of small text that fit beside the axes
 
@@ -59,7 +59,7 @@ def kernel_name(row: Row) -> str:
 def plot_layer(path: Path, rows: Sequence[Row], title: str) -> None:
     """Parts of a step over contexts, stacked, a bar for each layout of the cache, at the smallest and largest batch; and all speedups.
 
-    Speedups have a colour for each DCP size and exchange, a marker for each variant.
+    Speedups are over dcp 1 with the same cache and queries; a colour for each DCP size and exchange, a marker for each variant of each.
     """
     batches, layouts = sorted({row["batch"] for row in rows}), sorted({*map(layout_of, rows)})
     shown = list(dict.fromkeys([batches[0], batches[-1]]))
@@ -69,18 +69,22 @@ def plot_layer(path: Path, rows: Sequence[Row], title: str) -> None:
         mine = _select(rows, batch=batch)
         bars = [layout for layout in layouts if layout in map(layout_of, mine)]  # a variant may want more requests
         _plot_parts(axis, mine, bars)
-        names = f"{batch} requests; bars: {', '.join(map(layout_name, bars))}"
+        names = f"{batch} requests; bars: {', '.join(map(str, bars))}"
         axis.set_title(fill(names, int(_CHARACTERS_PER_INCH * width)), fontsize="small")
     axes[0].set_ylabel("time of the parts / of the slowest layout's")
-    plain = {_load(row): row["median_us"] for row in rows if row["part"] == "total" and row["dcp"] == 1}
-    sizes, variants = list(dict.fromkeys(layout[:2] for layout in layouts)), list(dict.fromkeys(layout[2] for layout in layouts))
-    for layout in layouts:
-        totals = {_load(row): row["median_us"] for row in rows if row["part"] == "total" and layout_of(row) == layout}
+    totals = {
+        layout: {_load(row): row["median_us"] for row in rows if row["part"] == "total" and layout_of(row) == layout} for layout in layouts
+    }
+    plain = {layout.dtypes: times for layout, times in totals.items() if layout.dcp == 1}
+    sizes, variants = list(dict.fromkeys(layout[:2] for layout in layouts)), list(dict.fromkeys(layout[2:] for layout in layouts))
+    for layout, times in totals.items():
+        unsharded = plain.get(layout.dtypes, {})
         points = sorted(
-            (batch * context, plain[batch, context] / totals[batch, context]) for batch, context in totals.keys() & plain.keys()
+            (batch * context, unsharded[batch, context] / times[batch, context]) for batch, context in times.keys() & unsharded.keys()
         )
-        look = {"color": f"C{sizes.index(layout[:2])}", "marker": _MARKERS[variants.index(layout[2])], "linestyle": ""}
-        axes[-1].plot([tokens for tokens, _ in points], [ratio for _, ratio in points], label=layout_name(layout), **look)
+        marker = _MARKERS[variants.index(layout[2:]) % len(_MARKERS)]
+        look = {"color": f"C{sizes.index(layout[:2])}", "marker": marker, "linestyle": ""}
+        axes[-1].plot([tokens for tokens, _ in points], [ratio for _, ratio in points], label=str(layout), **look)
     axes[-1].set_xscale("log", base=2)
     axes[-1].set_xlabel("cached tokens of all requests")
     axes[-1].set_ylabel("time under dcp 1 / time")

@@ -12,8 +12,10 @@ from dcpmla.attention.metadata import StepMetadata
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.rope import query_factor
 from dcpmla.attention.workspace import decode_workspace
+from dcpmla.cache.formats import to_fp8
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.cli.bench_layers import num_samples
+from dcpmla.cli.cache_formats import KV_SCALE, fill_randomly
 from dcpmla.cli.timing import Timing, time_operation
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
@@ -36,7 +38,7 @@ class LayerStack:
     Args:
         mesh: of this job; the cache is sharded over its DCP group.
         num_layers: layers, each with its own weights and cache, random.
-        options: fields of DCPConfig, for what decode exchanges and how.
+        options: fields of DCPConfig, for the cache's format, what decode exchanges and how.
     Attributes:
         parts: of PARTS, those that a step has: no exchange where the cache is not sharded, no gather where queries are replicated.
         projects_first: whether a step projects before it merges; so do only those of enough tokens.
@@ -57,6 +59,8 @@ class LayerStack:
         **options: Any,
     ) -> None:
         self.config, self.device = config, device
+        kv_scale = KV_SCALE if options.get("kv_cache_dtype") == "fp8" else None
+        options = {"kv_cache_scale": kv_scale, **options}
         dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, **options)
         missing = ("gather", "combine") if mesh.dcp_size == 1 else ("gather",) if dcp.dcp_q_replicate else ()
         self.parts = tuple(part for part in PARTS if part not in missing)
@@ -70,7 +74,7 @@ class LayerStack:
         num_steps = min(_MOST_STEPS, max(1, -(-_ROTATED_BYTES[device.type] // step_bytes)))
         self.cache = LatentCache(LatentCache.plan(config, dcp, num_layers, [context] * batch * num_steps, dtype), device)
         for rows in self.cache.layers:
-            rows.normal_()
+            fill_randomly(rows, config.kv_lora_rank, dtype)
         ids = torch.randperm(self.cache.sizes.num_blocks).view(num_steps, batch, num_blocks(context, dcp))
         workspace = decode_workspace(device)
         self.metadata = [
@@ -80,8 +84,9 @@ class LayerStack:
         heads, group_heads = config.num_heads // mesh.tp_size, config.num_heads // mesh.tp_size * mesh.dcp_size
         new: dict[str, Any] = {"device": device, "dtype": dtype}
         self.hidden = torch.randn(batch, config.hidden_size, **new)
-        self.q = torch.randn(batch, heads, config.latent_dim, **new)
-        self.group_q = torch.randn(batch, group_heads, config.latent_dim, **new)
+        q, group_q = (torch.randn(batch, num_heads, config.latent_dim, **new) for num_heads in (heads, group_heads))
+        q_scale = self.layers[0].q_scale
+        self.q, self.group_q = (q, group_q) if q_scale is None else (to_fp8(q, q_scale), to_fp8(group_q, q_scale))
         self.group_out = torch.randn(batch, group_heads, config.kv_lora_rank, **new)
         row_dim = config.v_head_dim if self.projects_first else config.kv_lora_rank
         self.group_rows = torch.randn(batch, group_heads, row_dim, **new)
@@ -144,7 +149,7 @@ class LayerStack:
     def attend(self, index: int = 0) -> None:
         decode = self._metadata(index).decode
         assert decode is not None
-        for rows in self.cache.layers:
+        for layer, rows in zip(self.layers, self.cache.layers, strict=True):
             mla_decode(
                 self.group_q,
                 rows,
@@ -155,6 +160,9 @@ class LayerStack:
                 query_start_loc=decode.query_start_loc,
                 max_query_len=decode.max_query_len,
                 workspace=decode.workspace,
+                kv_scale=layer.kv_scale,
+                q_scale=layer.q_scale,
+                dtype=self.hidden.dtype,
             )
 
     def combine(self, _: int = 0) -> None:

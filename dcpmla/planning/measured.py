@@ -124,7 +124,12 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
         return machine.all_reduce_us(row["num_tokens"] * row["hidden_size"] * 2, row["dcp"], row.get("num_nodes", 1))
     if row.get("operation") in EXCHANGES and row.get("variant") != "fp8" and has_numbers(machine, row.get("backend", "a2a")):
         return exchange_row_us(machine, row)
-    if row.get("part") in ("total", *PARTS) and not row.get("variant") and _is_of_model(model, row):
+    if (
+        row.get("part") in ("total", *PARTS)
+        and not row.get("variant")
+        and row.get("decode_query_dtype") != "fp8"
+        and _is_of_model(model, row)
+    ):
         return _part_us(machine, model, row)
     return None
 
