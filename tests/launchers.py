@@ -3,15 +3,20 @@
 import importlib.util
 import json
 import os
+import runpy
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+from ranks import start_process
 
 ROOT = Path(__file__).parents[1]
 MEET = [str(ROOT / "tests" / "meet.py"), "60"]
@@ -19,6 +24,7 @@ GENERATE = ["-m", "dcpmla", "generate"]
 _PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI_", "TORCH_", "TORCHELASTIC_")
 
 Command = tuple[Sequence[object], Mapping[str, str]]  # argv, variables on top of `environment()`
+Ended = subprocess.CompletedProcess[str]
 
 
 def environment() -> dict[str, str]:
@@ -27,7 +33,7 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def run_together(commands: Sequence[Command], timeout: float = 240, check: bool = True) -> list[subprocess.CompletedProcess[str]]:
+def run_together(commands: Sequence[Command], timeout: float = 240, check: bool = True) -> list[Ended]:
     """Run commands at the same time; at the end none is left.
 
     Raises:
@@ -44,13 +50,53 @@ def run_together(commands: Sequence[Command], timeout: float = 240, check: bool 
         results = []
         for process in processes:
             out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            results.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+            results.append(Ended(process.args, process.returncode, out, err))
     finally:
         for process in processes:
             _end(process)
+    return _checked(results) if check else results
+
+
+def _checked(results: list[Ended]) -> list[Ended]:
     failed = [result for result in results if result.returncode]
-    assert not (check and failed), "\n".join(f"{result.args}: exit code {result.returncode}\n{result.stderr[-3000:]}" for result in failed)
+    assert not failed, "\n".join(f"{result.args}: exit code {result.returncode}\n{result.stderr[-3000:]}" for result in failed)
     return results
+
+
+def run_forked(commands: Sequence[Command], timeout: float = 240, check: bool = True) -> list[Ended]:
+    """`run_together` for Python programs (by path, or -m) that need no fresh interpreter: all imports are done when they start."""
+    with tempfile.TemporaryDirectory() as directory:
+        files = [tuple(Path(directory) / f"{name} {index}" for name in ("out", "err")) for index in range(len(commands))]
+        processes = [
+            start_process(_run_program, ([*map(str, argv[1:])], {**environment(), **env}, *paths))
+            for (argv, env), paths in zip(commands, files, strict=True)
+        ]
+        deadline = time.monotonic() + timeout
+        try:
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        ends = zip(commands, processes, files, strict=True)
+        results = [Ended(argv, process.exitcode, *(path.read_text() for path in paths)) for (argv, _), process, paths in ends]
+    return _checked(results) if check else results
+
+
+def _run_program(argv: list[str], env: dict[str, str], *paths: Path) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(ROOT)
+    for descriptor, path in enumerate(paths, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    torch.set_num_threads(1)  # it has read OMP_NUM_THREADS already
+    is_module = argv[0] == "-m"
+    sys.argv = argv[is_module:]
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -66,6 +112,13 @@ def _end(process: subprocess.Popen[str]) -> None:
 def torchrun(program: Sequence[object], num_local_ranks: int, *options: object) -> list[object]:
     """One agent; without options it is the whole job."""
     return [sys.executable, "-m", "torch.distributed.run", *(options or ["--standalone"]), "--nproc-per-node", num_local_ranks, *program]
+
+
+def unattended(program: Sequence[object], num_ranks: int) -> list[Command]:
+    """What torchrun starts on one host, in rank order, without an agent that looks after it."""
+    shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    places = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
+    return [([sys.executable, *program], {name: str(value) for name, value in place.items()}) for place in places]
 
 
 def mpirun(program: Sequence[object], num_ranks: int, *options: object) -> list[object]:
@@ -104,7 +157,7 @@ def find_mpirun() -> str | None:
 MPIRUN = find_mpirun()
 
 
-def read_lines(results: Sequence[subprocess.CompletedProcess[str]]) -> list[dict[str, Any]]:
+def read_lines(results: Sequence[Ended]) -> list[dict[str, Any]]:
     """What the ranks of `MEET` printed, in rank order."""
     lines = [json.loads(line) for result in results for line in result.stdout.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["rank"])

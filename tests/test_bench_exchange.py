@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_peers import write_exchange_peer
-from launchers import run_together, torchrun
+from launchers import run_forked, run_together, torchrun, unattended
 from ranks import run_ranks
 from torch import Tensor
 
@@ -53,7 +53,7 @@ def test_two_ranks_measure_and_check_each_operation(tmp_path: Path) -> None:
     program.write_text(WRONG_ON_ONE_RANK)
     peers.mkdir()
     options = ["--tokens", "1,257", "--backends", "ag_rs,a2a", "--peers", write_exchange_peer(peers), "--json", out, "--plot", plot]
-    (result,) = run_together([(torchrun([program, *EXCHANGE, *options, "--commit", "abc"], 2), {})])
+    result, _ = run_forked(unattended([program, *EXCHANGE, *options, "--commit", "abc"], 2))
     content = json.loads(out.read_text())
     assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
     rows = {(row["op"], row["backend"], row["variant"], row["tokens"], row["heads"]): row for row in content["rows"]}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from launchers import run_together, torchrun
+from launchers import run_forked, run_together, torchrun, unattended
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,8 +34,8 @@ def test_two_ranks_measure_each_part(tmp_path: Path) -> None:
     few, many = 1, PROJECT_FIRST_TOKENS
     loads = ["--batch", f"{few},{many}", "--context", "70,100000000000"]
     options = ["-tp", 2, "-dcp", "2,1", "--variants", ",pbm,q_replicate,fp8", *loads]
-    command = torchrun(["-m", "dcpmla", *TINY, *options, "--json", out, "--plot", plot, "--commit", "abc"], 2)
-    (result,) = run_together([(command, {})])
+    program = ["-m", "dcpmla", *TINY, *options, "--json", out, "--plot", plot, "--commit", "abc"]
+    result, _ = run_forked(unattended(program, 2))
     content = json.loads(out.read_text())
     assert list(content) == ["commit", "machine", "versions", "rows", "crossover"]
     assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")

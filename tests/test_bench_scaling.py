@@ -1,7 +1,6 @@
-"""`bench scaling` on real ranks, in one and two launchers; its timing and result files."""
+"""`bench scaling` on real ranks, on one and two nodes; its timing and result files."""
 
 import json
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from launchers import run_together, torchrun
+from launchers import run_forked, srun, unattended
 from models import tiny_config
 from ranks import run_ranks
 
@@ -53,7 +52,7 @@ def test_four_ranks_measure_every_size_and_predict_more(tmp_path: Path) -> None:
         "--commit",
         "abc",
     ]
-    (result,) = run_together([(torchrun([*PROGRAM, *options], 4), {})])
+    result, *_ = run_forked(unattended([*PROGRAM, *options], 4))
     content = json.loads(out.read_text())
     assert (content["commit"], content["machine"]) == ("abc", "4 x CPU")
     assert content["versions"]["torch"] == torch.__version__
@@ -81,21 +80,10 @@ def test_four_ranks_measure_every_size_and_predict_more(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_launchers_of_two_ranks_are_two_nodes(tmp_path: Path) -> None:
-    """A group of 2 stays with its launcher, the group of 4 crosses; the other node's predictions pay the network."""
+def test_two_ranks_on_each_of_two_nodes(tmp_path: Path) -> None:
+    """A group of 2 stays on its node, the group of 4 crosses; the other node's predictions pay the network."""
     out = tmp_path / "scaling.json"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    agents = [
-        torchrun(
-            [*PROGRAM, *TINY, "--batch", "2", "--json", out],
-            2,
-            *("--nnodes", "2", "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port),
-        )
-        for node in range(2)
-    ]
-    run_together([(agent, {}) for agent in agents])
+    run_forked(srun([*PROGRAM, *TINY, "--batch", "2", "--json", out], [2, 2], "localhost,elsewhere"))
     rows = json.loads(out.read_text())["rows"]
     nodes = {row["dcp"]: row["num_nodes"] for row in rows if row.get("operation") == "combine"}
     assert nodes == {2: 1, 4: 2}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from launchers import GENERATE, MEET, MPIRUN, ROOT, mpirun, read_lines, run_together, srun, torchrun
+from launchers import GENERATE, MEET, MPIRUN, ROOT, mpirun, read_lines, run_forked, run_together, srun, torchrun
 
 from dcpmla.parallel.bootstrap import place_on, process_groups, read_launcher
 from dcpmla.parallel.launcher import claimed_rank, find_place
@@ -272,7 +272,7 @@ def test_a_listener_that_never_speaks() -> None:
     with socket.create_server(("localhost", 0)) as listener:
         port, started = listener.getsockname()[1], time.monotonic()
         _, second = srun([*BROKEN, "--timeout", 1], [2], "localhost", MASTER_PORT=str(port))
-        (result,) = run_together([second], check=False, timeout=60)
+        (result,) = run_forked([second], check=False, timeout=60)
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     assert f"localhost:{port} is not rank 0, or is stopped: set another MASTER_PORT" in result.stderr
@@ -293,7 +293,7 @@ BROKEN = [*GENERATE, "--model", "/no/such/model", "--prompt-ids", "5", "--device
 def test_a_mistake_of_one_rank_is_the_jobs(theirs: list[str], words: str) -> None:
     first, (argv, env) = srun(BROKEN, [2], "localhost")
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    results = run_together([(first[0], {**first[1], **hidden}), ([*argv, *theirs], {**env, **hidden})], check=False, timeout=60)
+    results = run_forked([(first[0], {**first[1], **hidden}), ([*argv, *theirs], {**env, **hidden})], check=False, timeout=60)
     assert [result.returncode for result in results] == [2, 2]
     text = "".join(result.stderr for result in results)
     assert text.count("dcpmla: error: ") == 1
@@ -301,7 +301,7 @@ def test_a_mistake_of_one_rank_is_the_jobs(theirs: list[str], words: str) -> Non
 
 
 def test_a_host_name_that_does_not_resolve() -> None:
-    (result,) = run_together([srun([*BROKEN, "--timeout", 1], [2], "localhost", MASTER_ADDR="no.such.host")[1]], check=False, timeout=60)
+    (result,) = run_forked([srun([*BROKEN, "--timeout", 1], [2], "localhost", MASTER_ADDR="no.such.host")[1]], check=False, timeout=60)
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     assert "the host name 'no.such.host' does not resolve here" in result.stderr

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launchers import GENERATE, Ended, run_forked, unattended
 from models import VOCAB_SIZE, random_model, tiny_config
 from safetensors.torch import load_file, save_file
 
@@ -21,20 +22,8 @@ from dcpmla.config import DCPConfig
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 
 
-def torchrun(num_ranks: int, *options: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-        "-m",
-        "dcpmla",
-        "generate",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *map(str, options)], check=check, capture_output=True, text=True, timeout=300, env=environment)
+def generate_on(num_ranks: int, *options: object, check: bool = True) -> list[Ended]:
+    return run_forked(unattended([*GENERATE, *options], num_ranks), check=check)
 
 
 def generate(*options: object) -> int:
@@ -45,7 +34,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return json.loads((directory / "out.json").read_text()), dict(np.load(directory / "out.npz"))
 
 
-def test_torchrun_gives_what_one_process_gives(model: Path, tmp_path: Path) -> None:
+def test_ranks_give_what_one_process_gives(model: Path, tmp_path: Path) -> None:
     def options(directory: Path) -> list[object]:
         directory.mkdir()
         prompts = ["--prompt-ids", "5,6,7", "--prompt-ids", "9", "--prompt-ids", ",".join(map(str, range(1, 60)))]
@@ -54,7 +43,7 @@ def test_torchrun_gives_what_one_process_gives(model: Path, tmp_path: Path) -> N
 
     assert generate(*options(tmp_path / "one")) == 0
     sharded = ["-tp", 4, "-dcp", 4, "--cp-kv-cache-interleave-size", 2, "--block-size", 8, "--max-num-batched-tokens", 13]
-    run = torchrun(4, *options(tmp_path / "four"), *sharded)
+    run, *_ = generate_on(4, *options(tmp_path / "four"), *sharded)
     (one, one_logits), (four, four_logits) = read(tmp_path / "one"), read(tmp_path / "four")
     assert one["outputs"] == four["outputs"]
     assert [len(output["prompt_token_ids"]) for output in one["outputs"]] == [3, 1, 59]
@@ -100,7 +89,7 @@ def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> No
         if tp == 1:
             assert generate(*options) == 0
         else:
-            torchrun(tp, *options, "-tp", tp, "-dcp", tp)
+            generate_on(tp, *options, "-tp", tp, "-dcp", tp)
         return [output["token_ids"] for output in json.loads(file.read_text())["outputs"]]
 
     assert sample(3, 1) == sample(3, 2)
@@ -283,24 +272,25 @@ def test_unknown_architecture(model: Path, tmp_path: Path, capfd: pytest.Capture
     assert "architecture 'llama' is not a dense MLA model this runtime knows; choose deepseek_v2, deepseek_v3" in capfd.readouterr().err
 
 
-def test_under_torchrun_one_rank_reports(model: Path, tmp_path: Path) -> None:
-    """Every rank ends with exit code 2, rank 0 alone says why; also for a mistake that only rank 0 can see."""
+def test_one_rank_reports(model: Path, tmp_path: Path) -> None:
+    """Every rank ends with exit code 2, one says why; also for a mistake that only rank 0 can see."""
     options = ["--model", model, "--prompt-ids", "5", "--device", "cpu", "-tp", 2]
     for wrong, message in ([["-dcp", 3], "must divide"], [["--json", tmp_path / "no" / "out.json"], "where no file can be written"]):
-        run = torchrun(2, *options, *wrong, check=False)
-        assert run.returncode != 0
-        assert run.stderr.count("dcpmla: error: ") == 1
-        assert message in run.stderr
-        assert "exitcode  : 2 " in run.stderr
-        assert "Traceback" not in run.stderr.split("dcpmla: error: ")[0]
+        ends = generate_on(2, *options, *wrong, check=False)
+        said = "".join(end.stderr for end in ends)
+        assert [end.returncode for end in ends] == [2, 2]
+        assert said.count("dcpmla: error: ") == 1
+        assert message in said
+        assert "Traceback" not in said
 
 
 def test_experts_that_do_not_divide(tmp_path: Path) -> None:
     config = tiny_config("deepseek_v3")
     config.moe_intermediate_size = 51
     random_model(config).save_pretrained(tmp_path)
-    run = torchrun(2, "--model", tmp_path, "--prompt-ids", "5", "--device", "cpu", "-tp", 2, check=False)
-    assert run.stderr.count("dcpmla: error: tensor_parallel_size (-tp) is 2; it must divide the experts' intermediate size 51") == 1
+    ends = generate_on(2, "--model", tmp_path, "--prompt-ids", "5", "--device", "cpu", "-tp", 2, check=False)
+    message = "dcpmla: error: tensor_parallel_size (-tp) is 2; it must divide the experts' intermediate size 51"
+    assert "".join(end.stderr for end in ends).count(message) == 1
 
 
 def test_texts_and_ids_keep_the_order_given(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launchers import MEET, read_lines, run_together, srun
+from launchers import MEET, read_lines, run_forked, srun
 from ranks import run_ranks
 
 from dcpmla.parallel.bootstrap import check_equal_arguments
@@ -14,20 +14,20 @@ from dcpmla.parallel.bootstrap import check_equal_arguments
 
 def test_a_rank_that_never_comes() -> None:
     commands = srun([MEET[0], "2"], [2], "localhost")
-    (result,) = run_together(commands[:1], check=False, timeout=60)
+    (result,) = run_forked(commands[:1], check=False, timeout=60)
     assert "ConnectionError: rank 0 of 2 (started by srun) did not meet the others within 2 s: " in result.stderr
 
 
 def test_ranks_that_cannot_work_together() -> None:
     """Both say so, rather than wait for each other."""
     first, (argv, env) = srun(MEET, [2], "localhost")
-    results = run_together([first, ([*argv, "__version__=1.0"], env)], check=False, timeout=60)
+    results = run_forked([first, ([*argv, "__version__=1.0"], env)], check=False, timeout=60)
     for result in results:
         assert f"ValueError: torch's version differs between ranks: {torch.__version__} on rank 0, 1.0 on rank 1" in result.stderr
 
 
 def test_one_process_needs_no_launcher() -> None:
-    (line,) = read_lines(run_together([([sys.executable, *MEET], {})]))
+    (line,) = read_lines(run_forked([([sys.executable, *MEET], {})]))
     assert (line["origin"], line["sum"], line["neighbour"]) == ("one process, started by no launcher, on CPUs", 1.0, 0)
     assert line["environment"]["RANK"] is None
 
