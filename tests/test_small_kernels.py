@@ -178,6 +178,14 @@ check_latents("cpu", ODD, (0, *ODD[1:]))
 check_queries("cpu", 5, ODD)
 check_queries("cpu", 19, LONG)
 check_rows("cpu", 7)
+
+from interpreter import convert_as_torch
+from test_format_kernels import check_cache_rows, check_fp8_queries, check_reading, check_refusals
+convert_as_torch()
+check_cache_rows("cpu")
+check_fp8_queries("cpu")
+check_reading("cpu")
+check_refusals("cpu")
 """
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
 

@@ -150,7 +150,7 @@ def _(kv_cache: Tensor, slots: Tensor) -> Tensor:
 
 @torch.library.custom_op("dcpmla::decode_rows", mutates_args=())
 def decode_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`formats.decode` of rows [N, width] that are not plain ones. An operator of torch."""
+    """Rows [N, width] of an 8-bit cache -> latents [N, L + R] in dtype: `formats.decode`. An operator of torch."""
     if not rows.is_cuda or dtype == torch.float64:
         return decode(rows, kv_lora_rank, kv_scale, dtype)
     from dcpmla.cache import kernels
