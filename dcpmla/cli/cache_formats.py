@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dcpmla.cache import formats
+from dcpmla.cache.capacity import FORMATS
 from dcpmla.cli.values import name_list
-from dcpmla.config import DECODE_QUERY_DTYPES, KV_CACHE_DTYPES
+from dcpmla.config import DECODE_QUERY_DTYPES
 
-CACHE_FORMATS = tuple(name for name in KV_CACHE_DTYPES if name != "auto")
 # Of random values: normal ones, and single ones of up to 448 times these. They differ, so that a kernel that mixes them up is seen.
 KV_SCALE, Q_SCALE = 0.04, 0.02
 _CHUNK = 1 << 15  # rows encoded at a time: what is wide between them and the cache stays below 1 GB
@@ -23,13 +23,13 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """The formats to measure, plain rows first: others are set against them."""
 
     def caches(text: str) -> list[str]:
-        return sorted(name_list(text, CACHE_FORMATS, "a cache format"), key=CACHE_FORMATS.index)
+        return sorted(name_list(text, FORMATS, "a cache format"), key=FORMATS.index)
 
     def queries(text: str) -> list[str]:
         return name_list(text, DECODE_QUERY_DTYPES, "a dtype of queries")
 
-    formats = f"of {', '.join(CACHE_FORMATS)}; bf16 stands for rows that are not quantised"
-    parser.add_argument("--kv-cache-dtype", type=caches, default="bf16", metavar="NAME,...", help=formats)
+    names = f"of {', '.join(FORMATS)}; bf16 stands for rows that are not quantised"
+    parser.add_argument("--kv-cache-dtype", type=caches, default="bf16", metavar="NAME,...", help=names)
     dtypes = f"of queries over an fp8 cache: of {', '.join(DECODE_QUERY_DTYPES)}"
     parser.add_argument("--decode-query-dtype", type=queries, default=",".join(DECODE_QUERY_DTYPES), metavar="NAME,...", help=dtypes)
 

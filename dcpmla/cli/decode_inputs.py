@@ -29,7 +29,7 @@ class DecodeCase:
         batch: requests.
         context: cached tokens of each request, the new ones among them.
         query_len: new tokens of each request.
-        kv_cache_dtype: of `cache_formats.CACHE_FORMATS`.
+        kv_cache_dtype: of `dcpmla.cache.capacity.FORMATS`.
         decode_query_dtype: "fp8" for e4m3 queries, over an fp8 cache.
     """
 
@@ -98,7 +98,7 @@ class Caches:
 
     Args:
         dtype: of latents before they are quantised, and of plain rows.
-        kv_cache_dtype: of `cache_formats.CACHE_FORMATS`.
+        kv_cache_dtype: of `dcpmla.cache.capacity.FORMATS`.
     Attributes:
         rows: [num_sets, num_blocks, block_size, row_width].
         kv_scale: of an fp8 cache, else None.
