@@ -45,12 +45,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     add("--dcp-q-replicate", action="store_true", help="each rank projects the queries of all its DCP group's heads and gathers none")
     add("--dcp-project-before-merge", action="store_true", help="large decode steps apply W_UV first and exchange the narrower rows")
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="format of the latent cache; auto: the model's dtype")
-    add(
-        "--kv-cache-scale",
-        type=float,
-        metavar="X",
-        help="of an fp8 cache: what its values are multiplied by; default: the checkpoint's, or 1",
-    )
+    add("--kv-cache-scale", type=float, metavar="X", help="what values of an fp8 cache are multiplied by; default: the checkpoint's, or 1")
     add("--calculate-kv-scales", action="store_true", help="scales of fp8 caches and queries from the first prompt's values instead")
     add("--decode-query-dtype", choices=DECODE_QUERY_DTYPES, default="auto", help="fp8: decode multiplies e4m3 queries by an fp8 cache")
     add("--enable-expert-parallel", action="store_true", help="spread experts whole over the ranks instead of cutting each")
