@@ -225,9 +225,10 @@ def test_time_is_over_on_all_ranks_at_once() -> None:
 def test_one_gpu_in_graphs(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"
     options = ["--geometry", "v2-lite", "--num-layers", "2", "--batch", "1,8", "--context", "1024,8192"]
+    options += ["--kv-cache-dtype", "bf16,fp8,fp8_ds_mla"]  # fp8 with both kinds of queries: four layouts
     (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 1), {})])
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 4 * len(UNSHARDED)
+    assert len(rows) == 4 * 4 * len(UNSHARDED)
     for row in rows:
         assert row["in_graph"]
         assert 0 < row["median_us"] < 1e5
@@ -238,13 +239,19 @@ def test_two_gpus_in_graphs(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"
     loads = ["--batch", f"1,{PROJECT_FIRST_TOKENS}", "--context", "1024"]
     options = ["--geometry", "v2-lite", "--num-layers", "2", "-tp", "2", "-dcp", "1,2", "--variants", ",pbm,q_replicate,fp8", *loads]
+    options += ["--kv-cache-dtype", "bf16,fp8", "--decode-query-dtype", "fp8"]
     (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 2), {})])
     content = json.loads(out.read_text())
     assert all(row["in_graph"] for row in content["rows"])
-    steps = Counter((row["dcp_comm_backend"], row["variant"]) for row in content["rows"] if row["part"] == "total")
+    totals = [row for row in content["rows"] if row["part"] == "total"]
+    of_dtype = [
+        Counter((row["dcp_comm_backend"], row["variant"]) for row in totals if row["kv_cache_dtype"] == name) for name in ("bf16", "fp8")
+    ]
+    steps = of_dtype[0]
+    assert of_dtype[1] == steps
     of_backend = {"": 2, "pbm": 1, "q_replicate": 2}  # one of the batches projects first
     expected = {("none", ""): 2, **{("a2a", variant): number for variant, number in of_backend.items()}}
     if ("direct", "") in steps:  # where the GPUs have NVLink
         expected |= {("direct", variant): number for variant, number in {**of_backend, "fp8": 2}.items()}
     assert steps == expected
-    assert len(content["crossover"]) == len(expected) - 1
+    assert len(content["crossover"]) == 2 * (len(expected) - 1)
