@@ -62,7 +62,12 @@ class OutputQuant:
         elif self.scale is None:
             raise ValueError(f"scale is None; kind {self.kind!r} needs one, float32 of one element")
         else:
-            _check_scale("scale", self.scale)
+            _check_scale("scale", self.scale, self.scale.device)
+
+    @property
+    def group(self) -> int:
+        """Columns whose scale is made from them; 1 where it is given."""
+        return {"fp8": 1, "fp8_groups": self.group_size, "nvfp4": formats.NVFP4_GROUP}[self.kind]
 
     def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedOutput:
         """A result of so many rows and columns, to be written."""
@@ -81,15 +86,20 @@ def quantize_parts(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant) ->
         parts: [T_i, h, L], attention over latents that W_UV is still to be applied to, or values [T_i, h V].
         w_uv: [h, V, L].
     Raises:
-        ValueError: sizes that the kind does not take.
+        ValueError: shapes or dtypes that do not fit, a group that would cross heads.
     """
+    _check_heads(w_uv, quant.group)
+    if quant.scale is not None:
+        _check_scale("scale", quant.scale, parts[0].device)
     result = quant.empty(sum(map(len, parts)), w_uv.shape[0] * w_uv.shape[1], parts[0].device)
     scales = None if quant.kind == "fp8" else result.scales
     first_row = 0
     for part in parts:
         if part.ndim == 3:
+            _check_projection(part, w_uv, quant.group)
             project_rows_(part, w_uv, first_row, result.values, scales, quant.scale, quant.ue8m0)
         else:
+            _check_rows(part, quant.group)
             quantize_rows_(part, first_row, result.values, scales, quant.scale, quant.ue8m0)
         first_row += len(part)
     return result
@@ -111,8 +121,6 @@ def project_rows_(
     out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
 ) -> None:
     """`quantize_rows_` of `project_values(out, w_uv)`: out [n, h, L], w_uv [h, V, L]."""
-    group = 1 if scales is None else formats.NVFP4_GROUP if values.dtype == torch.uint8 else values.shape[1] // scales.shape[1]
-    _check_projection(out, w_uv, group)
     _project(out, w_uv, first_row, values, scales, scale, ue8m0)
 
 
@@ -133,7 +141,7 @@ def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
 @quantize_fp8.register_fake
 def _empty_fp8(x: Tensor, scale: Tensor) -> Tensor:
     _check_rows(x, 1)
-    _check_scale("scale", scale)
+    _check_scale("scale", scale, x.device)
     return torch.empty(x.shape, dtype=FP8, device=x.device)
 
 
@@ -177,7 +185,7 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 @quantize_nvfp4.register_fake
 def _empty_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     _check_rows(x, formats.NVFP4_GROUP)
-    _check_scale("global_scale", global_scale)
+    _check_scale("global_scale", global_scale, x.device)
     return formats.empty_nvfp4(x.shape[0], x.shape[1], x.device)
 
 
@@ -196,7 +204,7 @@ def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor) -> Tensor:
 @project_values_fp8.register_fake
 def _empty_projected_fp8(out: Tensor, w_uv: Tensor, scale: Tensor) -> Tensor:
     _check_projection(out, w_uv, 1)
-    _check_scale("scale", scale)
+    _check_scale("scale", scale, out.device)
     return torch.empty(out.shape[0], _width(w_uv), dtype=FP8, device=out.device)
 
 
@@ -234,7 +242,7 @@ def project_values_nvfp4(out: Tensor, w_uv: Tensor, global_scale: Tensor) -> tup
 @project_values_nvfp4.register_fake
 def _empty_projected_nvfp4(out: Tensor, w_uv: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     _check_projection(out, w_uv, formats.NVFP4_GROUP)
-    _check_scale("global_scale", global_scale)
+    _check_scale("global_scale", global_scale, out.device)
     return formats.empty_nvfp4(out.shape[0], _width(w_uv), out.device)
 
 
@@ -281,13 +289,19 @@ def _check_projection(out: Tensor, w_uv: Tensor, group: int) -> None:
         raise ValueError(f"out is {out.dtype}, w_uv {w_uv.dtype}; expected both in one of bfloat16, float16 and float32")
     if out.ndim != 3 or w_uv.ndim != 3 or out.shape[1:] != w_uv.shape[::2]:
         raise ValueError(f"out has shape {tuple(out.shape)}, w_uv {tuple(w_uv.shape)}; expected [T, h, L] and [h, V, L]")
+    _check_heads(w_uv, group)
+
+
+def _check_heads(w_uv: Tensor, group: int) -> None:
     if w_uv.shape[1] % group:
         raise ValueError(f"w_uv has {w_uv.shape[1]} rows for a head; groups of {group} must divide them, so that none crosses heads")
 
 
-def _check_scale(name: str, scale: Tensor) -> None:
-    if scale.dtype != torch.float32 or scale.numel() != 1:
-        raise ValueError(f"{name} is {scale.dtype} {tuple(scale.shape)}; expected torch.float32 of one element")
+def _check_scale(name: str, scale: Tensor, device: torch.device) -> None:
+    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
+        raise ValueError(
+            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; expected torch.float32 of one element on {device}"
+        )
 
 
 def _check_groups(group_size: int, scale_layout: str) -> None:
