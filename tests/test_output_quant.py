@@ -292,6 +292,20 @@ def test_operators_run_the_kernels() -> None:
         assert torch.equal(codes(captured.scales), codes(got.scales))
 
 
+@pytest.mark.gpu
+def test_offsets_past_2_to_the_31() -> None:
+    from dcpmla.attention.kernels import output_quant as kernels
+
+    parts, w_uv = parts_case(torch.bfloat16, 3, 128, 512, 128)
+    scale, first_row = torch.ones(1, device="cuda"), 2**31 // (128 * 128)
+    values = torch.zeros(first_row + 9, 128 * 128, dtype=FP8, device="cuda")
+    kernels.project_rows(move(parts[0], "cuda"), move(w_uv, "cuda"), first_row, values, None, scale, False)
+    kernels.quantize_rows(move(parts[1], "cuda"), first_row + 3, values, None, scale, False)
+    wanted = quantize_parts(parts[:2], w_uv, OutputQuant(kind="fp8", scale=scale.cpu())).values
+    assert (codes(values[first_row:]) != codes(wanted)).double().mean() < 5e-4
+    assert not codes(values[:9]).any()
+
+
 def compile_for_hopper(kernel: Any, constants: dict[str, Any], options: dict[str, int], **types: str) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget

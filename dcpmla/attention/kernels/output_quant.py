@@ -46,7 +46,7 @@ def _swizzled(row, group, groups_padded):
 @triton.jit
 def _store(
     x,
-    row,
+    first,
     end,
     padded_end,
     first_column,
@@ -60,14 +60,15 @@ def _store(
     GROUP: tl.constexpr,
     UE8M0: tl.constexpr,
 ):
-    """Quantise a tile [ROWS, COLUMNS] float32 that stands at (row [ROWS], first_column); what lies behind end, num_columns is none of it.
+    """Quantise a tile [ROWS, COLUMNS] float32 from (first, first_column) on; rows from end on, columns behind num_columns are none of it.
 
     GROUP: 1 for fp8; 16 for nvfp4. padded_end: of nvfp4, scales of the rows between end and it become 0.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     PACKED: tl.constexpr = 2 if GROUP == _NVFP4 else 1
-    is_row = (row < end)[:, None]
+    row = first + tl.arange(0, ROWS)[:, None]
+    is_row = row < end
     column = tl.arange(0, COLUMNS // PACKED)[None, :]
     if GROUP == 1:
         codes = _to_fp8(x * tl.div_rn(1.0, tl.load(scale_ptr)))
@@ -85,10 +86,10 @@ def _store(
             low, high = tl.split(_fp4_code(x * factor[:, :, None]).reshape(ROWS, COLUMNS // 2, 2))
             codes = (low | (high << 4)).to(tl.uint8)
             groups_padded = tl.cdiv(width, 64) * 4
-            tl.store(scales_ptr + _swizzled(row[:, None], group, groups_padded), s, mask=is_row & is_group)
-            if tl.min(row) + ROWS >= end:
-                for first in range(end, padded_end, ROWS):
-                    padding = first + tl.arange(0, ROWS)[:, None]
+            tl.store(scales_ptr + _swizzled(row, group, groups_padded), s, mask=is_row & is_group)
+            if first + ROWS >= end:
+                for behind in range(end, padded_end, ROWS):
+                    padding = behind + tl.arange(0, ROWS)[:, None]
                     zeros = tl.zeros([ROWS, COLUMNS // GROUP], s.dtype)
                     tl.store(scales_ptr + _swizzled(padding, group, groups_padded), zeros, mask=(padding < padded_end) & is_group)
         else:
@@ -100,8 +101,8 @@ def _store(
             else:
                 scaled = tl.div_rn(x, s[:, :, None])
             codes = _to_fp8(scaled).reshape(ROWS, COLUMNS)
-            tl.store(scales_ptr + row[:, None] * scales_stride_row + group * scales_stride_group, s, mask=is_row & is_group)
-    at = row[:, None] * (width // PACKED) + first_column // PACKED + column
+            tl.store(scales_ptr + row * scales_stride_row + group * scales_stride_group, s, mask=is_row & is_group)
+    at = row * (width // PACKED) + first_column // PACKED + column
     tl.store(values_ptr + at, codes, mask=is_row & (column < num_columns // PACKED))
 
 
@@ -125,12 +126,12 @@ def quantize_kernel(
 ):
     """A program a tile of rows and columns."""
     first_column = tl.program_id(1) * COLUMNS
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = first_column + tl.arange(0, COLUMNS)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + column, mask=(row < num_rows)[:, None] & (column < width), other=0.0)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row, column = first + tl.arange(0, ROWS)[:, None], first_column + tl.arange(0, COLUMNS)[None, :]
+    x = tl.load(x_ptr + row * x_stride + column, mask=(row < num_rows) & (column < width), other=0.0)
     # fmt: off
     _store(
-        x.to(tl.float32), first_row + row, first_row + num_rows, padded_end, first_column, width - first_column, width,
+        x.to(tl.float32), first_row + first, first_row + num_rows, padded_end, first_column, width - first_column, width,
         values_ptr, scales_ptr, scale_ptr, scales_stride_row, scales_stride_group, GROUP, UE8M0,
     )
     # fmt: on
@@ -168,10 +169,10 @@ def project_kernel(
         w_uv = w_uv_desc.load([head, first_column, depth]).reshape(COLUMNS, DEPTH)
         acc = tl.dot(latents, w_uv.T, acc, input_precision="ieee")
     x = acc.to(out_desc.dtype).to(tl.float32)
-    row = (first_row + first_token).to(tl.int64) + tl.arange(0, TOKENS)
+    first = first_row + first_token.to(tl.int64)
     # fmt: off
     _store(
-        x, row, first_row + num_tokens, padded_end, head * VALUE + first_column, VALUE - first_column, num_heads * VALUE,
+        x, first, first_row + num_tokens, padded_end, head * VALUE + first_column, VALUE - first_column, num_heads * VALUE,
         values_ptr, scales_ptr, scale_ptr, scales_stride_row, scales_stride_group, GROUP, UE8M0,
     )
     # fmt: on
