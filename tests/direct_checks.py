@@ -122,6 +122,21 @@ def exchange_contexts(exchange: DirectExchange, num_chunks: int, common: random.
             assert torch.equal(*held[-1])
 
 
+def exchange_bytes(exchange: DirectExchange) -> None:
+    """Queries and cached rows whose elements have one byte come as they are, also where wider queries travel as e4m3."""
+    rank = dist.get_rank(exchange.group)
+    generator = torch.Generator(exchange.device).manual_seed(0)
+    # Not 0xFF: what is all ones means "not here", and arrives as another NaN.
+    q = torch.randint(255, (3, 2 * exchange.size, 48), generator=generator, device=exchange.device, dtype=torch.uint8)
+    gathered = exchange.gather_heads(q[:, 2 * rank : 2 * rank + 2].view(torch.float8_e4m3fn))
+    assert gathered.dtype == torch.float8_e4m3fn
+    assert torch.equal(gathered.view(torch.uint8), q)
+    rows = q.view(exchange.size, 6, 48)
+    order = torch.arange(6 * exchange.size, device=exchange.device).flip(0)
+    context = exchange.start_context(rows[rank], order, tokens_of_rows(order, 6, rank))()
+    assert torch.equal(context, rows.flatten(0, 1).flip(0))
+
+
 def check_memory(exchange: DirectExchange) -> None:
     """When all ranks are done: nothing lies in the slots, words are those of their slot's exchanges, all programs have counted the same."""
     dist.barrier(exchange.group)

@@ -18,7 +18,7 @@ from dcpmla.parallel.collectives import PeerFault
 
 pytest.importorskip("triton")
 
-from direct_checks import DTYPES, check_memory, draw, exchange_contexts, exchange_once  # noqa: E402
+from direct_checks import DTYPES, check_memory, draw, exchange_bytes, exchange_contexts, exchange_once  # noqa: E402
 
 from dcpmla.comm import direct, direct_ops  # noqa: E402
 
@@ -56,6 +56,7 @@ def check_exchanges(num_steps: int) -> None:
         exchange_once(exchanges[step % len(exchanges)], shape, common.choice(DTYPES), step, own)
     exchange_without_pause(exchanges[0], 2 * num_steps, own)
     exchange_contexts(exchanges[-1], 6, common, own)
+    exchange_bytes(exchanges[2])
     for exchange in exchanges:
         assert exchange.gather_heads(torch.empty(0, 2, 8)).shape == (0, 2 * exchange.size, 8)
         check_memory(exchange)

@@ -71,6 +71,24 @@ def check_gathers(device: str = "cpu") -> None:
         exchange.reserve_context(size * 7, D, rows.dtype, rows.device)
         started = exchange.start_context(rows[rank], order, tokens_of_rows(order, 7, rank))
         assert torch.equal(started(), rows.flatten(0, 1)[order])
+        for dtype in (torch.uint8, torch.float8_e4m3fn):
+            check_bytes(exchange, dtype, q.device)
+
+
+def check_bytes(exchange: Exchange, dtype: torch.dtype, device: torch.device) -> None:
+    """Every byte there is, as queries and as rows of a context."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everybody = torch.stack([torch.arange(256, dtype=torch.uint8).roll(rank) for rank in range(size)]).to(device)
+    mine = everybody[rank].view(dtype)
+    gathered = exchange.gather_heads(mine.view(4, 1, 64))
+    assert gathered.dtype == dtype
+    assert torch.equal(gathered.view(torch.uint8), everybody.view(size, 4, 64).transpose(0, 1))
+    order = torch.arange(4 * size, device=device).flip(0)
+    context = exchange.start_context(mine.view(4, 64), order, tokens_of_rows(order, 4, rank))()
+    assert context.dtype == dtype
+    assert torch.equal(context.view(torch.uint8), everybody.view(-1, 64).flip(0))
+    with pytest.raises(ValueError, match=f"rows of {dtype} have 5 elements; the exchange moves even numbers of bytes"):
+        exchange.gather_heads(mine[:5].view(1, 1, 5))
 
 
 def check_skew() -> None:

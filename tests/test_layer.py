@@ -137,6 +137,9 @@ def check_dummy_run(hf_config: Any) -> None:
     layer = MLAAttention(MLAConfig.from_hf(hf_config), dcp, mesh, exchange, torch.float32, "cpu")
     assert torch.equal(layer(torch.full((7, 48), 3.0), None, None), torch.zeros(7, 48))
     exchange.reserve_context.assert_called_once_with(dcp.context_workspace_tokens, 24, torch.float32, torch.device("cpu"))
+    layer = MLAAttention(MLAConfig.from_hf(hf_config), dataclasses.replace(dcp, kv_cache_dtype="fp8"), mesh, exchange, torch.float32, "cpu")
+    assert torch.equal(layer(torch.full((7, 48), 3.0), None, None), torch.zeros(7, 48))
+    exchange.reserve_context.assert_called_with(dcp.context_workspace_tokens, 24, torch.float8_e4m3fn, torch.device("cpu"))
 
 
 def test_dummy_run_is_zero_and_claims_memory() -> None:
@@ -153,6 +156,8 @@ def check_mistakes(hf_config: Any) -> None:
         layer(hidden[:2], cache, metadata, cos_sin)
     with pytest.raises(ValueError, match=r"kv_cache has shape \(2, 4, 23\); expected \[num_blocks, 4, 24\]"):
         layer(hidden, cache[..., :23], metadata, cos_sin)
+    with pytest.raises(ValueError, match=r"kv_cache has dtype torch.float16; expected torch.float32 for .*\(--kv-cache-dtype\) 'auto'"):
+        layer(hidden, cache.half(), metadata, cos_sin)
     with pytest.raises(ValueError, match=r"kv_cache has strides \(96, 1, 4\); the values of a row must lie side by side"):
         layer(hidden, cache.transpose(1, 2).contiguous().transpose(1, 2), metadata, cos_sin)
     with pytest.raises(ValueError, match=r"cos_sin has shape \(2, 8\); expected \[3, 8\]"):
@@ -176,6 +181,8 @@ def check_mistakes(hf_config: Any) -> None:
         layer.load_weights({**weights, "o_proj.weight": weights["o_proj.weight"][:47]})
     with pytest.raises(ValueError, match="dcp is for tensor_parallel_size 2 and decode_context_parallel_size 2; the mesh has 1 and 1"):
         MLAAttention(config, layout(2, 2), mesh, layer.exchange, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"\(--kv-cache-dtype\) is 'bf16', but the model computes in torch.float32; choose auto"):
+        MLAAttention(config, dataclasses.replace(dcp, kv_cache_dtype="bf16"), mesh, layer.exchange, torch.float32, "cpu")
     with pytest.raises(
         ValueError, match=r"tensor_parallel_size \(-tp\) is 5; it must divide the model's 24 attention heads: choose 1, 2, 3, "
     ):

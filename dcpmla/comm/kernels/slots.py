@@ -191,7 +191,8 @@ def gather_kernel(
             is_missing = (scale == -1) | (tl.max((x == -1).to(tl.int32), 1) != 0)
             give_up(is_missing, peer, epoch, 0, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask)
-        q = decode(x, as_float(scale), type, IS_FP8).to(type)
+        # What is not decoded does not go by way of float32: it may be pairs of bytes.
+        q = decode(x, as_float(scale), type, IS_FP8).to(type) if IS_FP8 else x.to(type, bitcast=True)
         tl.store(gathered_ptr + ((token * SIZE + peer)[:, None] * WIDTH + column[None, :]), q, mask=mask)
 
 
