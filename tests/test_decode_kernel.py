@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcpmla.attention import reference
+from dcpmla.attention import backends, reference
 from dcpmla.attention.workspace import COUNTER_WORDS
 from dcpmla.cache import formats
 
@@ -146,6 +147,10 @@ def test_the_portable_kernel_in_the_interpreter() -> None:
     subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=300)
 
 
+def find_backend(name: str) -> backends.DecodeBackend:
+    return next(backend for backend in backends.DECODE_BACKENDS if backend.name == name)
+
+
 def long_case(num_reqs: int, num_keys: int, **more: Any) -> Case:
     draw = random.Random(num_keys)
     return Case([(1, draw.randint(num_keys // 2, num_keys)) for _ in range(num_reqs)], **more)
@@ -176,19 +181,50 @@ ON_GPU = [
     Case([(40, 3000)], num_heads=128, is_sharded=True),
     Case([(1, 3000)] * 5, num_heads=128, num_programs=8),
 ]
+QUANTISED: list[dict[str, Any]] = [{"format": "fp8"}, {"format": "fp8", "has_fp8_queries": True}, {"format": "fp8_ds_mla"}]
+for kind in QUANTISED:
+    ON_GPU += [
+        Case([(1, 0), (1, 63), (1, 64), (1, 65), (1, 0), (1, 128), (1, 4000)], **kind),
+        Case([(3, 3000), (1, 0), (2, 65), (4, 3), (1, 777)], is_sharded=True, **kind),
+        Case([(1, 3000)] * 5, num_heads=16, num_programs=8, **kind),
+        long_case(9, 3000, num_heads=20, block_size=48, dtype=torch.float16, **kind),
+        long_case(33, 4096, **kind),
+    ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["hopper", "triton", "flashinfer"])
-@pytest.mark.parametrize("case", ON_GPU, ids=lambda case: f"{len(case.requests)}x{case.requests[0][1]}x{case.num_heads}")
+@pytest.mark.parametrize("case", ON_GPU, ids=lambda case: f"{len(case.requests)}x{case.requests[0][1]}x{case.num_heads}-{case.format}")
 def test_kernels_against_float64(backend: str, case: Case) -> None:
-    from dcpmla.attention.backends import DECODE_BACKENDS
-
-    chosen = next(entry for entry in DECODE_BACKENDS if entry.name == backend)
+    chosen = find_backend(backend)
     inputs = case.inputs("cuda")
     if not chosen.takes(inputs["q"], inputs["kv_cache"], case.kv_lora_rank):
+        assert backend != "triton"
         pytest.skip(f"{backend} does not take {case}")
     check(chosen.load(), case, "cuda")
+
+
+def test_gpus_and_caches_that_the_portable_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs that do not convert e4m3, and where rows do not align, torch takes what is quantised."""
+    with FakeTensorMode():
+        half, bfloat, fp8 = (
+            torch.empty(3, 16, 576, device="cuda", dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+        )
+        ds_mla, odd = (torch.empty(3, 16, width, device="cuda", dtype=torch.uint8) for width in (656, 657))
+    for capability, q, kv_cache, taken in (
+        ((8, 0), half, half, True),
+        ((8, 0), half, bfloat, False),
+        ((8, 9), half, bfloat, False),
+        ((8, 0), bfloat, fp8, False),
+        ((8, 9), bfloat, fp8, True),
+        ((8, 0), fp8, fp8, False),
+        ((8, 9), fp8, fp8, True),
+        ((9, 0), fp8, bfloat, False),
+        ((8, 0), half, ds_mla, False),
+        ((8, 9), half, odd, False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert (backends.select_decode(q, kv_cache, 512).name == "triton") == taken, (capability, q.dtype, kv_cache.dtype)
 
 
 @pytest.mark.gpu
@@ -210,12 +246,13 @@ def test_layers_of_one_cache_and_offsets_past_2_31() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_replays_with_other_lengths() -> None:
-    """The schedule is the device's: one graph serves other lengths than it was captured with, with the same bits as eager calls."""
+@pytest.mark.parametrize("kind", [{}, *QUANTISED])
+def test_a_graph_replays_with_other_lengths(kind: dict[str, Any]) -> None:
+    """One graph serves other lengths and scales than it was captured with, which are the device's, with the same bits as eager calls."""
     from dcpmla import mla_decode
     from dcpmla.attention.workspace import decode_workspace
 
-    case = long_case(8, 4096)
+    case = long_case(8, 4096, **kind)
     inputs = {**case.inputs("cuda"), "workspace": decode_workspace("cuda")}
     mla_decode(**inputs)
     graph = torch.cuda.CUDAGraph()
@@ -223,6 +260,9 @@ def test_a_graph_replays_with_other_lengths() -> None:
         out, lse = mla_decode(**inputs)
     for lens in ([1, 0, 64, 1000, 77, 1, 0, 1500], inputs["seq_lens"].tolist()):
         inputs["seq_lens"].copy_(torch.tensor(lens, dtype=torch.int32))
+        for scale in (inputs["kv_scale"], inputs["q_scale"]):
+            if scale is not None:
+                scale.mul_(0.7)
         graph.replay()
         eager, eager_lse = mla_decode(**inputs)
         assert torch.equal(out, eager)
@@ -230,14 +270,12 @@ def test_a_graph_replays_with_other_lengths() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["hopper", "triton"])
-def test_nan_of_a_key_is_not_lost(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "kind"), [("hopper", {}), ("triton", {}), *(("triton", kind) for kind in QUANTISED)])
+def test_nan_of_a_key_is_not_lost(backend: str, kind: dict[str, Any]) -> None:
     """Not taken for a request without keys: its LSE would say so, and a merge over ranks would drop them without a word."""
-    from dcpmla.attention.backends import DECODE_BACKENDS
-
-    inputs = long_case(3, 3000).inputs("cuda")
-    inputs["kv_cache"][inputs["block_table"][1, 2], 5, 3] = torch.nan
-    out, lse = next(entry for entry in DECODE_BACKENDS if entry.name == backend).load()(**inputs)
+    inputs = long_case(3, 3000, **kind).inputs("cuda")
+    inputs["kv_cache"].view(torch.uint8)[inputs["block_table"][1, 2], 5, :2] = 0xFF
+    out, lse = find_backend(backend).load()(**inputs)
     assert lse.isnan().any(-1).tolist() == out.isnan().any(-1).any(-1).tolist() == [False, True, False]
 
 
@@ -257,10 +295,11 @@ def test_queries_and_caches_that_are_views(part: slice) -> None:
 
 
 @pytest.mark.gpu
-def test_the_operator_on_a_gpu() -> None:
+@pytest.mark.parametrize("kind", [{}, *QUANTISED])
+def test_the_operator_on_a_gpu(kind: dict[str, Any]) -> None:
     from dcpmla.attention.workspace import decode_workspace
 
-    inputs = {**long_case(5, 2000).inputs("cuda"), "workspace": decode_workspace("cuda")}
+    inputs = {**long_case(5, 2000, **kind).inputs("cuda"), "workspace": decode_workspace("cuda")}
     names = [argument.name for argument in torch.ops.dcpmla.mla_decode.default._schema.arguments]
     torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, tuple(inputs[name] for name in names))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import decode_flashinfer, reference
+from dcpmla.cache import formats
 
 
 class Decode(Protocol):
@@ -71,7 +72,8 @@ def _takes_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
     """sm_90, DeepSeek's widths, whole tiles of 64 keys in a block, and strides that make the cache one matrix, as TMA wants it."""
     rows_per_block, rest = divmod(kv_cache.stride(0), kv_cache.stride(1)) if kv_cache.stride(1) else (0, 0)
     return (
-        _takes_triton(q, kv_cache, kv_lora_rank)
+        _is_half(q, kv_cache)
+        and _takes_triton(q, kv_cache, kv_lora_rank)
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and (kv_lora_rank, q.shape[-1]) == (512, 576)
         and kv_cache.shape[1] % 64 == rest == 0
@@ -94,16 +96,26 @@ def _load_hopper_sender() -> SendDecode:
 
 
 def _takes_triton(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
-    """sm_80 or later, half precision, widths that are powers of two and fit into registers."""
+    """Half precision on sm_80 or later, 8-bit formats on sm_89 or later; widths that are powers of two and fit into registers."""
     widths = kv_lora_rank, q.shape[-1] - kv_lora_rank
     return (
         q.is_cuda
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-        and q.dtype == kv_cache.dtype
-        and q.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(q.device) >= ((8, 0) if _is_half(q, kv_cache) else (8, 9))  # that converts e4m3
+        and q.dtype in (torch.bfloat16, torch.float16, formats.FP8)
+        and kv_cache.dtype in (q.dtype, formats.FP8, torch.uint8)
         and all(16 <= width <= 512 and width & (width - 1) == 0 for width in widths)
         and q.stride(-1) == kv_cache.stride(-1) == 1
+        and (kv_cache.dtype != torch.uint8 or _is_aligned(kv_cache))
     )
+
+
+def _is_half(q: Tensor, kv_cache: Tensor) -> bool:
+    return q.dtype == kv_cache.dtype and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _is_aligned(kv_cache: Tensor) -> bool:
+    """Whether the float32 and bfloat16 parts of rows of fp8_ds_mla stand where a load may start."""
+    return all(stride % 4 == 0 for stride in kv_cache.stride()[:2]) and kv_cache.data_ptr() % 4 == 0
 
 
 def _load_triton() -> Decode:
@@ -114,7 +126,8 @@ def _load_triton() -> Decode:
 
 def _takes_flashinfer(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
     return (
-        _takes_triton(q, kv_cache, kv_lora_rank)
+        _is_half(q, kv_cache)
+        and _takes_triton(q, kv_cache, kv_lora_rank)
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and (kv_lora_rank, q.shape[-1] - kv_lora_rank) == decode_flashinfer.WIDTHS
         and has_flashinfer()

@@ -38,15 +38,24 @@ def _load_keys(row_ptr, is_key, dtype: tl.constexpr, KEYS: tl.constexpr, LATENT:
     """Cache rows of any of `cache.formats` -> kv_c [KEYS, LATENT], k_pe [KEYS, ROPE]; those of fp8 are not multiplied by kv_scale."""
     mask = is_key[:, None]  # rows behind the last key are not read: they may hold NaN, and 0 x NaN is NaN
     k_pe_ptr = row_ptr + LATENT
-    kv_c = tl.load(row_ptr[:, None] + tl.arange(0, LATENT)[None, :], mask=mask, other=0.0)
     if row_ptr.dtype.element_ty == tl.uint8:
+        tile, column = tl.arange(0, LATENT // TILE), tl.arange(0, TILE)
+        values = tl.load(row_ptr[:, None, None] + (tile * TILE)[None, :, None] + column[None, None, :], mask=mask[:, :, None], other=0.0)
         scale_ptr = k_pe_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
-        scales = tl.load(scale_ptr[:, None] + tl.arange(0, LATENT // TILE)[None, :], mask=mask, other=0.0)
-        tiles = tl.reshape(kv_c.to(tl.float8e4nv, bitcast=True).to(tl.float32), [KEYS, LATENT // TILE, TILE])
-        kv_c = tl.reshape(tiles * scales[:, :, None], [KEYS, LATENT])
+        scales = tl.load(scale_ptr[:, None] + tile[None, :], mask=mask, other=0.0)
+        products = values.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scales[:, :, None]
+        kv_c = tl.reshape(products.to(dtype), [KEYS, LATENT])
         k_pe_ptr = (k_pe_ptr + LATENT // TILE * 4).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-    k_pe = tl.load(k_pe_ptr[:, None] + tl.arange(0, ROPE)[None, :], mask=mask, other=0.0)
-    return kv_c.to(dtype), k_pe.to(dtype)
+    else:
+        kv_c = _upcast(tl.load(row_ptr[:, None] + tl.arange(0, LATENT)[None, :], mask=mask, other=0.0), dtype)
+    return kv_c, _upcast(tl.load(k_pe_ptr[:, None] + tl.arange(0, ROPE)[None, :], mask=mask, other=0.0), dtype)
+
+
+@triton.jit
+def _upcast(values, dtype: tl.constexpr):
+    if values.dtype == dtype:
+        return values
+    return values.to(tl.float32).to(dtype)  # e4m3 -> bfloat16 alone does not compile for sm_89
 
 
 @triton.jit
@@ -72,8 +81,11 @@ def _merge_parts(partials_ptr, partial_lse_ptr, first_part, num_parts, row_tile,
     return acc / total[:, None], tl.where(is_any, peak + tl.log(total), -float("inf"))
 
 
-# Sizes of a step come and go: a variant for each kind of number would be compiled while requests wait.
-@triton.jit(do_not_specialize=["table_stride", "block_size", "num_reqs", "query_len", "num_heads"])
+# Sizes of a step come and go, as do addresses of layers' scales: a variant for each kind would be compiled while requests wait.
+@triton.jit(
+    do_not_specialize=["table_stride", "block_size", "num_reqs", "query_len", "num_heads"],
+    do_not_specialize_on_alignment=["kv_scale_ptr", "q_scale_ptr"],
+)
 def decode_kernel(
     q_ptr,
     cache_ptr,
@@ -105,20 +117,16 @@ def decode_kernel(
 ):
     """Programs (parts, tiles of query rows). scale includes log2(e).
 
-    e4m3 values enter the products as they are, exact in 16 bits: kv_scale and q_scale go into the scores' scale, kv_scale into the output.
+    e4m3 values are exact in 16 bits and multiply as they are: their scales go into the scores' scale, kv_scale into the output, too.
     """
     this_part, num_programs, row_tile = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     row, key, column, rope = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, LATENT), tl.arange(0, ROPE)
     partial_lse_ptr = partials_ptr + num_programs * tl.num_programs(1) * 2 * ROWS * LATENT
 
-    # e4m3 queries multiply in float16, which is one instruction away and rounds probabilities less than bfloat16 does.
-    dtype: tl.constexpr = tl.float16 if q_ptr.dtype.element_ty == tl.float8e4nv else q_ptr.dtype.element_ty
     if q_scale_ptr is not None:
         scale *= tl.load(q_scale_ptr)
-    kv_scale = 1.0
     if kv_scale_ptr is not None:
-        kv_scale = tl.load(kv_scale_ptr)
-        scale *= kv_scale
+        scale *= tl.load(kv_scale_ptr)
 
     # This program's part of the row of tiles.
     index = tl.arange(0, REQS)
@@ -148,8 +156,8 @@ def decode_kernel(
             token, head = first + (row_tile * ROWS + row) // num_heads, (row_tile * ROWS + row) % num_heads
             num_seen = tl.load(lens_ptr + token, mask=is_row, other=0)
             q_row = q_ptr + token.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head
-            q = tl.load(q_row[:, None] + column[None, :], mask=is_row[:, None], other=0.0).to(dtype)
-            q_pe = tl.load(q_row[:, None] + LATENT + rope[None, :], mask=is_row[:, None], other=0.0).to(dtype)
+            q = tl.load(q_row[:, None] + column[None, :], mask=is_row[:, None], other=0.0)
+            q_pe = tl.load(q_row[:, None] + LATENT + rope[None, :], mask=is_row[:, None], other=0.0)
             peak = tl.full([ROWS], -float("inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, LATENT], tl.float32)
@@ -158,7 +166,7 @@ def decode_kernel(
                 is_key = position < num_keys
                 block = tl.load(table_ptr + request.to(tl.int64) * table_stride + position // block_size, mask=is_key, other=0)
                 at = cache_ptr + block.to(tl.int64) * cache_stride_block + (position % block_size).to(tl.int64) * cache_stride_row
-                kv_c, k_pe = _load_keys(at, is_key, dtype, KEYS, LATENT, ROPE)
+                kv_c, k_pe = _load_keys(at, is_key, q.dtype, KEYS, LATENT, ROPE)
                 scores = tl.dot(q_pe, tl.trans(k_pe), tl.dot(q, tl.trans(kv_c))) * scale
                 scores = tl.where(position[None, :] < num_seen[:, None], scores, -float("inf"))
                 new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -166,13 +174,13 @@ def decode_kernel(
                 factor = tl.exp2(peak - shift)
                 probs = tl.exp2(scores - shift[:, None])
                 total = total * factor + tl.sum(probs, 1)
-                acc = tl.dot(probs.to(dtype), kv_c, acc * factor[:, None])
+                acc = tl.dot(probs.to(q.dtype), kv_c, acc * factor[:, None])
                 peak = new_peak
             is_any = total != 0
             total = tl.where(is_any, total, 1.0)
             out = acc / total[:, None]
             if kv_scale_ptr is not None:
-                out *= kv_scale
+                out *= tl.load(kv_scale_ptr)
             lse = tl.where(is_any, (peak + tl.log2(total)) * LN2, -float("inf"))
 
             first_part = begin // size
@@ -218,6 +226,8 @@ def mla_decode(
     lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if num_tokens == 0:
         return out, lse
+    if q_scale is not None:
+        q = q.to(torch.float16)  # exact; keys become float16 in one instruction, and probabilities lose less than in bfloat16
     workspace = decode_workspace(q.device) if workspace is None else workspace
     assert workspace is not None
     num_rows = max_query_len * num_heads
@@ -252,7 +262,7 @@ def mla_decode(
         ROPE=width - kv_lora_rank,
         REQS=triton.next_power_of_2(block_table.shape[0]),
         IS_RAGGED=query_start_loc is not None,
-        num_warps=4 if rows == 16 else 8,
+        num_warps=4 if rows == 16 and q.dtype == kv_cache.dtype else 8,  # conversions take registers
         num_stages=2,
     )
     return out, lse
