@@ -29,13 +29,14 @@ from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
 
 GRID = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of e2m1
+TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0, 0.2, 0.26, 0.74, 0.76, 6, 4.9, 5.1, 6)  # between its numbers, and what lies beside them
 KINDS = (
     OutputQuant(kind="fp8", scale=torch.tensor([0.013])),
     *(
         OutputQuant(kind="fp8_groups", group_size=size, scale_layout=layout, ue8m0=ue8m0)
         for size, layout, ue8m0 in ((128, "row", False), (64, "column", True), (64, "tma", False), (128, "tma", True))
     ),
-    OutputQuant(kind="nvfp4", scale=torch.tensor(300.0)),
+    OutputQuant(kind="nvfp4", scale=torch.tensor(256.0)),
 )
 
 
@@ -61,14 +62,16 @@ def e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def test_fp8_byte_for_byte() -> None:
-    x = torch.cat([randn(3000) * 10 ** randn(3000, seed=1), torch.tensor([0.0, -0.0, 1e30, -1e30, 448, 464, 465, 2**-10, 3 * 2**-10])])[
-        None
-    ]
+    """Also next to ties, where a division by the scale rounds another way than the product with its inverse."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat([randn(3000) * 10 ** randn(3000, seed=1), torch.tensor([0.0, -0.0, 1e30, -1e30, 464, 465, 2**-10]), ties * 0.013])[None]
     for scale in (1.0, 0.013, 700.0):
-        wanted = e4m3(x.numpy() * (np.float32(1) / np.float32(scale)))
-        assert np.array_equal(codes(output_quant.quantize_fp8(x, torch.tensor([scale]))).numpy(), wanted)
+        inverse, values = np.float32(1) / np.float32(scale), output_quant.quantize_fp8(x, torch.tensor([scale]))
+        assert np.array_equal(codes(values).numpy(), e4m3(x.numpy() * inverse))
+        assert (scale != 0.013) == np.array_equal(codes(values).numpy(), e4m3(x.numpy() / np.float32(scale)))
         half = output_quant.quantize_fp8(x.bfloat16(), torch.tensor(scale))
-        assert torch.equal(half.float(), output_quant.quantize_fp8(x.bfloat16().float(), torch.tensor(scale)).float())
+        assert np.array_equal(codes(half).numpy(), e4m3(x.bfloat16().float().numpy() * inverse))
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -125,7 +128,7 @@ def test_nvfp4_byte_for_byte(rows: int, columns: int) -> None:
     x, g = randn(rows, columns) * 10 ** randn(rows, 1, seed=1), np.float32(37.5)
     if rows:
         x[1], x[2, :16], x[3, :16] = 0, 1e-6, 1e4  # scales of 0, of less than e4m3 holds, of more
-        ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0, 0.2, 0.26, 0.74, 0.76, 6, 4.9, 5.1, 6])
+        ties = torch.tensor(TIES)
         x[4, :32] = torch.cat([ties, -ties]) / g
     values, scales = output_quant.quantize_nvfp4(x, torch.tensor([g]))
     groups = x.numpy().reshape(rows, columns // 16, 16)
@@ -148,6 +151,7 @@ def parts_case(dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value
     """Attention over latents as a view, values with a stride, padding; W_UV as it lies under W_UK."""
     out = randn(num_tokens, heads, rank + 16, dtype=dtype)[..., :rank]
     values = randn(6, heads * value + 24, dtype=dtype, seed=1)[:, : heads * value] * 3
+    values[0, :16] = torch.tensor(TIES)  # with a global scale of 256 they are what is rounded
     w_uv = (randn(heads, value + 16, rank, seed=2) / rank**0.5).to(dtype)[:, 16:]
     return [out, values, torch.zeros(3, heads * value, dtype=dtype)], w_uv
 
