@@ -234,7 +234,7 @@ def test_decode_names_the_wrong_rank(kv_lora_rank: int) -> None:
 
 def test_a_device_without_a_backend() -> None:
     with pytest.raises(ValueError, match=r"^q is on device meta; .*'cpu', 'cuda'"):
-        select_decode(torch.empty(1, 1, L + R, device="meta"), torch.empty(1, 4, L + R, device="meta"), L)
+        select_decode(torch.empty(1, 1, L + R, device="meta"), torch.empty(1, 4, L + R, device="meta"), L, torch.float32)
 
 
 @pytest.mark.parametrize("max_gathered", [1, 100, 1000])
@@ -329,5 +329,6 @@ def test_decode_names_numbers_that_kernels_cannot_read(numbers: dict[str, Any]) 
 
 def test_decode_is_an_operator_of_torch() -> None:
     cache = PagedCache([5, 0], 4)
-    arguments = torch.randn(2, 2, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L, None, 1, None, None, None, torch.float32
+    step = torch.randn(2, 2, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L
+    arguments = *step, None, 1, None, None, None, torch.float32
     torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, arguments)

@@ -57,29 +57,37 @@ class DecodeBackend:
     """A decode kernel and what it takes.
 
     Attributes:
-        takes: whether it runs on the device, dtypes and sizes of (q, kv_cache, kv_lora_rank).
+        takes: whether it runs on the device, dtypes and sizes of (q, kv_cache, kv_lora_rank, the output's dtype).
         load: gives the kernel, importing what only it needs.
         load_sender: gives its form that stores rows at the ranks that own their heads, if it has one.
     """
 
     name: str
-    takes: Callable[[Tensor, Tensor, int], bool]
+    takes: Callable[[Tensor, Tensor, int, torch.dtype], bool]
     load: Callable[[], Decode]
     load_sender: Callable[[], SendDecode] | None = None
 
 
-def _takes_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
+def _takes_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
+    return _is_half(q, kv_cache) and _suits_hopper(q, kv_cache, kv_lora_rank, dtype)
+
+
+def _takes_hopper_fp8(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
+    return q.dtype == kv_cache.dtype == formats.FP8 and _suits_hopper(q, kv_cache, kv_lora_rank, dtype)
+
+
+def _suits_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
     """sm_90, DeepSeek's widths, whole tiles of 64 keys in a block, and strides that make the cache one matrix, as TMA wants it."""
     rows_per_block, rest = divmod(kv_cache.stride(0), kv_cache.stride(1)) if kv_cache.stride(1) else (0, 0)
+    strides = q.stride(0), q.stride(1), kv_cache.stride(1)
     return (
-        _is_half(q, kv_cache)
-        and _takes_triton(q, kv_cache, kv_lora_rank)
+        _takes_triton(q, kv_cache, kv_lora_rank, dtype)
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and (kv_lora_rank, q.shape[-1]) == (512, 576)
         and kv_cache.shape[1] % 64 == rest == 0
         and 0 < kv_cache.shape[0] * rows_per_block < 2**31
         and all(number % 16 == 0 for number in (q.data_ptr(), kv_cache.data_ptr()))
-        and all(stride > 0 and stride % 8 == 0 for stride in (q.stride(0), q.stride(1), kv_cache.stride(1)))
+        and all(stride > 0 and stride * q.element_size() % 16 == 0 for stride in strides)
     )
 
 
@@ -95,13 +103,26 @@ def _load_hopper_sender() -> SendDecode:
     return send_mla_decode
 
 
-def _takes_triton(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
+def _load_hopper_fp8() -> Decode:
+    from dcpmla.attention.kernels.mla_decode_hopper_fp8 import mla_decode
+
+    return mla_decode
+
+
+def _load_hopper_fp8_sender() -> SendDecode:
+    from dcpmla.attention.kernels.mla_decode_hopper_fp8 import send_mla_decode
+
+    return send_mla_decode
+
+
+def _takes_triton(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
     """Half precision on sm_80 or later, 8-bit formats on sm_89 or later; widths that are powers of two and fit into registers."""
     widths = kv_lora_rank, q.shape[-1] - kv_lora_rank
     return (
         q.is_cuda
         and torch.cuda.get_device_capability(q.device) >= ((8, 0) if _is_half(q, kv_cache) else (8, 9))  # that converts e4m3
-        and q.dtype in (torch.bfloat16, torch.float16, formats.FP8)
+        and dtype in (torch.bfloat16, torch.float16)
+        and q.dtype in (dtype, formats.FP8)
         and kv_cache.dtype in (q.dtype, formats.FP8, torch.uint8)
         and all(16 <= width <= 512 and width & (width - 1) == 0 for width in widths)
         and q.stride(-1) == kv_cache.stride(-1) == 1
@@ -124,10 +145,10 @@ def _load_triton() -> Decode:
     return mla_decode
 
 
-def _takes_flashinfer(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
+def _takes_flashinfer(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
     return (
         _is_half(q, kv_cache)
-        and _takes_triton(q, kv_cache, kv_lora_rank)
+        and _takes_triton(q, kv_cache, kv_lora_rank, dtype)
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and (kv_lora_rank, q.shape[-1] - kv_lora_rank) == decode_flashinfer.WIDTHS
         and has_flashinfer()
@@ -143,7 +164,7 @@ def _load_flashinfer() -> Decode:
     return decode_flashinfer.mla_decode
 
 
-def _takes_torch(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
+def _takes_torch(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
     return q.device.type in ("cpu", "cuda")
 
 
@@ -154,19 +175,20 @@ def _load_torch() -> Decode:
 # Best first. Triton is there on Linux only, so its kernels are imported when one is chosen.
 DECODE_BACKENDS = (
     DecodeBackend("hopper", _takes_hopper, _load_hopper, _load_hopper_sender),
+    DecodeBackend("hopper-fp8", _takes_hopper_fp8, _load_hopper_fp8, _load_hopper_fp8_sender),
     DecodeBackend("triton", _takes_triton, _load_triton),
     DecodeBackend("flashinfer", _takes_flashinfer, _load_flashinfer),
     DecodeBackend("torch", _takes_torch, _load_torch),
 )
 
 
-def select_decode(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> DecodeBackend:
-    """The first backend that takes the inputs.
+def select_decode(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> DecodeBackend:
+    """The first backend that takes the inputs and gives an output of `dtype`.
 
     Raises:
         ValueError: none does.
     """
     for backend in DECODE_BACKENDS:
-        if backend.takes(q, kv_cache, kv_lora_rank):
+        if backend.takes(q, kv_cache, kv_lora_rank, dtype):
             return backend
     raise ValueError(f"q is on device {q.device}; decode kernels exist for 'cpu', 'cuda'")

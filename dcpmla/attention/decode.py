@@ -173,7 +173,7 @@ def _mla_decode(
     q_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    kernel = select_decode(q, kv_cache, kv_lora_rank).load()
+    kernel = select_decode(q, kv_cache, kv_lora_rank, dtype).load()
     what = q, kv_cache, block_table, seq_lens, scale, kv_lora_rank
     return kernel(*what, query_start_loc, max_query_len, workspace, kv_scale, q_scale, dtype)
 
@@ -219,7 +219,7 @@ def _mla_decode_and_merge(
     from dcpmla.comm import direct_ops  # triton is there on Linux only
 
     mailbox = addresses, state, fault, slot_bytes, timeout, group
-    backend = select_decode(q, kv_cache, kv_lora_rank)
+    backend = select_decode(q, kv_cache, kv_lora_rank, dtype)
     if backend.load_sender is None:
         what = q, kv_cache, block_table, seq_lens, scale, kv_lora_rank
         out, lse = backend.load()(*what, None, 1, workspace, kv_scale, q_scale, dtype)

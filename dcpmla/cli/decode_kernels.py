@@ -44,7 +44,7 @@ class Ours:
 
     def __init__(self, inputs: DecodeInputs, backend: DecodeBackend | None = None) -> None:
         q, kv_cache, _ = inputs.at(0)
-        if backend is not None and not backend.takes(q, kv_cache, LATENT_DIM):
+        if backend is not None and not backend.takes(q, kv_cache, LATENT_DIM, inputs.dtype):
             raise ValueError(f"does not take {q.dtype} over {kv_cache.dtype} on {q.device.type}")
         self.decode: Callable[..., tuple[Tensor, Tensor]] = mla_decode if backend is None else backend.load()
         self.inputs = inputs

@@ -93,6 +93,6 @@ def _select_kernels(config: MLAConfig, device: torch.device, dtype: torch.dtype)
         return torch.empty(*shape, dtype=dtype, device=device)
 
     heads, rope = config.num_heads, config.qk_rope_head_dim
-    decode = select_decode(new(1, heads, config.latent_dim), new(1, 64, config.latent_dim), config.kv_lora_rank)
+    decode = select_decode(new(1, heads, config.latent_dim), new(1, 64, config.latent_dim), config.kv_lora_rank, dtype)
     prefill = select_prefill(new(1, heads, config.qk_head_dim), new(1, rope), new(1, heads, config.v_head_dim))
     return decode.name, prefill.name

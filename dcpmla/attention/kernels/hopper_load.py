@@ -25,6 +25,8 @@ def load_role(descs, buffers, ready, free, paging, counters_ptr, work, row_tile,
     table_ptr, table_stride, rows_per_block, block_size = paging
     q_desc, q_pe_desc, kv_desc, k_pe_desc = descs
     q_left, q_right, q_pe, k_left, k_right, k_pe = buffers
+    num_stages: gl.constexpr = k_left.shape[0]
+    size: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
     q_ready, left_ready, right_ready, _, merge_ready = ready
     q_free, left_free, right_free, _ = free
     request, begin, start, end, _, granule, lens_ptr, start_ptr, query_len, num_heads = work
@@ -37,20 +39,20 @@ def load_role(descs, buffers, ready, free, paging, counters_ptr, work, row_tile,
             table = table_ptr + request.to(gl.int64) * table_stride
             first_tile, num_tiles = start - begin, stop - start
             mbarrier.wait(q_free, (num_segments & 1) ^ 1)
-            mbarrier.expect(q_ready, ROWS * (LATENT + ROPE) * 2)
+            mbarrier.expect(q_ready, ROWS * (LATENT + ROPE) * size)
             tma_load(q_desc, [q_row, 0], q_ready, q_left.index(0))
             tma_load(q_desc, [q_row, HALF], q_ready, q_right.index(0))
             tma_load(q_pe_desc, [q_row, LATENT], q_ready, q_pe.index(0))
             num_segments += 1
             for tile in range(0, num_tiles):
-                stage, phase = num_loaded % NUM_STAGES, (num_loaded // NUM_STAGES) & 1
+                stage, phase = num_loaded % num_stages, (num_loaded // num_stages) & 1
                 row = _find_row(first_tile + tile, table, rows_per_block, block_size)
                 mbarrier.wait(left_free.index(stage), phase ^ 1)
-                mbarrier.expect(left_ready.index(stage), KEYS * (HALF + ROPE) * 2)
+                mbarrier.expect(left_ready.index(stage), KEYS * (HALF + ROPE) * size)
                 tma_load(kv_desc, [row, 0], left_ready.index(stage), k_left.index(stage))
                 tma_load(k_pe_desc, [row, LATENT], left_ready.index(stage), k_pe.index(stage))
                 mbarrier.wait(right_free.index(stage), phase ^ 1)
-                mbarrier.expect(right_ready.index(stage), KEYS * HALF * 2)
+                mbarrier.expect(right_ready.index(stage), KEYS * HALF * size)
                 tma_load(kv_desc, [row, HALF], right_ready.index(stage), k_right.index(stage))
                 num_loaded += 1
             last, last_begin = request, begin

@@ -33,16 +33,17 @@ def exp2(x):
 
 
 @gluon.jit
-def store_half(dest, first_row, num_rows, half, acc, buffer, IS_SENT: gl.constexpr):
-    """Columns of a half, rows [first_row, first_row + num_rows) of [N, LATENT], from acc [ROWS, HALF] through a buffer of that shape.
+def store_columns(dest, first_row, num_rows, first_column, acc, buffer, IS_SENT: gl.constexpr):
+    """Columns from first_column on of rows [first_row, first_row + num_rows) from acc [ROWS, M], through a buffer of that shape.
 
     As they lie in the registers of wgmma, a warp would write to eight rows at a time.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    lanes: gl.constexpr = acc.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
     buffer.store(acc.to(buffer.dtype))
     barrier()
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    column = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    column = first_column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
     at = out_at(dest, first_row, gl.expand_dims(row, 1), gl.expand_dims(column, 0), IS_SENT)
     gl.store(at, buffer.load(layout), mask=gl.expand_dims(row < num_rows, 1))
     fence_async_shared()  # before TMA fills the buffer again

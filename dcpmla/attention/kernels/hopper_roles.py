@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from dcpmla.attention.kernels.hopper_load import NUM_STAGES
-from dcpmla.attention.kernels.hopper_merge import LN2, arrive, exp2, merge_cut, store_half, store_partial
+from dcpmla.attention.kernels.hopper_merge import LN2, arrive, exp2, merge_cut, store_columns, store_partial
 from dcpmla.attention.kernels.hopper_rows import lse_of_row, out_at, store_lse
 from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, barrier, find_request, find_slot, next_begin
 
@@ -125,7 +125,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
             lse = gl.where(is_any, (peak * scale + gl.log2(total)) * LN2, -float("inf"))
             first_row = first * num_heads + row_tile * ROWS
             if stop - start == gl.cdiv(num_keys, KEYS):
-                store_half(dest, first_row, num_rows, 0, acc, buffers[0].index(0), IS_SENT)
+                store_columns(dest, first_row, num_rows, 0, acc, buffers[0].index(0), IS_SENT)
                 store_lse(dest, first_row, row, lse_of_row(lse, IS_SENT), row < num_rows, IS_SENT)
             else:
                 slot = find_slot(gl.program_id(0), start == begin, row_tile)
@@ -143,7 +143,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
 
 
 @gluon.jit
-def _zero_empty(num_reqs, dest, work, row_tile, IS_RAGGED: gl.constexpr, IS_SENT: gl.constexpr):
+def zero_empty(num_reqs, dest, work, row_tile, IS_RAGGED: gl.constexpr, IS_SENT: gl.constexpr):
     """(0, -inf) for the requests without keys that fall to this program: no part of the row of tiles is theirs. Zeros are not sent."""
     row = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     _, _, _, _, _, _, lens_ptr, start_ptr, query_len, num_heads = work
@@ -193,7 +193,7 @@ def help_role(buffers, handed, ready, free, outputs, num_reqs, work, row_tile, I
             mbarrier.arrive(probs_free, count=1)
             num_handed += 1
             if stop - start == gl.cdiv(num_keys, KEYS):
-                store_half(dest, first * num_heads + row_tile * ROWS, num_rows, 1, acc, buffers[1].index(0), IS_SENT)
+                store_columns(dest, first * num_heads + row_tile * ROWS, num_rows, HALF, acc, buffers[1].index(0), IS_SENT)
             else:
                 store_partial(partials_ptr, find_slot(gl.program_id(0), start == begin, row_tile), 1, num_rows, acc)
                 arrive(counters_ptr, begin // size, row_tile)
@@ -203,5 +203,5 @@ def help_role(buffers, handed, ready, free, outputs, num_reqs, work, row_tile, I
         begin = next_begin(begin, num_keys, granule)
         start = gl.maximum(start, begin)
         request += 1
-    _zero_empty(num_reqs, dest, work, row_tile, IS_RAGGED, IS_SENT)  # while the other parts of the last request come to their end
+    zero_empty(num_reqs, dest, work, row_tile, IS_RAGGED, IS_SENT)  # while the other parts of the last request come to their end
     merge_cut(1, last, last_begin, work, outputs, merge_ready, row_tile, IS_RAGGED, IS_SENT)

@@ -1,0 +1,115 @@
+"""Decode attention for Hopper with fp8 products: e4m3 queries over an e4m3 cache, each with a scale.
+
+Work is cut, keys are loaded and parts are merged as in `mla_decode_hopper`. A program is four groups of warps: the loader; the scorer,
+which computes scores and probabilities; and two that compute half of the output's columns each, while the scorer is at the next tile.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from dcpmla.attention.kernels.hopper_fp8_roles import NUM_HANDED, NUM_STAGES, score_role, value_role
+from dcpmla.attention.kernels.hopper_load import load_role
+from dcpmla.attention.kernels.hopper_setup import find_outputs, launch, launch_sender, new_barriers, new_buffers
+from dcpmla.attention.kernels.hopper_split import KEYS, ROWS, cut, look_up_all
+
+
+# Sizes of a step come and go: a variant for each kind of number in these would be compiled while requests wait.
+@gluon.jit(do_not_specialize=["table_stride", "rows_per_block", "block_size", "num_reqs", "query_len", "num_heads", "rank", "num_rows"])
+def decode_kernel(
+    q_desc,
+    q_pe_desc,
+    kv_desc,
+    k_pe_desc,
+    table_ptr,
+    lens_ptr,
+    start_ptr,
+    out_ptr,
+    lse_ptr,
+    counters_ptr,
+    partials_ptr,
+    kv_scale_ptr,
+    q_scale_ptr,
+    table_stride,
+    rows_per_block,
+    block_size,
+    num_reqs,
+    query_len,
+    num_heads,
+    scale,
+    addresses_ptr,
+    state_ptr,
+    rank,
+    own_heads,
+    num_rows,
+    slot_bytes,
+    REQS: gl.constexpr,
+    IS_RAGGED: gl.constexpr,
+    IS_SENT: gl.constexpr,
+):
+    """Programs (parts, tiles of query rows). scale includes log2(e). IS_SENT: rows go to their owners (`hopper_rows`), not to out, lse."""
+    row_tile = gl.program_id(1)
+    # What this reads is on its way while the barriers are set up.
+    num_tiles = look_up_all(lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED)
+    buffers = new_buffers(q_desc, q_pe_desc, NUM_STAGES)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    probs = gl.allocate_shared_memory(q_desc.dtype, [NUM_HANDED, ROWS, KEYS], q_pe_desc.layout)
+    factors = gl.allocate_shared_memory(gl.float32, [NUM_HANDED, ROWS], flat)
+    lses = gl.allocate_shared_memory(gl.float32, [ROWS], flat)
+    handed = (probs, factors, lses)
+    # Of queries, of each stage's halves, of probabilities; of a part's first request and its last. Queries make room for the output.
+    q_ready, q_free = new_barriers(1, 1).index(0), new_barriers(1, 3).index(0)
+    left_ready, left_free = new_barriers(NUM_STAGES, 1), new_barriers(NUM_STAGES, 1)
+    right_ready, right_free = new_barriers(NUM_STAGES, 1), new_barriers(NUM_STAGES, 1)
+    probs_ready, probs_free = new_barriers(NUM_HANDED, 1), new_barriers(NUM_HANDED, 2)
+    merge_ready = new_barriers(2, 1)
+    fence_async_shared()
+    ready = (q_ready, left_ready, right_ready, probs_ready, merge_ready)
+    free = (q_free, left_free, right_free, probs_free)
+
+    work = cut(num_tiles, num_reqs) + (lens_ptr, start_ptr, query_len, num_heads)
+    mail = (addresses_ptr, state_ptr, rank, own_heads, num_rows, slot_bytes)
+    outputs = find_outputs(out_ptr, lse_ptr, counters_ptr, partials_ptr, mail, num_heads, IS_SENT)
+    descs = (q_desc, q_pe_desc, kv_desc, k_pe_desc)
+    paging = (table_ptr, table_stride, rows_per_block, block_size)
+    scales = (scale, q_scale_ptr, kv_scale_ptr)
+    gl.warp_specialize(
+        [
+            (score_role, (buffers, handed, ready, free, scales, work, row_tile, IS_RAGGED)),
+            (value_role, (0, buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED, IS_SENT)),
+            (value_role, (1, buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED, IS_SENT)),
+            (load_role, (descs, buffers, ready, free, paging, counters_ptr, work, row_tile, IS_RAGGED)),
+        ],
+        [4, 4, 1],
+        [192, 192, 24],
+    )
+
+
+def mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    query_start_loc: Tensor | None,
+    max_query_len: int,
+    workspace: Tensor | None,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`dcpmla.mla_decode` in one launch, for the inputs that `backends` allows."""
+    out = q.new_empty(*q.shape[:2], kv_lora_rank, dtype=dtype)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    if len(q):
+        step = q, kv_cache, block_table, seq_lens, scale, query_start_loc, max_query_len
+        launch(decode_kernel, *step, workspace, kv_scale, q_scale, out, lse)
+    return out, lse
+
+
+send_mla_decode = partial(launch_sender, decode_kernel)
