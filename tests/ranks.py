@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 # Children fork from a clean server that has imported the heavy modules once: a rank starts in milliseconds. PyTorch imports the compiler
 # at the first custom operator, which takes a rank seconds. Triton's interpreter is chosen at import: its ranks have a server of their own.
-_CONTEXT = multiprocessing.get_context("forkserver")
 _CLI = [f"dcpmla.cli.{command}" for command in ("bench", "doctor", "generate", "plan")]
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.testing", "transformers", "pytest", *_CLI])
+_MODELS = ["transformers.conversion_mapping", "transformers.models.deepseek_v3.modeling_deepseek_v3"]
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.testing", "pytest", *_CLI, *_MODELS])
 
 
 def start_process(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:

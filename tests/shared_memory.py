@@ -1,18 +1,20 @@
 """Memory that ranks on one machine share, in place of GPUs' symmetric memory; jobs whose ranks run kernels in Triton's interpreter."""
 
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -34,13 +36,18 @@ def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerM
 
 
 def run_interpreted(num_ranks: int, function: Callable[..., Any], *args: Any) -> None:
-    """`run_ranks` for kernels on CPUs, in a process of its own: Triton decides to interpret when a kernel is defined."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    preloaded = [function.__module__, "torch._dynamo"]  # what each rank would import
-    job = f"""import ranks, {function.__module__} as job
-ranks._CONTEXT.set_forkserver_preload({preloaded})
-ranks.run_ranks({num_ranks}, job.{function.__name__}, *{args})"""
-    subprocess.run([sys.executable, "-c", job], check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
+    """`run_ranks` for kernels on CPUs, from a process of its own: Triton decides to interpret when it is imported."""
+    _interpreter().submit(run_ranks, num_ranks, function, *args).result()
+
+
+@cache
+def _interpreter() -> ProcessPoolExecutor:
+    """The same process for all jobs: that it starts, and its server of ranks, takes longer than some of them."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _decide_to_interpret)
+
+
+def _decide_to_interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def delay_kernels(delays: random.Random, chance: float = 0.03) -> None:
