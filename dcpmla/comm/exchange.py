@@ -111,7 +111,7 @@ class LocalExchange:
         return None
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        return lambda: rows[order]
+        return lambda: pairs(rows)[order].view(rows.dtype)
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         torch.empty(2 * num_tokens, width, dtype=dtype, device=device)  # rows in token order, and the next ones as they were read
