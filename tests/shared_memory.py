@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerM
 
 def run_interpreted(num_ranks: int, function: Callable[..., Any], *args: Any) -> None:
     """`run_ranks` for kernels on CPUs, from a process of its own: Triton decides to interpret when it is imported."""
-    _interpreter().submit(run_ranks, num_ranks, function, *args).result()
+    _interpreter().submit(partial(run_ranks, timeout=200), num_ranks, function, *args).result()
 
 
 @cache

@@ -1,16 +1,14 @@
 """Triton kernels of the exchange against `merge_partials`: on a GPU, in Triton's interpreter without one, and compiled for Hopper."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from shared_memory import run_interpreted
 from test_exchange import expected_merge, partials
 
 from dcpmla.comm import nccl
@@ -58,11 +56,9 @@ def test_kernels() -> None:
     check_weigh_rows("cuda")
 
 
-def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides to interpret when a kernel is defined."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "from test_comm_kernels import *; check_merge_rows('cpu'); check_weigh_rows('cpu')"]
-    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
+@pytest.mark.parametrize("check", [check_merge_rows, check_weigh_rows])
+def test_kernels_in_the_interpreter(check: Callable[[str], None]) -> None:
+    run_interpreted(1, check, "cpu")
 
 
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: str = "", num_warps: int = 4) -> str:

@@ -1,12 +1,8 @@
 """How decode kernels share the work: the Hopper kernel's own schedule and merge run in torch, the portable kernel in the interpreter."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from shared_memory import run_interpreted
 from test_decode_kernel import SMALL, Case, check
 from torch import Tensor
 
@@ -273,7 +270,4 @@ def check_in_the_interpreter() -> None:
 
 
 def test_the_portable_kernels_schedule_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides to interpret when a kernel is defined."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "from test_decode_schedule import check_in_the_interpreter; check_in_the_interpreter()"]
-    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=300)
+    run_interpreted(1, check_in_the_interpreter)

@@ -1,15 +1,12 @@
 """The Triton kernels of prefill against float64: in Triton's interpreter, compiled for Hopper, on GPUs; and every backend that there is."""
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shared_memory import run_interpreted
 from torch import Tensor
 
 from dcpmla.attention import prefill as operators
@@ -150,12 +147,15 @@ def test_operators(dtype: torch.dtype) -> None:
     check_operators("cpu", dtype)
 
 
+def check_in_the_interpreter() -> None:
+    check_triton(torch.float16, "cpu")
+    check_unaligned("cpu")
+    check_neighbours("cpu")
+    check_merge_into("cpu")
+
+
 def test_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides to interpret when a kernel is defined."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    checks = "from test_prefill_kernel import *; check_triton(torch.float16, 'cpu'); check_unaligned('cpu'); check_neighbours('cpu')"
-    command = [sys.executable, "-c", f"{checks}; check_merge_into('cpu')"]
-    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
+    run_interpreted(1, check_in_the_interpreter)
 
 
 @pytest.mark.parametrize(
