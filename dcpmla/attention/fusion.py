@@ -37,8 +37,9 @@ class OutputQuantFusion(CustomGraphPass):
     Quantisations: `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output_quant.py`, and the first of them in plain
     torch: `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, also where a reshape stands between.
 
-    Results are those of the model without the pass, as far as `attention/output_quant.py` promises. So it leaves alone what rounds in another way
-    (`values / scale`), values that something else reads too, values joined with others (prefill's, padding), and groups that would cross heads.
+    Results are those of the model without the pass, as far as `attention/output_quant.py` promises. So it leaves alone what rounds in
+    another way (`values / scale`), values that something else reads too, values joined with others (prefill's, padding), and groups that
+    would cross heads.
 
     Logs, for each graph with `project_values`, in how many layers it did so; where in none, as a warning.
     """
