@@ -1,16 +1,13 @@
 """Decode kernels against the reference in float64 on a GPU; without one, the portable in the interpreter, all compiled for Hopper."""
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shared_memory import run_interpreted
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -141,10 +138,7 @@ def check_in_the_interpreter() -> None:
 
 
 def test_the_portable_kernel_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides to interpret when a kernel is defined."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "from test_decode_kernel import check_in_the_interpreter; check_in_the_interpreter()"]
-    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent, timeout=300)
+    run_interpreted(1, check_in_the_interpreter)
 
 
 def find_backend(name: str) -> backends.DecodeBackend:

@@ -4,15 +4,13 @@ Kernels run on a GPU, in Triton's interpreter without one, and are compiled for 
 """
 
 import itertools
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from shared_memory import run_interpreted
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, apply_rotary_pos_emb, apply_rotary_pos_emb_interleave
 
@@ -168,26 +166,28 @@ def test_offsets_past_2_to_the_31() -> None:
     assert cache[0].isnan().all()
 
 
-def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides to interpret when a kernel is defined."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = """
-from test_small_kernels import LONG, ODD, check_latents, check_queries, check_rows
-check_latents("cpu", ODD, (0, *ODD[1:]))
-check_queries("cpu", 5, ODD)
-check_queries("cpu", 19, LONG)
-check_rows("cpu", 7)
+def check_in_the_interpreter() -> None:
+    check_latents("cpu", ODD, (0, *ODD[1:]))
+    check_queries("cpu", 5, ODD)
+    check_queries("cpu", 19, LONG)
+    check_rows("cpu", 7)
 
-from interpreter import convert_as_torch
-from test_format_kernels import check_cache_rows, check_fp8_queries, check_reading, check_refusals
-convert_as_torch()
-check_cache_rows("cpu")
-check_fp8_queries("cpu")
-check_reading("cpu")
-check_refusals("cpu")
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
+
+def check_formats_in_the_interpreter() -> None:
+    from interpreter import convert_as_torch
+    from test_format_kernels import check_cache_rows, check_fp8_queries, check_reading, check_refusals
+
+    convert_as_torch()
+    check_cache_rows("cpu")
+    check_fp8_queries("cpu")
+    check_reading("cpu")
+    check_refusals("cpu")
+
+
+@pytest.mark.parametrize("check", [check_in_the_interpreter, check_formats_in_the_interpreter])
+def test_kernels_in_the_interpreter(check: Callable[[], None]) -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check)
 
 
 def compile_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], **types: str) -> str:
