@@ -80,7 +80,9 @@ def run_forked(commands: Sequence[Command], timeout: float = 240, check: bool = 
                 process.kill()
                 process.join()
         ends = zip(commands, processes, files, strict=True)
-        results = [Ended(argv, process.exitcode, *(path.read_text() for path in paths)) for (argv, _), process, paths in ends]
+        results = [
+            Ended(list(map(str, argv)), process.exitcode, *(path.read_text() for path in paths)) for (argv, _), process, paths in ends
+        ]
     return _checked(results) if check else results
 
 
