@@ -239,8 +239,10 @@ def test_ours_in_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(content["rows"]) == 16 * len(FORMATS)
     for row in content["rows"]:
         assert row["in_graph"]
-        assert row["error"] < (0.03 if row["decode_query_dtype"] == "fp8" else 0.01)  # probabilities are rounded to e4m3, or are not
-        assert row["lse_error"] < 0.01
+        # Of fp8 products, probabilities are rounded to e4m3, and sums keep fewer bits.
+        limit = 0.03 if row["decode_query_dtype"] == "fp8" else 0.01
+        assert row["error"] < limit
+        assert row["lse_error"] < limit
         assert 0 < row["floor_share"] < 1.2
 
 
