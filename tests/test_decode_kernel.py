@@ -177,19 +177,11 @@ ON_GPU = [
 ]
 FP8_QUERIES: dict[str, Any] = {"format": "fp8", "has_fp8_queries": True}
 QUANTISED: list[dict[str, Any]] = [{"format": "fp8"}, FP8_QUERIES, {"format": "fp8_ds_mla"}]
-ON_GPU += [replace(case, **FP8_QUERIES) for case in ON_GPU]
-for kind in QUANTISED[::2]:
-    ON_GPU += [
-        Case([(1, 0), (1, 63), (1, 64), (1, 65), (1, 0), (1, 128), (1, 4000)], **kind),
-        Case([(3, 3000), (1, 0), (2, 65), (4, 3), (1, 777)], is_sharded=True, **kind),
-        Case([(1, 3000)] * 5, num_heads=16, num_programs=8, **kind),
-        long_case(9, 3000, num_heads=20, block_size=48, dtype=torch.float16, **kind),
-        long_case(33, 4096, **kind),
-    ]
+ON_GPU += [replace(case, **kind) for kind in QUANTISED for case in ON_GPU]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["hopper", "hopper-fp8", "triton", "flashinfer"])
+@pytest.mark.parametrize("backend", ["hopper", "hopper-fp8", "hopper-8bit", "triton", "flashinfer"])
 @pytest.mark.parametrize("case", ON_GPU, ids=lambda case: f"{len(case.requests)}x{case.requests[0][1]}x{case.num_heads}-{case.format}")
 def test_kernels_against_float64(backend: str, case: Case) -> None:
     chosen = find_backend(backend)
@@ -269,7 +261,13 @@ def test_a_graph_replays_with_other_lengths(kind: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("backend", "kind"), [("hopper", {}), ("hopper-fp8", FP8_QUERIES), *(("triton", kind) for kind in [{}, *QUANTISED])]
+    ("backend", "kind"),
+    [
+        ("hopper", {}),
+        ("hopper-fp8", FP8_QUERIES),
+        *(("hopper-8bit", kind) for kind in QUANTISED[::2]),
+        *(("triton", kind) for kind in [{}, *QUANTISED]),
+    ],
 )
 def test_nan_of_a_key_is_not_lost(backend: str, kind: dict[str, Any]) -> None:
     """Not taken for a request without keys: its LSE would say so, and a merge over ranks would drop them without a word."""
@@ -323,32 +321,42 @@ POINTERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8e4nv"])
-@pytest.mark.parametrize(("is_ragged", "is_sent"), [(False, False), (True, False), (False, True)])
-def test_the_hopper_kernels_compile(is_ragged: bool, is_sent: bool, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("q", "cache", "is_ragged", "is_sent"),
+    [
+        ("bf16", "bf16", True, False),
+        ("bf16", "bf16", False, True),
+        ("fp8e4nv", "fp8e4nv", True, False),
+        ("fp8e4nv", "fp8e4nv", False, True),
+        ("bf16", "fp8e4nv", False, False),
+        ("bf16", "u8", False, True),
+    ],
+)
+def test_the_hopper_kernels_compile(q: str, cache: str, is_ragged: bool, is_sent: bool) -> None:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from dcpmla.attention.kernels import mla_decode_hopper, mla_decode_hopper_fp8
+    from dcpmla.attention.kernels import mla_decode_hopper, mla_decode_hopper_8bit, mla_decode_hopper_fp8
+
+    is_fp8 = q == "fp8e4nv"
+    bits = 8 if is_fp8 else 16
 
     def tiles(width: int) -> str:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, width * bits // 8), element_bitwidth=bits, rank=2)
-        return f"tensordesc<{dtype}[64, {width}],{layout}>"
+        return f"tensordesc<{q}[64, {width}],{layout}>"
 
-    is_fp8 = dtype == "fp8e4nv"
-    bits, kernel = (8, mla_decode_hopper_fp8.decode_kernel) if is_fp8 else (16, mla_decode_hopper.decode_kernel)
-    descriptors = {"q_desc": tiles(256), "kv_desc": tiles(256), "q_pe_desc": tiles(64), "k_pe_desc": tiles(64)}
-    types = {**POINTERS, **descriptors, "out_ptr": "*bf16", "scale": "fp32", "addresses_ptr": "*i64", "state_ptr": "*i32"}
+    types = {**POINTERS, "q_desc": tiles(256), "q_pe_desc": tiles(64), "kv_desc": tiles(256), "k_pe_desc": tiles(64)}
+    types |= {"out_ptr": "*bf16", "scale": "fp32", "addresses_ptr": "*i64", "state_ptr": "*i32", "cache_ptr": "*i32"}
+    types |= {name: "*fp32" for name, dtype in (("q_scale_ptr", q), ("kv_scale_ptr", cache)) if dtype == "fp8e4nv"}
     constants: dict[str, Any] = {"REQS": 32, "IS_RAGGED": is_ragged, "IS_SENT": is_sent}
-    scales = ("kv_scale_ptr", "q_scale_ptr")
-    if is_fp8:
-        types |= dict.fromkeys(scales, "*fp32")
-    else:
-        constants |= dict.fromkeys(scales)
+    constants |= {name: None for name in ("q_scale_ptr", "kv_scale_ptr") if name not in types}
+    kernels = mla_decode_hopper if q == cache else mla_decode_hopper_8bit
+    kernel = (mla_decode_hopper_fp8 if is_fp8 else kernels).decode_kernel
     ptx = compile_for_hopper(kernel, GluonASTSource, types, constants, num_warps=4)
     assert ("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3" if is_fp8 else "wgmma.mma_async.sync.aligned.m64n256k16") in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert ("ldmatrix.sync.aligned.m8n8.x4.trans" in ptx) == is_fp8  # what transposes values on their way into registers
+    assert ("cvt.rn.f16x2.e4m3x2" in ptx) == (q != cache)
 
 
 @pytest.mark.parametrize(

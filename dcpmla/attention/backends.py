@@ -76,10 +76,14 @@ def _takes_hopper_fp8(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: tor
     return q.dtype == kv_cache.dtype == formats.FP8 and _suits_hopper(q, kv_cache, kv_lora_rank, dtype)
 
 
+def _takes_hopper_8bit(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
+    return q.dtype == dtype and kv_cache.dtype != dtype and _suits_hopper(q, kv_cache, kv_lora_rank, dtype)
+
+
 def _suits_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
     """sm_90, DeepSeek's widths, whole tiles of 64 keys in a block, and strides that make the cache one matrix, as TMA wants it."""
     rows_per_block, rest = divmod(kv_cache.stride(0), kv_cache.stride(1)) if kv_cache.stride(1) else (0, 0)
-    strides = q.stride(0), q.stride(1), kv_cache.stride(1)
+    strides = *(stride * q.element_size() for stride in q.stride()[:2]), kv_cache.stride(1) * kv_cache.element_size()
     return (
         _takes_triton(q, kv_cache, kv_lora_rank, dtype)
         and torch.cuda.get_device_capability(q.device)[0] == 9
@@ -87,7 +91,7 @@ def _suits_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.d
         and kv_cache.shape[1] % 64 == rest == 0
         and 0 < kv_cache.shape[0] * rows_per_block < 2**31
         and all(number % 16 == 0 for number in (q.data_ptr(), kv_cache.data_ptr()))
-        and all(stride > 0 and stride * q.element_size() % 16 == 0 for stride in strides)
+        and all(stride > 0 and stride % 16 == 0 for stride in strides)
     )
 
 
@@ -111,6 +115,18 @@ def _load_hopper_fp8() -> Decode:
 
 def _load_hopper_fp8_sender() -> SendDecode:
     from dcpmla.attention.kernels.mla_decode_hopper_fp8 import send_mla_decode
+
+    return send_mla_decode
+
+
+def _load_hopper_8bit() -> Decode:
+    from dcpmla.attention.kernels.mla_decode_hopper_8bit import mla_decode
+
+    return mla_decode
+
+
+def _load_hopper_8bit_sender() -> SendDecode:
+    from dcpmla.attention.kernels.mla_decode_hopper_8bit import send_mla_decode
 
     return send_mla_decode
 
@@ -176,6 +192,7 @@ def _load_torch() -> Decode:
 DECODE_BACKENDS = (
     DecodeBackend("hopper", _takes_hopper, _load_hopper, _load_hopper_sender),
     DecodeBackend("hopper-fp8", _takes_hopper_fp8, _load_hopper_fp8, _load_hopper_fp8_sender),
+    DecodeBackend("hopper-8bit", _takes_hopper_8bit, _load_hopper_8bit, _load_hopper_8bit_sender),
     DecodeBackend("triton", _takes_triton, _load_triton),
     DecodeBackend("flashinfer", _takes_flashinfer, _load_flashinfer),
     DecodeBackend("torch", _takes_torch, _load_torch),

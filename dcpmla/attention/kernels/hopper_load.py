@@ -13,7 +13,7 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  
 
 
 @gluon.jit
-def _find_row(tile, table, rows_per_block, block_size):
+def find_row(tile, table, rows_per_block, block_size):
     """Of the cache as one matrix, where a tile begins."""
     key = tile * KEYS
     return gl.load(table + key // block_size) * rows_per_block + key % block_size
@@ -46,7 +46,7 @@ def load_role(descs, buffers, ready, free, paging, counters_ptr, work, row_tile,
             num_segments += 1
             for tile in range(0, num_tiles):
                 stage, phase = num_loaded % num_stages, (num_loaded // num_stages) & 1
-                row = _find_row(first_tile + tile, table, rows_per_block, block_size)
+                row = find_row(first_tile + tile, table, rows_per_block, block_size)
                 mbarrier.wait(left_free.index(stage), phase ^ 1)
                 mbarrier.expect(left_ready.index(stage), KEYS * (HALF + ROPE) * size)
                 tma_load(kv_desc, [row, 0], left_ready.index(stage), k_left.index(stage))

@@ -61,19 +61,21 @@ def launch(
     block_table: Tensor,
     seq_lens: Tensor,
     scale: float,
+    kv_lora_rank: int,
     query_start_loc: Tensor | None,
     max_query_len: int,
     workspace: Tensor | None,
     kv_scale: Tensor | None,
     q_scale: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Attention into out [T, H, LATENT] and lse [T, H]; arguments as `Decode` in `attention/backends.py`."""
-    nowhere = seq_lens, seq_lens, 0, 1, 0
-    _launch(
-        kernel, q, kv_cache, block_table, seq_lens, scale, query_start_loc, max_query_len, workspace, kv_scale, q_scale, out, lse, *nowhere
-    )
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`dcpmla.mla_decode` in one launch, for the inputs that `backends` allows."""
+    out = q.new_empty(*q.shape[:2], kv_lora_rank, dtype=dtype)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    if len(q):
+        step = q, kv_cache, block_table, seq_lens, scale, query_start_loc, max_query_len, workspace
+        _launch(kernel, *step, kv_scale, q_scale, out, lse, seq_lens, seq_lens, 0, 1, 0)
+    return out, lse
 
 
 def launch_sender(
@@ -92,7 +94,7 @@ def launch_sender(
     rank: int,
     slot_bytes: int,
 ) -> None:
-    """Attention of one query token a request, whose rows of `dtype` go to the ranks that own their heads (`hopper_rows`)."""
+    """The same for one query token a request, whose rows of `dtype` go into the slots of the ranks that own their heads (`hopper_rows`)."""
     out, lse = q.new_empty(0, dtype=dtype), q.new_empty(0, dtype=torch.float32)  # they say the dtypes
     mail = addresses, state, rank, len(addresses), slot_bytes
     _launch(kernel, q, kv_cache, block_table, seq_lens, scale, None, 1, workspace, kv_scale, q_scale, out, lse, *mail)
@@ -126,13 +128,17 @@ def _launch(
     num_parts = max(1, num_programs(workspace, ROWS.value) // num_row_tiles)
     rows = q.reshape(num_tokens * num_heads, width)
     rows_per_block = kv_cache.stride(0) // kv_cache.stride(1)
-    num_rows = (kv_cache.shape[0] - 1) * rows_per_block + kv_cache.shape[1]
-    cache = kv_cache.as_strided((num_rows, width), (kv_cache.stride(1), 1))
+    keys: tuple[Any, Any]
+    if kv_cache.dtype == q.dtype:
+        num_rows = (kv_cache.shape[0] - 1) * rows_per_block + kv_cache.shape[1]
+        cache = kv_cache.as_strided((num_rows, width), (kv_cache.stride(1), 1))
+        keys = _tiles(cache, KEYS.value, HALF.value), _tiles(cache, KEYS.value, ROPE.value)
+    else:
+        keys = kv_cache.view(torch.int32), kv_cache.stride(1)
     kernel[(num_parts, num_row_tiles)](
         _tiles(rows, ROWS.value, HALF.value),
         _tiles(rows, ROWS.value, ROPE.value),
-        _tiles(cache, KEYS.value, HALF.value),
-        _tiles(cache, KEYS.value, ROPE.value),
+        *keys,
         block_table,
         seq_lens,
         seq_lens if query_start_loc is None else query_start_loc,

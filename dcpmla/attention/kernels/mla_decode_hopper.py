@@ -8,8 +8,6 @@ the same time, so the launch is cooperative.
 
 from functools import partial
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -87,27 +85,5 @@ def decode_kernel(
     )
 
 
-def mla_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    query_start_loc: Tensor | None,
-    max_query_len: int,
-    workspace: Tensor | None,
-    kv_scale: Tensor | None,
-    q_scale: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """`dcpmla.mla_decode` in one launch, for the inputs that `backends` allows."""
-    out = q.new_empty(*q.shape[:2], kv_lora_rank, dtype=dtype)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    if len(q):
-        step = q, kv_cache, block_table, seq_lens, scale, query_start_loc, max_query_len
-        launch(decode_kernel, *step, workspace, kv_scale, q_scale, out, lse)
-    return out, lse
-
-
+mla_decode = partial(launch, decode_kernel)
 send_mla_decode = partial(launch_sender, decode_kernel)

@@ -1,0 +1,157 @@
+"""The converter of Hopper's decode kernel over 8-bit caches: keys from memory, through registers, into shared memory in the queries' dtype.
+
+It takes the loader's place (`hopper_load`), with four warps. The other roles do not know the difference. A half of a tile is on its way
+from memory while the other half is converted.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from dcpmla.attention.kernels.hopper_load import NUM_STAGES, ROPE, find_row, tma_load
+from dcpmla.attention.kernels.hopper_merge import await_cut
+from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, find_request, next_begin
+
+TILE = gl.constexpr(32)  # words of a latent that share a scale in fp8_ds_mla
+TILES = gl.constexpr(4)  # of a latent
+SCALE_WORDS = gl.constexpr(4)
+# Bytes travel as words of four: a register each, not one for each byte. Keys x tiles x words, 16 bytes a thread.
+WORDS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [2, 2, 8], [4, 1, 1], [2, 1, 0]))
+ROPE_FP8 = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+ROPE_BF16 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _load_half(rows_ptr, row_words, half: gl.constexpr, is_there, IS_DS_MLA: gl.constexpr):
+    """Half of the latents of a tile of keys [KEYS, 2, TILE], and in fp8_ds_mla their scales [KEYS, 2]."""
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
+    tile = half * 2 + gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))
+    word = gl.arange(0, TILE, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
+    row = gl.expand_dims(key * row_words, 1)
+    at = gl.expand_dims(row + gl.expand_dims(tile * TILE, 0), 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
+    codes = gl.load(rows_ptr + at, mask=is_there, other=0)
+    scales = row
+    if IS_DS_MLA:
+        scales = gl.load(rows_ptr + (TILES * TILE + row + gl.expand_dims(tile, 0)), mask=is_there, other=0)
+    return codes, scales
+
+
+@gluon.jit
+def _load_rope(rows_ptr, row_words, is_there, IS_DS_MLA: gl.constexpr):
+    """The rope parts of a tile of keys [KEYS, N]: words of four e4m3, in fp8_ds_mla of two bfloat16."""
+    layout: gl.constexpr = ROPE_BF16 if IS_DS_MLA else ROPE_FP8
+    words: gl.constexpr = ROPE // 2 if IS_DS_MLA else ROPE // 4
+    rope_at: gl.constexpr = TILES * TILE + (SCALE_WORDS if IS_DS_MLA else 0)
+    key = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout)), 1)
+    word = gl.expand_dims(gl.arange(0, words, layout=gl.SliceLayout(0, layout)), 0)
+    return gl.load(rows_ptr + (rope_at + key * row_words + word), mask=is_there, other=0)
+
+
+@gluon.jit
+def _widen(codes):
+    """Words of four e4m3 -> their values in float32, each fourth one of a word."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 first, last;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 first, low;
+        cvt.rn.f16x2.e4m3x2 last, high;
+        mov.b32 {low, high}, first;
+        cvt.f32.f16 $0, low;
+        cvt.f32.f16 $1, high;
+        mov.b32 {low, high}, last;
+        cvt.f32.f16 $2, low;
+        cvt.f32.f16 $3, high;
+        }""",
+        "=f,=f,=f,=f,r",
+        [codes],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _store_codes(buffer, codes, scale):
+    """Words of e4m3 into a buffer [KEYS, N], times their scale, rounded once (`cache/formats.py`)."""
+    a, b, c, d = _widen(codes)
+    dtype: gl.constexpr = buffer.dtype
+    values = gl.join(gl.join((a * scale).to(dtype), (c * scale).to(dtype)), gl.join((b * scale).to(dtype), (d * scale).to(dtype)))
+    buffer.store(values.reshape(buffer.shape))
+
+
+@gluon.jit
+def _store_half(buffer, codes, scales, kv_scale, IS_DS_MLA: gl.constexpr):
+    if IS_DS_MLA:
+        kv_scale = gl.expand_dims(scales.to(gl.float32, bitcast=True), 2)
+    _store_codes(buffer, codes, kv_scale)
+
+
+@gluon.jit
+def _store_rope(buffer, words, kv_scale, IS_DS_MLA: gl.constexpr):
+    if IS_DS_MLA:
+        first, second = (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
+        buffer.store(gl.join(first.to(buffer.dtype), second.to(buffer.dtype)).reshape(buffer.shape))
+    else:
+        _store_codes(buffer, words, kv_scale)
+
+
+@gluon.jit
+def convert_role(
+    descs, cache, kv_scale_ptr, buffers, ready, free, paging, counters_ptr, work, row_tile, IS_RAGGED: gl.constexpr, IS_DS_MLA: gl.constexpr
+):
+    """A segment's queries, then its keys tile after tile into the stages that the others have freed."""
+    table_ptr, table_stride, rows_per_block, block_size = paging
+    q_desc, q_pe_desc = descs
+    cache_ptr, row_words = cache
+    q_left, q_right, q_pe, k_left, k_right, k_pe = buffers
+    q_ready, left_ready, right_ready, _, merge_ready = ready
+    q_free, left_free, right_free, _ = free
+    request, begin, start, end, _, granule, lens_ptr, start_ptr, query_len, num_heads = work
+    kv_scale = 1.0
+    if not IS_DS_MLA:
+        kv_scale = gl.load(kv_scale_ptr)
+    num_segments, num_loaded, last, last_begin = 0, 0, 0, 0
+    while start < end:
+        first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
+        stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), end)
+        if start < stop:
+            q_row = first * num_heads + row_tile * ROWS
+            table = table_ptr + request.to(gl.int64) * table_stride
+            tile, last_tile = start - begin, stop - begin - 1
+            rows_ptr = cache_ptr + find_row(tile, table, rows_per_block, block_size).to(gl.int64) * row_words
+            left, left_scales = _load_half(rows_ptr, row_words, 0, True, IS_DS_MLA)
+            rope = _load_rope(rows_ptr, row_words, True, IS_DS_MLA)
+            right, right_scales = _load_half(rows_ptr, row_words, 1, True, IS_DS_MLA)
+            mbarrier.wait(q_free, (num_segments & 1) ^ 1)
+            mbarrier.expect(q_ready, ROWS * (LATENT + ROPE) * 2)
+            tma_load(q_desc, [q_row, 0], q_ready, q_left.index(0))
+            tma_load(q_desc, [q_row, HALF], q_ready, q_right.index(0))
+            tma_load(q_pe_desc, [q_row, LATENT], q_ready, q_pe.index(0))
+            num_segments += 1
+            while tile <= last_tile:
+                is_next = tile < last_tile
+                following = find_row(gl.minimum(tile + 1, last_tile), table, rows_per_block, block_size)
+                rows_ptr = cache_ptr + following.to(gl.int64) * row_words
+                stage, phase = num_loaded % NUM_STAGES, (num_loaded // NUM_STAGES) & 1
+                mbarrier.wait(left_free.index(stage), phase ^ 1)
+                _store_half(k_left.index(stage), left, left_scales, kv_scale, IS_DS_MLA)
+                _store_rope(k_pe.index(stage), rope, kv_scale, IS_DS_MLA)
+                fence_async_shared()
+                mbarrier.arrive(left_ready.index(stage), count=1)
+                left, left_scales = _load_half(rows_ptr, row_words, 0, is_next, IS_DS_MLA)
+                rope = _load_rope(rows_ptr, row_words, is_next, IS_DS_MLA)
+                mbarrier.wait(right_free.index(stage), phase ^ 1)
+                _store_half(k_right.index(stage), right, right_scales, kv_scale, IS_DS_MLA)
+                fence_async_shared()
+                mbarrier.arrive(right_ready.index(stage), count=1)
+                right, right_scales = _load_half(rows_ptr, row_words, 1, is_next, IS_DS_MLA)
+                num_loaded += 1
+                tile += 1
+            last, last_begin = request, begin
+            start = stop
+        begin = next_begin(begin, num_keys, granule)
+        start = gl.maximum(start, begin)
+        request += 1
+    await_cut(last, last_begin, work, counters_ptr, merge_ready, row_tile, IS_RAGGED)

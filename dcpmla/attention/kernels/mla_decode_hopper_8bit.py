@@ -1,0 +1,86 @@
+"""Decode attention for Hopper over 8-bit caches with products in the queries' dtype: `mla_decode_hopper` with a converter for a loader."""
+
+from functools import partial
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from dcpmla.attention.kernels.hopper_convert import convert_role
+from dcpmla.attention.kernels.hopper_load import NUM_STAGES
+from dcpmla.attention.kernels.hopper_roles import help_role, score_role
+from dcpmla.attention.kernels.hopper_setup import find_outputs, launch, launch_sender, new_barriers, new_buffers
+from dcpmla.attention.kernels.hopper_split import KEYS, ROWS, cut, look_up_all
+
+
+# Sizes of a step come and go: a variant for each kind of number in these would be compiled while requests wait.
+@gluon.jit(do_not_specialize=["table_stride", "rows_per_block", "block_size", "num_reqs", "query_len", "num_heads", "rank", "num_rows"])
+def decode_kernel(
+    q_desc,
+    q_pe_desc,
+    cache_ptr,
+    row_bytes,
+    table_ptr,
+    lens_ptr,
+    start_ptr,
+    out_ptr,
+    lse_ptr,
+    counters_ptr,
+    partials_ptr,
+    kv_scale_ptr,
+    q_scale_ptr,
+    table_stride,
+    rows_per_block,
+    block_size,
+    num_reqs,
+    query_len,
+    num_heads,
+    scale,
+    addresses_ptr,
+    state_ptr,
+    rank,
+    own_heads,
+    num_rows,
+    slot_bytes,
+    REQS: gl.constexpr,
+    IS_RAGGED: gl.constexpr,
+    IS_SENT: gl.constexpr,
+):
+    """Programs (parts, tiles of query rows). scale includes log2(e). IS_SENT: rows go to their owners (`hopper_rows`), not to out, lse."""
+    row_tile = gl.program_id(1)
+    # What this reads is on its way while the barriers are set up.
+    num_tiles = look_up_all(lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED)
+    buffers = new_buffers(q_desc, q_pe_desc, NUM_STAGES)
+    probs = gl.allocate_shared_memory(q_desc.dtype, [ROWS, KEYS], q_pe_desc.layout)
+    factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    handed = (probs, factors)
+    # Of queries, of each stage's halves, of probabilities; of a part's first request and its last. Queries make room for the output.
+    q_ready, q_free = new_barriers(1, 1).index(0), new_barriers(1, 2).index(0)
+    left_ready, left_free = new_barriers(NUM_STAGES, 1), new_barriers(NUM_STAGES, 1)
+    right_ready, right_free = new_barriers(NUM_STAGES, 1), new_barriers(NUM_STAGES, 1)
+    probs_ready, probs_free = new_barriers(1, 1).index(0), new_barriers(1, 1).index(0)
+    merge_ready = new_barriers(2, 1)
+    fence_async_shared()
+    ready = (q_ready, left_ready, right_ready, probs_ready, merge_ready)
+    free = (q_free, left_free, right_free, probs_free)
+
+    work = cut(num_tiles, num_reqs) + (lens_ptr, start_ptr, query_len, num_heads)
+    mail = (addresses_ptr, state_ptr, rank, own_heads, num_rows, slot_bytes)
+    outputs = find_outputs(out_ptr, lse_ptr, counters_ptr, partials_ptr, mail, num_heads, IS_SENT)
+    is_ds_mla: gl.constexpr = kv_scale_ptr is None
+    descs = (q_desc, q_pe_desc)
+    cache = (cache_ptr, row_bytes // 4)
+    paging = (table_ptr, table_stride, rows_per_block, block_size)
+    gl.warp_specialize(
+        [
+            (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED, IS_SENT)),
+            (help_role, (buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED, IS_SENT)),
+            (convert_role, (descs, cache, kv_scale_ptr, buffers, ready, free, paging, counters_ptr, work, row_tile, IS_RAGGED, is_ds_mla)),
+        ],
+        [4, 4],
+        [192, 120],
+    )
+
+
+mla_decode = partial(launch, decode_kernel)
+send_mla_decode = partial(launch_sender, decode_kernel)
