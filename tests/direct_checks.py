@@ -131,7 +131,7 @@ def exchange_bytes(exchange: DirectExchange) -> None:
     gathered = exchange.gather_heads(q[:, 2 * rank : 2 * rank + 2].view(torch.float8_e4m3fn))
     assert gathered.dtype == torch.float8_e4m3fn
     assert torch.equal(gathered.view(torch.uint8), q)
-    rows = q.view(exchange.size, 6, 48)
+    rows = q.view(exchange.size, 6, 48)[..., :20]  # no whole number of 16 bytes: some latents' rows of fp8_ds_mla
     order = torch.arange(6 * exchange.size, device=exchange.device).flip(0)
     context = exchange.start_context(rows[rank], order, tokens_of_rows(order, 6, rank))()
     assert torch.equal(context, rows.flatten(0, 1).flip(0))

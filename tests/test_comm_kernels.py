@@ -123,6 +123,8 @@ def test_place_compiles_for_hopper(carrier: str, size: int) -> None:
         assert "st.global.v4.b32" in ptx
         assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
         assert ptx.count("atom.global.sys.release") == ptx.count("atom.global.sys.acquire") == 2
+    narrow = {"OPERATION": 2, "WIDTH": 196, "ROWS": 256, "COLUMNS": 4}  # 392 bytes: a latent of 256 as fp8_ds_mla
+    compile_for_hopper(place_kernel, {**DIRECT, "rows_ptr": f"*{carrier}", "places_ptr": "*i64"}, {**common, **narrow}, ALIGNED)
 
 
 def check_strides() -> None:

@@ -217,9 +217,10 @@ def place(
 ) -> None:
     """Store rows [N, D] in each rank's memory from slot_at on: row n as row places[n] there, not at all where that is -1.
 
-    Without places, rank r's row n as row n W + r. Returns, in stream order, when the rows of all ranks are there.
+    Without places, rank r's row n as row n W + r. Returns, in stream order, when the rows of all ranks are there. Any D goes: rows of
+    fp8_ds_mla are no whole number of 16 bytes for every latent.
     """
-    rank = enter("rows", rows, fault, timeout, group)
+    rank = enter("rows", rows, fault, timeout, group, alignment=1)
     num_rows, width = rows.shape
     columns = min(_PLACED, width & -width)  # the largest power of two that divides
     num_items = -(-num_rows * columns // _PLACED) * (width // columns)
@@ -253,9 +254,11 @@ def _(*_: object) -> None:
     return None
 
 
-def enter(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str) -> int:
+def enter(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str, alignment: int = _ALIGNMENT) -> int:
     """This rank in its group, if the exchange is sound and can carry the rows.
 
+    Args:
+        alignment: bytes that the width must be a multiple of.
     Raises:
         PeerFault: an exchange before this one has failed.
         ValueError: a dtype or a width that direct does not carry.
@@ -263,8 +266,8 @@ def enter(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: st
     raise_fault(fault, timeout, group_name)
     if rows.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {rows.dtype}; direct carries {', '.join(map(str, _DTYPES))}")
-    if rows.shape[-1] * rows.element_size() % _ALIGNMENT:
-        raise ValueError(f"{name} has rows of {rows.shape[-1]} {rows.dtype}; direct carries multiples of {_ALIGNMENT} bytes")
+    if rows.shape[-1] * rows.element_size() % alignment:
+        raise ValueError(f"{name} has rows of {rows.shape[-1]} {rows.dtype}; direct carries multiples of {alignment} bytes")
     return dist.get_rank(_group(group_name))
 
 
