@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, LatentCache, MLAAttention, init_mesh
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
 
@@ -43,6 +43,9 @@ def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
     engine = Engine(model, cache, dcp, mesh, 64, CHUNK, max_num_seqs=3)
     params, generator = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True), torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
+    engine.add(prompts[0][:1], params)
+    list(engine.run())  # a prompt of one token, and decodes behind it
+    scales = scales_of(model)
     first, again = [], []
     for requests, prompt in itertools.product((first, again), prompts):
         requests.append(engine.add(prompt, params, keep_logits=True))
@@ -50,9 +53,13 @@ def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
     assert [request.num_cached_tokens for request in again] == [0, 16, 32]
     assert [request.token_ids for request in again] == [request.token_ids for request in first]
     torch.testing.assert_close([request.logits for request in again], [request.logits for request in first], atol=1e-5, rtol=1e-5)
-    layers = [module for module in model._model.modules() if isinstance(module, MLAAttention)]
-    scales = [float(scale) for layer in layers for scale in (layer.kv_scale, layer.q_scale) if scale is not None]
+    assert scales_of(model) == scales  # what has been cached by them stays
     return [(request.token_ids, torch.stack(request.logits)) for request in first], scales
+
+
+def scales_of(model: ShardedModel) -> list[float]:
+    layers = [module for module in model._model.modules() if isinstance(module, MLAAttention)]
+    return [float(scale) for layer in layers for scale in (layer.kv_scale, layer.q_scale) if scale is not None]
 
 
 def error(got: Outcome, wanted: Outcome) -> float:

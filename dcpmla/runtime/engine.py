@@ -101,6 +101,7 @@ class Engine:
         self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs)
         self.stats = Stats()
         self._workspace = decode_workspace(model.device)
+        self._lacks_scales = dcp.calculate_kv_scales  # layers take them from the first prefill, before which nothing may be cached
         self.now = 0.0  # seconds on the first rank's clock when the last step ended
         self._started = time.monotonic()
         self._arriving: list[tuple[float, int, Request]] = []  # a heap by arrival time, then the order of the calls
@@ -237,7 +238,9 @@ class Engine:
 
     def _graph_of(self, step: Step) -> DecodeGraph | None:
         """The decode graph, if the step is one for it."""
-        if self.graph is None or len(step.pieces) > self.graph.batch_sizes[-1] or any(num > 1 for _, num in step.pieces):
+        if self.graph is None or self._lacks_scales:
+            return None
+        if len(step.pieces) > self.graph.batch_sizes[-1] or any(num > 1 for _, num in step.pieces):
             return None
         return self.graph
 
@@ -250,8 +253,10 @@ class Engine:
             dcp=self.dcp,
             dcp_rank=self.mesh.dcp_rank,
             device=self.model.device,
+            max_decode_query_len=0 if self._lacks_scales else 1,  # else a prompt of one token counts as a decode
             workspace=self._workspace,
         )
+        self._lacks_scales = False
         token_ids: list[int] = []
         last_rows, ready = [], []
         for request, num_tokens in step.pieces:
