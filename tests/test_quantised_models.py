@@ -1,11 +1,14 @@
 """Models over caches of 8 bits: against themselves without DCP, and against what errors of a rounding do to them without 8 bits."""
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import TestCase
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import VOCAB_SIZE, random_model
 from ranks import run_ranks
 from test_quantised_cache import FORMATS, config_of_layer, layout
@@ -80,7 +83,9 @@ def off_by_a_sixteenth(values: Tensor) -> Tensor:
 def check_models(directory: Path) -> list[float]:
     """Returns this rank's scales."""
     plain, _ = generate(directory, layout(2, 1, 1, ("auto", "auto")))
-    unscaled, _ = generate(directory, layout(2, 2, 1, ("fp8", "auto"), kv_cache_scale=1.0))
+    with TestCase().assertLogs("dcpmla.integrations.transformers") if dist.get_rank() == 0 else nullcontext() as log:
+        unscaled, _ = generate(directory, layout(2, 2, 1, ("fp8", "auto"), kv_cache_scale=None))
+    assert log is None or ["has no kv_scale, so 1 is taken" in line for line in log.output] == [True]
     with patch("dcpmla.cache.latent.encode", lambda kv_c, k_pe, *_: torch.cat([off_by_a_sixteenth(part) for part in (kv_c, k_pe)], -1)):
         noisy, _ = generate(directory, layout(2, 1, 1, ("auto", "auto")))
     all_scales = []

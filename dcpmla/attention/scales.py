@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.linear import Weight
 
@@ -40,6 +41,16 @@ def read_scale(weights: Mapping[str, Weight], names: tuple[str, ...]) -> float:
     if not 0 < scale < math.inf:
         raise ValueError(f"checkpoint: tensor {name} is {scale}; it must be a finite number above 0 (--kv-cache-scale gives another one)")
     return scale
+
+
+def missing_scales(weights: Mapping[str, Weight], dcp: DCPConfig) -> set[str]:
+    """Those of "kv_scale" and "q_scale" that are 1 for want of another source."""
+    if dcp.kv_cache_dtype != "fp8" or dcp.calculate_kv_scales:
+        return set()
+    wanted: dict[str, tuple[str, ...]] = {"kv_scale": KV_SCALE_NAMES} if dcp.kv_cache_scale is None else {}
+    if dcp.decode_query_dtype == "fp8":
+        wanted["q_scale"] = Q_SCALE_NAMES
+    return {scale for scale, names in wanted.items() if not any(name in weights for name in names)}
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ transformers loads the model and cuts MLPs and experts (skeleton.py). Self-atten
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.utils import is_kernels_available
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.metadata import StepMetadata
 from dcpmla.attention.rope import query_factor
+from dcpmla.attention.scales import missing_scales
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import Selection
@@ -29,6 +31,7 @@ from dcpmla.integrations.skeleton import Placeholder, load_skeleton
 from dcpmla.integrations.static_experts import static_experts
 from dcpmla.parallel.mesh import DCPMesh
 
+_logger = logging.getLogger(__name__)
 # transformers' classes for each architecture (MLA_MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another name.
 _CLASS_PREFIXES = {
     "deepseek_v2": "DeepseekV2",
@@ -217,13 +220,22 @@ def load_model(
     checkpoint = Checkpoint(directory, (block_size[0], block_size[1]))
     model = load_skeleton(directory, config, mesh, dtype, device, enable_expert_parallel)
     placeholders = [name for name, module in model.named_modules() if isinstance(module, Placeholder)]
+    missing: set[str] = set()
     for layer, name in enumerate(placeholders):
+        weights = checkpoint.weights(f"{name}.")
+        missing |= missing_scales(weights, dcp)
         attention = MLAAttention(attention_config, dcp, mesh, selection.exchange, model.dtype, device)
         try:
-            attention.load_weights(checkpoint.weights(f"{name}."))
+            attention.load_weights(weights)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         model.set_submodule(name, _ShardedSelfAttention(attention.eval(), layer))
+    if missing and mesh.tp_rank == 0:
+        _logger.warning(
+            "the checkpoint has no %s, so 1 is taken: e4m3 cuts off what is larger than 448 and loses what is smaller than 0.001 "
+            "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
+            " and no ".join(sorted(missing)),
+        )
     return ShardedModel(model, attention_config, len(placeholders), selection.exchange, device)
 
 
