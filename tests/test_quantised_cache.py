@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, dcp_mla_prefill, init_mesh, merge_partials, mla_decode
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.metadata import PrefillMetadata
-from dcpmla.attention.scales import KV_SCALE_NAMES, calculate_scale_, read_scale
+from dcpmla.attention.scales import KV_SCALE_NAMES, calculate_scale_, missing_scales, read_scale
 from dcpmla.cache.formats import FP8, decode, encode, row_width, storage_dtype, to_fp8
 from dcpmla.cache.latent import num_blocks, read_latents
 from dcpmla.comm.exchange import LocalExchange
@@ -145,6 +146,7 @@ def check_layers(size: int) -> None:
         check_layer(weights, config, layout(size, size, interleave, kv_format))
     if size == 2:
         check_calculated_scales(weights, config)
+        check_old_gpus(config)
         layer_module.PROJECT_FIRST_TOKENS = 2  # among the numbers of decodes in these steps
         for kv_format, q_replicate in itertools.product(FORMATS, (False, True)):
             changes = {"dcp_q_replicate": q_replicate, "dcp_project_before_merge": True, "dcp_comm_backend": "ag_rs"}
@@ -204,6 +206,16 @@ def check_calculated_scales(weights: dict[str, Tensor], config: MLAConfig) -> No
     nothing = torch.full((1,), 5.0)
     calculate_scale_(nothing, torch.zeros(3, 4), mesh.tp_group)
     assert float(nothing) == 1
+
+
+def check_old_gpus(config: MLAConfig) -> None:
+    """They are refused before anything is allocated."""
+    with patch("torch.cuda.get_device_capability", return_value=(8, 0)):
+        for name in ("fp8", "fp8_ds_mla"):
+            dcp, mesh = layout(2, 2, 1, (name, "auto")), init_mesh(2, 2)
+            message = rf"kv_cache_dtype \(--kv-cache-dtype\) is '{name}', which needs GPUs of compute capability 8.9; choose auto"
+            with pytest.raises(ValueError, match=message):
+                MLAAttention(config, dcp, mesh, LocalExchange(), torch.float32, "cuda")
 
 
 class AllRanks(LocalExchange):
@@ -280,6 +292,11 @@ def test_scales_of_a_checkpoint(tmp_path: Path) -> None:
     save_file({"a.attn.k_scale": torch.tensor(0.5), "b.k_proj.k_scale": torch.tensor([0.25])}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
     assert [read_scale(checkpoint.weights(prefix), KV_SCALE_NAMES) for prefix in ("a.", "b.", "c.")] == [0.5, 0.25, 1]
+    dcp = layout(1, 1, 1, ("fp8", "fp8"), kv_cache_scale=None)
+    for prefix, missing in (("a.", {"q_scale"}), ("c.", {"kv_scale", "q_scale"})):
+        assert missing_scales(checkpoint.weights(prefix), dcp) == missing
+        assert missing_scales(checkpoint.weights(prefix), dataclasses.replace(dcp, kv_cache_scale=0.5)) == {"q_scale"}
+        assert not missing_scales(checkpoint.weights(prefix), dataclasses.replace(dcp, calculate_kv_scales=True))
     for tensor, message in (
         (torch.ones(3), r"tensor k_scale has shape \(3,\); the scale of a layer is one number"),
         (torch.zeros(1), r"tensor k_scale is 0.0; it must be a finite number above 0"),

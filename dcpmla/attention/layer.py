@@ -1,23 +1,18 @@
 """The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.forward` reads top to bottom."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from dcpmla.attention.decode import dcp_mla_decode
-from dcpmla.attention.heads import held_heads
 from dcpmla.attention.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.attention.output_quant import OutputQuant, QuantizedOutput, quantize_parts
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, project_values, rotate_query_
-from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, calculate_scale_, new_scale, read_scale
-from dcpmla.cache.formats import is_quantised, row_width, storage_dtype
+from dcpmla.attention.scales import calculate_scale_
+from dcpmla.attention.weights import AttentionWeights
+from dcpmla.cache.formats import check_device, is_quantised, row_width, storage_dtype
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig
-from dcpmla.parallel.linear import RowParallelLinear, Weight, fill, read_weight, shard
 from dcpmla.parallel.mesh import DCPMesh
 
 # Decode tokens from which on dcp_project_before_merge pays: narrower rows against W_UV of all the group's heads to read.
@@ -27,10 +22,13 @@ PROJECT_FIRST_TOKENS = 64
 _SCALED_TOKENS = 1024
 
 
-class MLAAttention(nn.Module):
+class MLAAttention(AttentionWeights):
     """Multi-head Latent Attention: heads cut over the TP group, latent cache sharded over the DCP group.
 
     Dims: T tokens, h heads of this rank; P, R, V, L, Lq the nope, rope, value, latent and query-latent widths.
+
+    With dcp.calculate_kv_scales the first step with prefills sets the scales. Nothing may be cached before: give prompts of one token as
+    prefills then (`StepMetadata.build` with max_decode_query_len 0), as the engine does.
 
     Args:
         config: geometry of the whole layer, before any cut.
@@ -42,69 +40,19 @@ class MLAAttention(nn.Module):
         kv_scale, q_scale: float32 [1] of an fp8 cache, of fp8 queries (`dcpmla.attention.scales`); None without.
     Raises:
         ValueError: the heads do not divide by the TP size, dcp speaks of other sizes than the mesh has, or of a cache format that the
-            layer cannot have.
+            layer or the GPU cannot have.
     Source: DeepSeek-V2, section 2.1; names of the projections as in DeepSeek's checkpoints.
     """
-
-    kv_scale: Tensor | None
-    q_scale: Tensor | None
 
     def __init__(
         self, config: MLAConfig, dcp: DCPConfig, mesh: DCPMesh, exchange: Exchange, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        super().__init__()
-        if (dcp.tensor_parallel_size, dcp.decode_context_parallel_size) != (mesh.tp_size, mesh.dcp_size):
-            raise ValueError(
-                f"dcp is for tensor_parallel_size {dcp.tensor_parallel_size} and decode_context_parallel_size "
-                f"{dcp.decode_context_parallel_size}; the mesh has {mesh.tp_size} and {mesh.dcp_size}"
-            )
-        self.config, self.dcp, self.mesh, self.exchange = config, dcp, mesh, exchange
-        self.num_heads = config.heads_per_rank(mesh.tp_size)
-        self.q_heads = held_heads(mesh, self.num_heads, dcp.dcp_q_replicate)
-        self.kv_heads = held_heads(mesh, self.num_heads, dcp.dcp_q_replicate or dcp.dcp_project_before_merge)
-        self.cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
-        self.cache_width = row_width(self.cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
-        kv_scale = new_scale(dcp.kv_cache_scale, device) if dcp.kv_cache_dtype == "fp8" else None
-        self.register_buffer("kv_scale", kv_scale, persistent=False)
-        self.register_buffer("q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False)
+        cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
+        cache_width = row_width(cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
+        check_device(cache_dtype, torch.device(device))
+        super().__init__(config, dcp, mesh, dtype, device)
+        self.exchange, self.cache_dtype, self.cache_width = exchange, cache_dtype, cache_width
         self._lacks_scales = dcp.calculate_kv_scales
-        new: dict[str, Any] = {"dtype": dtype, "device": device}
-        q_dim = self.q_heads.count * config.qk_head_dim
-        if config.q_lora_rank is None:
-            self.q_proj = skip_init(nn.Linear, config.hidden_size, q_dim, bias=False, **new)
-            self.kv_a_proj = skip_init(nn.Linear, config.hidden_size, config.latent_dim, bias=config.attention_bias, **new)
-        else:
-            down_dim = config.q_lora_rank + config.latent_dim
-            self.fused_qkv_a_proj = skip_init(nn.Linear, config.hidden_size, down_dim, bias=config.attention_bias, **new)
-            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
-            self.q_b_proj = skip_init(nn.Linear, config.q_lora_rank, q_dim, bias=False, **new)
-        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
-        kv_b_shape = (self.kv_heads.count, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
-        self.w_kv_b = nn.Parameter(torch.empty(kv_b_shape, **new))
-        self.o_proj = skip_init(
-            RowParallelLinear, config.num_heads * config.v_head_dim, config.hidden_size, config.attention_bias, mesh.tp_group, **new
-        )
-
-    @property
-    def query_proj(self) -> nn.Linear:
-        """Makes queries from q_c, or from hidden states in a model that does not compress them."""
-        return self.q_proj if self.config.q_lora_rank is None else self.q_b_proj
-
-    @property
-    def w_uk(self) -> Tensor:
-        """[h, P, L], absorbed into decode's queries; [W h, P, L] with dcp_q_replicate."""
-        heads = slice(None) if self.dcp.dcp_q_replicate else self.kv_heads.own
-        return self.w_kv_b[heads, : self.config.qk_nope_head_dim]
-
-    @property
-    def w_uv(self) -> Tensor:
-        """[h, V, L], applied to the merged output."""
-        return self.w_kv_b[self.kv_heads.own, self.config.qk_nope_head_dim :]
-
-    @property
-    def w_uv_group(self) -> Tensor:
-        """[W h, V, L] with dcp_project_before_merge, applied to this rank's partial output."""
-        return self.w_kv_b[:, self.config.qk_nope_head_dim :]
 
     def forward(
         self,
@@ -248,42 +196,6 @@ class MLAAttention(nn.Module):
         self.exchange.reserve_context(tokens, self.cache_width, self.cache_dtype, hidden_states.device)
         del keys_values, latents  # held until here, beside what the exchange takes: the allocator's peak is what counts
         return torch.zeros_like(hidden_states)
-
-    def load_weights(self, weights: Mapping[str, Weight]) -> None:
-        """Read this rank's part of every parameter.
-
-        Args:
-            weights: whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the slices that this
-                rank needs are taken from them.
-        Raises:
-            ValueError: a weight is missing or has another shape than the config asks for; a scale that is none (`read_scale`).
-        """
-        config, tp_group = self.config, self.mesh.tp_group
-        hidden, rank = config.hidden_size, config.kv_lora_rank
-        kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim
-        whole = slice(None)
-        down = {"kv_a_proj_with_mqa": config.latent_dim}
-        if config.q_lora_rank is None:
-            down_proj, q_name = self.kv_a_proj, "q_proj.weight"
-        else:
-            down = {"q_a_proj": config.q_lora_rank, **down}
-            down_proj, q_name = self.fused_qkv_a_proj, "q_b_proj.weight"
-            fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
-        q_shape = (config.num_heads * config.qk_head_dim, self.query_proj.in_features)
-        fill(self.query_proj.weight, read_weight(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim), whole))
-        fill(down_proj.weight, *(read_weight(weights, f"{name}.weight", (rows, hidden), whole, whole) for name, rows in down.items()))
-        fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
-        kv_b_shape = (config.num_heads * kv_b_width, rank)
-        kv_b = read_weight(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width), whole)
-        fill(self.w_kv_b, kv_b.unflatten(0, self.w_kv_b.shape[:2]))
-        fill(self.o_proj.weight, read_weight(weights, "o_proj.weight", (hidden, o_cols), whole, shard(o_cols, tp_group)))
-        if self.kv_scale is not None and self.dcp.kv_cache_scale is None:
-            self.kv_scale.fill_(read_scale(weights, KV_SCALE_NAMES))
-        if self.q_scale is not None:
-            self.q_scale.fill_(read_scale(weights, Q_SCALE_NAMES))
-        if config.attention_bias:
-            fill(down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
-            fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
 
     def _check(
         self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None, query_factor: Tensor | None

@@ -53,6 +53,14 @@ def is_quantised(storage: torch.dtype) -> bool:
     return storage in (FP8, torch.uint8)
 
 
+def check_device(storage: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for an 8-bit format on a GPU whose kernels cannot convert e4m3."""
+    if is_quantised(storage) and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(
+            f"kv_cache_dtype (--kv-cache-dtype) is {format_name(storage)!r}, which needs GPUs of compute capability 8.9; choose auto"
+        )
+
+
 def encode(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
     """Latents -> cache rows [N, row_width].
 
