@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -224,6 +225,27 @@ def test_decode_names_the_wrong_shape(argument: str, value: Tensor, expected: st
 def test_decode_names_a_wrong_workspace(workspace: Tensor) -> None:
     with pytest.raises(ValueError, match=f"^workspace is {workspace.dtype} .* on {workspace.device}; it comes from decode_workspace"):
         mla_decode(**{**decode_arguments(), "workspace": workspace})
+
+
+def test_decode_names_dtypes_and_scales_that_do_not_belong() -> None:
+    e4m3, one = torch.float8_e4m3fn, torch.ones(1)
+    fp8_cache = {**decode_arguments(), "kv_cache": torch.zeros(4, 8, L + R).to(e4m3), "kv_scale": one}
+    fp8 = {**fp8_cache, "q": torch.zeros(2, 3, L + R).to(e4m3), "q_scale": one, "dtype": torch.float32}
+    alone = "e4m3 queries, and they alone, go with an fp8 cache, q_scale and the output's dtype"
+    assert mla_decode(**fp8)[0].dtype == torch.float32
+    for arguments, message in (
+        ({**fp8, "q_scale": None}, f"q has dtype {e4m3}, kv_cache {e4m3}, q_scale is missing and dtype is torch.float32; {alone}"),
+        ({**fp8, "dtype": None}, f"q has dtype {e4m3}, kv_cache {e4m3}, q_scale is given and dtype is None; {alone}"),
+        ({**fp8, "kv_cache": torch.zeros(4, 8, L + R), "kv_scale": None}, f"q has dtype {e4m3}, kv_cache torch.float32, q_scale is given"),
+        ({**fp8_cache, "q_scale": one}, "q has dtype torch.float32, q_scale is given and dtype is None"),
+        ({**fp8_cache, "dtype": torch.bfloat16}, "q has dtype torch.float32, q_scale is missing and dtype is torch.bfloat16"),
+        ({**fp8_cache, "kv_scale": None}, f"kv_scale is missing for a cache of {e4m3}"),
+        ({**fp8_cache, "kv_scale": one.to("meta")}, "kv_scale is on meta; it must be on q's device, cpu"),
+        ({**fp8, "q_scale": one.to("meta")}, "q_scale is on meta; it must be on q's device, cpu"),
+        ({**fp8, "q_scale": torch.ones(2)}, "q_scale is torch.float32 (2,); expected torch.float32 of one element"),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            mla_decode(**arguments)
 
 
 @pytest.mark.parametrize("kv_lora_rank", [0, -1, L + R + 1])

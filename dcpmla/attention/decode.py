@@ -100,6 +100,9 @@ def _check(
 def _check_dtypes(q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, q_scale: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
     """The output's dtype."""
     formats.check_kv_scale(kv_cache.dtype, kv_scale)
+    for name, number in (("kv_scale", kv_scale), ("q_scale", q_scale)):
+        if number is not None and number.device != q.device:
+            raise ValueError(f"{name} is on {number.device}; it must be on q's device, {q.device}: kernels read it there")
     given = "missing" if q_scale is None else "given"
     if q.dtype != formats.FP8:
         if q_scale is not None or dtype not in (None, q.dtype):
