@@ -350,6 +350,7 @@ def test_the_hopper_kernels_compile(q: str, cache: str, is_ragged: bool, is_sent
     types |= {name: "*fp32" for name, dtype in (("q_scale_ptr", q), ("kv_scale_ptr", cache)) if dtype == "fp8e4nv"}
     constants: dict[str, Any] = {"REQS": 32, "IS_RAGGED": is_ragged, "IS_SENT": is_sent}
     constants |= {name: None for name in ("q_scale_ptr", "kv_scale_ptr") if name not in types}
+    constants |= {} if q == cache else {"ROW_BYTES": 656 if cache == "u8" else 576}
     kernels = mla_decode_hopper if q == cache else mla_decode_hopper_8bit
     kernel = (mla_decode_hopper_fp8 if is_fp8 else kernels).decode_kernel
     ptx = compile_for_hopper(kernel, GluonASTSource, types, constants, num_warps=4)

@@ -19,7 +19,7 @@ def decode_kernel(
     q_desc,
     q_pe_desc,
     cache_ptr,
-    row_bytes,
+    ROW_BYTES: gl.constexpr,
     table_ptr,
     lens_ptr,
     start_ptr,
@@ -69,13 +69,30 @@ def decode_kernel(
     outputs = find_outputs(out_ptr, lse_ptr, counters_ptr, partials_ptr, mail, num_heads, IS_SENT)
     is_ds_mla: gl.constexpr = kv_scale_ptr is None
     descs = (q_desc, q_pe_desc)
-    cache = (cache_ptr, row_bytes // 4)
+    row_words: gl.constexpr = ROW_BYTES // 4
     paging = (table_ptr, table_stride, rows_per_block, block_size)
     gl.warp_specialize(
         [
             (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED, IS_SENT)),
             (help_role, (buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED, IS_SENT)),
-            (convert_role, (descs, cache, kv_scale_ptr, buffers, ready, free, paging, counters_ptr, work, row_tile, IS_RAGGED, is_ds_mla)),
+            (
+                convert_role,
+                (
+                    descs,
+                    cache_ptr,
+                    kv_scale_ptr,
+                    buffers,
+                    ready,
+                    free,
+                    paging,
+                    counters_ptr,
+                    work,
+                    row_tile,
+                    IS_RAGGED,
+                    is_ds_mla,
+                    row_words,
+                ),
+            ),
         ],
         [4, 4],
         [192, 120],

@@ -89,7 +89,8 @@ def _store(
         if GROUP == _NVFP4:
             global_scale = tl.load(scale_ptr)
             s = tl.minimum(tl.div_rn(global_scale * amax, 6.0), _FP8_MAX).to(tl.float8e4nv)
-            wide = s.to(tl.float32)
+            # Its exponent and mantissa are float32's but for the bias. (Triton 3.6 mixes up what it widens where a thread has two of them.)
+            wide = (s.to(tl.int8, bitcast=True).to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
             factor = tl.where(wide == 0.0, 0.0, tl.div_rn(global_scale, wide))
             # A sum of two: Triton 3.6 splits tiles of some layouts into the wrong halves.
             pairs = _fp4_code(x * factor[:, :, None]).reshape(ROWS, COLUMNS // 2, 2)
