@@ -38,6 +38,7 @@ def test_without_graphs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     for row in content["rows"]:
         assert row["tokens_per_second"] * row["median_us"] == pytest.approx(row["batch"] * 1e6, rel=0.05)
         expected = {"model": model.name, "tp": 1, "dcp": 1, "dtype": "float32", "input_len": 9, "output_len": 6, "block_size": 8}
+        expected |= {"kv_cache_dtype": "float32", "decode_query_dtype": "auto"}
         assert {name: row[name] for name in expected} == expected
     assert plot.read_bytes().startswith(b"\x89PNG\r\n")
     assert "     3  " in capsys.readouterr().out

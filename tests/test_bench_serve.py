@@ -173,6 +173,7 @@ def test_one_process(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     check_row(row, seed=3)
     expected = {"tp": 1, "dcp": 1, "dcp_comm_backend": "none", "request_rate": 8.0, "num_requests": 12, "input_lens": [16, 60]}
     expected |= {"output_lens": [4, 20], "seed": 3, "dtype": "float32", "model": model.name, "num_cached_tokens": 0}
+    expected |= {"kv_cache_dtype": "float32", "decode_query_dtype": "auto"}
     assert {name: row[name] for name in expected} == expected
     token_bytes = 2 * (16 + 8) * 4  # layers, latent and rope widths, float32
     assert row["kv_tokens_total"] == 100_000 // (8 * token_bytes) * 8

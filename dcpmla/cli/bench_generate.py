@@ -126,7 +126,8 @@ def _slowest(seconds: Sequence[float], engine: Engine) -> float:
 
 
 def _parameters(args: argparse.Namespace, engine: Engine) -> Row:
-    names = ["dcp_q_replicate", "dcp_project_before_merge", "enable_expert_parallel", "block_size", "input_len", "output_len", "seed"]
+    names = ["decode_query_dtype", "dcp_q_replicate", "dcp_project_before_merge", "enable_expert_parallel"]
+    names += ["block_size", "input_len", "output_len", "seed"]
     return {
         "model": Path(args.model).name,  # where it lies is nobody's business
         "tp": engine.mesh.tp_size,

@@ -86,8 +86,9 @@ def _measure(args: argparse.Namespace, job: Job, dcp: DCPConfig, dcps: Sequence[
 
 
 def _parameters(args: argparse.Namespace, dcp: DCPConfig, engine: Engine) -> dict[str, object]:
-    names = ["block_size", "cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "enable_expert_parallel"]
-    names += ["max_num_batched_tokens", "max_num_seqs", "enforce_eager", "num_requests", "input_lens", "output_lens", "seed"]
+    names = ["block_size", "cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "decode_query_dtype"]
+    names += ["enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs", "enforce_eager"]
+    names += ["num_requests", "input_lens", "output_lens", "seed"]
     return {
         "model": Path(args.model).name,  # where it lies is nobody's business
         "tp": dcp.tensor_parallel_size,

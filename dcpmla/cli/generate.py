@@ -145,6 +145,7 @@ def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request
                 "decode_context_parallel_size": engine.mesh.dcp_size,
                 "dtype": str(engine.model.dtype).removeprefix("torch."),
                 "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
+                "decode_query_dtype": args.decode_query_dtype,
                 "device": engine.model.device.type,
                 **asdict(engine.stats),
             },
