@@ -18,7 +18,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 
 from dcpmla.attention.fusion import OutputQuantFusion
-from dcpmla.attention.output_quant import quantize_fp8, quantize_fp8_groups, quantize_nvfp4
+from dcpmla.attention.output_ops import quantize_fp8, quantize_fp8_groups, quantize_nvfp4
 from dcpmla.attention.projections import project_values
 
 FP8 = torch.float8_e4m3fn

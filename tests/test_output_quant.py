@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dcpmla.__main__ import main
 from dcpmla.attention import layer as layer_module
-from dcpmla.attention import output_quant
+from dcpmla.attention import output_ops
 from dcpmla.attention.output_quant import OutputQuant, quantize_parts
 from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
@@ -67,10 +67,10 @@ def test_fp8_byte_for_byte() -> None:
     ties = (numbers[1:] + numbers[:-1]) / 2
     x = torch.cat([randn(3000) * 10 ** randn(3000, seed=1), torch.tensor([0.0, -0.0, 1e30, -1e30, 464, 465, 2**-10]), ties * 0.013])[None]
     for scale in (1.0, 0.013, 700.0):
-        inverse, values = np.float32(1) / np.float32(scale), output_quant.quantize_fp8(x, torch.tensor([scale]))
+        inverse, values = np.float32(1) / np.float32(scale), output_ops.quantize_fp8(x, torch.tensor([scale]))
         assert np.array_equal(codes(values).numpy(), e4m3(x.numpy() * inverse))
         assert (scale != 0.013) == np.array_equal(codes(values).numpy(), e4m3(x.numpy() / np.float32(scale)))
-        half = output_quant.quantize_fp8(x.bfloat16(), torch.tensor(scale))
+        half = output_ops.quantize_fp8(x.bfloat16(), torch.tensor(scale))
         assert np.array_equal(codes(half).numpy(), e4m3(x.bfloat16().float().numpy() * inverse))
 
 
@@ -82,7 +82,7 @@ def test_groups_byte_for_byte(size: int) -> None:
     s = np.maximum(np.abs(groups).max(-1), np.float32(1e-10)) / np.float32(448)
     for ue8m0, layout in itertools.product((False, True), ("row", "column", "tma")):
         scales = np.array([[next(2.0**e for e in range(-60, 60) if 2.0**e >= one) for one in row] for row in s]) if ue8m0 else s
-        values, got = output_quant.quantize_fp8_groups(x, size, layout, ue8m0)
+        values, got = output_ops.quantize_fp8_groups(x, size, layout, ue8m0)
         assert np.array_equal(got.numpy(), scales)
         assert np.array_equal(codes(values).numpy(), e4m3(groups / scales[..., None].astype(np.float32)).reshape(5, -1))
         assert got.stride() == {"row": (384 // size, 1), "column": (1, 5), "tma": (1, 8)}[layout]
@@ -96,7 +96,7 @@ def test_ue8m0_is_exact_at_powers_of_two_and_beside_them() -> None:
     )
     x = torch.zeros(3 * len(powers), 64)
     x[:, 5] = -amax.flatten()
-    _, scales = output_quant.quantize_fp8_groups(x, 64, "row", True)
+    _, scales = output_ops.quantize_fp8_groups(x, 64, "row", True)
     s = amax / 448  # beside a power of two a division may round to it
     assert torch.equal(scales.view(3, -1), torch.where(s > powers, 2 * powers, powers))
     assert (s[2] > powers).any()
@@ -107,7 +107,7 @@ def test_ue8m0_is_exact_at_powers_of_two_and_beside_them() -> None:
 def test_error_of_groups(seed: int, size: int, ue8m0: bool, exponent: float, dtype: torch.dtype) -> None:
     """Half a unit of e4m3's last place: 1 / 16 of a value, or half the smallest step of its group; nothing is cut off."""
     x = (randn(3, 256, seed=seed) * 10**exponent).to(dtype)
-    values, scales = output_quant.quantize_fp8_groups(x, size, "row", ue8m0)
+    values, scales = output_ops.quantize_fp8_groups(x, size, "row", ue8m0)
     s = scales.repeat_interleave(size, 1)
     assert ((values.float() * s - x.float()).abs() <= (x.float().abs() / 16).maximum(s * 2**-10) * (1 + 1e-6)).all()
     amax = x.float().abs().unflatten(1, (-1, size)).amax(-1)
@@ -130,7 +130,7 @@ def test_nvfp4_byte_for_byte(rows: int, columns: int) -> None:
         x[1], x[2, :16], x[3, :16] = 0, 1e-6, 1e4  # scales of 0, of less than e4m3 holds, of more
         ties = torch.tensor(TIES)
         x[4, :32] = torch.cat([ties, -ties]) / g
-    values, scales = output_quant.quantize_nvfp4(x, torch.tensor([g]))
+    values, scales = output_ops.quantize_nvfp4(x, torch.tensor([g]))
     groups = x.numpy().reshape(rows, columns // 16, 16)
     s = e4m3(g * np.abs(groups).max(-1, initial=0) / np.float32(6))
     wide = torch.from_numpy(s).view(FP8).float().numpy()
@@ -174,21 +174,19 @@ def test_parts_and_fused_operators_are_the_quantised_whole() -> None:
 def unfused(x: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor]:
     """By the operators that take rows."""
     if quant.kind == "fp8_groups":
-        return output_quant.quantize_fp8_groups(x, quant.group_size, quant.scale_layout, quant.ue8m0)
+        return output_ops.quantize_fp8_groups(x, quant.group_size, quant.scale_layout, quant.ue8m0)
     assert quant.scale is not None
-    return (
-        output_quant.quantize_nvfp4(x, quant.scale) if quant.kind == "nvfp4" else (output_quant.quantize_fp8(x, quant.scale), quant.scale)
-    )
+    return output_ops.quantize_nvfp4(x, quant.scale) if quant.kind == "nvfp4" else (output_ops.quantize_fp8(x, quant.scale), quant.scale)
 
 
 def fused(out: Tensor, w_uv: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor]:
     """By the operators behind W_UV."""
     if quant.kind == "fp8_groups":
-        return output_quant.project_values_fp8_groups(out, w_uv, quant.group_size, quant.scale_layout, quant.ue8m0)
+        return output_ops.project_values_fp8_groups(out, w_uv, quant.group_size, quant.scale_layout, quant.ue8m0)
     assert quant.scale is not None
     if quant.kind == "nvfp4":
-        return output_quant.project_values_nvfp4(out, w_uv, quant.scale)
-    return output_quant.project_values_fp8(out, w_uv, quant.scale), quant.scale
+        return output_ops.project_values_nvfp4(out, w_uv, quant.scale)
+    return output_ops.project_values_fp8(out, w_uv, quant.scale), quant.scale
 
 
 def move(x: Tensor, device: str) -> Tensor:
@@ -350,12 +348,12 @@ def test_operators() -> None:
         parts, w_uv = parts_case(torch.float32, num_tokens, 2, 24, 128)
         x, groups = project_values(parts[0], w_uv), (quant.group_size, quant.scale_layout, quant.ue8m0)
         more: tuple[Any, ...] = groups if quant.scale is None else (quant.scale,)
-        torch.library.opcheck(getattr(output_quant, f"quantize_{quant.kind}"), (x, *more))
-        torch.library.opcheck(getattr(output_quant, f"project_values_{quant.kind}"), (parts[0], w_uv, *more))
+        torch.library.opcheck(getattr(output_ops, f"quantize_{quant.kind}"), (x, *more))
+        torch.library.opcheck(getattr(output_ops, f"project_values_{quant.kind}"), (parts[0], w_uv, *more))
         result = quant.empty(num_tokens, 256, x.device)
         into = 0, result.values, None if quant.kind == "fp8" else result.scales, quant.scale, quant.ue8m0
-        torch.library.opcheck(output_quant.quantize_rows_, (x, *into), test_utils=in_place)
-        torch.library.opcheck(output_quant.project_rows_, (parts[0], w_uv, *into), test_utils=in_place)
+        torch.library.opcheck(output_ops.quantize_rows_, (x, *into), test_utils=in_place)
+        torch.library.opcheck(output_ops.project_rows_, (parts[0], w_uv, *into), test_utils=in_place)
 
 
 def check_layer() -> None:
@@ -403,27 +401,27 @@ SCALE, OUT, W_UV = torch.ones(1), torch.zeros(3, 2, 24), torch.zeros(2, 96, 24)
         (lambda: OutputQuant(kind="fp8_groups", scale=SCALE), "scale is given for kind 'fp8_groups'"),
         (lambda: OutputQuant(kind="fp8_groups", group_size=32), "group_size is 32; choose one of 64, 128"),
         (lambda: OutputQuant(kind="fp8_groups", scale_layout="col"), "scale_layout is 'col'; choose one of row, column, tma"),
-        (lambda: output_quant.quantize_fp8(OUT, SCALE), r"x is torch.float32 \(3, 2, 24\); expected \[T, N\] of bfloat16, float16 or"),
-        (lambda: output_quant.quantize_fp8(OUT[0].double(), SCALE), r"x is torch.float64 \(2, 24\); expected \[T, N\] of bfloat16"),
-        (lambda: output_quant.quantize_fp8(OUT[0], torch.ones(3, 2)), r"scale is torch.float32 \(3, 2\) on cpu; expected"),
-        (lambda: output_quant.quantize_fp8(OUT[0], SCALE.to("meta")), r"scale is torch.float32 \(1,\) on meta; expected .* on cpu"),
-        (lambda: output_quant.quantize_nvfp4(OUT[0], SCALE), "x has 24 columns; groups of 16 must divide them"),
-        (lambda: output_quant.quantize_nvfp4(W_UV[0].T, SCALE.double()), r"global_scale is torch.float64 \(1,\)"),
-        (lambda: output_quant.quantize_fp8_groups(W_UV[:, :, 0], 64, "row", False), "x has 96 columns; groups of 64 must divide them"),
-        (lambda: output_quant.quantize_fp8_groups(W_UV[0], 16, "row", False), "group_size is 16; choose one of 64, 128"),
+        (lambda: output_ops.quantize_fp8(OUT, SCALE), r"x is torch.float32 \(3, 2, 24\); expected \[T, N\] of bfloat16, float16 or"),
+        (lambda: output_ops.quantize_fp8(OUT[0].double(), SCALE), r"x is torch.float64 \(2, 24\); expected \[T, N\] of bfloat16"),
+        (lambda: output_ops.quantize_fp8(OUT[0], torch.ones(3, 2)), r"scale is torch.float32 \(3, 2\) on cpu; expected"),
+        (lambda: output_ops.quantize_fp8(OUT[0], SCALE.to("meta")), r"scale is torch.float32 \(1,\) on meta; expected .* on cpu"),
+        (lambda: output_ops.quantize_nvfp4(OUT[0], SCALE), "x has 24 columns; groups of 16 must divide them"),
+        (lambda: output_ops.quantize_nvfp4(W_UV[0].T, SCALE.double()), r"global_scale is torch.float64 \(1,\)"),
+        (lambda: output_ops.quantize_fp8_groups(W_UV[:, :, 0], 64, "row", False), "x has 96 columns; groups of 64 must divide them"),
+        (lambda: output_ops.quantize_fp8_groups(W_UV[0], 16, "row", False), "group_size is 16; choose one of 64, 128"),
         (
-            lambda: output_quant.project_values_fp8(OUT, W_UV[:1], SCALE),
+            lambda: output_ops.project_values_fp8(OUT, W_UV[:1], SCALE),
             r"out has shape \(3, 2, 24\), w_uv \(1, 96, 24\); expected \[T, h, L\]",
         ),
         (
-            lambda: output_quant.project_values_fp8(OUT, W_UV.half(), SCALE),
+            lambda: output_ops.project_values_fp8(OUT, W_UV.half(), SCALE),
             "out is torch.float32, w_uv torch.float16; expected both in one of",
         ),
         (
-            lambda: output_quant.project_values_fp8_groups(OUT, W_UV, 64, "row", False),
+            lambda: output_ops.project_values_fp8_groups(OUT, W_UV, 64, "row", False),
             "w_uv has 96 rows for a head; groups of 64 must divide them, so that none crosses heads",
         ),
-        (lambda: output_quant.project_values_nvfp4(OUT, W_UV[:, :24], SCALE), "w_uv has 24 rows for a head; groups of 16 must"),
+        (lambda: output_ops.project_values_nvfp4(OUT, W_UV[:, :24], SCALE), "w_uv has 24 rows for a head; groups of 16 must"),
         (lambda: quantize_parts([OUT], W_UV, OutputQuant(kind="fp8_groups")), "w_uv has 96 rows for a head; groups of 128 must"),
     ],
 )

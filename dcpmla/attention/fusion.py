@@ -24,7 +24,7 @@ from torch._inductor.pattern_matcher import (
 )
 from torch.fx import Graph, Node, map_arg
 
-from dcpmla.attention import output_quant  # noqa: F401  (registers the operators)
+from dcpmla.attention import output_ops  # noqa: F401  (registers the operators)
 from dcpmla.cache.formats import FP8, FP8_MAX
 
 _logger = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ _aten, _prims, _ours = torch.ops.aten, torch.ops.prims, torch.ops.dcpmla
 class OutputQuantFusion(CustomGraphPass):
     """Rewrite `project_values` and the quantisation behind it to the operator that does both, in every layer of a graph.
 
-    Quantisations: `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output_quant.py`, and the first of them in plain
+    Quantisations: `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output_ops.py`, and the first of them in plain
     torch: `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, also where a reshape stands between.
 
-    Results are those of the model without the pass, as far as `attention/output_quant.py` promises. So it leaves alone what rounds in
+    Results are those of the model without the pass, as far as `attention/output_ops.py` promises. So it leaves alone what rounds in
     another way (`values / scale`), values that something else reads too, values joined with others (prefill's, padding), and groups that
     would cross heads.
 

@@ -203,7 +203,7 @@ TILINGS = (Tiling(16, 128, 4, 5), Tiling(32, 128, 4, 5), Tiling(64, 64, 4, 4), T
 
 
 def quantize_rows(x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool) -> None:
-    """`output_quant.quantize_rows_` in one kernel."""
+    """`output_ops.quantize_rows_` in one kernel."""
     num_rows, width = x.shape
     if num_rows == 0:
         return
@@ -229,7 +229,7 @@ def quantize_rows(x: Tensor, first_row: int, values: Tensor, scales: Tensor | No
 def project_rows(
     out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
 ) -> None:
-    """`output_quant.project_rows_` in one kernel."""
+    """`output_ops.project_rows_` in one kernel."""
     (num_tokens, num_heads, rank), value = out.shape, w_uv.shape[1]
     if num_tokens == 0:
         return
