@@ -16,8 +16,8 @@ TILE = gl.constexpr(32)  # words of a latent that share a scale in fp8_ds_mla
 TILES = gl.constexpr(4)  # of a latent
 SCALE_WORDS = gl.constexpr(4)
 # Bytes travel as words of four: a register each, not one for each byte. Keys (a register's, then a thread's) x tiles x words: 16 bytes a
-# thread, and addresses that differ by constants within one.
-WORDS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 2, 8], [1, 4, 1, 1], [3, 2, 1, 0]))
+# thread and load, addresses that differ by constants within one.
+WORDS = gl.constexpr(gl.BlockedLayout([1, 1, 2, 2], [1, 2, 1, 16], [1, 4, 1, 1], [3, 2, 1, 0]))
 ROPE_FP8 = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, 4, 1], [2, 1, 0]))
 ROPE_BF16 = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 4, 8], [1, 4, 1], [2, 1, 0]))
 POINTS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))

@@ -34,6 +34,15 @@ def _divide(x, s):
 
 
 @triton.jit
+def _round_as_fp8(x):
+    """Numbers from 0 to 448 rounded to those that e4m3 has, in float32."""
+    small = (x + 16384.0) - 16384.0  # float32 next to 2^14 has e4m3's smallest step, 2^-9
+    bits = x.to(tl.int32, bitcast=True)
+    large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(x < 0.015625, small, large)
+
+
+@triton.jit
 def _fp4_code(x):
     """The code of the nearest e2m1, ties to the even one: 3 bits of size behind the sign's."""
     size = tl.minimum(tl.abs(x), 6.0)
@@ -76,34 +85,33 @@ def _store(
     COLUMNS: tl.constexpr = x.shape[1]
     PACKED: tl.constexpr = 2 if GROUP == _NVFP4 else 1
     row = first + tl.arange(0, ROWS)[:, None]
-    is_row = row < end
+    is_row, is_last = row < end, first + ROWS >= end
     column = tl.arange(0, COLUMNS // PACKED)[None, :]
     if GROUP == 1:
         codes = _to_fp8(x * tl.div_rn(1.0, tl.load(scale_ptr)))
     else:
-        x = x.reshape(ROWS, COLUMNS // GROUP, GROUP)
-        amax = tl.max(tl.abs(x), 2)
         group = tl.arange(0, COLUMNS // GROUP)[None, :]
         is_group = group < num_columns // GROUP
         group += first_column // GROUP
         if GROUP == _NVFP4:
+            # Columns of one byte are parted first: parted later, as codes, Triton 3.6 mixes them up in some layouts.
+            low, high = tl.split(x.reshape(ROWS, COLUMNS // 2, 2))
+            low, high = low.reshape(ROWS, COLUMNS // GROUP, GROUP // 2), high.reshape(ROWS, COLUMNS // GROUP, GROUP // 2)
+            amax = tl.maximum(tl.max(tl.abs(low), 2), tl.max(tl.abs(high), 2))
             global_scale = tl.load(scale_ptr)
-            s = tl.minimum(tl.div_rn(global_scale * amax, 6.0), _FP8_MAX).to(tl.float8e4nv)
-            # Its exponent and mantissa are float32's but for the bias. (Triton 3.6 mixes up what it widens where a thread has two of them.)
-            wide = (s.to(tl.int8, bitcast=True).to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-            factor = tl.where(wide == 0.0, 0.0, tl.div_rn(global_scale, wide))
-            # A sum of two: Triton 3.6 splits tiles of some layouts into the wrong halves.
-            pairs = _fp4_code(x * factor[:, :, None]).reshape(ROWS, COLUMNS // 2, 2)
-            codes = tl.sum(pairs << (tl.arange(0, 2) * 4)[None, None, :], 2).to(tl.uint8)
+            s = _round_as_fp8(tl.minimum(tl.div_rn(global_scale * amax, 6.0), _FP8_MAX))
+            factor = tl.where(s == 0.0, 0.0, tl.div_rn(global_scale, s))[:, :, None]
+            codes = (_fp4_code(low * factor) | (_fp4_code(high * factor) << 4)).to(tl.uint8).reshape(ROWS, COLUMNS // 2)
             groups_padded = tl.cdiv(width, 64) * 4
-            tl.store(scales_ptr + _swizzled(row, group, groups_padded), s, mask=is_row & is_group)
-            if first + ROWS >= end:
+            tl.store(scales_ptr + _swizzled(row, group, groups_padded), s.to(tl.float8e4nv), mask=is_row & is_group)
+            if is_last:
                 for behind in range(end, padded_end, ROWS):
                     padding = behind + tl.arange(0, ROWS)[:, None]
-                    zeros = tl.zeros([ROWS, COLUMNS // GROUP], s.dtype)
+                    zeros = tl.zeros([ROWS, COLUMNS // GROUP], tl.float8e4nv)
                     tl.store(scales_ptr + _swizzled(padding, group, groups_padded), zeros, mask=(padding < padded_end) & is_group)
         else:
-            s = tl.div_rn(tl.maximum(amax, 1e-10), _FP8_MAX)
+            x = x.reshape(ROWS, COLUMNS // GROUP, GROUP)
+            s = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 2), 1e-10), _FP8_MAX)
             if UE8M0:
                 exponent = (s.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # the next one, but for a power of two
                 s = (exponent << 23).to(tl.float32, bitcast=True)
