@@ -18,6 +18,7 @@ from dcpmla import DCPConfig, LatentCache, MLAAttention, init_mesh
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
 
 NUM_NEW = 5
@@ -43,7 +44,8 @@ def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
     cache = LatentCache(LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32), device)
     for rows in cache.layers:
         rows.view(torch.uint8).fill_(0xFF)
-    engine = Engine(model, cache, dcp, mesh, 64, CHUNK, max_num_seqs=3)
+    graph = DecodeGraph(model.decode, torch.zeros((), dtype=torch.int64), cache, dcp, mesh, 3, 64)  # runs the padded step, without a GPU
+    engine = Engine(model, cache, dcp, mesh, 64, CHUNK, max_num_seqs=3, graph=graph)
     params, generator = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True), torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
     engine.add(prompts[0][:1], params)
