@@ -178,8 +178,8 @@ class DCPConfig:
             raise ValueError(f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; {_choices(KV_CACHE_DTYPES)}")
         if self.decode_query_dtype not in DECODE_QUERY_DTYPES:
             raise ValueError(f"decode_query_dtype (--decode-query-dtype) is {self.decode_query_dtype!r}; {_choices(DECODE_QUERY_DTYPES)}")
-        if self.kv_cache_scale is not None and not 0 < self.kv_cache_scale < math.inf:
-            raise ValueError(f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}; it must be a finite number above 0")
+        if self.kv_cache_scale is not None and not 1e-37 < self.kv_cache_scale < 1e38:
+            raise ValueError(f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}; it must be a normal float32 above 0")
         if self.kv_cache_scale is not None and self.calculate_kv_scales:
             raise ValueError(
                 f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}, but calculate_kv_scales (--calculate-kv-scales) asks to find "

@@ -1,7 +1,7 @@
 """The converter of Hopper's decode kernel over 8-bit caches: keys from memory, through registers, into shared memory in the queries' dtype.
 
-It takes the loader's place (`hopper_load`), with four warps. The other roles do not know the difference. A half of a tile is on its way
-from memory while the other half is converted.
+It takes the loader's place (`hopper_load`), with four warps. The other roles do not know the difference. A tile is on its way from memory
+while the others are at the ones before it.
 """
 
 from triton.experimental import gluon
@@ -175,14 +175,13 @@ def convert_role(
                 mbarrier.wait(left_free.index(stage), phase ^ 1)
                 _store_half(k_left.index(stage), left, left_scales, kv_scale, IS_DS_MLA)
                 _store_rope(k_pe.index(stage), rope, kv_scale, IS_DS_MLA)
-                fence_async_shared()
-                mbarrier.arrive(left_ready.index(stage), count=1)
-                left, left_scales = _load_half(rows_ptr, 0, is_next, ROW_WORDS, IS_DS_MLA)
-                rope = _load_rope(rows_ptr, is_next, ROW_WORDS, IS_DS_MLA)
                 mbarrier.wait(right_free.index(stage), phase ^ 1)
                 _store_half(k_right.index(stage), right, right_scales, kv_scale, IS_DS_MLA)
-                fence_async_shared()
+                fence_async_shared()  # it waits for loads, too: none may be on its way here
+                mbarrier.arrive(left_ready.index(stage), count=1)
                 mbarrier.arrive(right_ready.index(stage), count=1)
+                left, left_scales = _load_half(rows_ptr, 0, is_next, ROW_WORDS, IS_DS_MLA)
+                rope = _load_rope(rows_ptr, is_next, ROW_WORDS, IS_DS_MLA)
                 right, right_scales = _load_half(rows_ptr, 1, is_next, ROW_WORDS, IS_DS_MLA)
                 _fetch_ahead(cache_ptr + ahead.to(gl.int64) * ROW_WORDS, ROW_WORDS)
                 num_loaded += 1
