@@ -206,7 +206,7 @@ def test_scales_that_do_not_belong(storage: torch.dtype, kv_scale: Tensor | None
         *(
             (
                 {"kv_cache_dtype": "fp8", "kv_cache_scale": scale},
-                f"kv_cache_scale (--kv-cache-scale) is {scale}; it must be a finite number",
+                f"kv_cache_scale (--kv-cache-scale) is {scale}; it must be a normal float32",
             )
             for scale in (0.0, -1.0, float("inf"), float("nan"))
         ),
