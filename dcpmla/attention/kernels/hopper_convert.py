@@ -98,35 +98,37 @@ def _widen(codes):
 
 
 @gluon.jit
-def _store_codes(buffer, codes, scale):
-    """Words of e4m3 into a buffer [KEYS, N], times their scale, rounded once (`cache/formats.py`)."""
-    a, b, c, d = _widen(codes)
+def _join(buffer, a, b, c, d):
+    """The values of words, the first ones, the second ones and so on, into a buffer [KEYS, N]."""
+    buffer.store(gl.join(gl.join(a, c), gl.join(b, d)).reshape(buffer.shape))
+
+
+@gluon.jit
+def _store_half(buffer, codes, scales, IS_DS_MLA: gl.constexpr):
+    """Words of e4m3 into a tile's half; in fp8_ds_mla times their scales, rounded once (`cache/formats.py`)."""
     dtype: gl.constexpr = buffer.dtype
-    values = gl.join(gl.join((a * scale).to(dtype), (c * scale).to(dtype)), gl.join((b * scale).to(dtype), (d * scale).to(dtype)))
-    buffer.store(values.reshape(buffer.shape))
-
-
-@gluon.jit
-def _store_half(buffer, codes, scales, kv_scale, IS_DS_MLA: gl.constexpr):
+    a, b, c, d = _widen(codes)
     if IS_DS_MLA:
-        kv_scale = gl.expand_dims(scales.to(gl.float32, bitcast=True), 3)
-    _store_codes(buffer, codes, kv_scale)
+        scale = gl.expand_dims(scales.to(gl.float32, bitcast=True), 3)
+        a, b, c, d = a * scale, b * scale, c * scale, d * scale
+    _join(buffer, a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype))
 
 
 @gluon.jit
-def _store_rope(buffer, words, kv_scale, IS_DS_MLA: gl.constexpr):
+def _store_rope(buffer, words, IS_DS_MLA: gl.constexpr):
+    dtype: gl.constexpr = buffer.dtype
     if IS_DS_MLA:
         first, second = (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
-        buffer.store(gl.join(first.to(buffer.dtype), second.to(buffer.dtype)).reshape(buffer.shape))
+        buffer.store(gl.join(first.to(dtype), second.to(dtype)).reshape(buffer.shape))
     else:
-        _store_codes(buffer, words, kv_scale)
+        a, b, c, d = _widen(words)
+        _join(buffer, a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype))
 
 
 @gluon.jit
 def convert_role(
     descs,
     cache_ptr,
-    kv_scale_ptr,
     buffers,
     ready,
     free,
@@ -145,9 +147,6 @@ def convert_role(
     q_ready, left_ready, right_ready, _, merge_ready = ready
     q_free, left_free, right_free, _ = free
     request, begin, start, end, _, granule, lens_ptr, start_ptr, query_len, num_heads = work
-    kv_scale = 1.0
-    if not IS_DS_MLA:
-        kv_scale = gl.load(kv_scale_ptr)
     num_segments, num_loaded, last, last_begin = 0, 0, 0, 0
     while start < end:
         first, num_rows, num_keys = find_request(request, lens_ptr, start_ptr, query_len, num_heads, row_tile, IS_RAGGED)
@@ -173,10 +172,10 @@ def convert_role(
                 ahead = find_row(gl.minimum(tile + AHEAD, last_tile), table, rows_per_block, block_size)
                 stage, phase = num_loaded % NUM_STAGES, (num_loaded // NUM_STAGES) & 1
                 mbarrier.wait(left_free.index(stage), phase ^ 1)
-                _store_half(k_left.index(stage), left, left_scales, kv_scale, IS_DS_MLA)
-                _store_rope(k_pe.index(stage), rope, kv_scale, IS_DS_MLA)
+                _store_half(k_left.index(stage), left, left_scales, IS_DS_MLA)
+                _store_rope(k_pe.index(stage), rope, IS_DS_MLA)
                 mbarrier.wait(right_free.index(stage), phase ^ 1)
-                _store_half(k_right.index(stage), right, right_scales, kv_scale, IS_DS_MLA)
+                _store_half(k_right.index(stage), right, right_scales, IS_DS_MLA)
                 fence_async_shared()  # it waits for loads, too: none may be on its way here
                 mbarrier.arrive(left_ready.index(stage), count=1)
                 mbarrier.arrive(right_ready.index(stage), count=1)

@@ -76,8 +76,8 @@ def _hand_over(scores, first_key, seen, scale, peak, total, handed, num_handed):
 
 
 @gluon.jit
-def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED: gl.constexpr, IS_SENT: gl.constexpr):
-    """The scorer: scores, probabilities, LSE, and the left half of the output.
+def score_role(buffers, handed, ready, free, outputs, scale, value_scale, work, row_tile, IS_RAGGED: gl.constexpr, IS_SENT: gl.constexpr):
+    """The scorer: scores, probabilities, LSE, and the left half of the output. value_scale: what both halves are multiplied by.
 
     It could start a tile's scores before the values of the one before, so that the tensor cores never wait for its probabilities; but that
     keeps both tiles longer in their places, and what comes from memory waits more than is won.
@@ -116,7 +116,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, work, row_tile, IS_
                 num_handed += 1
             is_any = total != 0
             total = gl.where(is_any, total, 1.0)
-            inverse = 1.0 / total
+            inverse = value_scale / total
             mbarrier.wait(probs_free, (num_handed & 1) ^ 1)
             factors.store(inverse)
             mbarrier.arrive(probs_ready, count=1)

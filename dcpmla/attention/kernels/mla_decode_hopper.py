@@ -76,7 +76,7 @@ def decode_kernel(
     paging = (table_ptr, table_stride, rows_per_block, block_size)
     gl.warp_specialize(
         [
-            (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED, IS_SENT)),
+            (score_role, (buffers, handed, ready, free, outputs, scale, 1.0, work, row_tile, IS_RAGGED, IS_SENT)),
             (help_role, (buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED, IS_SENT)),
             (load_role, (descs, buffers, ready, free, paging, counters_ptr, work, row_tile, IS_RAGGED)),
         ],

@@ -68,19 +68,22 @@ def decode_kernel(
     mail = (addresses_ptr, state_ptr, rank, own_heads, num_rows, slot_bytes)
     outputs = find_outputs(out_ptr, lse_ptr, counters_ptr, partials_ptr, mail, num_heads, IS_SENT)
     is_ds_mla: gl.constexpr = kv_scale_ptr is None
+    value_scale = 1.0
+    if not is_ds_mla:  # one for all: keys and values are exact without it
+        value_scale = gl.load(kv_scale_ptr)
+        scale = scale * value_scale
     descs = (q_desc, q_pe_desc)
     row_words: gl.constexpr = ROW_BYTES // 4
     paging = (table_ptr, table_stride, rows_per_block, block_size)
     gl.warp_specialize(
         [
-            (score_role, (buffers, handed, ready, free, outputs, scale, work, row_tile, IS_RAGGED, IS_SENT)),
+            (score_role, (buffers, handed, ready, free, outputs, scale, value_scale, work, row_tile, IS_RAGGED, IS_SENT)),
             (help_role, (buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED, IS_SENT)),
             (
                 convert_role,
                 (
                     descs,
                     cache_ptr,
-                    kv_scale_ptr,
                     buffers,
                     ready,
                     free,
