@@ -85,6 +85,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, value_scale, work, 
     k_left = buffers[3]
     q_ready, _, _, probs_ready, merge_ready = ready
     q_free, left_free, _, probs_free = free
+    probs_ready, probs_free = probs_ready.index(0), probs_free.index(0)
     probs, factors = handed
     handed = probs, factors, probs_ready, probs_free
     dest, partials_ptr, partial_lse_ptr, counters_ptr = outputs
@@ -166,6 +167,7 @@ def help_role(buffers, handed, ready, free, outputs, num_reqs, work, row_tile, I
     probs, factors = handed
     _, _, right_ready, probs_ready, merge_ready = ready
     q_free, _, right_free, probs_free = free
+    probs_ready, probs_free = probs_ready.index(0), probs_free.index(0)
     dest, partials_ptr, _, counters_ptr = outputs
     request, begin, start, end, size, granule, lens_ptr, start_ptr, query_len, num_heads = work
     num_done, num_handed, last, last_begin = 0, 0, 0, 0

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dcpmla.attention.kernels.hopper_load import ROPE
@@ -20,12 +20,28 @@ _SWIZZLE_BYTES = 128  # at most
 
 
 @gluon.jit
-def new_barriers(number: gl.constexpr, count: gl.constexpr):
+def _new_barriers(number: gl.constexpr, count: gl.constexpr):
     """Barriers in shared memory, each of `count` arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(number):
         mbarrier.init(barriers.index(index), count=count)
     return barriers
+
+
+@gluon.jit
+def open_barriers(NUM_STAGES: gl.constexpr, NUM_HANDED: gl.constexpr, USERS_OF_Q: gl.constexpr, USERS_OF_PROBS: gl.constexpr):
+    """What says that something is ready, and that its place is free again, for those that use it.
+
+    Of queries (which make room for the output), of the left and the right half of each stage's keys, and of probabilities, which have
+    NUM_HANDED places. The last of the ready ones: that a part's first request is there to be merged, and its last.
+    """
+    q_ready, q_free = _new_barriers(1, 1).index(0), _new_barriers(1, USERS_OF_Q).index(0)
+    left_ready, left_free = _new_barriers(NUM_STAGES, 1), _new_barriers(NUM_STAGES, 1)
+    right_ready, right_free = _new_barriers(NUM_STAGES, 1), _new_barriers(NUM_STAGES, 1)
+    probs_ready, probs_free = _new_barriers(NUM_HANDED, 1), _new_barriers(NUM_HANDED, USERS_OF_PROBS)
+    merge_ready = _new_barriers(2, 1)
+    fence_async_shared()
+    return (q_ready, left_ready, right_ready, probs_ready, merge_ready), (q_free, left_free, right_free, probs_free)
 
 
 @gluon.jit

@@ -4,12 +4,11 @@ from functools import partial
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from dcpmla.attention.kernels.hopper_convert import convert_role
 from dcpmla.attention.kernels.hopper_load import NUM_STAGES
 from dcpmla.attention.kernels.hopper_roles import help_role, score_role
-from dcpmla.attention.kernels.hopper_setup import find_outputs, launch, launch_sender, new_barriers, new_buffers
+from dcpmla.attention.kernels.hopper_setup import find_outputs, launch, launch_sender, new_buffers, open_barriers
 from dcpmla.attention.kernels.hopper_split import KEYS, ROWS, cut, look_up_all
 
 
@@ -54,16 +53,7 @@ def decode_kernel(
     probs = gl.allocate_shared_memory(q_desc.dtype, [ROWS, KEYS], q_pe_desc.layout)
     factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     handed = (probs, factors)
-    # Of queries, of each stage's halves, of probabilities; of a part's first request and its last. Queries make room for the output.
-    q_ready, q_free = new_barriers(1, 1).index(0), new_barriers(1, 2).index(0)
-    left_ready, left_free = new_barriers(NUM_STAGES, 1), new_barriers(NUM_STAGES, 1)
-    right_ready, right_free = new_barriers(NUM_STAGES, 1), new_barriers(NUM_STAGES, 1)
-    probs_ready, probs_free = new_barriers(1, 1).index(0), new_barriers(1, 1).index(0)
-    merge_ready = new_barriers(2, 1)
-    fence_async_shared()
-    ready = (q_ready, left_ready, right_ready, probs_ready, merge_ready)
-    free = (q_free, left_free, right_free, probs_free)
-
+    ready, free = open_barriers(NUM_STAGES, NUM_HANDED=1, USERS_OF_Q=2, USERS_OF_PROBS=1)
     work = cut(num_tiles, num_reqs) + (lens_ptr, start_ptr, query_len, num_heads)
     mail = (addresses_ptr, state_ptr, rank, own_heads, num_rows, slot_bytes)
     outputs = find_outputs(out_ptr, lse_ptr, counters_ptr, partials_ptr, mail, num_heads, IS_SENT)

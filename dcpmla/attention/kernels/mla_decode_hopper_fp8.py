@@ -8,11 +8,10 @@ from functools import partial
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from dcpmla.attention.kernels.hopper_fp8_roles import NUM_HANDED, NUM_STAGES, score_role, value_role
 from dcpmla.attention.kernels.hopper_load import load_role
-from dcpmla.attention.kernels.hopper_setup import find_outputs, launch, launch_sender, new_barriers, new_buffers
+from dcpmla.attention.kernels.hopper_setup import find_outputs, launch, launch_sender, new_buffers, open_barriers
 from dcpmla.attention.kernels.hopper_split import KEYS, ROWS, cut, look_up_all
 
 
@@ -59,16 +58,7 @@ def decode_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [NUM_HANDED, ROWS], flat)
     lses = gl.allocate_shared_memory(gl.float32, [ROWS], flat)
     handed = (probs, factors, lses)
-    # Of queries, of each stage's halves, of probabilities; of a part's first request and its last. Queries make room for the output.
-    q_ready, q_free = new_barriers(1, 1).index(0), new_barriers(1, 3).index(0)
-    left_ready, left_free = new_barriers(NUM_STAGES, 1), new_barriers(NUM_STAGES, 1)
-    right_ready, right_free = new_barriers(NUM_STAGES, 1), new_barriers(NUM_STAGES, 1)
-    probs_ready, probs_free = new_barriers(NUM_HANDED, 1), new_barriers(NUM_HANDED, 2)
-    merge_ready = new_barriers(2, 1)
-    fence_async_shared()
-    ready = (q_ready, left_ready, right_ready, probs_ready, merge_ready)
-    free = (q_free, left_free, right_free, probs_free)
-
+    ready, free = open_barriers(NUM_STAGES, NUM_HANDED, USERS_OF_Q=3, USERS_OF_PROBS=2)
     work = cut(num_tiles, num_reqs) + (lens_ptr, start_ptr, query_len, num_heads)
     mail = (addresses_ptr, state_ptr, rank, own_heads, num_rows, slot_bytes)
     outputs = find_outputs(out_ptr, lse_ptr, counters_ptr, partials_ptr, mail, num_heads, IS_SENT)
