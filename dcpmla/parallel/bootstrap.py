@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ from dcpmla.parallel.launcher import Place, find_place
 from dcpmla.parallel.meeting import meet
 
 DEVICES = ("auto", "cpu", "cuda")
+_LAST_READ = timedelta(seconds=5)  # for ranks that are as far as this one
 _SHOWN = 60  # characters of a value in a message
 
 
@@ -156,7 +157,14 @@ def _check_equal_ranks(store: dist.Store, ranks: Ranks) -> None:
     """What would hang in the first collective. Collective."""
     store.set(f"kind/{ranks.rank}", f"{ranks.device.type} {torch.__version__}")
     kinds = [kind.decode().split() for kind in store.multi_get([f"kind/{rank}" for rank in range(ranks.num_ranks)])]
-    _raise_difference([{"device (--device)": device, "torch's version": version} for device, version in kinds])
+    store.set(f"has read/{ranks.rank}", "")
+    try:
+        _raise_difference([{"device (--device)": device, "torch's version": version} for device, version in kinds])
+    except ValueError:
+        if ranks.rank == 0:  # it may hold the store, in which others still read what is wrong
+            with suppress(dist.DistError):
+                store.wait([f"has read/{rank}" for rank in range(ranks.num_ranks)], _LAST_READ)
+        raise
 
 
 def check_equal_arguments(arguments: Mapping[str, object]) -> None:
