@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from dcpmla.attention.kernels.hopper_merge import GROUP, LN2, arrive, exp2, merge_cut, partial_at, store_columns
-from dcpmla.attention.kernels.hopper_roles import here, reinterpret, zero_empty
+from dcpmla.attention.kernels.hopper_roles import here, reinterpret, start_scores, zero_empty
 from dcpmla.attention.kernels.hopper_rows import lse_of_row, store_lse
 from dcpmla.attention.kernels.hopper_split import HALF, KEYS, ROWS, barrier, find_request, find_slot, next_begin
 
@@ -88,20 +88,6 @@ def _clear_behind(pairs, stage, num_keys):
 
 
 @gluon.jit
-def _start_scores(buffers, ready, tile):
-    """Queries times a tile's keys, in three products that run on."""
-    q_left, q_right, q_pe, k_left, k_right, k_pe = buffers
-    _, left_ready, right_ready, _, _ = ready
-    stage, phase = tile % NUM_STAGES, (tile // NUM_STAGES) & 1
-    scores = gl.zeros([ROWS, KEYS], gl.float32, TILE)
-    mbarrier.wait(left_ready.index(stage), phase)
-    scores = warpgroup_mma(here(q_left), here(k_left, stage).permute((1, 0)), scores, is_async=True)
-    scores = warpgroup_mma(here(q_pe), here(k_pe, stage).permute((1, 0)), scores, is_async=True)
-    mbarrier.wait(right_ready.index(stage), phase)
-    return warpgroup_mma(here(q_right), here(k_right, stage).permute((1, 0)), scores, is_async=True)
-
-
-@gluon.jit
 def _hand_over(scores, first_key, seen, scale, peak, total, handed, probs_ready, probs_free, num_handed):
     """A tile's step of the online softmax: probabilities and the factor of what was summed before, into the values' groups' buffers."""
     probs, factors, _ = handed
@@ -146,8 +132,8 @@ def score_role(buffers, handed, ready, free, scales, work, row_tile, IS_RAGGED: 
             key = (start - begin) * KEYS
             mbarrier.wait(q_ready, num_segments & 1)
             for _pair in range(0, (stop - start) // 2):  # of tiles: the scores of the second are summed up under the softmax of the first
-                scores = _start_scores(buffers, ready, num_done)
-                more = _start_scores(buffers, ready, num_done + 1)
+                scores = start_scores(buffers, ready, num_done, TILE)
+                more = start_scores(buffers, ready, num_done + 1, TILE)
                 scores = warpgroup_mma_wait(1, deps=[scores])
                 peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, probs_ready, probs_free, num_handed)
                 more = warpgroup_mma_wait(0, deps=[more])
@@ -156,7 +142,7 @@ def score_role(buffers, handed, ready, free, scales, work, row_tile, IS_RAGGED: 
                 num_done += 2
                 num_handed += 2
             if (stop - start) % 2 == 1:
-                scores = warpgroup_mma_wait(0, deps=[_start_scores(buffers, ready, num_done)])
+                scores = warpgroup_mma_wait(0, deps=[start_scores(buffers, ready, num_done, TILE)])
                 peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, probs_ready, probs_free, num_handed)
                 num_done += 1
                 num_handed += 1

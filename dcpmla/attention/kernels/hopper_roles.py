@@ -41,12 +41,13 @@ def _clear_behind(values, stage, num_keys):
 
 
 @gluon.jit
-def _start_scores(buffers, ready, tile):
+def start_scores(buffers, ready, tile, layout: gl.constexpr):
     """Queries times a tile's keys, in three products that run on."""
     q_left, q_right, q_pe, k_left, k_right, k_pe = buffers
     _, left_ready, right_ready, _, _ = ready
-    stage, phase = tile % NUM_STAGES, (tile // NUM_STAGES) & 1
-    scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    num_stages: gl.constexpr = k_left.shape[0]
+    stage, phase = tile % num_stages, (tile // num_stages) & 1
+    scores = gl.zeros([ROWS, KEYS], gl.float32, layout)
     mbarrier.wait(left_ready.index(stage), phase)
     scores = warpgroup_mma(here(q_left), here(k_left, stage).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma(here(q_pe), here(k_pe, stage).permute((1, 0)), scores, is_async=True)
@@ -105,7 +106,7 @@ def score_role(buffers, handed, ready, free, outputs, scale, value_scale, work, 
             mbarrier.wait(q_ready, num_segments & 1)
             for _tile in range(start, stop):
                 stage = num_done % NUM_STAGES
-                scores = warpgroup_mma_wait(0, deps=[_start_scores(buffers, ready, num_done)])
+                scores = warpgroup_mma_wait(0, deps=[start_scores(buffers, ready, num_done, SCORES)])
                 weights, factor, peak, total = _hand_over(scores, key, seen, scale, peak, total, handed, num_handed)
                 if key + KEYS > num_keys:
                     _clear_behind(k_left, stage, num_keys - key)
