@@ -15,8 +15,8 @@ from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, find
 TILE = gl.constexpr(32)  # words of a latent that share a scale in fp8_ds_mla
 TILES = gl.constexpr(4)  # of a latent
 SCALE_WORDS = gl.constexpr(4)
-# Bytes travel as words of four: a register each, not one for each byte. Keys (a register's, then a thread's) x tiles x words: 16 bytes a
-# thread and load, addresses that differ by constants within one.
+# Bytes travel as words of four: a register each, not one for each byte. Keys (a register's, then a thread's) x tiles x words: a load
+# brings eight values, which make 16 bytes to store, and a thread's addresses differ by constants.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 1, 2, 2], [1, 2, 1, 16], [1, 4, 1, 1], [3, 2, 1, 0]))
 ROPE_FP8 = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, 4, 1], [2, 1, 0]))
 ROPE_BF16 = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 4, 8], [1, 4, 1], [2, 1, 0]))
@@ -59,7 +59,7 @@ def _load_rope(rows_ptr, is_there, ROW_WORDS: gl.constexpr, IS_DS_MLA: gl.conste
 
 @gluon.jit
 def _fetch_ahead(rows_ptr, ROW_WORDS: gl.constexpr):
-    """Bring a tile of keys into the L2: what is on its way into registers alone does not fill the time that memory takes."""
+    """Bring a tile of keys into the L2, so that its loads wait for that alone."""
     key = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, POINTS)), 1)
     point = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, POINTS)), 0)  # less than a line of 128 bytes apart
     gl.inline_asm_elementwise(
