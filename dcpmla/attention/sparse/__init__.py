@@ -1,0 +1,1 @@
+"""Sparse MLA (DeepSeek Sparse Attention): an indexer selects the tokens that each token attends to."""

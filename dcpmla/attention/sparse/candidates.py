@@ -1,0 +1,28 @@
+"""Candidates: a token's score and position in one int64, so that comparing two of them is the total order of selection.
+
+Score descending, then position ascending: whatever the number of ranks, and in whatever order candidates come together, the same ones are
+selected. Layout: the score's bits, made comparable as an integer, over 2^31 - 1 - position. No 32-bit half is ever -1, which marks memory
+that `direct` waits for.
+"""
+
+import torch
+from torch import Tensor
+
+EMPTY = -(2**63)  # no candidate: less than any
+LAST_POSITION = 2**31 - 1
+_ALL_BUT_SIGN = 0x7FFFFFFF
+_LOW_HALF = 0xFFFFFFFF
+
+
+def pack_candidates(scores: Tensor, positions: Tensor) -> Tensor:
+    """Scores float32 and positions (integers in [0, 2^31)) that broadcast -> int64; NaN counts as -inf."""
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
+    order = torch.where(bits < 0, bits ^ _ALL_BUT_SIGN, bits)
+    return (order.to(torch.int64) << 32) | (LAST_POSITION - positions)
+
+
+def unpack_positions(candidates: Tensor) -> Tensor:
+    """int64 -> int32 positions, -1 for EMPTY."""
+    positions = LAST_POSITION - (candidates & _LOW_HALF)
+    return positions.masked_fill(candidates == EMPTY, -1).to(torch.int32)

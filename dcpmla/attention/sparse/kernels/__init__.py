@@ -1,0 +1,1 @@
+"""Triton kernels of sparse attention with their launchers."""

@@ -1,0 +1,110 @@
+"""What stands between the indexer's projections, its cache and its scores: norm, RoPE, Hadamard transform, rounding to e4m3.
+
+Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the kernels of
+`attention/sparse/kernels/projections.py`. The rotated dims come first here, unlike in attention's own heads.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dcpmla.attention.rope import apply_rope
+from dcpmla.cache.formats import FP8
+from dcpmla.cache.index_keys import index_to_fp8, write_index_keys
+
+_NORM_EPS = 1e-6
+
+
+@torch.library.custom_op("dcpmla::finish_index_keys", mutates_args=("index_cache",))
+def finish_index_keys(
+    keys: Tensor,
+    index_cache: Tensor,
+    slots: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cos_sin: Tensor | None,
+    rope_interleaved: bool,
+    hadamard: bool,
+) -> None:
+    """LayerNorm and RoPE of the indexer's keys, and the write of the rows that this rank owns.
+
+    Args:
+        keys: [T, D], projected from the hidden states; columns lie side by side.
+        index_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`, written at the slots.
+        slots: [T] int64, -1 where another rank owns the token.
+        norm_weight, norm_bias: [D].
+        cos_sin: [T, R] float32 as in `apply_rope`, for the first R of D columns; None leaves them as they are.
+        hadamard: transform keys, and queries alike, by a Hadamard matrix over sqrt(D): scores stay, but e4m3 rounds evener values.
+    Source: DeepSeek-V3.2's indexer; rounded to the dtype of keys where transformers' models round.
+    """
+    if _runs_triton(keys):
+        from dcpmla.attention.sparse.kernels import projections as kernels
+
+        kernels.finish_index_keys(keys, index_cache, slots, norm_weight, norm_bias, _NORM_EPS, cos_sin, rope_interleaved, hadamard)
+        return
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    normed = F.layer_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), norm_bias.to(wide), _NORM_EPS).to(keys.dtype)
+    write_index_keys(index_cache, _transform(_rotate(normed, cos_sin, rope_interleaved), hadamard), slots)
+
+
+@finish_index_keys.register_fake
+def _(*_: object) -> None:
+    return None
+
+
+@torch.library.custom_op("dcpmla::finish_index_queries", mutates_args=())
+def finish_index_queries(
+    q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
+) -> tuple[Tensor, Tensor]:
+    """RoPE of the indexer's queries, and their heads' weights with all factors of a score.
+
+    Args:
+        q: [T, H, D], projected from the query latent.
+        weights: [T, H], projected from the hidden states; columns lie side by side.
+        cos_sin, hadamard: as in `finish_index_keys`.
+        is_fp8: round queries to e4m3, each head's with a scale that goes into its weight.
+    Returns:
+        q [T, H, D] in the dtype given, or e4m3; weights [T, H] float32 times 1 / sqrt(H D), and the scales.
+    Source: DeepSeek-V3.2's indexer.
+    """
+    if _runs_triton(q):
+        from dcpmla.attention.sparse.kernels import projections as kernels
+
+        return kernels.finish_index_queries(q, weights, cos_sin, rope_interleaved, hadamard, is_fp8)
+    factors = weights.float() * (q.shape[1] ** -0.5 * q.shape[2] ** -0.5)
+    q = _transform(_rotate(q, cos_sin, rope_interleaved), hadamard)
+    if not is_fp8:
+        return q.clone(), factors
+    codes, scales = index_to_fp8(q)
+    return codes, factors * scales
+
+
+@finish_index_queries.register_fake
+def _(q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape, dtype=FP8 if is_fp8 else q.dtype), weights.new_empty(weights.shape, dtype=torch.float32)
+
+
+def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[size, size] of +-1 over sqrt(size), for a power of two: symmetric, and its own inverse. Source: Sylvester's construction."""
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix * size**-0.5
+
+
+def _rotate(x: Tensor, cos_sin: Tensor | None, interleaved: bool) -> Tensor:
+    if cos_sin is None:
+        return x
+    rope, rest = x.tensor_split((cos_sin.shape[1],), -1)
+    return torch.cat([apply_rope(rope, cos_sin, interleaved), rest], -1)
+
+
+def _transform(x: Tensor, hadamard: bool) -> Tensor:
+    if not hadamard:
+        return x
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) @ hadamard_matrix(x.shape[-1], wide, x.device)).to(x.dtype)
+
+
+def _runs_triton(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,62 @@
+"""The indexer's scores: how much each token matters to a query token, over the keys of this rank.
+
+Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs; GPUs run the kernels of
+`attention/sparse/kernels/index_scores.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from dcpmla.cache.index_keys import read_index_keys
+
+_MAX_PRODUCTS = 1 << 25  # products of heads and keys that are held at a time
+
+
+@torch.library.custom_op("dcpmla::index_scores", mutates_args=())
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    block_table: Tensor,
+    request: Tensor,
+    seq_lens: Tensor,
+    local_seq_lens: Tensor,
+    topk: int,
+) -> Tensor:
+    """sum over heads of weight x ReLU(q . key), for each token's keys on this rank.
+
+    A pair's score is the same whatever else is scored beside it: ranks that hold other tokens, or all of them, rank them alike.
+
+    Args:
+        q: [T, H, D] in the model's dtype, or e4m3 with an fp8 index cache.
+        weights: [T, H] float32, with all factors multiplied in, the scales of e4m3 queries among them.
+        index_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`.
+        block_table, request, seq_lens, local_seq_lens: as in `SparseMetadata`, of these tokens.
+        topk: rows with no more than so many seq_lens are not scored: all their tokens are selected.
+    Returns:
+        [T, max_blocks x block_size] float32 in the order of this rank's tokens; anything behind local_seq_lens, and in rows not scored.
+    Source: DeepSeek-V3.2, equation 1.
+    """
+    if q.is_cuda and q.dtype != torch.float32:
+        from dcpmla.attention.sparse.kernels import index_scores as kernels  # triton is there on Linux only
+
+        return kernels.index_scores(q, weights, index_cache, block_table, request, seq_lens, local_seq_lens, topk)
+    num_columns = block_table.shape[1] * index_cache.shape[1]
+    scores = q.new_zeros(q.shape[0], num_columns, dtype=torch.float32)
+    tile = max(1, _MAX_PRODUCTS // max(1, num_columns * q.shape[1]))
+    first_of_block = torch.arange(block_table.shape[1], device=q.device) * index_cache.shape[1]
+    for start in range(0, q.shape[0], tile):
+        rows = slice(start, start + tile)
+        # Entries of the table behind a request's last block may be anything.
+        blocks = block_table[request[rows].long()].where(first_of_block < local_seq_lens[rows, None], 0).long()
+        keys, scales = read_index_keys(index_cache, blocks)
+        # In float64, rounded once: a product of another shape adds up in another order, and float32 would show it.
+        products = torch.einsum("thd,tsd->tsh", q[rows].double(), keys.flatten(1, 2).double()).relu_()
+        wide = torch.einsum("tsh,th->ts", products, weights[rows].double())
+        scores[rows] = (wide if scales is None else wide * scales.flatten(1).double()).float()
+    return scores
+
+
+@index_scores.register_fake
+def _(q: Tensor, weights: Tensor, index_cache: Tensor, block_table: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape[0], block_table.shape[1] * index_cache.shape[1], dtype=torch.float32)

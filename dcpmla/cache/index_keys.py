@@ -1,0 +1,68 @@
+"""The index cache of one layer on one rank: a key for each token that the rank owns, under the slots of the latent cache.
+
+A cache tensor's dtype says its format, as for latents (`cache/formats.py`):
+
+- the model's own: keys [D] as they are; [num_blocks, block_size, D].
+- torch.uint8 (`fp8`): of a block, first the keys of all its tokens as e4m3, then a float32 scale for each, a power of two: D + 4 bytes a
+  token, 132 with DeepSeek's widths; [num_blocks, block_size, D + 4]. Source: DeepSeek-V3.2's index cache as vLLM lays it out.
+"""
+
+import torch
+from torch import Tensor
+
+from dcpmla.cache.formats import FP8, FP8_MAX
+
+SCALE_BYTES = 4
+SMALLEST_AMAX = 1e-10  # a key of zeros has a scale, too
+
+
+def index_storage_dtype(index_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Of an index cache, for a `DCPConfig.index_cache_dtype` and a model that computes in `dtype`."""
+    return torch.uint8 if index_cache_dtype == "fp8" else dtype
+
+
+def index_row_width(storage: torch.dtype, head_dim: int) -> int:
+    """Elements that an index cache takes for a token."""
+    return head_dim + SCALE_BYTES if storage == torch.uint8 else head_dim
+
+
+def index_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., D] -> e4m3 codes [..., D] and float32 scales [...]: the smallest power of two by which nothing is cut off.
+
+    Source: the ue8m0 scales of DeepSeek-V3.2's indexer, 2^ceil(log2(amax / 448)).
+    """
+    wide = values.float()
+    mantissa, exponent = torch.frexp(wide.abs().amax(-1).clamp(min=SMALLEST_AMAX) / FP8_MAX)
+    scales = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).to(exponent.dtype))
+    return (wide / scales[..., None]).to(FP8), scales
+
+
+def write_index_keys(index_cache: Tensor, keys: Tensor, slots: Tensor) -> None:
+    """Store keys [N, D] at slots [N] int64, -1 for a row to be left out."""
+    mine = slots >= 0
+    slots, keys = slots[mine], keys[mine]
+    block, place = slots // index_cache.shape[1], slots % index_cache.shape[1]
+    if index_cache.dtype != torch.uint8:
+        index_cache[block, place] = keys.to(index_cache.dtype)
+        return
+    codes, scales = index_to_fp8(keys)
+    code_plane, scale_plane = _planes(index_cache)
+    code_plane[block, place] = codes.view(torch.uint8)
+    scale_plane[block, place] = scales[:, None].view(torch.uint8)
+
+
+def read_index_keys(index_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Keys of whole blocks [...] int64: [..., block_size, D], and of an fp8 cache their scales [..., block_size] float32."""
+    if index_cache.dtype != torch.uint8:
+        return index_cache[blocks], None
+    code_plane, scale_plane = _planes(index_cache)
+    return code_plane[blocks].view(FP8), scale_plane[blocks].view(torch.float32)[..., 0]
+
+
+def _planes(index_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views [num_blocks, block_size, D] and [num_blocks, block_size, 4] of an fp8 cache's bytes."""
+    num_blocks, block_size, width = index_cache.shape
+    head_dim = width - SCALE_BYTES
+    flat = index_cache.view(num_blocks, block_size * width)
+    codes, scales = flat.split([block_size * head_dim, block_size * SCALE_BYTES], 1)
+    return codes.unflatten(1, (block_size, head_dim)), scales.unflatten(1, (block_size, SCALE_BYTES))
