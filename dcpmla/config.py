@@ -10,8 +10,26 @@ DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
 DCP_EXCHANGE_DTYPES = ("auto", "fp8")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "fp8_ds_mla")
 DECODE_QUERY_DTYPES = ("auto", "fp8")
-# Hugging Face model types whose self-attention is the dense MLA of DeepSeek-V2/V3.
-MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "longcat_flash", "mistral4")
+INDEX_CACHE_DTYPES = ("auto", "fp8")
+# Hugging Face model types whose self-attention is MLA: that of DeepSeek-V2/V3, or the sparse one of DeepSeek-V3.2 and GLM-5.
+SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "longcat_flash", "mistral4", *SPARSE_MODEL_TYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """What selects the tokens that each token attends to, in sparse MLA.
+
+    Attributes:
+        num_heads, head_dim: of the indexer's queries; its keys have one head.
+        topk: tokens selected, where there are more.
+        rope_interleaved: rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first qk_rope_head_dim dims.
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    rope_interleaved: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +43,7 @@ class MLAConfig:
         attention_bias: q_a, kv_a and o projections have a bias.
         kv_lora_scale: factor of kv_c after its norm (LongCat).
         llama_4_scaling: (beta, original_max_position) of the position-dependent query factor (Mistral 4), or None.
+        indexer: of sparse MLA; None for dense.
     """
 
     hidden_size: int
@@ -40,6 +59,7 @@ class MLAConfig:
     attention_bias: bool = False
     kv_lora_scale: float = 1.0
     llama_4_scaling: tuple[float, int] | None = None
+    indexer: IndexerConfig | None = None
 
     @property
     def qk_head_dim(self) -> int:
@@ -96,6 +116,7 @@ class MLAConfig:
             attention_bias=config.attention_bias,
             kv_lora_scale=kv_lora_scale,
             llama_4_scaling=llama_4_scaling,
+            indexer=_indexer_from_hf(config) if config.model_type in SPARSE_MODEL_TYPES else None,
         )
 
 
@@ -113,6 +134,9 @@ class DCPConfig:
         kv_cache_dtype: format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same for models in bfloat16.
         kv_cache_scale: of an fp8 cache, latents over cached values; None takes the checkpoint's, 1 where it has none.
         calculate_kv_scales: take the scales of an fp8 cache and of fp8 queries from the first prompt's values instead.
+        index_cache_dtype: format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the model's dtype; "fp8" takes
+            half the memory, and rounds the indexer's queries, too.
+        index_hadamard: spread the values of the indexer's keys and queries by a Hadamard transform before they are rounded.
         decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that the products of attention over an fp8
             cache are fp8's; "auto" leaves them in the model's dtype.
         context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and up-projects at a time.
@@ -136,6 +160,8 @@ class DCPConfig:
     kv_cache_scale: float | None = None
     calculate_kv_scales: bool = False
     decode_query_dtype: str = "auto"
+    index_cache_dtype: str = "auto"
+    index_hadamard: bool = False
     context_workspace_tokens: int = 65536
     dcp_q_replicate: bool = False
     dcp_project_before_merge: bool = False
@@ -185,6 +211,8 @@ class DCPConfig:
                 f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}, but calculate_kv_scales (--calculate-kv-scales) asks to find "
                 f"one; give one of them"
             )
+        if self.index_cache_dtype not in INDEX_CACHE_DTYPES:
+            raise ValueError(f"index_cache_dtype (--index-cache-dtype) is {self.index_cache_dtype!r}; {_choices(INDEX_CACHE_DTYPES)}")
         asked = (
             ("kv_cache_scale (--kv-cache-scale)", self.kv_cache_scale is not None),
             ("calculate_kv_scales (--calculate-kv-scales)", self.calculate_kv_scales),
@@ -205,10 +233,19 @@ class DCPConfig:
         return self.block_size * self.decode_context_parallel_size
 
 
+def _indexer_from_hf(config: Any) -> IndexerConfig:
+    return IndexerConfig(
+        num_heads=config.index_n_heads,
+        head_dim=config.index_head_dim,
+        topk=config.index_topk,
+        rope_interleaved=config.model_type == "glm_moe_dsa",
+    )
+
+
 def check_model_type(model_type: str) -> None:
     """Raise ValueError for an architecture whose attention this package does not know."""
     if model_type not in MLA_MODEL_TYPES:
-        raise ValueError(f"model: architecture {model_type!r} is not a dense MLA model this runtime knows; {_choices(MLA_MODEL_TYPES)}")
+        raise ValueError(f"model: architecture {model_type!r} is not an MLA model this runtime knows; {_choices(MLA_MODEL_TYPES)}")
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

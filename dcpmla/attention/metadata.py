@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
+from dcpmla.attention.sparse.metadata import SparseMetadata
 from dcpmla.attention.workspace import decode_workspace
 from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.config import DCPConfig
@@ -64,11 +65,13 @@ class PrefillMetadata:
         query_start: [num_prefills + 1], where each request's new tokens start, counted from the first prefill token.
         query_start_loc: [num_prefills + 1] int32, the same on the device.
         context_chunks: what was cached before this step; empty when nothing was.
+        num_pairs: of a new token and a token at its position or before.
     """
 
     query_start: tuple[int, ...]
     query_start_loc: Tensor
     context_chunks: tuple[ContextChunk, ...]
+    num_pairs: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class StepMetadata:
         positions: [num_tokens] int64 in each token's sequence.
         slot_mapping: [num_tokens] int64 cache slots, -1 where another rank owns the token.
         decode, prefill: None when the batch has none.
+        sparse: for layers with an indexer; None for dense models.
     """
 
     num_tokens: int
@@ -88,6 +92,7 @@ class StepMetadata:
     slot_mapping: Tensor
     decode: DecodeMetadata | None
     prefill: PrefillMetadata | None
+    sparse: SparseMetadata | None = None
 
     @classmethod
     def build(
@@ -100,6 +105,7 @@ class StepMetadata:
         device: torch.device | str = "cpu",
         max_decode_query_len: int = 1,
         workspace: Tensor | None = None,
+        is_sparse: bool = False,
     ) -> "StepMetadata":
         """Lay out a step.
 
@@ -109,6 +115,7 @@ class StepMetadata:
             seq_lens: [num_reqs] tokens of each request after this step.
             block_tables: [num_reqs] block ids of each request, enough for seq_lens.
             workspace: from `decode_workspace`, shared by steps that follow each other on one stream; None makes one for this step.
+            is_sparse: for layers with an indexer.
         Raises:
             ValueError: lengths that do not belong together, a block table too short, more prefills than the workspace has room for.
         """
@@ -133,6 +140,7 @@ class StepMetadata:
             prefill=_build_prefill(query_lens[prefills], seq_lens[prefills], table[prefills], dcp, dcp_rank, device)
             if num_decodes < len(query_lens)
             else None,
+            sparse=_build_sparse(query_lens, positions, table, dcp, dcp_rank, device) if is_sparse else None,
         )
 
 
@@ -167,6 +175,20 @@ def _build_decode(
     )
 
 
+def _build_sparse(
+    query_lens: Sequence[int], positions: np.ndarray, table: np.ndarray, dcp: DCPConfig, dcp_rank: int, device: torch.device | str
+) -> SparseMetadata:
+    size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
+    seq_lens = torch.from_numpy(positions + 1)
+    return SparseMetadata(
+        block_table=_to(device, table.astype(np.int32)),
+        request=_to(device, np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)),
+        seq_lens=_to(device, seq_lens.to(torch.int32)),
+        local_seq_lens=_to(device, ownership.local_seq_lens(seq_lens, size, dcp_rank, interleave).to(torch.int32)),
+        max_seq_len=int(positions.max()) + 1,
+    )
+
+
 def _build_prefill(
     query_lens: Sequence[int], seq_lens: Sequence[int], table: np.ndarray, dcp: DCPConfig, dcp_rank: int, device: torch.device | str
 ) -> PrefillMetadata:
@@ -176,7 +198,9 @@ def _build_prefill(
         _build_chunk(np.minimum(context_lens, start), np.minimum(context_lens, start + chunk), table, dcp, dcp_rank, device)
         for start in range(0, int(context_lens.max()), chunk)
     ]
-    return PrefillMetadata(*_start_both(query_lens, device), tuple(chunks))
+    new = np.asarray(query_lens)
+    num_pairs = int((new * context_lens + new * (new + 1) // 2).sum())
+    return PrefillMetadata(*_start_both(query_lens, device), tuple(chunks), num_pairs)
 
 
 def _chunk_tokens(num_contexts: int, dcp: DCPConfig) -> int:

@@ -1,12 +1,14 @@
 """The paged latent cache of one rank: a row [kv_c | k_pe] for each token that this rank owns."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
 from dcpmla.cache.formats import decode, encode, format_name, rope_dim_of, row_width, storage_dtype
+from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
 
 
@@ -16,6 +18,8 @@ class CachePlan:
 
     Attributes:
         row_width, dtype: of the cache's tensors: elements of a row, in the format that the dtype says (`dcpmla.cache.formats`).
+        num_index_layers: of sparse MLA, how many layers have an index cache beside the latent one.
+        index_row_width, index_dtype: of the index caches' tensors (`dcpmla.cache.index_keys`).
     """
 
     num_layers: int
@@ -24,11 +28,15 @@ class CachePlan:
     row_width: int
     dtype: torch.dtype
     dcp_size: int
+    num_index_layers: int = 0
+    index_row_width: int = 0
+    index_dtype: torch.dtype = torch.uint8
 
     @property
     def bytes_per_token(self) -> int:
         """Of all layers, on the rank that owns the token."""
-        return self.num_layers * self.row_width * self.dtype.itemsize
+        latents = self.num_layers * self.row_width * self.dtype.itemsize
+        return latents + self.num_index_layers * self.index_row_width * self.index_dtype.itemsize
 
     @property
     def tokens_per_gb(self) -> int:
@@ -65,6 +73,8 @@ class LatentCache:
 
     Attributes:
         sizes: the plan it was made from.
+        layers: the latent caches.
+        index_layers: the index caches of sparse MLA, [num_blocks, block_size, index_row_width], under the same block ids.
     """
 
     def __init__(self, plan: CachePlan, device: torch.device) -> None:
@@ -81,26 +91,34 @@ class LatentCache:
                 f"8 bits of a value (--kv-cache-dtype)"
             )
         self.sizes = plan
-        shape = (plan.num_blocks, plan.block_size, plan.row_width)
-        self.layers = [torch.empty(shape, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)]
+        blocks = plan.num_blocks, plan.block_size
+        self.layers = [torch.empty(*blocks, plan.row_width, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)]
+        index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
+        self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in range(plan.num_index_layers)]
 
     def __getitem__(self, layer: int) -> Tensor:
         return self.layers[layer]
 
     @staticmethod
-    def plan(config: MLAConfig, dcp: DCPConfig, num_layers: int, seq_lens: list[int], dtype: torch.dtype) -> CachePlan:
+    def plan(
+        config: MLAConfig, dcp: DCPConfig, num_layers: int, seq_lens: list[int], dtype: torch.dtype, num_index_layers: int | None = None
+    ) -> CachePlan:
         """Sizes of a cache that holds sequences of the given final lengths at once.
 
         Args:
-            dcp: its kv_cache_dtype is the format.
+            dcp: its kv_cache_dtype and index_cache_dtype are the formats.
             seq_lens: tokens of each sequence, prompt and answer; each starts on a block of its own.
             dtype: that the model computes in.
+            num_index_layers: of sparse MLA, layers with an indexer of their own; None for all.
         Raises:
             ValueError: no sequences, a negative length, a format that the model cannot have.
         """
         if not seq_lens or min(seq_lens) < 0:
             raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
-        storage = storage_dtype(dcp.kv_cache_dtype, dtype)
+        storage, indexer = storage_dtype(dcp.kv_cache_dtype, dtype), config.indexer
+        index_storage = index_storage_dtype(dcp.index_cache_dtype, dtype)
+        if indexer is None:
+            num_index_layers = 0
         return CachePlan(
             num_layers=num_layers,
             num_blocks=max(1, sum(num_blocks(seq_len, dcp) for seq_len in seq_lens)),
@@ -108,6 +126,9 @@ class LatentCache:
             row_width=row_width(storage, config.kv_lora_rank, config.qk_rope_head_dim),
             dtype=storage,
             dcp_size=dcp.decode_context_parallel_size,
+            num_index_layers=num_layers if num_index_layers is None else num_index_layers,
+            index_row_width=0 if indexer is None else index_row_width(index_storage, indexer.head_dim),
+            index_dtype=index_storage,
         )
 
 

@@ -35,6 +35,10 @@ class CheckedExchange:
         self._compare("gather_heads", q=q)
         return self._exchange.gather_heads(q)
 
+    def gather_candidates(self, candidates: Tensor) -> Tensor:
+        self._compare("gather_candidates", candidates=candidates)
+        return self._exchange.gather_candidates(candidates)
+
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         self._compare("combine", out=out, lse=lse)
         return self._exchange.combine(out, lse)

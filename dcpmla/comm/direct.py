@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from dcpmla.comm.direct_ops import combine, combine_room, gather, new_state, place, raise_fault
 from dcpmla.comm.exchange import Mailbox, pairs
@@ -23,7 +24,7 @@ class DirectExchange:
     """Exchange over memory that all ranks of a group can write to. One object serves all layers of a step, on one stream.
 
     Two micro-batches on two streams need an object each, and every rank must launch their work in the same order. What `gather_heads`
-    gives may lie in that memory: it is valid until the next `gather_heads`.
+    and `gather_candidates` give may lie in that memory: it is valid until the next of either.
 
     Args:
         group: 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
@@ -67,16 +68,23 @@ class DirectExchange:
 
     def gather_heads(self, q: Tensor) -> Tensor:
         is_fp8 = self.is_fp8 and q.element_size() > 1  # e4m3 queries have been rounded once
-        return self._gather_heads(pairs(q), is_fp8).view(q.dtype)
+        return self._gather(pairs(q), is_fp8, "gather_heads").view(q.dtype)
 
-    def _gather_heads(self, q: Tensor, is_fp8: bool) -> Tensor:
+    def _gather(self, q: Tensor, is_fp8: bool, operation: str) -> Tensor:
         num_tokens, num_heads, width = q.shape
         fits = _LANDING_BYTES <= self.size * q.numel() * q.element_size() <= self._slot_bytes
         # A compiler does not see what peers store in this rank's memory: for it, an operator has to take the rows out.
         if fits and not is_fp8 and not torch.compiler.is_compiling():
-            rows = self._heads.place(q.reshape(num_tokens, -1), None, "gather_heads")
+            rows = self._heads.place(q.reshape(num_tokens, -1), None, operation)
             return rows[: self.size * num_tokens].view(num_tokens, self.size * num_heads, width)
-        return gather(q, *self._memory(), is_fp8)
+        return gather(q, *self._memory(), is_fp8, operation)
+
+    def gather_candidates(self, candidates: Tensor) -> Tensor:
+        # As words of four bytes, which travel as they are; two candidates fill what a thread stores.
+        num = candidates.shape[1]
+        words = F.pad(candidates, (0, num % 2)).view(torch.float32)
+        gathered = self._gather(words[:, None], False, "gather_candidates")
+        return gathered.view(torch.int64)[..., :num]
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return combine(out, lse, *self._memory(), self.is_fp8)

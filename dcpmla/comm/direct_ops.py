@@ -13,7 +13,7 @@ from dcpmla.comm.kernels.place import place_kernel
 from dcpmla.comm.kernels.slots import NUM_PROGRAMS, combine_kernel, gather_kernel
 from dcpmla.parallel.collectives import PeerFault
 
-_OPERATIONS = ("gather_heads", "combine", "gather_context")
+_OPERATIONS = ("gather_heads", "combine", "gather_context", "gather_candidates")
 _CARRIERS = {2: torch.int16, 4: torch.int32}  # kernels move rows as integers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes that a thread stores
@@ -63,8 +63,18 @@ def choose_tiling(num_rows: int, width: int, size: int, is_fp8: bool) -> Tiling:
 
 
 @torch.library.custom_op("dcpmla::direct_gather", mutates_args=("state",))
-def gather(q: Tensor, addresses: Tensor, state: Tensor, fault: Tensor, slot_bytes: int, timeout: float, group: str, is_fp8: bool) -> Tensor:
-    """`Exchange.gather_heads` through slots."""
+def gather(
+    q: Tensor,
+    addresses: Tensor,
+    state: Tensor,
+    fault: Tensor,
+    slot_bytes: int,
+    timeout: float,
+    group: str,
+    is_fp8: bool,
+    operation: str,
+) -> Tensor:
+    """`Exchange.gather_heads` and `gather_candidates` through slots."""
     rank = enter("q", q, fault, timeout, group)
     num_tokens, num_heads, width = q.shape
     size, row_width = len(addresses), num_heads * width
@@ -86,6 +96,7 @@ def gather(q: Tensor, addresses: Tensor, state: Tensor, fault: Tensor, slot_byte
             tiling.items,
             slot_bytes,
             _milliseconds(timeout),
+            _OPERATIONS.index(operation),
             WIDTH=row_width,
             SIZE=size,
             PEERS=triton.next_power_of_2(size),

@@ -25,6 +25,9 @@ class Exchange(Protocol):
     def gather_heads(self, q: Tensor) -> Tensor:
         """[T, h, D] of this rank's heads -> [T, W h, D], heads in rank order."""
 
+    def gather_candidates(self, candidates: Tensor) -> Tensor:
+        """[T, k] int64 of this rank, no 32-bit half of them -1 (`attention.sparse.candidates`) -> [T, W, k], in rank order."""
+
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge the ranks' partial attention and keep this rank's heads.
 
@@ -103,6 +106,9 @@ class LocalExchange:
 
     def gather_heads(self, q: Tensor) -> Tensor:
         return q
+
+    def gather_candidates(self, candidates: Tensor) -> Tensor:
+        return candidates[:, None]
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse

@@ -31,6 +31,9 @@ class _CollectiveExchange:
     def gather_heads(self, q: Tensor) -> Tensor:
         return self._all_gather(pairs(q), "gather_heads").transpose(0, 1).flatten(1, 2).view(q.dtype)
 
+    def gather_candidates(self, candidates: Tensor) -> Tensor:
+        return self._all_gather(candidates, "gather_candidates").transpose(0, 1)
+
     def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> None:
         return None
 

@@ -255,6 +255,7 @@ class Engine:
             device=self.model.device,
             max_decode_query_len=0 if self._lacks_scales else 1,  # else a prompt of one token counts as a decode
             workspace=self._workspace,
+            is_sparse=bool(self.cache.index_layers),
         )
         self._lacks_scales = False
         token_ids: list[int] = []

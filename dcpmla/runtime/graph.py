@@ -65,8 +65,9 @@ class DecodeGraph:
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self._step, self._cache, self._mesh, self._device = step, cache, mesh, input_like.device
-        self._addresses = [layer.data_ptr() for layer in cache.layers]
-        self._padded = PaddedStep(input_like, max_num_seqs, num_blocks(max_model_len, dcp))
+        self._addresses = _addresses(cache)
+        longest = max_model_len if cache.index_layers else None
+        self._padded = PaddedStep(input_like, max_num_seqs, num_blocks(max_model_len, dcp), longest)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._out: Tensor | None = None  # of the largest batch, [max_num_seqs, ...]
         self.batch_sizes = batch_sizes(max_num_seqs)
@@ -137,7 +138,7 @@ class DecodeGraph:
         self._graphs = {}
 
     def _fill(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> int:
-        if [layer.data_ptr() for layer in cache.layers] != self._addresses:
+        if _addresses(cache) != self._addresses:
             raise ValueError("cache is another one than the decode graph was made for; give that one, or make a graph for this one")
         batch_size = self.batch_size(metadata.num_tokens)
         self._padded.fill(inputs, metadata, batch_size)
@@ -208,6 +209,10 @@ class DecodeGraph:
         for rank, found in enumerate(reasons):
             if found:
                 raise CannotCapture(f"{found}, on rank {rank}")
+
+
+def _addresses(cache: LatentCache) -> list[int]:
+    return [layer.data_ptr() for layer in (*cache.layers, *cache.index_layers)]
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:

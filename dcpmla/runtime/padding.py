@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.metadata import DecodeMetadata, StepMetadata
+from dcpmla.attention.sparse.metadata import SparseMetadata
 from dcpmla.attention.workspace import decode_workspace
 
 _NO_SLOT = -1  # nothing is written for such a token
@@ -18,9 +19,10 @@ class PaddedStep:
         input_like: [...], shape, dtype and device of one request's input: a token id, or a row of hidden states.
         max_num_seqs: requests of the largest batch.
         max_blocks: blocks of the longest request.
+        max_model_len: its tokens, for layers with an indexer; None for dense models.
     """
 
-    def __init__(self, input_like: Tensor, max_num_seqs: int, max_blocks: int) -> None:
+    def __init__(self, input_like: Tensor, max_num_seqs: int, max_blocks: int, max_model_len: int | None = None) -> None:
         device = input_like.device
         self._inputs = torch.zeros(max_num_seqs, *input_like.shape, dtype=input_like.dtype, device=device)
         self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -28,6 +30,9 @@ class PaddedStep:
         self._local_seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._workspace = decode_workspace(device)
+        self._max_model_len = max_model_len
+        self._request = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
+        self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.clear()
 
     def clear(self) -> None:
@@ -50,6 +55,7 @@ class PaddedStep:
         self._positions[:num_tokens].copy_(metadata.positions)
         self._slot_mapping[:num_tokens].copy_(metadata.slot_mapping)
         self._local_seq_lens[:num_tokens].copy_(decode.local_seq_lens)
+        self._seq_lens[:num_tokens].copy_(metadata.positions + 1)
         self._block_table[:num_tokens, : decode.block_table.shape[1]].copy_(decode.block_table)
         self._pad(num_tokens, batch_size)
 
@@ -68,7 +74,14 @@ class PaddedStep:
                 workspace=self._workspace,
             ),
             prefill=None,
+            sparse=self._sparse(batch_size),
         )
+
+    def _sparse(self, batch_size: int) -> SparseMetadata | None:
+        if self._max_model_len is None:
+            return None
+        lens = self._seq_lens[:batch_size], self._local_seq_lens[:batch_size]
+        return SparseMetadata(self._block_table[:batch_size], self._request[:batch_size], *lens, self._max_model_len)
 
     def _pad(self, first: int, end: int) -> None:
         # Behind a request's last block its row of the table may hold anything, so those of padding stay as they are.
@@ -76,6 +89,7 @@ class PaddedStep:
         self._positions[first:end].zero_()
         self._slot_mapping[first:end].fill_(_NO_SLOT)
         self._local_seq_lens[first:end].zero_()
+        self._seq_lens[first:end].zero_()
 
     def _check(self, inputs: Tensor, metadata: StepMetadata) -> DecodeMetadata:
         decode, num_tokens = metadata.decode, metadata.num_tokens

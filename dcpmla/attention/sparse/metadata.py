@@ -24,9 +24,14 @@ class SparseMetadata:
     local_seq_lens: Tensor
     max_seq_len: int
 
+    def rows(self, tokens: slice) -> "SparseMetadata":
+        """Of some of the tokens."""
+        per_token = self.request[tokens], self.seq_lens[tokens], self.local_seq_lens[tokens]
+        return SparseMetadata(self.block_table, *per_token, self.max_seq_len)
+
 
 @dataclass(frozen=True)
-class Selection:
+class SelectedTokens:
     """The tokens that each token of a step attends to: written by a layer with an indexer, read by it and by layers that reuse it.
 
     Attributes:
@@ -40,11 +45,11 @@ class Selection:
     num_slots: Tensor
 
     @classmethod
-    def empty(cls, num_tokens: int, topk: int, device: torch.device | str) -> "Selection":
+    def empty(cls, num_tokens: int, topk: int, device: torch.device | str) -> "SelectedTokens":
         """Memory for a step, of the layers of one pass."""
         positions, slots = (torch.empty(num_tokens, topk, dtype=torch.int32, device=device) for _ in range(2))
         return cls(positions, slots, torch.empty(num_tokens, dtype=torch.int32, device=device))
 
-    def rows(self, tokens: slice) -> "Selection":
+    def rows(self, tokens: slice) -> "SelectedTokens":
         """Of some of the tokens, in the same memory."""
-        return Selection(self.positions[tokens], self.slots[tokens], self.num_slots[tokens])
+        return SelectedTokens(self.positions[tokens], self.slots[tokens], self.num_slots[tokens])

@@ -57,7 +57,7 @@ def choose_tokens(
     Args:
         candidates: [T, M] int64 of all ranks, in any order, EMPTY ones among them.
         block_table, request: as in `SparseMetadata`.
-        positions, slots, num_slots: written, as in `Selection`; topk is their width.
+        positions, slots, num_slots: written, as in `SelectedTokens`; topk is their width.
     """
     if candidates.is_cuda:
         from dcpmla.attention.sparse.kernels import topk as kernels

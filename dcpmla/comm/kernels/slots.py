@@ -122,7 +122,7 @@ def decode(x, scale, type: tl.constexpr, IS_FP8: tl.constexpr):
 
 
 # Sizes of a batch come and go: a variant for each kind of number in these would be compiled while requests wait.
-@triton.jit(do_not_specialize=["num_tokens", "rank", "items", "limit"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "items", "limit", "operation"])
 def gather_kernel(
     q_ptr,
     gathered_ptr,
@@ -135,6 +135,7 @@ def gather_kernel(
     items,
     slot_bytes,
     limit,
+    operation,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     PEERS: tl.constexpr,
@@ -189,7 +190,7 @@ def gather_kernel(
             is_early = now() < deadline
         if num_missing != 0:
             is_missing = (scale == -1) | (tl.max((x == -1).to(tl.int32), 1) != 0)
-            give_up(is_missing, peer, epoch, 0, state_ptr, fault_ptr, PROGRAMS)
+            give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask)
         # What is not decoded does not go by way of float32: it may be pairs of bytes.
         q = decode(x, as_float(scale), type, IS_FP8).to(type) if IS_FP8 else x.to(type, bitcast=True)
