@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shared_memory import send_rows
 from torch import Tensor
 
+from dcpmla.attention.sparse.candidates import EMPTY, pack_candidates
 from dcpmla.comm.direct import DirectExchange
 from dcpmla.comm.direct_ops import collect
 from dcpmla.comm.exchange import tokens_of_rows
@@ -135,6 +136,25 @@ def exchange_bytes(exchange: DirectExchange) -> None:
     order = torch.arange(6 * exchange.size, device=exchange.device).flip(0)
     context = exchange.start_context(rows[rank], order, tokens_of_rows(order, 6, rank))()
     assert torch.equal(context, rows.flatten(0, 1).flip(0))
+
+
+def draw_candidates(size: int, num: int, device: torch.device) -> Tensor:
+    """[W, 3, num] int64: of the first token scores that compare in odd ways; the last has none."""
+    generator = torch.Generator().manual_seed(num)
+    scores = torch.randn(size, 3, num, generator=generator)
+    odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])[:num]
+    scores[:, 0, : len(odd)] = odd
+    candidates = pack_candidates(scores, torch.arange(num))
+    candidates[:, 2] = EMPTY
+    return candidates.to(device)
+
+
+def exchange_candidates(exchange: DirectExchange) -> None:
+    """Candidates come as they are, an odd number of them too, also where wider queries travel as e4m3."""
+    for num in (5, 64):
+        candidates = draw_candidates(exchange.size, num, exchange.device)
+        gathered = exchange.gather_candidates(candidates[dist.get_rank(exchange.group)])
+        assert torch.equal(gathered, candidates.transpose(0, 1))
 
 
 def check_memory(exchange: DirectExchange) -> None:

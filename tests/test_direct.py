@@ -18,7 +18,7 @@ from dcpmla.parallel.collectives import PeerFault
 
 pytest.importorskip("triton")
 
-from direct_checks import DTYPES, check_memory, draw, exchange_bytes, exchange_contexts, exchange_once  # noqa: E402
+from direct_checks import DTYPES, check_memory, draw, exchange_bytes, exchange_candidates, exchange_contexts, exchange_once  # noqa: E402
 
 from dcpmla.comm import direct, direct_ops  # noqa: E402
 
@@ -57,6 +57,7 @@ def check_exchanges(num_steps: int) -> None:
     exchange_without_pause(exchanges[0], 2 * num_steps, own)
     exchange_contexts(exchanges[-1], 6, common, own)
     exchange_bytes(exchanges[2])
+    exchange_candidates(exchanges[2])
     for exchange in exchanges:
         assert exchange.gather_heads(torch.empty(0, 2, 8)).shape == (0, 2 * exchange.size, 8)
         check_memory(exchange)
@@ -77,6 +78,7 @@ def check_missing_rank() -> None:
     calls: list[tuple[str, int, int, Callable[[direct.DirectExchange], Any]]] = [
         ("gather_heads", 2048, 1, lambda exchange: exchange.gather_heads(q)),  # through the landing
         ("gather_heads", 384, 7, lambda exchange: exchange.gather_heads(q)),
+        ("gather_candidates", 384, 7, lambda exchange: exchange.gather_candidates(q[:, 0].view(torch.int64))),
         ("combine", 384, 7, lambda exchange: exchange.combine(q.expand(12, 3, 8), lse)),
         ("gather_context", 384, 1, lambda exchange: exchange.start_context(q[:, 0], order, tokens_of_rows(order, 12, rank))()),
     ]

@@ -71,6 +71,8 @@ def check_gathers(device: str = "cpu") -> None:
         exchange.reserve_context(size * 7, D, rows.dtype, rows.device)
         started = exchange.start_context(rows[rank], order, tokens_of_rows(order, 7, rank))
         assert torch.equal(started(), rows.flatten(0, 1)[order])
+        candidates = torch.arange(-9 * size, 9 * size).view(size, 6, 3).to(device)
+        assert torch.equal(exchange.gather_candidates(candidates[rank]), candidates.transpose(0, 1))
         for dtype in (torch.uint8, torch.float8_e4m3fn):
             check_bytes(exchange, dtype, q.device)
 

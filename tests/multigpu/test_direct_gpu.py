@@ -23,6 +23,7 @@ from direct_checks import (  # noqa: E402
     draw,
     draw_own,
     exchange_all,
+    exchange_candidates,
     exchange_contexts,
     exchange_on_gpu,
     exchange_once,
@@ -56,6 +57,7 @@ def check_layouts() -> None:
         exchange_once(exchanges[seed % 2], ((3, 2, 72), (5, 3, 40))[seed // 6], torch.bfloat16, seed, own)
         exchange_contexts(exchanges[0], 3, common, own)
     for exchange in exchanges:
+        exchange_candidates(exchange)
         check_memory(exchange)
 
 
