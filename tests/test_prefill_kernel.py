@@ -159,17 +159,26 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "causal"), [((128, 64, 128), True), ((128, 64, 128), False), ((192, 64, 256), True), ((48, 16, 32), False)]
+    ("dims", "causal", "has_mask"),
+    [
+        ((128, 64, 128), True, False),
+        ((128, 64, 128), False, False),
+        ((128, 64, 128), False, True),
+        ((192, 64, 256), True, True),
+        ((48, 16, 32), False, False),
+    ],
 )
-def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: bool) -> None:
+def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: bool, has_mask: bool) -> None:
     """With the tiles that such heads get, within a program's shared memory."""
     from dcpmla.attention.kernels.mha_prefill import mha_prefill_kernel, select_tiling
 
     tile_dims = [max(16, triton.next_power_of_2(dim)) for dim in dims]
     tiling = select_tiling(tile_dims[0] + tile_dims[1], tile_dims[2], HOPPER_SHARED_MEMORY)
-    constants = dict(zip(("P", "R", "V", "P_TILE", "R_TILE", "V_TILE"), (*dims, *tile_dims), strict=True))
+    constants: dict[str, int | None] = dict(zip(("P", "R", "V", "P_TILE", "R_TILE", "V_TILE"), (*dims, *tile_dims), strict=True))
     constants |= {"CAUSAL": causal, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
-    types = {"scale_log2": "fp32", "lse_ptr": "*fp32", "query_start_loc_ptr": "*i32", "key_start_loc_ptr": "*i32"}
+    if not has_mask:
+        constants |= {"mask_ptr": None, "num_words": None}
+    types = {"scale_log2": "fp32", "lse_ptr": "*fp32", "query_start_loc_ptr": "*i32", "key_start_loc_ptr": "*i32", "mask_ptr": "*i32"}
     types |= {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_pe_desc": f"tensordesc<bf16[{tiling.block_n}, {tile_dims[1]}]>"}
     types |= {
         name: f"tensordesc<bf16[1, {tiling.block_n}, {dim}]>" for name, dim in (("k_nope_desc", tile_dims[0]), ("v_desc", tile_dims[2]))
@@ -188,12 +197,16 @@ def test_merge_into_compiles_for_hopper() -> None:
     assert "sm_90a" in compiled.asm["ptx"]
 
 
-def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, int], options: dict[str, int]) -> Any:
+def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, int | None], options: dict[str, int]) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if "_ptr" in name or "_stride" in name}
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, name in enumerate(kernel.arg_names)
+        if name not in constants and ("_ptr" in name or "_stride" in name)
+    }
     return triton.compile(
         ASTSource(kernel, signature, constexprs=constants, attrs=aligned), target=GPUTarget("cuda", 90, 32), options=options
     )

@@ -48,6 +48,7 @@ class ContextChunk:
         tokens: [N] int64, for each of this rank's rows its token in [0, S), -1 for padding.
         key_start: [num_prefills + 1], where each request's tokens start in S.
         key_start_loc: [num_prefills + 1] int32, the same on the device.
+        first_position: [num_prefills] int32, of each request's first token here; of a request without any, where its context ends.
     """
 
     local_slots: Tensor
@@ -55,6 +56,7 @@ class ContextChunk:
     tokens: Tensor
     key_start: tuple[int, ...]
     key_start_loc: Tensor
+    first_position: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,14 @@ class PrefillMetadata:
     Attributes:
         query_start: [num_prefills + 1], where each request's new tokens start, counted from the first prefill token.
         query_start_loc: [num_prefills + 1] int32, the same on the device.
+        first_position: [num_prefills] int32, of each request's first new token.
         context_chunks: what was cached before this step; empty when nothing was.
         num_pairs: of a new token and a token at its position or before.
     """
 
     query_start: tuple[int, ...]
     query_start_loc: Tensor
+    first_position: Tensor
     context_chunks: tuple[ContextChunk, ...]
     num_pairs: int
 
@@ -200,7 +204,8 @@ def _build_prefill(
     ]
     new = np.asarray(query_lens)
     num_pairs = int((new * context_lens + new * (new + 1) // 2).sum())
-    return PrefillMetadata(*_start_both(query_lens, device), tuple(chunks), num_pairs)
+    first_position = _to(device, context_lens.astype(np.int32))
+    return PrefillMetadata(*_start_both(query_lens, device), first_position, tuple(chunks), num_pairs)
 
 
 def _chunk_tokens(num_contexts: int, dcp: DCPConfig) -> int:
@@ -236,7 +241,8 @@ def _build_chunk(
     order = torch.from_numpy(np.concatenate(orders))
     tokens = tokens_of_rows(order, int(padded_start[-1]), dcp_rank)
     slots = np.concatenate(local_slots)
-    return ContextChunk(_to(device, slots), _to(device, order), _to(device, tokens), *_start_both(lens, device))
+    first_position = _to(device, begin.astype(np.int32))
+    return ContextChunk(_to(device, slots), _to(device, order), _to(device, tokens), *_start_both(lens, device), first_position)
 
 
 def _starts(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:

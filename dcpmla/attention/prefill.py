@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from dcpmla.attention.metadata import ContextChunk, PrefillMetadata
 from dcpmla.attention.prefill_backends import select_prefill
 from dcpmla.attention.segments import Segments
+from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.cache.formats import check_kv_scale, is_quantised
 from dcpmla.cache.latent import decode_rows, read_latents
 from dcpmla.comm.exchange import Exchange
@@ -25,12 +26,14 @@ def dcp_mla_prefill(
     scale: float,
     exchange: Exchange,
     kv_scale: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Multi-head attention of prefill tokens over themselves and over a context cached on all ranks of the DCP group. Collective.
 
     No merge across ranks is needed: after the gather each rank has all keys for its own heads.
     Each gather runs under the attention before it. Rows of 8-bit caches are gathered as they are, and decoded behind that: fewer bytes
-    travel. New tokens attend to their own latents as they were before the cache rounded them.
+    travel. New tokens attend to their own latents as they were before the cache rounded them. In sparse attention a mask leaves out what a
+    token did not select, a bit for each key, made for the new tokens and for each chunk in its turn.
 
     Args:
         q: [T, h, P + R], rotated.
@@ -38,12 +41,15 @@ def dcp_mla_prefill(
         kv_cache: [num_blocks, block_size, width], this rank's tokens in one of the formats of `dcpmla.cache.formats`.
         w_kv_b: [h, P + V, L], the up-projection of this rank's heads, W_UK over W_UV.
         kv_scale: float32 of one element, of an fp8 cache, and for that alone.
+        positions: [T, topk] int32, those that each token attends to (`SelectedTokens.positions`), none behind its own; None for all.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:
-        ValueError: a scale that is missing or too many.
+        ValueError: a scale that is missing or too many; positions of fewer or more tokens.
     """
     check_kv_scale(kv_cache.dtype, kv_scale)
+    if positions is not None and positions.shape[0] != q.shape[0]:
+        raise ValueError(f"positions has {positions.shape[0]} rows; expected one for each of the {q.shape[0]} tokens of q")
     chunks = prefill.context_chunks
 
     def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
@@ -51,7 +57,12 @@ def dcp_mla_prefill(
 
     started = [start_gather(chunk) for chunk in chunks[:1]]
     queries = Segments(prefill.query_start, prefill.query_start_loc)
-    out, lse = _attend(q, kv_c, k_pe, w_kv_b, queries, queries, scale, causal=True)
+
+    def attend(kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        mask = None if positions is None else selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
+        return _attend(q, kv_c, k_pe, w_kv_b, queries, keys, scale, causal, mask)
+
+    out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True)
     if chunks:
         out = out.to(torch.promote_types(q.dtype, torch.float32))  # rounded once, behind the last chunk, not once a chunk
     for index, chunk in enumerate(chunks):
@@ -60,7 +71,7 @@ def dcp_mla_prefill(
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
         keys = Segments(chunk.key_start, chunk.key_start_loc)
-        merge_into(out, lse, *_attend(q, context_kv_c, context_k_pe, w_kv_b, queries, keys, scale, causal=False))
+        merge_into(out, lse, *attend(context_kv_c, context_k_pe, keys, chunk.first_position, causal=False))
         del latents, context_kv_c, context_k_pe  # before the next ones: no more than two chunks are there at a time
     return out.to(q.dtype), lse
 
@@ -71,11 +82,19 @@ def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype:
 
 
 def _attend(
-    q: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
+    q: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    w_kv_b: Tensor,
+    queries: Segments,
+    keys: Segments,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over latents: their keys and values, the largest tensors of a step, live no longer than this call."""
     k_nope, v = up_project(kv_c, w_kv_b, q.shape[-1] - k_pe.shape[-1])
-    return mha_prefill(q, k_nope, k_pe, v, *queries, *keys, scale, causal)
+    return mha_prefill(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask)
 
 
 def up_project(kv_c: Tensor, w_kv_b: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
@@ -104,10 +123,12 @@ def mha_prefill(
     key_start_loc: Tensor,
     scale: float,
     causal: bool,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`prefill_backends.Prefill` by the first backend that takes the inputs, as an operator of torch. No gradients."""
     queries, keys = Segments(tuple(query_start), query_start_loc), Segments(tuple(key_start), key_start_loc)
-    return select_prefill(q, k_pe, v).load()(q, k_nope, k_pe, v, queries, keys, scale, causal)
+    backend = select_prefill(q, k_pe, v, has_mask=mask is not None)
+    return backend.load()(q, k_nope, k_pe, v, queries, keys, scale, causal, mask)
 
 
 @mha_prefill.register_fake

@@ -16,7 +16,16 @@ _HALF = (torch.bfloat16, torch.float16)
 
 class Prefill(Protocol):
     def __call__(
-        self, q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
+        self,
+        q: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        v: Tensor,
+        queries: Segments,
+        keys: Segments,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Multi-head attention of a ragged batch.
 
@@ -26,8 +35,9 @@ class Prefill(Protocol):
                 strides but contiguous columns.
             queries, keys: the requests' rows in T, in S.
             causal: query j of a request sees its first j + 1 keys (there are as many keys as queries); else all.
+            mask: [T, W] int32 from `selection_mask`, contiguous: which of those a query sees; None for all.
         Returns:
-            out [T, h, V] in the dtype of q, lse [T, h] float32 natural log, contiguous; (0, -inf) for a request without keys.
+            out [T, h, V] in the dtype of q, lse [T, h] float32 natural log, contiguous; (0, -inf) for a query that sees no key.
         """
 
 
@@ -38,11 +48,13 @@ class PrefillBackend:
     Attributes:
         takes: whether it runs on the device, dtypes and sizes of (q, k_pe, v).
         load: gives the kernel, importing what only it needs.
+        takes_mask: whether it takes a mask.
     """
 
     name: str
     takes: Callable[[Tensor, Tensor, Tensor], bool]
     load: Callable[[], Prefill]
+    takes_mask: bool = True
 
 
 # ---- plain torch
@@ -57,9 +69,17 @@ def _load_torch() -> Prefill:
 
 
 def _torch(
-    q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    queries: Segments,
+    keys: Segments,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return reference.mha_prefill(q, join_keys(k_nope, k_pe), v, queries.start, keys.start, scale, causal)
+    return reference.mha_prefill(q, join_keys(k_nope, k_pe), v, queries.start, keys.start, scale, causal, mask)
 
 
 # ---- our Triton kernel
@@ -96,19 +116,19 @@ def _is_half_on_gpu(q: Tensor, capability: tuple[int, int]) -> bool:
 
 # Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans it anew in each ragged call, for 45 ms.
 PREFILL_BACKENDS = (
-    PrefillBackend("flashinfer", _takes_flashinfer, _load_flashinfer),
+    PrefillBackend("flashinfer", _takes_flashinfer, _load_flashinfer, takes_mask=False),
     PrefillBackend("triton", _takes_triton, _load_triton),
     PrefillBackend("torch", _takes_torch, _load_torch),
 )
 
 
-def select_prefill(q: Tensor, k_pe: Tensor, v: Tensor) -> PrefillBackend:
-    """The first backend that takes queries, keys and values.
+def select_prefill(q: Tensor, k_pe: Tensor, v: Tensor, has_mask: bool = False) -> PrefillBackend:
+    """The first backend that takes queries, keys and values, and a mask if there is one.
 
     Raises:
         ValueError: none does.
     """
     for backend in PREFILL_BACKENDS:
-        if backend.takes(q, k_pe, v):
+        if backend.takes(q, k_pe, v) and (backend.takes_mask or not has_mask):
             return backend
     raise ValueError(f"q is on device {q.device}; prefill kernels exist for 'cpu', 'cuda'")

@@ -15,9 +15,18 @@ _WORKSPACE_BYTES = 128 << 20  # what FlashInfer asks for
 
 
 def mha_prefill(
-    q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    queries: Segments,
+    keys: Segments,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `dcpmla.attention.prefill_backends.Prefill`."""
+    """See `dcpmla.attention.prefill_backends.Prefill`; takes no mask."""
+    assert mask is None
     plan = _plan(queries.start, keys.start, q.shape[1], q.shape[2], v.shape[2], scale, causal, q.dtype, q.device)
     out, lse = plan.run(q, join_keys(k_nope, k_pe), v, return_lse=True)
     return _clear_empty(out, lse.mul_(math.log(2)), queries, keys)  # its LSE is in base 2

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dcpmla.attention.sparse.mask import unpack_mask
 from dcpmla.cache import formats
 
 _MAX_SCORES = 1 << 25  # scores that mha_prefill holds at a time: 128 MiB of float32
@@ -66,7 +67,14 @@ def _decode_tile(
 
 
 def mha_prefill(
-    q: Tensor, k: Tensor, v: Tensor, query_start: Sequence[int], key_start: Sequence[int], scale: float, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Sequence[int],
+    key_start: Sequence[int],
+    scale: float,
+    causal: bool,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a ragged batch; `dcpmla.attention.prefill_backends.Prefill` documents shapes."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -84,6 +92,8 @@ def mha_prefill(
             scores = q[rows].to(dtype).transpose(0, 1) @ k_t[..., :num_keys] * scale
             if causal:
                 scores += torch.full(scores.shape[1:], -torch.inf, dtype=dtype, device=q.device).triu(start - first + 1)
+            if mask is not None:
+                scores = scores.masked_fill(~unpack_mask(mask[rows], num_keys), -torch.inf)
             probs, row_lse = _softmax(scores)
             out[rows] = (probs @ v_t[:, :num_keys]).transpose(0, 1).to(out.dtype)
             lse[rows] = row_lse.transpose(0, 1)

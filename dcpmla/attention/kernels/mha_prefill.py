@@ -1,8 +1,9 @@
 """Multi-head attention of a ragged batch of prefill tokens as one Triton kernel; `reference.mha_prefill` specifies it.
 
-One program computes a tile of one request's queries for one head over all keys that they see (FlashAttention-2). The rope part of a key is
-the same for all heads and is read where it lies, so keys are never put together in memory. Keys and values come through descriptors: by TMA
-on Hopper, which knows where a tensor ends and fills with zeros; Triton turns them into pointers on older GPUs.
+One program computes a tile of one request's queries for one head over all keys that they see (FlashAttention-2); a mask of bits leaves out
+others, key by key. The rope part of a key is the same for all heads and is read where it lies, so keys are never put together in memory.
+Keys and values come through descriptors: by TMA on Hopper, which knows where a tensor ends and fills with zeros; Triton turns them into
+pointers on older GPUs.
 """
 
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from dcpmla.attention.kernels.limits import shared_memory
 from dcpmla.attention.segments import Segments
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
+SIGN_BIT, MINUS_INF = tl.constexpr(-(1 << 31)), tl.constexpr(-(1 << 23))  # bits of float32
 
 
 @triton.jit
@@ -37,6 +40,24 @@ def _find_tile(start_loc_ptr, num_reqs, slot, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _limit(mask_at, num_words, begin, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N], the keys from begin on: inf where the bit is set, -inf where not. mask_at points to each query's first word.
+
+    Scores are cut off there rather than chosen by truth values, which LLVM would pack into words and take out again.
+    """
+    column = tl.arange(0, BLOCK_N)
+    if BLOCK_N < 32:
+        column += begin % 32
+    words = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    # Each thread loads the words of its own rows; which of them a column takes is known when this is compiled.
+    for part in tl.static_range((BLOCK_N + 31) // 32):
+        word = tl.load(mask_at + tl.minimum(begin // 32 + part, num_words - 1))
+        words = tl.where((column // 32 == part)[None, :], word[:, None], words)
+    sign = words << (31 - column % 32)[None, :]
+    return ((sign & SIGN_BIT) ^ MINUS_INF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _attend(
     acc,
     peak,
@@ -46,6 +67,8 @@ def _attend(
     k_nope_desc,
     k_pe_desc,
     v_desc,
+    mask_at,
+    num_words,
     head,
     query,
     scale_log2,
@@ -72,6 +95,8 @@ def _attend(
             if CAUSAL:
                 visible = visible & (key[None, :] <= query[:, None])
             scores = tl.where(visible, scores, -float("inf"))
+        if mask_at is not None:
+            scores = tl.minimum(scores, _limit(mask_at, num_words, begin, scores.shape[0], BLOCK_N))
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
         probs = tl.exp2(scores * scale_log2 - new_peak[:, None])
         correction = tl.exp2(peak - new_peak)
@@ -86,18 +111,20 @@ def _attend(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit(do_not_specialize=["num_reqs", "num_words"])
 def mha_prefill_kernel(
     q_ptr,
     k_nope_desc,
     k_pe_desc,
     v_desc,
+    mask_ptr,
     out_ptr,
     lse_ptr,
     query_start_loc_ptr,
     key_start_loc_ptr,
     num_reqs,
     num_heads,
+    num_words,
     scale_log2,
     q_stride,
     q_stride_head,
@@ -137,17 +164,23 @@ def mha_prefill_kernel(
         num_unmasked = (first_query + 1) // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, V_TILE], tl.float32)
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    mask_at = None
+    if mask_ptr is not None:
+        mask_at = mask_ptr + (query_start + tl.minimum(query, num_queries - 1)) * num_words
+        peak = tl.full([BLOCK_M], LOWEST, tl.float32)  # a query may see none of its first keys, and -inf - -inf is NaN
     total = tl.zeros([BLOCK_M], tl.float32)
     # fmt: off
     acc, peak, total = _attend(
-        acc, peak, total, q_nope, q_pe, k_nope_desc, k_pe_desc, v_desc, head, query, scale_log2, key_start,
-        0, num_unmasked, num_keys, BLOCK_N, False, CAUSAL,
+        acc, peak, total, q_nope, q_pe, k_nope_desc, k_pe_desc, v_desc, mask_at, num_words, head, query,
+        scale_log2, key_start, 0, num_unmasked, num_keys, BLOCK_N, False, CAUSAL,
     )
     acc, peak, total = _attend(
-        acc, peak, total, q_nope, q_pe, k_nope_desc, k_pe_desc, v_desc, head, query, scale_log2, key_start,
-        num_unmasked, end, num_keys, BLOCK_N, True, CAUSAL,
+        acc, peak, total, q_nope, q_pe, k_nope_desc, k_pe_desc, v_desc, mask_at, num_words, head, query,
+        scale_log2, key_start, num_unmasked, end, num_keys, BLOCK_N, True, CAUSAL,
     )
     # fmt: on
+    if mask_ptr is not None:
+        peak = tl.where(total == 0.0, -float("inf"), peak)
     # Without keys: acc 0, total 0, peak -inf.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     lse = (peak + tl.log2(tl.where(total == 0.0, 1.0, total))) / LOG2_E
@@ -165,8 +198,9 @@ class Tiling(NamedTuple):
     num_stages: int
 
     def shared_memory(self, qk_tile: int, v_tile: int) -> int:
-        """Bytes of what a program holds: its queries, keys and values of each stage, barriers."""
-        return 2 * (self.block_m * qk_tile + self.num_stages * self.block_n * (qk_tile + v_tile)) + 1024
+        """Bytes of what a program holds: its queries, keys and values of each stage, bits of a mask, barriers."""
+        rows = 2 * (self.block_m * qk_tile + self.num_stages * self.block_n * (qk_tile + v_tile))
+        return rows + self.block_m * self.block_n // 8 + 1024
 
 
 # Best first; the last one fits every GPU that computes in bfloat16.
@@ -179,7 +213,15 @@ def select_tiling(qk_tile: int, v_tile: int, shared_memory: int) -> Tiling:
 
 
 def mha_prefill(
-    q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float, causal: bool
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    queries: Segments,
+    keys: Segments,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a ragged batch on a GPU of compute capability 8.0 or more. No sync with the host.
 
@@ -190,8 +232,9 @@ def mha_prefill(
         queries, keys: the requests' rows in T, in S.
         scale: positive.
         causal: query j of a request sees its first j + 1 keys (there are as many keys as queries); else all.
+        mask: [T, W] int32, contiguous, from `selection_mask`: which of those a query sees; None for all.
     Returns:
-        out [T, h, V] in the dtype of q, lse [T, h] float32 natural log; (0, -inf) for a request without keys.
+        out [T, h, V] in the dtype of q, lse [T, h] float32 natural log; (0, -inf) for a query that sees no key.
     Source: FlashAttention-2.
     """
     (num_tokens, num_heads, _), num_reqs = q.shape, len(queries.start_loc) - 1
@@ -205,12 +248,14 @@ def mha_prefill(
         describe(k_nope.transpose(0, 1), [1, tiling.block_n, p_tile]),
         describe(k_pe, [tiling.block_n, r_tile]),
         describe(v.transpose(0, 1), [1, tiling.block_n, v_tile]),
+        mask,
         out,
         lse,
         queries.start_loc,
         keys.start_loc,
         num_reqs,
         num_heads,
+        None if mask is None else mask.shape[1],
         scale * LOG2_E.value,
         *q.stride()[:2],
         P=dims[0],

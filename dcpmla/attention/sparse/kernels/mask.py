@@ -1,0 +1,57 @@
+"""Triton kernel of selected positions as bits, with its launcher; `attention/sparse/mask.py` specifies it."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_keys", "num_words"])
+def selection_mask_kernel(
+    positions_ptr,
+    query_start_loc_ptr,
+    first_position_ptr,
+    words_ptr,
+    num_reqs,
+    num_keys,
+    num_words,
+    stride,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a token, whose words hold zeros."""
+    token = tl.program_id(0)
+    low = 0
+    high = num_reqs
+    while low < high - 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc_ptr + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    first = tl.load(first_position_ptr + low)
+    column = tl.arange(0, BLOCK)
+    position = tl.load(positions_ptr + token.to(tl.int64) * stride + column, mask=column < TOPK, other=-1)
+    key = position - first
+    is_here = (position >= 0) & (key >= 0) & (key < num_keys)
+    tl.atomic_or(words_ptr + token.to(tl.int64) * num_words + key // 32, 1 << key % 32, mask=is_here, sem="relaxed")
+
+
+def selection_mask(positions: Tensor, query_start_loc: Tensor, first_position: Tensor, num_keys: int) -> Tensor:
+    """`mask.selection_mask` in one kernel. No sync with the host."""
+    num_tokens, topk = positions.shape
+    words = torch.zeros(num_tokens, triton.cdiv(num_keys, 32), dtype=torch.int32, device=positions.device)
+    selection_mask_kernel[(num_tokens,)](
+        positions,
+        query_start_loc,
+        first_position,
+        words,
+        len(first_position),
+        num_keys,
+        words.shape[1],
+        positions.stride(0),
+        TOPK=topk,
+        BLOCK=triton.next_power_of_2(topk),
+        num_warps=8,
+    )
+    return words
