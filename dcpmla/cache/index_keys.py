@@ -10,7 +10,7 @@ A cache tensor's dtype says its format, as for latents (`cache/formats.py`):
 import torch
 from torch import Tensor
 
-from dcpmla.cache.formats import FP8, FP8_MAX
+from dcpmla.cache.formats import FP8, FP8_MAX, format_name
 
 SCALE_BYTES = 4
 SMALLEST_AMAX = 1e-10  # a key of zeros has a scale, too
@@ -21,9 +21,24 @@ def index_storage_dtype(index_cache_dtype: str, dtype: torch.dtype) -> torch.dty
     return torch.uint8 if index_cache_dtype == "fp8" else dtype
 
 
+def index_format_name(storage: torch.dtype) -> str:
+    """As `format_name`, of an index cache tensor's dtype."""
+    return "fp8" if storage == torch.uint8 else format_name(storage)
+
+
 def index_row_width(storage: torch.dtype, head_dim: int) -> int:
     """Elements that an index cache takes for a token."""
     return head_dim + SCALE_BYTES if storage == torch.uint8 else head_dim
+
+
+def check_index_cache(index_cache: Tensor, storage: torch.dtype, head_dim: int) -> None:
+    """Raise ValueError unless index_cache holds keys [head_dim] in that dtype's format, each block in one piece."""
+    width = index_row_width(storage, head_dim)
+    if index_cache.dtype != storage or index_cache.stride()[1:] != (width, 1) or index_cache.shape[2] != width:
+        raise ValueError(
+            f"index_cache (--index-cache-dtype) is {index_cache.dtype} {tuple(index_cache.shape)} with strides {index_cache.stride()}; "
+            f"keys of {head_dim} take {storage} [num_blocks, block_size, {width}], each block in one piece"
+        )
 
 
 def index_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,213 @@
+"""Triton kernel of the indexer's scores with its launcher; `attention/sparse/scores.py` specifies it.
+
+A step is a tile of keys against a tile of tokens. The steps of all tiles of tokens stand in one row that is cut into equal parts, one for
+each program: no length has to be known on the host, and a long request is the work of many.
+
+However many tokens a step takes, a pair's score comes from the same products, added up in the same order: the heads lie on the same lanes,
+and multiplications are not fused with additions, which the compiler would choose anew for each size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dcpmla.cache.formats import FP8
+from dcpmla.cache.index_keys import check_index_cache
+
+_KEYS = 64  # of a step: the rows of one product of a warpgroup
+_MAX_COLUMNS = 256  # of a step: heads of tokens; as wide as one product gets
+_PROGRAMS = 4  # on a multiprocessor at a time
+
+
+@triton.jit
+def _lengths(token, seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk):
+    """How many keys to score for each token: none where all are selected."""
+    is_token = token < num_tokens
+    is_scored = tl.load(seq_lens_ptr + token, mask=is_token, other=0) > topk
+    return tl.load(local_seq_lens_ptr + token, mask=is_token & is_scored, other=0)
+
+
+@triton.jit
+def _find_blocks(table_ptr, step, num_keys, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Blocks of a step's keys: one where all are in one."""
+    index = step * KEYS if BLOCK_SIZE % KEYS == 0 else step * KEYS + tl.arange(0, KEYS)
+    return tl.load(table_ptr + index // BLOCK_SIZE, mask=index < num_keys, other=0)
+
+
+@triton.jit
+def _score_keys(
+    q,
+    weights,
+    out_ptr,
+    cache_ptr,
+    table_ptr,
+    lengths,
+    begin,
+    end,
+    stride_block,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    """Steps [begin, end) over one request's keys; q is [TOKENS HEADS, COLUMNS], lengths [TOKENS] are 0 for tokens of other requests."""
+    key, column = tl.arange(0, KEYS), tl.arange(0, COLUMNS)[None, :]
+    longest = tl.max(lengths, 0)
+    # Blocks are looked up a step ahead, so that all loads of keys and scales are pipelined.
+    end = tl.minimum(end, tl.cdiv(longest, KEYS))
+    block = _find_blocks(table_ptr, begin, longest, BLOCK_SIZE, KEYS)
+    for step in tl.range(begin, end, num_stages=STAGES):
+        index = step * KEYS + key
+        slot = index % BLOCK_SIZE
+        block_ptr = cache_ptr + block.to(tl.int64) * stride_block
+        key_ptr = (block_ptr + slot * HEAD_DIM)[:, None] + column
+        keys = tl.load(key_ptr) if COLUMNS == HEAD_DIM else tl.load(key_ptr, mask=column < HEAD_DIM, other=0.0)
+        products = tl.maximum(tl.dot(keys, tl.trans(q)), 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
+        scores = tl.sum(tl.reshape(products, [KEYS, TOKENS, HEADS]), 2)
+        if HAS_SCALES:
+            scales = tl.load((block_ptr + BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True) + slot)
+            scores *= scales[:, None]
+        block = _find_blocks(table_ptr, step + 1, longest, BLOCK_SIZE, KEYS)
+        tl.store(out_ptr[None, :] + index[:, None], scores, mask=index[:, None] < lengths[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "topk", "stride_table"])
+def scores_kernel(
+    q_ptr,
+    weights_ptr,
+    cache_ptr,
+    table_ptr,
+    request_ptr,
+    seq_lens_ptr,
+    local_seq_lens_ptr,
+    out_ptr,
+    num_tokens,
+    topk,
+    stride_block,
+    stride_table,
+    stride_out,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    """A program takes its part of the steps: of the first tile of TOKENS tokens, of the next."""
+    all_lengths = _lengths(tl.arange(0, TILES * TOKENS), seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk)
+    ends = tl.cumsum(tl.cdiv(tl.max(tl.reshape(all_lengths, [TILES, TOKENS]), 1), KEYS), 0)
+    num_steps = tl.max(ends, 0)
+    size = tl.cdiv(num_steps, tl.num_programs(0))
+    start = tl.program_id(0) * size
+    end = tl.minimum(start + size, num_steps)
+
+    tile_row, column = tl.arange(0, TOKENS * HEADS), tl.arange(0, COLUMNS)[None, :]
+    while start < end:
+        tile = tl.sum((ends <= start).to(tl.int32), 0)
+        first = tl.max(tl.where(ends <= start, ends, 0), 0)  # step of the tile
+        stop = tl.minimum(end, tl.min(tl.where(ends > start, ends, num_steps), 0))
+
+        token, head = tile * TOKENS + tile_row // HEADS, tile_row % HEADS
+        row = token.to(tl.int64) * NUM_HEADS + head
+        is_row = (token < num_tokens) & (head < NUM_HEADS)
+        q = tl.load(q_ptr + row[:, None] * HEAD_DIM + column, mask=is_row[:, None] & (column < HEAD_DIM), other=0.0)
+        weights = tl.load(weights_ptr + row, mask=is_row, other=0.0)
+
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        rows_ptr = out_ptr + token.to(tl.int64) * stride_out
+        lengths = _lengths(token, seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk)
+        request = tl.load(request_ptr + token, mask=lengths > 0, other=-1)
+        last = tl.max(request, 0)
+        for each in range(tl.min(tl.where(lengths > 0, request, last), 0), last + 1):  # more than one where requests meet in a tile
+            _score_keys(
+                q,
+                weights,
+                rows_ptr,
+                cache_ptr,
+                table_ptr + each * stride_table,
+                tl.where(request == each, lengths, 0),
+                start - first,
+                stop - first,
+                stride_block,
+                HEAD_DIM,
+                COLUMNS,
+                BLOCK_SIZE,
+                TOKENS,
+                HEADS,
+                KEYS,
+                STAGES,
+                HAS_SCALES,
+            )
+        start = stop
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    block_table: Tensor,
+    request: Tensor,
+    seq_lens: Tensor,
+    local_seq_lens: Tensor,
+    topk: int,
+) -> Tensor:
+    """`scores.index_scores` in one launch.
+
+    Raises:
+        ValueError: an index cache of another format than the queries', or whose blocks do not lie in one piece.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    is_fp8 = q.dtype == FP8
+    check_index_cache(index_cache, torch.uint8 if is_fp8 else q.dtype, head_dim)
+    block_size = index_cache.shape[1]
+    num_columns = block_table.shape[1] * block_size
+    scores = q.new_empty(num_tokens, num_columns, dtype=torch.float32)
+    if scores.numel() == 0:
+        return scores
+    heads = max(16, triton.next_power_of_2(num_heads))  # 16: the least that tl.dot takes
+    tokens_of_request = triton.cdiv(num_tokens, len(block_table))
+    tokens = max(1, min(_MAX_COLUMNS // heads, triton.next_power_of_2(tokens_of_request)))
+    num_tiles = triton.cdiv(num_tokens, tokens)
+    most_programs = num_tiles * triton.cdiv(num_columns, _KEYS)
+    scores_kernel[(min(most_programs, _PROGRAMS * _num_multiprocessors(q.device)),)](
+        q.contiguous(),
+        weights.contiguous(),
+        index_cache.view(FP8) if is_fp8 else index_cache,
+        block_table,
+        request.contiguous(),
+        seq_lens.contiguous(),
+        local_seq_lens.contiguous(),
+        scores,
+        num_tokens,
+        topk,
+        index_cache.stride(0),
+        block_table.stride(0),
+        num_columns,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        COLUMNS=max(32 if is_fp8 else 16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size,
+        TILES=triton.next_power_of_2(num_tiles),
+        TOKENS=tokens,
+        HEADS=heads,
+        KEYS=_KEYS,
+        STAGES=4,
+        HAS_SCALES=is_fp8,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return scores
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    """Where Triton interprets, without a GPU, few enough to be quick."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
