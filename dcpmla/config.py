@@ -88,7 +88,7 @@ class MLAConfig:
         """Read a transformers config of one of MLA_MODEL_TYPES.
 
         Raises:
-            ValueError: another architecture.
+            ValueError: another architecture, or layers that reuse a selection that no layer makes.
         Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper; LongCat's factors from its report.
         """
         check_model_type(config.model_type)
@@ -234,12 +234,38 @@ class DCPConfig:
 
 
 def _indexer_from_hf(config: Any) -> IndexerConfig:
+    types, num_layers = getattr(config, "indexer_types", None), config.num_hidden_layers
+    if types is not None and (len(types) < num_layers or types[:1] != ["full"]):
+        raise ValueError(f"model: the config's indexer_types are {types}; each of {num_layers} layers has one, the first 'full'")
     return IndexerConfig(
         num_heads=config.index_n_heads,
         head_dim=config.index_head_dim,
         topk=config.index_topk,
         rope_interleaved=config.model_type == "glm_moe_dsa",
     )
+
+
+def skips_topk(config: Any, layer: int) -> bool:
+    """Whether a layer of a transformers config has no indexer, and attends to what the layer before it did (GLM-5's "shared" ones)."""
+    return config.model_type == "glm_moe_dsa" and config.indexer_types[layer] == "shared"
+
+
+def num_index_layers(config: Any) -> int:
+    """Layers of a transformers config that have an indexer, and so an index cache; 0 in a dense model."""
+    if config.model_type not in SPARSE_MODEL_TYPES:
+        return 0
+    return sum(not skips_topk(config, layer) for layer in range(config.num_hidden_layers))
+
+
+def check_index_options(attention: MLAConfig, dcp: DCPConfig) -> None:
+    """Raise ValueError for options of an index cache in a model that has none."""
+    asked = (
+        (f"index_cache_dtype (--index-cache-dtype) {dcp.index_cache_dtype}", dcp.index_cache_dtype != "auto"),
+        ("index_hadamard (--index-hadamard)", dcp.index_hadamard),
+    )
+    for name, is_asked in asked:
+        if is_asked and attention.indexer is None:
+            raise ValueError(f"{name} goes with sparse MLA ({', '.join(SPARSE_MODEL_TYPES)}); this model's attention is dense")
 
 
 def check_model_type(model_type: str) -> None:

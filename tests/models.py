@@ -6,7 +6,17 @@ from typing import Any
 import torch
 import transformers
 
-FAMILIES = ("deepseek_v2", "deepseek_v2_no_q_lora", "deepseek_v3", "deepseek_v3_neox", "glm4_moe_lite", "longcat_flash", "mistral4")
+SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v2_no_q_lora",
+    "deepseek_v3",
+    "deepseek_v3_neox",
+    "glm4_moe_lite",
+    "longcat_flash",
+    "mistral4",
+    *SPARSE_FAMILIES,
+)
 VOCAB_SIZE = 192  # also the eos id's home: 191 is left out of what prompts use
 
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
@@ -38,6 +48,10 @@ _MOE = {
 }
 
 
+# With fewer heads, ReLU gives scores of exactly 0 to many, and who is selected of them is nobody's promise.
+_INDEXER = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 24}
+
+
 def tiny_config(family: str) -> Any:
     common = {**_COMMON, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}
     match family:
@@ -64,6 +78,11 @@ def tiny_config(family: str) -> Any:
         case "mistral4":
             rope = {**common["rope_parameters"], "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
             return transformers.Mistral4Config(**{**common, "rope_parameters": rope}, **_MOE, first_k_dense_replace=1)
+        case "deepseek_v32":
+            return transformers.DeepseekV32Config(**common, **_MOE, **_INDEXER, first_k_dense_replace=1)
+        case "glm_moe_dsa":
+            layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+            return transformers.GlmMoeDsaConfig(**common, **{**_MOE, **layers}, **_INDEXER, first_k_dense_replace=1)
     raise ValueError(family)
 
 

@@ -75,10 +75,11 @@ def test_options_reach_the_layout() -> None:
         block_size=8,
     )
     assert dcp_config(build_parser().parse_args(options), 2) == plain
-    for name in ("dcp_q_replicate", "dcp_project_before_merge"):
+    for name in ("dcp_q_replicate", "dcp_project_before_merge", "index_hadamard"):
         args = build_parser().parse_args([*options, f"--{name.replace('_', '-')}"])
         assert dcp_config(args, 2) == dataclasses.replace(plain, **{name: True})
     assert dcp_config(build_parser().parse_args([*options, "--dcp-check-exchange"]), 2).check_exchange
+    assert dcp_config(build_parser().parse_args([*options, "--index-cache-dtype", "fp8"]), 2).index_cache_dtype == "fp8"
 
 
 def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> None:
@@ -130,6 +131,7 @@ MISTAKES = {
     ),
     "block size": (["--block-size", 0], "block_size (--block-size) is 0; it must be at least 1"),
     "backend": (["--dcp-comm-backend", "pigeon"], "argument --dcp-comm-backend: invalid choice: 'pigeon'"),
+    "dense model": (["--index-hadamard"], "index_hadamard (--index-hadamard) goes with sparse MLA (deepseek_v32, glm_moe_dsa)"),
     "unknown option": (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     "model": (["--model", "/no/such/dir"], "model (--model) is '/no/such/dir': no such directory"),
     "long prompt": (["--max-model-len", 3], "prompt 0 has 3 tokens; with --max-model-len 3 at most 2 leave room for a new one"),
@@ -242,7 +244,7 @@ def test_broken_checkpoints(
     [
         ("model.safetensors", b"garbage", "model.safetensors is not a readable safetensors file"),
         ("model.safetensors.index.json", b"{}", "model.safetensors.index.json has no readable weight_map"),
-        ("config.json", b"[]", "is not a dense MLA model"),
+        ("config.json", b"[]", "is not an MLA model"),
         ("config.json", b"{", "has no readable config.json"),
         ("config.json", b'{"model_type": "deepseek_v3", "hidden_size": "abc"}', "config.json is no deepseek_v3 config"),
     ],
@@ -269,7 +271,7 @@ def test_a_broken_tokenizer_matters_to_texts_only(model: Path, tmp_path: Path, c
 def test_unknown_architecture(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert generate("--model", tmp_path, "--prompt-ids", "5", "--device", "cpu") == 2
-    assert "architecture 'llama' is not a dense MLA model this runtime knows; choose deepseek_v2, deepseek_v3" in capfd.readouterr().err
+    assert "architecture 'llama' is not an MLA model this runtime knows; choose deepseek_v2, deepseek_v3" in capfd.readouterr().err
 
 
 def test_one_rank_reports(model: Path, tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, tiny_config
+import transformers
+from models import FAMILIES, SPARSE_FAMILIES, tiny_config
 from torch import Tensor
-from transformers import LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from dcpmla import DCPConfig, MLAConfig
-from dcpmla.config import MLA_MODEL_TYPES, divisors, yarn_mscale
+from dcpmla.config import MLA_MODEL_TYPES, IndexerConfig, check_index_options, divisors, num_index_layers, skips_topk, yarn_mscale
 
 POSITIONS = torch.tensor([0, 15, 16, 40, 100])
 ROPES = ("default", "yarn", "yarn without mscale_all_dim")
@@ -46,15 +46,15 @@ def make_module(config: Any) -> Any:
     return module
 
 
-def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[str]]:
-    """Run a module on POSITIONS: what reaches its attention function, and which rotary functions it called."""
-    library, rotary, seen = modeling(module.config), [], {}
+def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Run a module on POSITIONS: what reaches its attention function, and which rotary functions it and its indexer called."""
+    library, rotary, index_rotary, seen = modeling(module.config), [], [], {}
 
     def spy(name: str) -> Any:
         original = getattr(library, name)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            rotary.append(name)
+            (index_rotary if kwargs.get("unsqueeze_dim") == 2 else rotary).append(name)
             return original(*args, **kwargs)
 
         return wrapper
@@ -71,8 +71,9 @@ def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[
     width = module.config.qk_rope_head_dim
     one = torch.ones(1, len(POSITIONS), width)
     angles = torch.ones(1, len(POSITIONS), width // 2) + 0j if module.config.model_type == "deepseek_v2" else (one, 0 * one)
-    module(hidden[None], position_embeddings=angles, attention_mask=None, position_ids=POSITIONS[None])
-    return seen, rotary
+    mask = torch.zeros(1, 1, len(POSITIONS), len(POSITIONS)) if module.config.model_type in SPARSE_FAMILIES else None
+    module(hidden[None], position_embeddings=angles, attention_mask=mask, position_ids=POSITIONS[None])
+    return seen, rotary, index_rotary
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,7 +87,7 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
     hf_config = make_config(family, rope)
     module, config = make_module(hf_config), MLAConfig.from_hf(hf_config)
     hidden = torch.randn(len(POSITIONS), config.hidden_size)
-    seen, _ = call(module, hidden, monkeypatch)
+    seen, *_ = call(module, hidden, monkeypatch)
     if config.q_lora_rank is None:
         query = module.q_proj(hidden)
     else:
@@ -106,7 +107,7 @@ def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypat
     hf_config = make_config(family)
     module, config = make_module(hf_config), MLAConfig.from_hf(hf_config)
     hidden = 1e-3 * torch.randn(len(POSITIONS), config.hidden_size)  # small enough to tell the eps of the norm
-    seen, _ = call(module, hidden, monkeypatch)
+    seen, *_ = call(module, hidden, monkeypatch)
     compressed = module.kv_a_proj_with_mqa(hidden)[:, : config.kv_lora_rank]
     kv_c = rms_norm(compressed, module.kv_a_layernorm.weight, config.rms_norm_eps) * config.kv_lora_scale
     kv = module.kv_b_proj(kv_c).unflatten(-1, (config.num_heads, -1))
@@ -121,7 +122,7 @@ def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypat
 def test_rotary_layout_is_the_one_the_module_calls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_config = make_config(family)
     config = MLAConfig.from_hf(hf_config)
-    _, rotary = call(make_module(hf_config), torch.randn(len(POSITIONS), config.hidden_size), monkeypatch)
+    _, rotary, _ = call(make_module(hf_config), torch.randn(len(POSITIONS), config.hidden_size), monkeypatch)
     assert len(rotary) == 1
     assert config.rope_interleaved == (rotary != ["apply_rotary_pos_emb"])
 
@@ -149,6 +150,54 @@ def test_geometry_is_that_of_the_weights(family: str) -> None:
     assert (module.o_proj.bias is not None) == (module.kv_a_proj_with_mqa.bias is not None) == config.attention_bias
 
 
+@pytest.mark.parametrize("family", SPARSE_FAMILIES)
+def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_config = make_config(family)
+    module = make_module(hf_config)
+    indexer = module.indexer
+    _, _, rotary = call(module, torch.randn(len(POSITIONS), hf_config.hidden_size), monkeypatch)
+    config = MLAConfig.from_hf(hf_config)
+    assert config.indexer == IndexerConfig(
+        num_heads=indexer.weights_proj.out_features,
+        head_dim=indexer.wk.out_features,
+        topk=indexer.index_topk,
+        rope_interleaved={"apply_rotary_pos_emb": False, "apply_rotary_pos_emb_interleave": True}[rotary[0]],
+    )
+    assert len(rotary) == 1
+    assert indexer.wq_b.weight.shape == (config.indexer.num_heads * config.indexer.head_dim, config.q_lora_rank)
+    with torch.device("meta"):
+        model = getattr(transformers, type(hf_config).__name__.replace("Config", "ForCausalLM"))(hf_config)
+    lacks = [layer.self_attn.indexer is None for layer in model.model.layers]
+    assert [skips_topk(hf_config, layer) for layer in range(len(lacks))] == lacks
+    assert (num_index_layers(hf_config), any(lacks)) == (2, family == "glm_moe_dsa")
+
+
+@pytest.mark.parametrize("types", [["shared", "full", "full"], ["full", "shared"], []])
+def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
+    hf_config = tiny_config("glm_moe_dsa")
+    hf_config.indexer_types = types
+    message = f"model: the config's indexer_types are {types}; each of 3 layers has one, the first 'full'"
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        MLAConfig.from_hf(hf_config)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"index_cache_dtype": "fp8"}, "index_cache_dtype (--index-cache-dtype) fp8"),
+        ({"index_hadamard": True}, "index_hadamard (--index-hadamard)"),
+    ],
+)
+def test_a_dense_model_has_no_index_cache(options: dict[str, Any], name: str) -> None:
+    dense, sparse = (MLAConfig.from_hf(make_config(family)) for family in ("deepseek_v3", "deepseek_v32"))
+    assert (dense.indexer, num_index_layers(make_config("deepseek_v3"))) == (None, 0)
+    message = f"{name} goes with sparse MLA (deepseek_v32, glm_moe_dsa); this model's attention is dense"
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        check_index_options(dense, DCPConfig(**options))
+    check_index_options(dense, DCPConfig())
+    check_index_options(sparse, DCPConfig(**options))
+
+
 def test_scale_of_deepseek_v3_as_published() -> None:
     """192^-0.5 (0.1 ln 40 + 1)^2, from the model card's YaRN factor of 40."""
     hf_config = make_config("deepseek_v3")
@@ -158,8 +207,8 @@ def test_scale_of_deepseek_v3_as_published() -> None:
 
 
 def test_other_architectures_are_refused() -> None:
-    with pytest.raises(ValueError, match="architecture 'llama' is not a dense MLA model") as error:
-        MLAConfig.from_hf(LlamaConfig())
+    with pytest.raises(ValueError, match="architecture 'llama' is not an MLA model") as error:
+        MLAConfig.from_hf(transformers.LlamaConfig())
     assert all(model_type in str(error.value) for model_type in MLA_MODEL_TYPES)
 
 
@@ -222,6 +271,7 @@ def test_heads_that_do_not_divide(size: int) -> None:
             )
             for seconds in (0, -1.0, math.inf, math.nan)
         ),
+        ({"index_cache_dtype": "bf16"}, "index_cache_dtype (--index-cache-dtype) is 'bf16'; choose auto or fp8"),
         ({"dcp_comm_backend": "nvlink"}, "dcp_comm_backend (--dcp-comm-backend) is 'nvlink'; choose auto, "),
         (
             {

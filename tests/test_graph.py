@@ -277,9 +277,9 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
     model, mesh = open_model_on(directory, dcp, enable_expert_parallel, "cpu")
     results = []
     for with_graph in (False, True):
-        plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, [80] * 5, torch.float32)
+        plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, [80] * 5, torch.float32, model.num_index_layers)
         cache = LatentCache(plan, model.device)
-        for layer in cache.layers:
+        for layer in (*cache.layers, *cache.index_layers):
             layer.fill_(torch.nan)
         graph = DecodeGraph(watched(model), torch.tensor(0), cache, dcp, mesh, 5, 80) if with_graph else None
         engine = Engine(model, cache, dcp, mesh, 80, 1000, max_num_seqs=5, graph=graph)
@@ -305,7 +305,11 @@ def serve_all(directories: list[Path], dcp: DCPConfig, enable_expert_parallel: b
 
 @pytest.mark.parametrize(
     ("tp", "dcp_size", "enable_expert_parallel", "families"),
-    [(1, 1, False, FAMILIES), (2, 2, False, ["deepseek_v2", "longcat_flash"]), (2, 1, True, ["deepseek_v3", "longcat_flash"])],
+    [
+        (1, 1, False, FAMILIES),
+        (2, 2, False, ["deepseek_v2", "longcat_flash", "glm_moe_dsa"]),
+        (2, 1, True, ["deepseek_v3", "longcat_flash"]),
+    ],
     ids=["one rank", "dcp", "expert parallel"],
 )
 def test_models_with_and_without_graph(tp: int, dcp_size: int, enable_expert_parallel: bool, families: list[str], tmp_path: Path) -> None:

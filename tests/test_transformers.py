@@ -55,9 +55,9 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
         selection = select_exchange(dcp, mesh.dcp_group, device)
         model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
         seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
-        plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32)
+        plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32, model.num_index_layers)
         cache = LatentCache(plan, device)
-        for rows in cache.layers:
+        for rows in (*cache.layers, *cache.index_layers):
             rows.fill_(torch.nan)  # a row that nobody wrote must not be seen
         engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)
         requests = [engine.add(prompt, SamplingParams(max_new_tokens=NUM_NEW), keep_logits=True) for prompt in prompts()]
@@ -108,6 +108,7 @@ def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
     check(reference, tmp_path, tp, cases)
 
 
-def test_eight_ranks(tmp_path: Path) -> None:
-    reference = save_tiny("deepseek_v3", tmp_path)  # the others cut heads and cache by the same code
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])  # the others cut heads and cache by the same code
+def test_eight_ranks(family: str, tmp_path: Path) -> None:
+    reference = save_tiny(family, tmp_path)
     check(reference, tmp_path, 8, make_cases(8, [8], (1, 16), ("a2a",)) + make_cases(8, [8, 4], (2,), ("ag_rs",)))

@@ -1,5 +1,7 @@
 """The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.forward` reads top to bottom."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -9,10 +11,15 @@ from dcpmla.attention.output_quant import OutputQuant, QuantizedOutput, quantize
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, project_values, rotate_query_
 from dcpmla.attention.scales import calculate_scale_
+from dcpmla.attention.sparse.indexer import Indexer
+from dcpmla.attention.sparse.metadata import SelectedTokens
+from dcpmla.attention.sparse.rows import prefers_mha, selected_rows
 from dcpmla.attention.weights import AttentionWeights
+from dcpmla.attention.workspace import decode_workspace
 from dcpmla.cache.formats import check_device, is_quantised, row_width, storage_dtype
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 
 # Decode tokens from which on dcp_project_before_merge pays: narrower rows against W_UV of all the group's heads to read.
@@ -20,6 +27,8 @@ from dcpmla.parallel.mesh import DCPMesh
 PROJECT_FIRST_TOKENS = 64
 # Tokens whose queries q_scale is calculated from: their maximum leaves little to find among more, 128 heads of them take 144 MiB.
 _SCALED_TOKENS = 1024
+# Prefill tokens that attend to selected rows at a time: absorbed queries of all the group's heads take 38 MB of 128 of them.
+_ABSORBED_TOKENS = 256
 
 
 class MLAAttention(AttentionWeights):
@@ -30,13 +39,17 @@ class MLAAttention(AttentionWeights):
     With dcp.calculate_kv_scales the first step with prefills sets the scales. Nothing may be cached before: give prompts of one token as
     prefills then (`StepMetadata.build` with max_decode_query_len 0), as the engine does.
 
+    With config.indexer, tokens that have more than topk before them attend to those that the indexer selects (sparse MLA).
+
     Args:
         config: geometry of the whole layer, before any cut.
         dcp: layout and format of the cache, bound of the context workspace, what decode exchanges.
         mesh: groups of this rank.
         exchange: how the DCP group moves rows, from `dcpmla.comm.select.select_exchange`.
         dtype, device: of the parameters; they hold nothing until `load_weights`.
+        skip_topk: the layer has no indexer of its own, and attends to what a layer before it selected (IndexCache, GLM-5).
     Attributes:
+        indexer: None in a dense layer, and with skip_topk.
         kv_scale, q_scale: float32 [1] of an fp8 cache, of fp8 queries (`dcpmla.attention.scales`); None without.
     Raises:
         ValueError: the heads do not divide by the TP size, dcp speaks of other sizes than the mesh has, or of a cache format that the
@@ -45,7 +58,14 @@ class MLAAttention(AttentionWeights):
     """
 
     def __init__(
-        self, config: MLAConfig, dcp: DCPConfig, mesh: DCPMesh, exchange: Exchange, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: MLAConfig,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        skip_topk: bool = False,
     ) -> None:
         cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
         cache_width = row_width(cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
@@ -53,6 +73,15 @@ class MLAAttention(AttentionWeights):
         super().__init__(config, dcp, mesh, dtype, device)
         self.exchange, self.cache_dtype, self.cache_width = exchange, cache_dtype, cache_width
         self._lacks_scales = dcp.calculate_kv_scales
+        has_indexer = config.indexer is not None and not skip_topk
+        self.indexer = Indexer(config, dcp, mesh.dcp_rank, exchange, dtype, device) if has_indexer else None
+
+    def load_weights(self, weights: Mapping[str, Weight]) -> None:
+        """As documented in `AttentionWeights`; an indexer's weights by names that start with "indexer."."""
+        super().load_weights(weights)
+        if self.indexer is not None:
+            prefix = "indexer."
+            self.indexer.load_weights({name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)})
 
     def forward(
         self,
@@ -61,6 +90,8 @@ class MLAAttention(AttentionWeights):
         metadata: StepMetadata | None,
         cos_sin: Tensor | None = None,
         query_factor: Tensor | None = None,
+        index_cache: Tensor | None = None,
+        selection: SelectedTokens | None = None,
     ) -> Tensor:
         """One step of a batch: decodes first, then prefills, then padding. Collective.
 
@@ -71,6 +102,9 @@ class MLAAttention(AttentionWeights):
             cos_sin: [num_tokens, R] float32 as in `apply_rope`, or None for a model without positions (NoPE).
             query_factor: [num_tokens] in the dtype of hidden_states, from `dcpmla.attention.rope.query_factor`: where the config has
                 llama_4_scaling, and there alone.
+            index_cache: [num_blocks, block_size, width] of a layer with an indexer (`dcpmla.cache.index_keys`); written and read.
+            selection: of the step's num_tokens, for the layers of one pass that share it: written by a layer with an indexer, read by one
+                without (skip_topk).
         Returns:
             [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
         Raises:
@@ -80,7 +114,8 @@ class MLAAttention(AttentionWeights):
             return self._dummy_run(hidden_states)
         if kv_cache is None:
             raise ValueError("kv_cache is None; a step with metadata needs this layer's [num_blocks, block_size, width]")
-        return self.o_proj(self.attend(hidden_states, kv_cache, metadata, cos_sin, query_factor))
+        attended = self.attend(hidden_states, kv_cache, metadata, cos_sin, query_factor, index_cache=index_cache, selection=selection)
+        return self.o_proj(attended)
 
     def attend(
         self,
@@ -90,6 +125,8 @@ class MLAAttention(AttentionWeights):
         cos_sin: Tensor | None = None,
         query_factor: Tensor | None = None,
         output_quant: OutputQuant | None = None,
+        index_cache: Tensor | None = None,
+        selection: SelectedTokens | None = None,
     ) -> Tensor | QuantizedOutput:
         """All of `forward` but its last projection, for one that takes its input in 8 or 4 bits. Collective.
 
@@ -101,17 +138,27 @@ class MLAAttention(AttentionWeights):
             ValueError: shapes that do not belong together; a head's width that output_quant does not take.
         """
         self._check(hidden_states, kv_cache, metadata, cos_sin, query_factor)
+        if self.config.indexer is not None:
+            self._check_sparse(kv_cache, metadata, index_cache, selection)
         decodes, prefills = slice(0, metadata.num_decode_tokens), slice(metadata.num_decode_tokens, metadata.num_tokens)
         if self._lacks_scales and metadata.prefill is not None:  # decodes alone may be of no token yet: where a graph is captured
             self._calculate_scales(hidden_states[prefills], kv_cache, _rows(cos_sin, prefills), _rows(query_factor, prefills))
         q_c, latents = self._down_project(hidden_states[: metadata.num_tokens], kv_cache, metadata.slot_mapping, cos_sin)
+        selected = self._select(hidden_states[: metadata.num_tokens], q_c, index_cache, metadata, cos_sin, selection)
         parts = []
         if metadata.decode is not None:
+            cache, decode = kv_cache, metadata.decode
+            if selected is not None:
+                cache, decode = selected_rows(kv_cache, selected.rows(decodes), decode.workspace)
             q = self._project_query(q_c[decodes], _rows(query_factor, decodes), slice(0, self.q_heads.count))
-            parts.append(self._decode(q, kv_cache, metadata.decode, _rows(cos_sin, decodes)))
+            parts.append(self._decode(q, cache, decode, _rows(cos_sin, decodes)))
         if metadata.prefill is not None:
-            q = self._project_query(q_c[prefills], _rows(query_factor, prefills), self.q_heads.own)
-            parts.append(self._prefill(q, latents[prefills], kv_cache, metadata.prefill, _rows(cos_sin, prefills)))
+            if selected is None or prefers_mha(metadata.prefill, self.config):
+                q = self._project_query(q_c[prefills], _rows(query_factor, prefills), self.q_heads.own)
+                positions = None if selected is None else selected.positions[prefills]
+                parts.append(self._prefill(q, latents[prefills], kv_cache, metadata.prefill, _rows(cos_sin, prefills), positions))
+            else:
+                parts += self._prefill_selected(q_c, kv_cache, prefills, cos_sin, query_factor, selected)
         if hidden_states.shape[0] > metadata.num_tokens:
             padding = hidden_states.shape[0] - metadata.num_tokens
             parts.append(hidden_states.new_zeros(padding, self.num_heads * self.config.v_head_dim))
@@ -119,6 +166,27 @@ class MLAAttention(AttentionWeights):
             return quantize_parts(parts, self.w_uv, output_quant)
         values = [project_values(part, self.w_uv) if part.ndim == 3 else part for part in parts]
         return values[0] if len(values) == 1 else torch.cat(values)
+
+    def _select(
+        self,
+        hidden_states: Tensor,
+        q_c: Tensor,
+        index_cache: Tensor | None,
+        metadata: StepMetadata,
+        cos_sin: Tensor | None,
+        selection: SelectedTokens | None,
+    ) -> SelectedTokens | None:
+        """What each token attends to; None for all before it: in a dense layer, and where no token has more than topk. Collective."""
+        sparse = metadata.sparse
+        if self.config.indexer is None or sparse is None:
+            return None
+        is_long = sparse.max_seq_len > self.config.indexer.topk
+        if self.indexer is not None:
+            assert index_cache is not None
+            if selection is None:
+                selection = SelectedTokens.empty(metadata.num_tokens if is_long else 0, self.config.indexer.topk, hidden_states.device)
+            self.indexer(hidden_states, q_c, index_cache, metadata.slot_mapping, cos_sin, sparse, selection)
+        return selection if is_long else None
 
     def _calculate_scales(self, hidden_states: Tensor, kv_cache: Tensor, cos_sin: Tensor | None, query_factor: Tensor | None) -> None:
         """Set the scales by a prompt's tokens, before any of them is cached. Collective over the TP group."""
@@ -179,17 +247,44 @@ class MLAAttention(AttentionWeights):
         )
         return out.flatten(1) if project_first else out
 
-    def _prefill(self, q: Tensor, latents: Tensor, kv_cache: Tensor, prefill: PrefillMetadata, cos_sin: Tensor | None) -> Tensor:
-        """[T, h, P + R] and the tokens' own latents [T, L + R] -> [T, h V]."""
+    def _prefill(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        kv_cache: Tensor,
+        prefill: PrefillMetadata,
+        cos_sin: Tensor | None,
+        positions: Tensor | None,
+    ) -> Tensor:
+        """[T, h, P + R] and the tokens' own latents [T, L + R] -> [T, h V], over all positions or selected ones [T, topk]."""
         if cos_sin is not None:
             rotate_query_(q, cos_sin, self.config.rope_interleaved)
         kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
         w_kv_b = self.w_kv_b[self.kv_heads.own]
-        out, _ = dcp_mla_prefill(q, kv_c, k_pe, kv_cache, w_kv_b, prefill, self.config.scale, self.exchange, self.kv_scale)
+        out, _ = dcp_mla_prefill(q, kv_c, k_pe, kv_cache, w_kv_b, prefill, self.config.scale, self.exchange, self.kv_scale, positions)
         return out.flatten(1)
+
+    def _prefill_selected(
+        self,
+        q_c: Tensor,
+        kv_cache: Tensor,
+        prefills: slice,
+        cos_sin: Tensor | None,
+        query_factor: Tensor | None,
+        selection: SelectedTokens,
+    ) -> list[Tensor]:
+        """Prefill tokens as decode has them, over selected rows of all ranks: parts as `_decode` gives them."""
+        workspace, parts = decode_workspace(q_c.device), []
+        for start in range(prefills.start, prefills.stop, _ABSORBED_TOKENS):
+            tokens = slice(start, min(start + _ABSORBED_TOKENS, prefills.stop))
+            q = self._project_query(q_c[tokens], _rows(query_factor, tokens), slice(0, self.q_heads.count))
+            parts.append(self._decode(q, *selected_rows(kv_cache, selection.rows(tokens), workspace), _rows(cos_sin, tokens)))
+        return parts
 
     def _dummy_run(self, hidden_states: Tensor) -> Tensor:
         """Claim what the largest context chunks would (rows on their way, latents, keys and values) and return zeros. Collective."""
+        if self.indexer is not None:  # what it takes is free again before attention begins
+            torch.empty(self.indexer.workspace_bytes, dtype=torch.uint8, device=hidden_states.device)
         tokens, config = self.dcp.context_workspace_tokens, self.config
         keys_values = hidden_states.new_empty(tokens, self.num_heads, config.qk_head_dim + config.v_head_dim)
         latents = hidden_states.new_empty(tokens if is_quantised(self.cache_dtype) else 0, config.latent_dim)
@@ -218,6 +313,20 @@ class MLAAttention(AttentionWeights):
         wanted = None if config.llama_4_scaling is None else (hidden_states.dtype, (num_tokens,))
         if given != wanted:
             raise ValueError(f"query_factor is {given}; expected {wanted}, for config.llama_4_scaling is {config.llama_4_scaling}")
+
+    def _check_sparse(self, kv_cache: Tensor, metadata: StepMetadata, index_cache: Tensor | None, selection: SelectedTokens | None) -> None:
+        assert self.config.indexer is not None
+        if metadata.sparse is None:
+            raise ValueError("metadata has no sparse part, which a layer with config.indexer needs; build it with is_sparse")
+        if kv_cache.stride(0) != kv_cache.shape[1] * kv_cache.stride(1):
+            raise ValueError(f"kv_cache has strides {kv_cache.stride()}; sparse attention takes blocks that lie one behind the other")
+        if self.indexer is not None:
+            self.indexer.check_cache(index_cache, kv_cache.shape[0])
+        topk = self.config.indexer.topk
+        if selection is None and self.indexer is None and metadata.sparse.max_seq_len > topk:
+            raise ValueError("selection is None; a layer with skip_topk needs what a layer before it selected")
+        if selection is not None and tuple(selection.positions.shape) != (metadata.num_tokens, topk):
+            raise ValueError(f"selection is of {tuple(selection.positions.shape)}; expected {(metadata.num_tokens, topk)}, tokens and topk")
 
 
 def _rows(tensor: Tensor | None, tokens: slice) -> Tensor | None:

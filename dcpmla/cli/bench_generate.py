@@ -19,7 +19,7 @@ from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_engine_arguments, build_en
 from dcpmla.cli.plots import check_outputs, new_figure, save_figure
 from dcpmla.cli.results import add_commit_argument, write_results
 from dcpmla.cli.values import positive, positive_list, seed
-from dcpmla.integrations.engine import ModelFiles, check_heads, open_model
+from dcpmla.integrations.engine import ModelFiles, check_layout, open_model
 from dcpmla.parallel.bootstrap import agree
 from dcpmla.runtime.engine import Engine
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
         with agree():
             files = open_model(args.model, args.max_model_len)
-            check_heads(files, dcp.tensor_parallel_size)
+            check_layout(files, dcp)
             _check_sizes(args, files)
             if job.ranks.is_first:
                 check_outputs(args.json, args.plot, [Path(args.model) / "config.json"])
@@ -126,7 +126,14 @@ def _slowest(seconds: Sequence[float], engine: Engine) -> float:
 
 
 def _parameters(args: argparse.Namespace, engine: Engine) -> Row:
-    names = ["decode_query_dtype", "dcp_q_replicate", "dcp_project_before_merge", "enable_expert_parallel"]
+    names = [
+        "decode_query_dtype",
+        "index_cache_dtype",
+        "index_hadamard",
+        "dcp_q_replicate",
+        "dcp_project_before_merge",
+        "enable_expert_parallel",
+    ]
     names += ["block_size", "input_len", "output_len", "seed"]
     return {
         "model": Path(args.model).name,  # where it lies is nobody's business

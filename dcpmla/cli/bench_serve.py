@@ -20,7 +20,7 @@ from dcpmla.cli.results import add_commit_argument, write_results
 from dcpmla.cli.served import Served, plot_served, table
 from dcpmla.cli.values import positive, positive_list, seed
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.engine import ModelFiles, check_heads, open_model
+from dcpmla.integrations.engine import ModelFiles, check_layout, open_model
 from dcpmla.parallel.bootstrap import agree
 from dcpmla.runtime.engine import Engine, Stats
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
         job.watchdog.enter("making the load", LOAD_TIMEOUT)
         with agree():
             files = open_model(args.model, args.max_model_len)
-            check_heads(files, args.tensor_parallel_size)
+            check_layout(files, dcps[0])  # they differ in their DCP size alone
             _check_lens(args, files)
             if job.ranks.is_first:
                 check_outputs(args.json, args.plot, [Path(args.model) / "config.json"])
@@ -87,7 +87,7 @@ def _measure(args: argparse.Namespace, job: Job, dcp: DCPConfig, dcps: Sequence[
 
 def _parameters(args: argparse.Namespace, dcp: DCPConfig, engine: Engine) -> dict[str, object]:
     names = ["block_size", "cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "decode_query_dtype"]
-    names += ["enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs", "enforce_eager"]
+    names += ["index_cache_dtype", "index_hadamard", "enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs", "enforce_eager"]
     names += ["num_requests", "input_lens", "output_lens", "seed"]
     return {
         "model": Path(args.model).name,  # where it lies is nobody's business

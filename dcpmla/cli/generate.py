@@ -18,7 +18,7 @@ from dcpmla.cli.progress import run_with_bar
 from dcpmla.cli.prompts import Prompt, prompts_from_file, prompts_from_options
 from dcpmla.cli.values import positive, seed, token_ids
 from dcpmla.comm.select import Selection
-from dcpmla.integrations.engine import check_heads, open_model
+from dcpmla.integrations.engine import check_layout, open_model
 from dcpmla.ownership import local_seq_lens
 from dcpmla.parallel.bootstrap import agree
 from dcpmla.runtime.engine import Engine
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
         prompts: list[Prompt] = []
         with agree():
             files = open_model(args.model, args.max_model_len)
-            check_heads(files, dcp.tensor_parallel_size)
+            check_layout(files, dcp)
             if job.ranks.is_first:
                 check_writable("--json", args.json)
                 check_writable("--logits", args.logits)
@@ -146,6 +146,8 @@ def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request
                 "dtype": str(engine.model.dtype).removeprefix("torch."),
                 "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
                 "decode_query_dtype": args.decode_query_dtype,
+                "index_cache_dtype": args.index_cache_dtype,
+                "index_hadamard": args.index_hadamard,
                 "device": engine.model.device.type,
                 **asdict(engine.stats),
             },

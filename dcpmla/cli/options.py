@@ -16,7 +16,7 @@ import transformers
 
 from dcpmla.cli.values import positive, seconds
 from dcpmla.comm.select import Selection, select_exchange
-from dcpmla.config import DCP_COMM_BACKENDS, DCP_EXCHANGE_DTYPES, DECODE_QUERY_DTYPES, KV_CACHE_DTYPES, DCPConfig
+from dcpmla.config import DCP_COMM_BACKENDS, DCP_EXCHANGE_DTYPES, DECODE_QUERY_DTYPES, INDEX_CACHE_DTYPES, KV_CACHE_DTYPES, DCPConfig
 from dcpmla.integrations.engine import ModelFiles, load_engine
 from dcpmla.parallel.bootstrap import DEVICES, Ranks, check_equal_arguments, place_on, process_groups
 from dcpmla.parallel.launcher import Place, find_place
@@ -48,6 +48,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     add("--kv-cache-scale", type=float, metavar="X", help="what values of an fp8 cache are multiplied by; default: the checkpoint's, or 1")
     add("--calculate-kv-scales", action="store_true", help="scales of fp8 caches and queries from the first prompt's values instead")
     add("--decode-query-dtype", choices=DECODE_QUERY_DTYPES, default="auto", help="fp8: decode multiplies e4m3 queries by an fp8 cache")
+    add("--index-cache-dtype", choices=INDEX_CACHE_DTYPES, default="auto", help="of sparse MLA's index cache; auto: the model's dtype")
+    add("--index-hadamard", action="store_true", help="spread the values of the indexer's keys and queries before they are rounded")
     add("--enable-expert-parallel", action="store_true", help="spread experts whole over the ranks instead of cutting each")
     add("--block-size", type=int, default=64, metavar="P", help="tokens of a cache block on one rank")
     add("--max-num-batched-tokens", type=positive, default=8192, metavar="C", help="most tokens of one step")
@@ -161,6 +163,8 @@ def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> D
         kv_cache_scale=args.kv_cache_scale,
         calculate_kv_scales=args.calculate_kv_scales,
         decode_query_dtype=args.decode_query_dtype,
+        index_cache_dtype=args.index_cache_dtype,
+        index_hadamard=args.index_hadamard,
         dcp_q_replicate=args.dcp_q_replicate,
         dcp_project_before_merge=args.dcp_project_before_merge,
     )

@@ -45,7 +45,7 @@ class GraphMaker:
     def measure(self) -> int:
         """Bytes of this rank's GPU that graphs take beside their cache: what comes back when those over one block are dropped."""
         model = self._model
-        plan = LatentCache.plan(model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype)
+        plan = LatentCache.plan(model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype, model.num_index_layers)
         graph = self.capture(LatentCache(plan, model.device))
         torch.cuda.empty_cache()
         free_beside, _ = torch.cuda.mem_get_info(model.device)

@@ -14,7 +14,7 @@ import transformers
 from dcpmla.attention.metadata import context_workspace_tokens
 from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
 from dcpmla.comm.select import Selection
-from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.config import DCPConfig, MLAConfig, check_index_options
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
 from dcpmla.parallel.bootstrap import agree, check_equal_arguments
@@ -48,7 +48,7 @@ def open_model(model: str, max_model_len: int | None = None) -> ModelFiles:
         model: a directory, or a hub id.
         max_model_len: default, and at most, what the model's positions allow.
     Raises:
-        ValueError: no such model, not dense MLA, or a length outside [2, max_position_embeddings].
+        ValueError: no such model, not MLA, or a length outside [2, max_position_embeddings].
     """
     directory = find_model(model)
     config = load_config(directory)
@@ -90,7 +90,8 @@ def load_engine(
         gpu_memory_utilization: part of a device's memory to use, in (0, 1]; on CPUs of the host's, shared by num_local_ranks.
         enforce_eager: no decode graphs.
     Raises:
-        ValueError: a broken checkpoint, sizes that do not divide, memory that does not hold the longest sequence.
+        ValueError: a broken checkpoint, sizes that do not divide, options that the model has not, memory that does not hold the longest
+            sequence.
         RuntimeError: a decode step that fails, or breaks its capture off (`DecodeGraph.capture`).
     """
     if not 0 < gpu_memory_utilization <= 1:
@@ -99,6 +100,7 @@ def load_engine(
     dcp = replace(dcp, context_workspace_tokens=workspace)
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
     with agree():
+        check_layout(files, dcp)
         model = load_model(files.directory, files.config, dcp, mesh, selection, dtype, device, enable_expert_parallel)
     graphs = None
     if device.type == "cuda" and not enforce_eager:
@@ -114,15 +116,17 @@ def load_engine(
     return Engine(model, cache, dcp, mesh, files.max_model_len, max_num_batched_tokens, max_num_seqs, files.tokenizer, on_step, graph)
 
 
-def check_heads(files: ModelFiles, tensor_parallel_size: int) -> None:
-    """Raise ValueError, before any weight is read, if the model's heads do not divide by the TP size."""
-    MLAConfig.from_hf(files.config).heads_per_rank(tensor_parallel_size)
+def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
+    """Raise ValueError, before any weight is read, for heads that do not divide by the TP size and options that the model has not."""
+    attention = MLAConfig.from_hf(files.config)
+    attention.heads_per_rank(dcp.tensor_parallel_size)
+    check_index_options(attention, dcp)
 
 
 def _plan_cache(model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, seq_lens: Sequence[int] | None, num_bytes: int) -> CachePlan:
     """As many blocks as the sequences need together, or as the rank with the least memory has room for."""
     lens = list(seq_lens) if seq_lens else [1]
-    plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, lens, model.dtype)
+    plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, lens, model.dtype, model.num_index_layers)
     block_bytes = plan.bytes_per_rank // plan.num_blocks
     affordable = torch.tensor(num_bytes // block_bytes, device=model.device)
     dist.all_reduce(affordable, op=dist.ReduceOp.MIN, group=mesh.tp_group)

@@ -21,10 +21,11 @@ from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.metadata import StepMetadata
 from dcpmla.attention.rope import query_factor
 from dcpmla.attention.scales import missing_scales
+from dcpmla.attention.sparse.metadata import SelectedTokens
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import Selection
-from dcpmla.config import DCPConfig, MLAConfig, check_model_type
+from dcpmla.config import DCPConfig, MLAConfig, check_model_type, skips_topk
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.experts import experts_of
 from dcpmla.integrations.skeleton import Placeholder, load_skeleton
@@ -40,6 +41,8 @@ _CLASS_PREFIXES = {
     "glm4_moe_lite": "Glm4MoeLite",
     "longcat_flash": "LongcatFlash",
     "mistral4": "Mistral4",
+    "deepseek_v32": "DeepseekV32",
+    "glm_moe_dsa": "GlmMoeDsa",
 }
 _ALL_ROWS = 0  # transformers' logits_to_keep for logits of every token
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no code, no pickles
@@ -51,14 +54,22 @@ class ShardedModel:
     Attributes:
         attention_config: of every layer.
         num_attention_layers: caches that a step needs (two a decoder layer in LongCat).
+        num_index_layers: index caches, of the layers of sparse MLA that select by themselves.
         eos_token_ids, vocab_size, dtype, device: of the model.
     """
 
     def __init__(
-        self, model: Any, attention_config: MLAConfig, num_attention_layers: int, exchange: Exchange, device: torch.device
+        self,
+        model: Any,
+        attention_config: MLAConfig,
+        num_attention_layers: int,
+        num_index_layers: int,
+        exchange: Exchange,
+        device: torch.device,
     ) -> None:
         self._model, self._exchange = model, exchange
         self.attention_config, self.num_attention_layers = attention_config, num_attention_layers
+        self.num_index_layers = num_index_layers
         self.eos_token_ids = _eos_token_ids(model)
         self.vocab_size: int = model.config.vocab_size
         self.dtype: torch.dtype = model.dtype
@@ -123,8 +134,16 @@ class ShardedModel:
             latent_cache=cache,
             cos_sin=self._cos_sin(positions[None]),
             query_factor=query_factor(positions, self.attention_config.llama_4_scaling, self.dtype),
+            selection=self._new_selection(metadata),
         ).logits
         return logits[0].float()
+
+    def _new_selection(self, metadata: StepMetadata | None) -> SelectedTokens | None:
+        """Memory for what a pass selects: layers that reuse an earlier layer's selection find it there."""
+        indexer, sparse = self.attention_config.indexer, None if metadata is None else metadata.sparse
+        if indexer is None or sparse is None or sparse.max_seq_len <= indexer.topk:
+            return None
+        return SelectedTokens.empty(len(sparse.request), indexer.topk, self.device)
 
     def _cos_sin(self, positions: Tensor) -> Tensor:
         """[1, T] positions -> [T, R] float32 rows of `apply_rope`, by the model's own rotary embedding (YaRN and all other kinds)."""
@@ -135,11 +154,16 @@ class ShardedModel:
 
 
 class _ShardedSelfAttention(nn.Module):
-    """`MLAAttention` behind the call that transformers' decoder layers make."""
+    """`MLAAttention` behind the call that transformers' decoder layers make.
 
-    def __init__(self, attention: MLAAttention, layer: int) -> None:
+    Args:
+        layer, index_layer: its places in a `LatentCache`; index_layer is None for a layer without an indexer.
+        num_results: that the decoder layer takes: GLM-5's hand a selection on from layer to layer; here `selection` does that.
+    """
+
+    def __init__(self, attention: MLAAttention, layer: int, index_layer: int | None, num_results: int) -> None:
         super().__init__()
-        self.attention, self.layer = attention, layer
+        self.attention, self.layer, self.index_layer, self.num_results = attention, layer, index_layer, num_results
 
     def forward(
         self,
@@ -149,10 +173,13 @@ class _ShardedSelfAttention(nn.Module):
         latent_cache: LatentCache | None,
         cos_sin: Tensor,
         query_factor: Tensor | None,
+        selection: SelectedTokens | None,
         **_: object,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor | None, ...]:
         kv_cache = None if latent_cache is None else latent_cache[self.layer]
-        return self.attention(hidden_states[0], kv_cache, metadata, cos_sin, query_factor)[None], None
+        index_cache = None if latent_cache is None or self.index_layer is None else latent_cache.index_layers[self.index_layer]
+        out = self.attention(hidden_states[0], kv_cache, metadata, cos_sin, query_factor, index_cache, selection)
+        return out[None], *(None,) * (self.num_results - 1)
 
 
 def find_model(model: str) -> Path:
@@ -173,7 +200,7 @@ def load_config(directory: Path) -> Any:
     """A model's transformers config, from its directory or from the config file itself.
 
     Raises:
-        ValueError: no config.json, or an architecture that is not dense MLA.
+        ValueError: no config.json, or an architecture that is not MLA.
     """
     file = directory if directory.is_file() else directory / "config.json"
     try:
@@ -221,22 +248,27 @@ def load_model(
     model = load_skeleton(directory, config, mesh, dtype, device, enable_expert_parallel)
     placeholders = [name for name, module in model.named_modules() if isinstance(module, Placeholder)]
     missing: set[str] = set()
+    num_index_layers = 0
     for layer, name in enumerate(placeholders):
         weights = checkpoint.weights(f"{name}.")
         missing |= missing_scales(weights, dcp)
-        attention = MLAAttention(attention_config, dcp, mesh, selection.exchange, model.dtype, device)
+        skip_topk = skips_topk(config, layer)
+        attention = MLAAttention(attention_config, dcp, mesh, selection.exchange, model.dtype, device, skip_topk)
         try:
             attention.load_weights(weights)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        model.set_submodule(name, _ShardedSelfAttention(attention.eval(), layer))
+        index_layer = None if attention.indexer is None else num_index_layers
+        num_index_layers += attention.indexer is not None
+        num_results = 3 if config.model_type == "glm_moe_dsa" else 2
+        model.set_submodule(name, _ShardedSelfAttention(attention.eval(), layer, index_layer, num_results))
     if missing and mesh.tp_rank == 0:
         _logger.warning(
             "the checkpoint has no %s, so 1 is taken: e4m3 cuts off what is larger than 448 and loses what is smaller than 0.001 "
             "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
             " and no ".join(sorted(missing)),
         )
-    return ShardedModel(model, attention_config, len(placeholders), selection.exchange, device)
+    return ShardedModel(model, attention_config, len(placeholders), num_index_layers, selection.exchange, device)
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
