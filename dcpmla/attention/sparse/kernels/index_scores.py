@@ -16,7 +16,8 @@ from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import check_index_cache
 
 _KEYS = 64  # of a step: the rows of one product of a warpgroup
-_MAX_COLUMNS = 256  # of a step: heads of tokens; as wide as one product gets
+_MAX_HEADS = 256  # of a step's tokens: as wide as one product gets
+_QUERY_BYTES = 32_768  # of a step's tokens, beside which keys have room in the shared memory of any GPU
 _PROGRAMS = 4  # on a multiprocessor at a time
 
 
@@ -174,8 +175,10 @@ def index_scores(
     if scores.numel() == 0:
         return scores
     heads = max(16, triton.next_power_of_2(num_heads))  # 16: the least that tl.dot takes
-    tokens_of_request = triton.cdiv(num_tokens, len(block_table))
-    tokens = max(1, min(_MAX_COLUMNS // heads, triton.next_power_of_2(tokens_of_request)))
+    columns = max(32 if is_fp8 else 16, triton.next_power_of_2(head_dim))
+    most_heads = min(_MAX_HEADS, _QUERY_BYTES // (columns * q.element_size()))
+    tokens_of_request = max(1, num_tokens // len(block_table))  # about as many, next to each other, have the same keys
+    tokens = max(1, min(most_heads // heads, triton.next_power_of_2(tokens_of_request)))
     num_tiles = triton.cdiv(num_tokens, tokens)
     most_programs = num_tiles * triton.cdiv(num_columns, _KEYS)
     scores_kernel[(min(most_programs, _PROGRAMS * _num_multiprocessors(q.device)),)](
@@ -194,7 +197,7 @@ def index_scores(
         num_columns,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        COLUMNS=max(32 if is_fp8 else 16, triton.next_power_of_2(head_dim)),
+        COLUMNS=columns,
         BLOCK_SIZE=block_size,
         TILES=triton.next_power_of_2(num_tiles),
         TOKENS=tokens,
