@@ -79,6 +79,18 @@ def read_v3() -> ModelSize:
     return read_model(transformers.DeepseekV3Config(quantization_config=FP8, dtype="bfloat16"))
 
 
+@cache
+def read_v32() -> ModelSize:
+    """DeepSeek-V3.2, likewise."""
+    return read_model(transformers.DeepseekV32Config(quantization_config=FP8, dtype="bfloat16"))
+
+
+@cache
+def read_glm5() -> ModelSize:
+    """GLM-5 with IndexCache: after the first layers, one of four selects."""
+    return read_model(transformers.GlmMoeDsaConfig(dtype="bfloat16", index_topk_freq=4))
+
+
 def write(path: Path, content: Any) -> str:
     path.write_text(json.dumps(content))
     return str(path)

@@ -60,6 +60,20 @@ def test_command_takes_a_directory_and_prints_a_table(tmp_path: Path, capfd: pyt
     assert len({len(line) for line in table}) == 1
 
 
+def test_command_plans_sparse_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config, out, plot = tmp_path / "config.json", tmp_path / "plan.json", tmp_path / "plan.png"
+    config.write_text(tiny_config("glm_moe_dsa").to_json_string())
+    command = ["plan", "--model", str(config), "-dcp", "1,8", "--kv-cache-dtype", "fp8", "--index-cache-dtype", "fp8", "--context", "200"]
+    assert main([*command, "--json", str(out), "--plot", str(plot)]) == 0
+    settings = json.loads(out.read_text())["settings"]
+    assert [(s["index_cache_dtype"], s["kv_bytes_per_token"]) for s in settings] == 2 * [("fp8", 3 * (16 + 8) + 2 * (16 + 4))]
+    assert all(s["step_us"]["selection"] > 0 for s in settings)
+    printed = capfd.readouterr().out
+    assert re.search(r"^tp .* projections +selection +gather +attention ", printed, re.MULTILINE)
+    assert re.search(r"^cache +index cache +dcp .*\n( *(bf16|fp8) +(bf16|fp8) +[18] .*\n){8}\n", printed, re.MULTILINE)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -72,6 +86,7 @@ def test_command_takes_a_directory_and_prints_a_table(tmp_path: Path, capfd: pyt
         (["-dcp", "0"], "not a whole number of at least 1"),
         (["--kv-cache-dtype", "int4"], "choose from bf16, fp8, fp8_ds_mla"),
         (["--kv-cache-dtype", "fp8_ds_mla"], "fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 16"),
+        (["--index-cache-dtype", "fp8"], "index_cache_dtype (--index-cache-dtype) fp8 goes with sparse MLA (deepseek_v32, glm_moe_dsa)"),
         (["--machine", "h100x8"], "choose a preset (h200x8) or a JSON file"),
         (["--measured", "nowhere.json"], "--measured is nowhere.json"),
         (["--json", "/nowhere/out.json"], "--json is /nowhere/out.json"),

@@ -1,15 +1,17 @@
 """Predicted decode steps, and what is recommended for a load."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import make_plans, read_v3, scaling_rows, within
+from plan_cases import make_plans, read_glm5, read_v3, read_v32, scaling_rows, within
 
-from dcpmla.planning.machine import H200X8
+from dcpmla.planning.exchange import candidates_us
+from dcpmla.planning.machine import H200X8, Machine
 from dcpmla.planning.measured import compare
 from dcpmla.planning.predict import Setting, expected_experts, predict_step
 from dcpmla.planning.recommend import Plan, make_plan, recommend
@@ -216,3 +218,36 @@ def test_a_group_of_a_larger_job_may_straddle_nodes(v3: ModelSize) -> None:
     assert [make_plan(nodes_of_six, v3, setting, 8, 1024).dcp_num_nodes for setting in (alone, among)] == [1, 2]
     gathers = [predict_step(nodes_of_six, v3, setting, 8, 1024)["gather"] for setting in (alone, among)]
     assert gathers[1] > gathers[0] + 61 * nodes_of_six.network_us / 2
+
+
+@pytest.mark.parametrize("read", [read_v32, read_glm5])
+def test_a_sparse_step_attends_to_what_it_selects(read: Callable[[], ModelSize]) -> None:
+    """Beside a dense one of the same layers: equal but for projections up to topk tokens; beyond, attention stays and scores grow."""
+    sparse = read()
+    dense = replace(sparse, attention=replace(sparse.attention, indexer=None), num_index_layers=0)
+    for dcp in (1, 8):
+        setting = Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16", index_cache_dtype="fp8")
+        plain, few, more = (predict_step(H200X8, m, setting, 32, s) for m, s in ((dense, 2048), (sparse, 2048), (sparse, 2049)))
+        assert {**plain, "selection": 0} == few
+        assert list(few) == ["total", "projections", "selection", "gather", "attention", "combine", "rest"]
+        assert more["attention"] == few["attention"]
+        assert 0 < 4 * H200X8.kernel_us < more["selection"] / sparse.num_index_layers
+        sent = candidates_us(H200X8, 32, min(2048, -(-2049 // dcp)), dcp, backend="auto")
+        assert more["gather"] - few["gather"] == pytest.approx(sparse.num_index_layers * sent)
+        assert (sent > 0) == (dcp > 1)
+        assert more["total"] == pytest.approx(sum(time for part, time in more.items() if part != "total"))
+
+
+@pytest.mark.parametrize(("index_cache_dtype", "key_bytes"), [("auto", 256), ("fp8", 132)])
+def test_scores_read_this_ranks_index_keys(index_cache_dtype: str, key_bytes: int) -> None:
+    """By what a request more costs on machines that only read, or only multiply: 64 heads of 128 a key, two operations each."""
+    reads, multiplies = replace(H200X8, attention_tflops=1e9), replace(H200X8, hbm_gb_per_s=1e9)
+    for dcp in (1, 8):
+        setting = Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16", index_cache_dtype=index_cache_dtype)
+
+        def key_us(machine: Machine, setting: Setting = setting) -> float:
+            one, two = (predict_step(machine, read_v32(), setting, batch, 131072)["selection"] for batch in (1, 2))
+            return (two - one) / 61 / (131072 // setting.dcp)
+
+        assert key_us(reads) * reads.attention_read_share * reads.hbm_gb_per_s * 1e3 == pytest.approx(key_bytes)
+        assert key_us(multiplies) * multiplies.attention_tflops * 1e6 == pytest.approx(2 * 64 * 128)

@@ -1,7 +1,9 @@
 """The planner against measured tables, real checkpoints and real caches."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from plan_cases import (
     NUM_TOKENS,
     RESULTS,
     make_plans,
+    read_glm5,
     read_v3,
+    read_v32,
     within,
 )
 from ranks import run_ranks
@@ -28,14 +32,15 @@ from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dcpmla.cache.capacity import capacity_table
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm import nccl
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.planning.exchange import exchange_us
-from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective
+from dcpmla.planning.exchange import candidates_us, exchange_us
+from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine
 from dcpmla.planning.measured import Row, compare, geometry, read_rows
 from dcpmla.planning.predict import Setting, attention_us, kv_row_bytes
 from dcpmla.planning.recommend import make_plan
@@ -92,13 +97,13 @@ class Kernels(TorchDispatchMode):
         return result
 
 
-def planned(**sizes: Any) -> dict[str, float]:
+def planned(predict: Callable[[Machine], float]) -> dict[str, float]:
     """What the planner counts, read off machines on which one thing alone takes time: a microsecond each, or a byte."""
     free = Collective(overhead_us=0, per_rank_us=0, gb_per_s=1e15)
     nothing = replace(H200X8, kernel_us=0, copy_gb_per_s=1e15, **dict.fromkeys(COLLECTIVES, free))
     changes = {"number": {"kernel_us": 1}, "num_bytes": {"copy_gb_per_s": 1e-3}}
     changes |= {kind: {kind: Collective(overhead_us=0, per_rank_us=0, gb_per_s=1e-3)} for kind in COLLECTIVES}
-    return {name: exchange_us(replace(nothing, **change), **sizes) for name, change in changes.items()}
+    return {name: predict(replace(nothing, **change)) for name, change in changes.items()}
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -119,9 +124,16 @@ def test_exchange_counts_what_the_code_does(
         sent.update(dict.fromkeys(COLLECTIVES, 0))
         with Kernels() as kernels:
             exchange.gather_heads(rows) if operation == "gather_heads" else exchange.combine(rows, lse)
-        sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "width": width, "num_ranks": num_ranks, "backend": exchange.name}
+        sizes: dict[str, Any] = {"num_tokens": num_tokens, "num_ranks": num_ranks, "backend": exchange.name}
         done = {"number": kernels.number, "num_bytes": kernels.num_bytes, **sent}
-        assert planned(operation=operation, **sizes) == pytest.approx(done, abs=1e-6)
+        predict = partial(exchange_us, operation=operation, num_heads=num_heads, width=width, **sizes)
+        assert planned(predict) == pytest.approx(done, abs=1e-6)
+    sent.update(dict.fromkeys(COLLECTIVES, 0))
+    candidates = torch.zeros(num_tokens, 24, dtype=torch.int64)
+    with Kernels() as kernels:
+        exchange.gather_candidates(candidates).flatten(1)  # as the indexer takes them
+    done = {"number": kernels.number, "num_bytes": kernels.num_bytes, **sent}
+    assert planned(partial(candidates_us, num=24, **sizes)) == pytest.approx(done, abs=1e-6)
 
 
 def test_attention_is_near_the_best_kernels(v3: ModelSize) -> None:
@@ -130,7 +142,9 @@ def test_attention_is_near_the_best_kernels(v3: ModelSize) -> None:
         assert within(predicted, time, 1.4), f"{batch} x {context}, {num_heads} heads: predicted {predicted:.1f} us, measured {time} us"
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v2_no_q_lora", "deepseek_v3", "glm4_moe_lite", "mistral4"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v2", "deepseek_v2_no_q_lora", "deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa"]
+)
 def test_weight_bytes_are_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -149,7 +163,7 @@ def loaded_bytes(directory: Path, tp: int) -> int:
     return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "mistral4"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "mistral4", "glm_moe_dsa"])
 def test_weight_bytes_of_a_rank_are_those_that_it_loads(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
     model = read_model(load_config(tmp_path))
@@ -172,6 +186,18 @@ def test_fp8_weights_carry_a_scale_a_block(v3: ModelSize) -> None:
     assert sizes["model.embed_tokens.weight", (129280, 7168)].shard_bytes(8) == 129280 // 8 * 7168 * 2
     # 671.03e9 parameters, of which embedding, head, routers and norms take a second byte and each block of 16,384 four more
     assert v3.weight_bytes(1) == pytest.approx(671.03e9 * (1 + 4 / 16384) + 2 * 129280 * 7168 + 58 * 256 * 7168, rel=1e-4)
+
+
+def test_indexers_are_on_every_rank(v3: ModelSize) -> None:
+    """DeepSeek-V3.2 is V3 and an indexer in each layer: of three matrices two in fp8, and a norm. GLM-5 has 744e9 parameters (its card)."""
+    queries, keys = 8192 * 1536 + 64 * 12 * 4, 128 * 7168 + 56 * 4
+    indexer = queries + keys + 64 * 7168 * 2 + 2 * 128 * 2
+    for tp in (1, 8):
+        assert read_v32().weight_bytes(tp) - v3.weight_bytes(tp) == 61 * indexer
+    every_layer = read_model(transformers.GlmMoeDsaConfig(dtype="bfloat16"))
+    assert every_layer.weight_bytes(1) / 2 == pytest.approx(744e9, rel=1e-3)
+    indexer = 2 * (32 * 128 * 2048 + (128 + 32) * 6144 + 2 * 128)
+    assert every_layer.weight_bytes(8) - read_glm5().weight_bytes(8) == (78 - 21) * indexer
 
 
 def test_cuts_through_fp8_blocks_are_weighed_as_bfloat16(v3: ModelSize) -> None:
@@ -218,3 +244,25 @@ def test_what_fits_is_what_the_cache_takes(dcp: int, batch: int, context: int) -
     assert plan.max_num_seqs == 0 or fits(plan.max_num_seqs, context)
     assert not fits(plan.max_num_seqs + 1, context)
     assert plan.kv_tokens_total == plan.kv_tokens_per_rank * dcp
+
+
+@pytest.mark.parametrize("read", [read_v32, read_glm5])
+def test_sharding_keeps_its_gain_with_index_caches(read: Callable[[], ModelSize]) -> None:
+    """The capacity table and the plans beside the bytes of a block that is there."""
+    model, room, machine = read(), 40 * 10**9, replace(H200X8, memory_bytes=1 << 40)
+    (num_indexers,) = (p.count for p in model.parameters if p.name.endswith("indexer.wk.weight"))
+    assert model.num_index_layers == num_indexers == {61: 61, 78: 21}[model.num_attention_layers]
+    table = capacity_table(model.attention, model.num_attention_layers, room, (1, 8), model.num_index_layers)
+    formats = [(kv, index) for kv in ("bf16", "fp8", "fp8_ds_mla") for index in ("auto", "fp8")]
+    for (kv, index), whole, shard in zip(formats, table[::2], table[1::2], strict=True):
+        assert shard.tokens_total >= 7.8 * whole.tokens_total
+        setting = Setting(tp=8, dcp=8, kv_cache_dtype=kv, index_cache_dtype=index, num_gpus=8)
+        plan, plain = (make_plan(machine, model, s, 1, 4096) for s in (setting, replace(setting, dcp=1)))
+        assert plan.kv_tokens_total >= 7.8 * plain.kv_tokens_total > 0
+        assert (plan.setting, plan.kv_bytes_per_token) == (setting, shard.bytes_per_token)
+        block = LatentCache(replace(shard, num_blocks=1), torch.device("cpu"))
+        assert len(block.index_layers) == num_indexers
+        assert {layer.nbytes for layer in block.index_layers} == {64 * {"auto": 256, "fp8": 132}[index]}
+        num_bytes = sum(layer.nbytes for layer in [*block.layers, *block.index_layers])
+        assert num_bytes == 64 * shard.bytes_per_token
+        assert shard.num_blocks == room // num_bytes

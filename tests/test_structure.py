@@ -145,6 +145,8 @@ def test_options_of_generate() -> None:
         ("--kv-cache-scale",),
         ("--calculate-kv-scales",),
         ("--decode-query-dtype",),
+        ("--index-cache-dtype",),
+        ("--index-hadamard",),
         ("--enable-expert-parallel",),
         ("--block-size",),
         ("--max-num-batched-tokens",),

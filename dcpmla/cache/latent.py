@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.cache.formats import decode, encode, format_name, rope_dim_of, row_width, storage_dtype
-from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
+from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
 
 
@@ -61,10 +61,11 @@ class CachePlan:
         return self.bytes_per_rank * self.dcp_size
 
     def __str__(self) -> str:
+        index = f", index cache {index_format_name(self.index_dtype)}" if self.num_index_layers else ""
         return (
             f"{self.tokens_total:,} tokens in {self.num_blocks:,} blocks of {self.block_size} on each of {self.dcp_size} DCP ranks: "
             f"{self.tokens_per_rank:,} tokens, {self.bytes_per_rank / 2**20:,.1f} MiB a rank; {self.bytes_total / 2**20:,.1f} MiB in total "
-            f"({format_name(self.dtype)}: {self.bytes_per_token:,} bytes a token, {self.tokens_per_gb:,} tokens a GB of each rank)"
+            f"({format_name(self.dtype)}{index}: {self.bytes_per_token:,} bytes a token, {self.tokens_per_gb:,} tokens a GB of each rank)"
         )
 
 

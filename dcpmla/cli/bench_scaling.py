@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
                 inputs = [Path(args.model), Path(args.model) / "config.json", *map(Path, args.machine.split(","))]
                 check_outputs(args.json, args.plot, inputs)
             model = read_model(GEOMETRIES[args.model]()) if args.model in GEOMETRIES else load_model_size(Path(args.model))
+            model = model.attention_stack()  # what is measured, and so what is predicted
             machine = load_machine(args.machine, model)
         if ranks.is_first:
             print(f"ranks: {ranks.origin}", flush=True)

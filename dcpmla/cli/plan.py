@@ -12,15 +12,16 @@ import transformers
 
 from dcpmla.cache.capacity import FORMATS, capacity_table
 from dcpmla.cache.formats import format_name
+from dcpmla.cache.index_keys import index_format_name
 from dcpmla.cli.output import write_json
 from dcpmla.cli.plots import check_outputs, plot_plans
 from dcpmla.cli.values import positive, positive_list
-from dcpmla.config import divisors
+from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, check_index_options, divisors
 from dcpmla.integrations.transformers import load_config
 from dcpmla.planning.calibrate import load_machine
 from dcpmla.planning.machine import PRESETS, Machine, read_json
 from dcpmla.planning.measured import Comparison, compare, read_rows, summarise
-from dcpmla.planning.predict import PARTS, Setting
+from dcpmla.planning.predict import Setting
 from dcpmla.planning.recommend import Plan, cache_bytes, make_plan, recommend
 from dcpmla.planning.weights import ModelSize, read_model
 
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=dcp)
     add("--num-gpus", type=positive, metavar="N", help="of the whole job: replicas of the TP group share its batch; default: one TP group")
     add("--kv-cache-dtype", type=_formats, default="bf16", metavar="F,...", help=f"of {', '.join(FORMATS)}")
+    add("--index-cache-dtype", choices=INDEX_CACHE_DTYPES, default="auto", help="of sparse MLA's index cache; auto: bf16")
     add("--batch", type=positive, default=32, metavar="B", help="requests that decode at once, on the whole job")
     add("--context", type=positive, default=131072, metavar="S", help="tokens of each of them")
     add("--measured", type=Path, metavar="BENCH.json", help="say where this benchmark's rows and the prediction differ")
@@ -66,7 +68,7 @@ def load_model_size(path: Path) -> ModelSize:
     """A model's sizes from its directory or config file.
 
     Raises:
-        ValueError: no such path, or no config of a dense MLA model.
+        ValueError: no such path, or no config of an MLA model.
     """
     if not os.path.exists(path):  # False, too, for a name that no file can have
         raise ValueError(f"model (--model) is {path}: no such file or directory; give a config.json or the directory that holds it")
@@ -92,11 +94,12 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
     tp_sizes, dcp_sizes = args.tensor_parallel_size, args.decode_context_parallel_size
     for tp in tp_sizes:
         model.attention.heads_per_rank(tp)  # raises, with the sizes that divide
+    check_index_options(model.attention, DCPConfig(index_cache_dtype=args.index_cache_dtype))
     for dcp in dcp_sizes or []:
         if not any(tp % dcp == 0 for tp in tp_sizes):
             Setting(tp=tp_sizes[-1], dcp=dcp, kv_cache_dtype=args.kv_cache_dtype[0])  # raises likewise
     return [
-        Setting(tp=tp, dcp=dcp, kv_cache_dtype=name, num_gpus=args.num_gpus)
+        Setting(tp=tp, dcp=dcp, kv_cache_dtype=name, num_gpus=args.num_gpus, index_cache_dtype=args.index_cache_dtype)
         for tp, name in product(dict.fromkeys(tp_sizes), dict.fromkeys(args.kv_cache_dtype))
         for dcp in dict.fromkeys(dcp_sizes or divisors(tp))
         if tp % dcp == 0
@@ -176,12 +179,13 @@ def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list
     rows = [
         {
             "cache": format_name(plan.dtype),
+            **({"index cache": index_format_name(plan.index_dtype)} if plan.num_index_layers else {}),
             "dcp": str(plan.dcp_size),
             "bytes a token": f"{plan.bytes_per_token:,}",
             "tokens a GB": f"{plan.tokens_per_gb:,}",
             f"tokens on {tp} GPUs": f"{plan.tokens_total:,}",
         }
-        for plan in capacity_table(model.attention, model.num_attention_layers, gpu_bytes, dcp_sizes)
+        for plan in capacity_table(model.attention, model.num_attention_layers, gpu_bytes, dcp_sizes, model.num_index_layers)
     ]
     return [f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU", *_align(rows)]
 
@@ -199,7 +203,7 @@ def _cells(plan: Plan) -> dict[str, str]:
         "longest": f"{plan.longest_context:,}",
         "tokens/s": f"{plan.tokens_per_second:,.0f}",
         "step ms": f"{plan.step_us['total'] / 1e3:.2f}",
-        **{part: f"{plan.step_us[part] / 1e3:.2f}" for part in PARTS},
+        **{part: f"{time / 1e3:.2f}" for part, time in plan.step_us.items() if part != "total"},
         "beats tp from": _crossover(plan),
     }
 

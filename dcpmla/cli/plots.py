@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from dcpmla.cli.output import check_writable, is_same_path, write_bytes
-from dcpmla.planning.predict import PARTS
 from dcpmla.planning.recommend import Plan
 
 
@@ -40,7 +39,7 @@ def plot_plans(path: Path, plans: Sequence[Plan], title: str) -> None:
     figure, (steps, tokens) = new_figure(title, num_axes=2, width=max(6.4, 0.9 * len(plans)))
     names = [f"tp {plan.tp}\ndcp {plan.dcp}\n{plan.kv_cache_dtype}" for plan in plans]
     bottom = [0.0] * len(plans)
-    for part in PARTS:
+    for part in [part for part in plans[0].step_us if part != "total"]:
         heights = [plan.step_us[part] / 1e3 for plan in plans]
         steps.bar(names, heights, bottom=bottom, label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]

@@ -9,6 +9,7 @@ _MOST_DIRECT_RANKS = 8  # `comm.direct.MAX_SIZE`, in a module that needs triton:
 _ROW_BYTES = 2  # bfloat16 in transit
 _LSE_BYTES = 4
 _SHARE_BYTES = 4  # ag_rs adds the ranks' rows up in float32
+_CANDIDATE_BYTES = 8
 _SENT_LSE_BYTES = 16 * _ROW_BYTES  # a2a: an LSE takes as much as 16 elements of the row before it, so that rows stay aligned
 
 
@@ -51,6 +52,12 @@ def exchange_us(
     if operation == "gather_heads":
         return exchange.gather_heads()
     return exchange.combine_ag_rs() if backend == "ag_rs" else exchange.combine_a2a()
+
+
+def candidates_us(machine: Machine, num_tokens: int, num: int, num_ranks: int, num_nodes: int = 1, backend: str = "a2a") -> float:
+    """Microseconds of one `gather_candidates` of `num` a token and rank: they move as the rows of `gather_heads` do, one a rank."""
+    width = num * _CANDIDATE_BYTES // _ROW_BYTES
+    return exchange_us(machine, "gather_heads", num_tokens, num_ranks, width, num_ranks, num_nodes, backend)
 
 
 def exchange_kind(operation: str, backend: str) -> str | None:

@@ -7,27 +7,34 @@ import torch
 
 from dcpmla.cache.capacity import FORMATS
 from dcpmla.cache.formats import row_width, storage_dtype
-from dcpmla.config import DCPConfig, MLAConfig
-from dcpmla.planning.exchange import exchange_us
+from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
+from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.planning.exchange import candidates_us, exchange_us
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.weights import ModelSize, Parameter
 
 PARTS = ("projections", "gather", "attention", "combine", "rest")
+SPARSE_PARTS = ("projections", "selection", *PARTS[1:])
 _ACTIVATION_BYTES = 2
 _MLP_KERNELS = 3  # activation, product with the gate, residual
+_SELECTION_KERNELS = 4  # queries made ready, keys scored, this rank's candidates, the choice among all ranks'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is cut, the three things a plan chooses among, and the GPUs of the job (None: one TP group); the rest are replicas."""
+    """How a model is cut, the three things a plan chooses among, and the GPUs of the job (None: one TP group); the rest are replicas.
+
+    index_cache_dtype, of sparse MLA, is given.
+    """
 
     tp: int
     dcp: int
     kv_cache_dtype: str
     num_gpus: int | None = None
+    index_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        DCPConfig(tensor_parallel_size=self.tp, decode_context_parallel_size=self.dcp)
+        DCPConfig(tensor_parallel_size=self.tp, decode_context_parallel_size=self.dcp, index_cache_dtype=self.index_cache_dtype)
         if self.kv_cache_dtype not in FORMATS:
             raise ValueError(f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; choose from {', '.join(FORMATS)}")
         if self.num_ranks % self.tp:
@@ -55,22 +62,33 @@ def kv_row_bytes(attention: MLAConfig, kv_cache_dtype: str) -> int:
     return row_width(storage, attention.kv_lora_rank, attention.qk_rope_head_dim) * storage.itemsize
 
 
-def predict_step(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int, backend: str = "auto") -> dict[str, float]:
-    """Microseconds of one decode step in CUDA graphs: "total" and PARTS, all layers together.
+def index_row_bytes(indexer: IndexerConfig, index_cache_dtype: str) -> int:
+    """Bytes of one token in one layer's index cache (`dcpmla.cache.index_keys`)."""
+    storage = index_storage_dtype(index_cache_dtype, torch.bfloat16)
+    return index_row_width(storage, indexer.head_dim) * storage.itemsize
 
-    W_UK, W_UV and o_proj are projections; every all-reduce, MLPs, experts, embedding and head are the rest.
+
+def predict_step(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int, backend: str = "auto") -> dict[str, float]:
+    """Microseconds of one decode step in CUDA graphs: "total" and PARTS (SPARSE_PARTS of sparse MLA), all layers together.
+
+    W_UK, W_UV, o_proj and an indexer's matrices are projections, its scores and choices the selection, its candidates gathered as queries
+    are; every all-reduce, MLPs, experts, embedding and head are the rest.
 
     Args:
         batch: requests of the TP group, one new token each.
         context: cached tokens of each request.
         backend: of the exchange (`exchange_us`).
     """
-    parts = dict.fromkeys(PARTS, 0.0)
+    indexer = model.attention.indexer
+    parts = dict.fromkeys(PARTS if indexer is None else SPARSE_PARTS, 0.0)
     for parameter in model.parameters:
         for part, time in _parameter_us(machine, model, parameter, setting, batch).items():
             parts[part] += parameter.count * time
     for part, time in _exchange_and_attention_us(machine, model.attention, setting, batch, context, backend).items():
         parts[part] += model.num_attention_layers * time
+    if indexer is not None and context > indexer.topk:
+        for part, time in _selection_us(machine, indexer, setting, batch, context, backend).items():
+            parts[part] += model.num_index_layers * time
     parts["projections"] += model.num_attention_layers * machine.layer_us
     return {"total": sum(parts.values()), **parts}
 
@@ -82,8 +100,7 @@ def attention_us(machine: Machine, attention: MLAConfig, num_heads: int, kv_cach
     """
     num_bytes = batch * context * kv_row_bytes(attention, kv_cache_dtype)
     flops = 2 * batch * num_heads * context * (attention.latent_dim + attention.kv_lora_rank)
-    read_gb_per_s = machine.attention_read_share * machine.hbm_gb_per_s
-    return machine.attention_overhead_us + max(num_bytes / read_gb_per_s / 1e3, flops / machine.attention_tflops / 1e6)
+    return machine.attention_overhead_us + _cache_us(machine, num_bytes, flops)
 
 
 def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -> float:
@@ -94,9 +111,10 @@ def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -
 def _exchange_and_attention_us(
     machine: Machine, attention: MLAConfig, setting: Setting, batch: int, context: int, backend: str
 ) -> dict[str, float]:
-    """Of one layer."""
+    """Of one layer. Sparse MLA attends to what is selected, of which each rank is taken to own the same share."""
     num_heads = attention.heads_per_rank(setting.tp) * setting.dcp
-    local_context = -(-context // setting.dcp)
+    attended = context if attention.indexer is None else min(context, attention.indexer.topk)
+    local_context = -(-attended // setting.dcp)
     num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
     return {
         "gather": exchange_us(machine, "gather_heads", batch, num_heads, attention.latent_dim, setting.dcp, num_nodes, backend),
@@ -105,11 +123,30 @@ def _exchange_and_attention_us(
     }
 
 
+def _selection_us(machine: Machine, indexer: IndexerConfig, setting: Setting, batch: int, context: int, backend: str) -> dict[str, float]:
+    """Of one layer with an indexer, where there are more than topk tokens: this rank's keys scored, all ranks' candidates gathered."""
+    local_context = -(-context // setting.dcp)
+    num_keys = batch * local_context
+    num_bytes = num_keys * index_row_bytes(indexer, setting.index_cache_dtype)
+    flops = 2 * num_keys * indexer.num_heads * indexer.head_dim
+    num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
+    return {
+        "selection": _SELECTION_KERNELS * machine.kernel_us + _cache_us(machine, num_bytes, flops),
+        "gather": candidates_us(machine, batch, min(indexer.topk, local_context), setting.dcp, num_nodes, backend),
+    }
+
+
+def _cache_us(machine: Machine, num_bytes: int, flops: int) -> float:
+    """The slower of reading a cache and multiplying by what it holds, as attention's kernels do."""
+    read_gb_per_s = machine.attention_read_share * machine.hbm_gb_per_s
+    return max(num_bytes / read_gb_per_s / 1e3, flops / machine.attention_tflops / 1e6)
+
+
 def _parameter_us(machine: Machine, model: ModelSize, parameter: Parameter, setting: Setting, batch: int) -> dict[str, float]:
     """What one parameter costs a step, by part: its kernel, and the collective that its cut asks for."""
     part = "projections" if parameter.is_attention else "rest"
     if len(parameter.shape) == 1:  # norms are kernels; biases and corrections ride along with others
-        return {part: machine.kernel_us if "norm" in parameter.name else 0.0}
+        return {part: machine.kernel_us if parameter.name.endswith("norm.weight") else 0.0}
     if "embed_tokens" in parameter.name:
         head = _head_us(machine, parameter, setting, batch) if model.ties_embeddings else 0.0
         return {"rest": machine.kernel_us + _all_reduce_us(machine, parameter.shape[1], setting, batch) + head}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from dcpmla.planning.exchange import auto_backend
 from dcpmla.planning.machine import Machine
-from dcpmla.planning.predict import Setting, kv_row_bytes, predict_step
+from dcpmla.planning.predict import Setting, index_row_bytes, kv_row_bytes, predict_step
 from dcpmla.planning.weights import ModelSize
 
 _BLOCK_SIZE = 64  # tokens of a cache block on one rank: the runtime's default
@@ -20,7 +20,7 @@ class Plan:
 
     Attributes:
         weights_widened: the cut runs through the checkpoint's fp8 blocks, which the runtime cannot load: weighed and read as bfloat16.
-        kv_bytes_per_token: all layers, one copy.
+        kv_bytes_per_token: all layers, one copy, index caches among them.
         kv_tokens_per_rank, kv_tokens_total: that fit beside the weights, on one rank and on a DCP group; whole blocks.
         num_gpus, num_nodes: of the job; num_replicas TP groups share its requests.
         dcp_num_nodes: that a DCP group is spread over.
@@ -37,6 +37,7 @@ class Plan:
     tp: int
     dcp: int
     kv_cache_dtype: str
+    index_cache_dtype: str
     weight_bytes_per_rank: int
     weights_widened: bool
     kv_bytes_per_token: int
@@ -56,7 +57,8 @@ class Plan:
 
     @property
     def setting(self) -> Setting:
-        return Setting(tp=self.tp, dcp=self.dcp, kv_cache_dtype=self.kv_cache_dtype, num_gpus=self.num_gpus)
+        formats = {"kv_cache_dtype": self.kv_cache_dtype, "index_cache_dtype": self.index_cache_dtype}
+        return Setting(tp=self.tp, dcp=self.dcp, num_gpus=self.num_gpus, **formats)
 
 
 def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> Plan:
@@ -72,8 +74,10 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
     weights_widened = model.cuts_blocks(setting.tp)
     model = model.widened() if weights_widened else model
     weight_bytes = model.weight_bytes(setting.tp)
-    row_bytes = model.num_attention_layers * kv_row_bytes(model.attention, setting.kv_cache_dtype)
-    num_blocks = cache_bytes(machine, weight_bytes) // (row_bytes * _BLOCK_SIZE)
+    token_bytes = model.num_attention_layers * kv_row_bytes(model.attention, setting.kv_cache_dtype)
+    if model.attention.indexer is not None:
+        token_bytes += model.num_index_layers * index_row_bytes(model.attention.indexer, setting.index_cache_dtype)
+    num_blocks = cache_bytes(machine, weight_bytes) // (token_bytes * _BLOCK_SIZE)
     virtual_block = _BLOCK_SIZE * setting.dcp
     max_num_seqs = num_blocks // -(-context // virtual_block) * setting.num_replicas
     dcp_num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
@@ -82,9 +86,10 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         tp=setting.tp,
         dcp=setting.dcp,
         kv_cache_dtype=setting.kv_cache_dtype,
+        index_cache_dtype=setting.index_cache_dtype,
         weight_bytes_per_rank=weight_bytes,
         weights_widened=weights_widened,
-        kv_bytes_per_token=row_bytes,
+        kv_bytes_per_token=token_bytes,
         kv_tokens_per_rank=num_blocks * _BLOCK_SIZE,
         kv_tokens_total=num_blocks * virtual_block,
         num_gpus=setting.num_ranks,

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from dcpmla.config import MLAConfig
+from dcpmla.config import MLAConfig, num_index_layers
 
 _ATTENTION_PLAN = {  # of `MLAAttention`, which replaces transformers' own
     "q_proj": "colwise",
@@ -23,6 +23,7 @@ _WIDE_BYTES = 2  # fp8 weights are widened to bfloat16
 _SIZES = (  # of configs; a family has some of them
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_layers", "num_attention_heads", "num_key_value_heads"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings"),
+    *("index_n_heads", "index_head_dim", "index_topk"),
     *("moe_intermediate_size", "ffn_hidden_size", "expert_ffn_hidden_size", "n_routed_experts", "num_experts_per_tok", "moe_topk"),
 )
 _LARGEST_SIZE = 1 << 30
@@ -63,6 +64,10 @@ class Parameter:
         return ".self_attn." in self.name
 
     @property
+    def is_indexer(self) -> bool:
+        return ".indexer." in self.name
+
+    @property
     def is_expert(self) -> bool:
         return len(self.shape) == 3
 
@@ -91,6 +96,7 @@ class ModelSize:
 
     Attributes:
         num_attention_layers: caches; LongCat has two in a decoder layer.
+        num_index_layers: index caches, of sparse MLA's layers with an indexer of their own.
         num_routed: choices of a router, LongCat's zero experts included; 0 without experts.
         experts_per_token: choices that a token takes.
         ties_embeddings: the head is the embedding.
@@ -98,6 +104,7 @@ class ModelSize:
 
     attention: MLAConfig
     num_attention_layers: int
+    num_index_layers: int
     max_position_embeddings: int
     num_routed: int
     experts_per_token: int
@@ -128,15 +135,16 @@ class ModelSize:
         return replace(self, parameters=tuple(parameter.widened() for parameter in self.parameters))
 
     def attention_stack(self) -> "ModelSize":
-        """Its attention layers alone, as `MLAAttention` holds them."""
-        return replace(self, parameters=tuple(parameter.widened() for parameter in self.parameters if parameter.is_attention))
+        """Its attention layers alone, as `MLAAttention` holds them; of sparse MLA without indexers, as benchmarks of layers have it."""
+        layers = tuple(parameter.widened() for parameter in self.parameters if parameter.is_attention and not parameter.is_indexer)
+        return replace(self, attention=replace(self.attention, indexer=None), num_index_layers=0, parameters=layers)
 
 
 def read_model(config: Any) -> ModelSize:
     """Sizes of the model of a transformers config; nothing is allocated. Without a dtype in the config, bfloat16.
 
     Raises:
-        ValueError: an architecture that is not dense MLA, sizes that no model has, or a quantisation other than fp8.
+        ValueError: an architecture that is not MLA, sizes that no model has, or a quantisation other than fp8.
     """
     _check_config(config)
     attention = MLAConfig.from_hf(config)
@@ -149,6 +157,7 @@ def read_model(config: Any) -> ModelSize:
     return ModelSize(
         attention=attention,
         num_attention_layers=sum(hasattr(module, "kv_a_proj_with_mqa") for module in model.modules()),
+        num_index_layers=num_index_layers(config),
         max_position_embeddings=config.max_position_embeddings,
         num_routed=num_routed,
         experts_per_token=experts_per_token,
@@ -206,11 +215,12 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
     return tuple(Parameter(g.name, g.shape, count, g.style, g.itemsize, g.scale_block) for g, count in groups.items())
 
 
-def _quantised(model: nn.Module, quantization: dict[str, Any]) -> tuple[set[str], tuple[int, int] | None]:
+def _quantised(model: Any, quantization: dict[str, Any]) -> tuple[set[str], tuple[int, int] | None]:
     """Names of the parameters that a checkpoint holds in fp8 (linear layers and experts), and their scales' block."""
     if not quantization:
         return set(), None
-    kept = "|".join(map(re.escape, quantization.get("modules_to_not_convert") or ["lm_head"]))
+    whole = [*(quantization.get("modules_to_not_convert") or ["lm_head"]), *(model._keep_in_fp32_modules or [])]
+    kept = "|".join(map(re.escape, whole))
     names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names |= {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     block = quantization.get("weight_block_size")
