@@ -105,6 +105,15 @@ def test_measured_files_feed_the_planner(tmp_path: Path, capsys: pytest.CaptureF
         assert f"{subject}: predicted is" in report
 
 
+def test_layers_of_sparse_models_run_as_dense_ones(tmp_path: Path) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "scaling.json"
+    config.write_text(tiny_config("deepseek_v32").to_json_string())
+    assert main(["bench", "scaling", "--model", str(config), *TINY[2:], "--batch", "1", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["part"] for row in rows] == ["total", "attention"]
+    assert all(row["median_us"] > 0 and row["predicted_us"] > 0 for row in rows)
+
+
 def test_what_does_not_fit_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "scaling.json"
     assert main(["bench", "scaling", *TINY[:2], "--batch", "1", "--context", "64,100000000000", "--json", str(out)]) == 0

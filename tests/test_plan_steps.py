@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import make_plans, read_glm5, read_v3, read_v32, scaling_rows, within
 
+from dcpmla.planning.calibrate import calibrate
 from dcpmla.planning.exchange import candidates_us
 from dcpmla.planning.machine import H200X8, Machine
 from dcpmla.planning.measured import compare
@@ -251,3 +252,10 @@ def test_scores_read_this_ranks_index_keys(index_cache_dtype: str, key_bytes: in
 
         assert key_us(reads) * reads.attention_read_share * reads.hbm_gb_per_s * 1e3 == pytest.approx(key_bytes)
         assert key_us(multiplies) * multiplies.attention_tflops * 1e6 == pytest.approx(2 * 64 * 128)
+
+
+def test_dense_layers_speak_of_sparse_models_too(v3: ModelSize) -> None:
+    """Benchmarks of layers leave the indexer out: their rows are predicted alike for V3.2, which then has V3's machine."""
+    dense, sparse = ([c.predicted_us for c in compare(H200X8, model, scaling_rows())] for model in (v3, read_v32()))
+    assert sparse == pytest.approx(dense)
+    assert calibrate(H200X8, read_v32(), scaling_rows()) == calibrate(H200X8, v3, scaling_rows())
