@@ -1,5 +1,7 @@
 """Decode kernels compiled for Hopper, without a GPU."""
 
+import contextlib
+import io
 from typing import Any
 
 import pytest
@@ -7,13 +9,19 @@ import pytest
 triton = pytest.importorskip("triton")
 
 
-def compile_for_hopper(kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
-    """PTX of a kernel."""
+def compile_for_hopper(kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> tuple[str, str]:
+    """PTX of a kernel, and what the assembler says of it."""
     from triton.backends.compiler import GPUTarget
 
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    compiled = triton.compile(source(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32), options=options)
-    return str(compiled.asm["ptx"])
+    pointers = (index for index, name in enumerate(kernel.arg_names) if signature[name].startswith("*"))
+    attrs = {(index,): [["tt.divisibility", 16]] for index in pointers}  # as they are launched
+    said = io.StringIO()
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
+        built = source(kernel, signature, constexprs=constants, attrs=attrs)
+        compiled = triton.compile(built, target=GPUTarget("cuda", 90, 32), options=options)
+    return str(compiled.asm["ptx"]), said.getvalue()
 
 
 POINTERS = {
@@ -27,23 +35,24 @@ POINTERS = {
 
 
 @pytest.mark.parametrize(
-    ("q", "cache", "is_ragged", "is_sent"),
+    ("q", "cache", "is_sparse", "is_ragged", "is_sent"),
     [
-        ("bf16", "bf16", True, False),
-        ("bf16", "bf16", False, True),
-        ("fp8e4nv", "fp8e4nv", True, False),
-        ("fp8e4nv", "fp8e4nv", False, True),
-        ("bf16", "fp8e4nv", False, False),
-        ("bf16", "u8", False, True),
+        ("bf16", "bf16", False, True, False),
+        ("bf16", "bf16", False, False, True),
+        ("bf16", "bf16", True, False, True),
+        ("fp8e4nv", "fp8e4nv", False, True, False),
+        ("fp8e4nv", "fp8e4nv", False, False, True),
+        ("bf16", "fp8e4nv", False, False, False),
+        ("bf16", "u8", True, False, True),
     ],
 )
-def test_the_hopper_kernels_compile(q: str, cache: str, is_ragged: bool, is_sent: bool) -> None:
+def test_the_hopper_kernels_compile(q: str, cache: str, is_sparse: bool, is_ragged: bool, is_sent: bool) -> None:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from dcpmla.attention.kernels import mla_decode_hopper, mla_decode_hopper_8bit, mla_decode_hopper_fp8
+    from dcpmla.attention.kernels import mla_decode_hopper, mla_decode_hopper_8bit, mla_decode_hopper_fp8, mla_decode_hopper_sparse
 
-    is_fp8 = q == "fp8e4nv"
+    is_fp8, is_converted = q == "fp8e4nv", q != cache
     bits = 8 if is_fp8 else 16
 
     def tiles(width: int) -> str:
@@ -51,18 +60,25 @@ def test_the_hopper_kernels_compile(q: str, cache: str, is_ragged: bool, is_sent
         return f"tensordesc<{q}[64, {width}],{layout}>"
 
     types = {**POINTERS, "q_desc": tiles(256), "q_pe_desc": tiles(64), "kv_desc": tiles(256), "k_pe_desc": tiles(64)}
-    types |= {"out_ptr": "*bf16", "scale": "fp32", "addresses_ptr": "*i64", "state_ptr": "*i32", "cache_ptr": "*i32"}
+    types |= {"out_ptr": "*bf16", "scale": "fp32", "addresses_ptr": "*i64", "state_ptr": "*i32"}
+    types |= {"cache_ptr": "*i32" if is_converted else f"*{cache}"}
     types |= {name: "*fp32" for name, dtype in (("q_scale_ptr", q), ("kv_scale_ptr", cache)) if dtype == "fp8e4nv"}
     constants: dict[str, Any] = {"REQS": 32, "IS_RAGGED": is_ragged, "IS_SENT": is_sent}
     constants |= {name: None for name in ("q_scale_ptr", "kv_scale_ptr") if name not in types}
-    constants |= {} if q == cache else {"ROW_BYTES": 656 if cache == "u8" else 576}
-    kernels = mla_decode_hopper if q == cache else mla_decode_hopper_8bit
-    kernel = (mla_decode_hopper_fp8 if is_fp8 else kernels).decode_kernel
-    ptx = compile_for_hopper(kernel, GluonASTSource, types, constants, num_warps=4)
+    if is_converted:
+        constants |= {"ROW_BYTES": 656 if cache == "u8" else 576, "IS_SPARSE": is_sparse}
+    elif is_sparse:
+        constants |= {"ROW_WIDTH": 576}
+    halves = mla_decode_hopper_sparse if is_sparse else mla_decode_hopper
+    module = mla_decode_hopper_8bit if is_converted else mla_decode_hopper_fp8 if is_fp8 else halves
+    ptx, said = compile_for_hopper(module.decode_kernel, GluonASTSource, types, constants, num_warps=4)
     assert ("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3" if is_fp8 else "wgmma.mma_async.sync.aligned.m64n256k16") in ptx
+    assert "bytes stack frame" in said
+    assert "wgmma.mma_async instructions are serialized" not in said  # as in too few registers, where each waits for the one before
     assert "cp.async.bulk.tensor" in ptx
     assert ("ldmatrix.sync.aligned.m8n8.x4.trans" in ptx) == is_fp8  # what transposes values on their way into registers
-    assert ("cvt.rn.f16x2.e4m3x2" in ptx) == (q != cache)
+    assert ("cp.async.cg.shared.global" in ptx) == (is_sparse and not is_converted)
+    assert ("cvt.f32.f16" in ptx, "mul.rn.bf16x2" in ptx) == (cache == "u8", is_converted and cache != "u8")  # scaled, or exact
 
 
 @pytest.mark.parametrize(
@@ -77,4 +93,5 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str) -> None:
     types |= {f"{name}_scale_ptr": "*fp32" for name, dtype in (("q", q), ("kv", cache)) if dtype == "fp8e4nv"}
     constants = {"ROWS": rows, "KEYS": 32, "LATENT": 512, "ROPE": 64, "REQS": 32, "IS_RAGGED": True}
     constants |= {name: None for name in ("q_scale_ptr", "kv_scale_ptr") if name not in types}
-    assert "sm_90a" in compile_for_hopper(decode_kernel, ASTSource, types, constants, num_warps=4 if rows == 16 else 8)
+    ptx, _ = compile_for_hopper(decode_kernel, ASTSource, types, constants, num_warps=4 if rows == 16 else 8)
+    assert "sm_90a" in ptx

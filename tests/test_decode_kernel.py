@@ -118,14 +118,14 @@ FP8 = {**SMALL, "format": "fp8"}
 DS_MLA = {**SMALL, "format": "fp8_ds_mla", "kv_lora_rank": 256}
 INTERPRETED = [
     Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **SMALL),
-    Case([(1, 700)], num_heads=20, num_programs=3, **SMALL),
+    Case([(1, 700)], num_heads=20, num_programs=3, **{**SMALL, "block_size": 1}),
     Case([(2, 33), (2, 2), (2, 1)], num_heads=4, num_programs=2, **SMALL),
     Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, **SMALL),
     Case([(1, 0), (1, 0)], num_heads=1, num_programs=1, **SMALL),
     Case([(1, 17)], num_heads=70, num_programs=1, kv_lora_rank=64, rope=64, block_size=48, dtype=torch.float16),
-    Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **FP8),
+    Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **{**FP8, "block_size": 1}),
     Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, has_fp8_queries=True, **FP8),
-    Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **DS_MLA),
+    Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **{**DS_MLA, "block_size": 1}),
     Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, **DS_MLA),
 ]
 
@@ -168,6 +168,11 @@ ON_GPU = [
     long_case(9, 3000, block_size=128),
     long_case(9, 3000, block_size=16),
     long_case(9, 3000, block_size=48, num_heads=16),
+    Case([(1, 2048)], block_size=1),
+    Case([(1, 0), (1, 63), (1, 64), (1, 65), (1, 1), (1, 2048)], block_size=1),
+    long_case(5, 512, block_size=1, num_heads=16),
+    long_case(200, 300, block_size=1, num_heads=64),
+    long_case(9, 3000, block_size=1, dtype=torch.float16),
     Case([(2, 4097), (2, 2), (2, 129), (2, 1)]),
     Case([(4, 3000)] * 9, num_heads=16),
     Case([(3, 3000), (1, 0), (2, 65), (4, 3), (1, 777)], is_sharded=True),
@@ -184,7 +189,9 @@ def backends_of(case: Case) -> list[str]:
     """Those made for a case's format; not all of them take its sizes."""
     if case.has_fp8_queries:
         return ["hopper-fp8", "triton"]
-    return ["hopper", "triton", "flashinfer"] if case.format == "auto" else ["hopper-8bit", "triton"]
+    if case.format == "auto":
+        return ["hopper-sparse", "triton"] if case.block_size == 1 else ["hopper", "triton", "flashinfer"]
+    return ["hopper-8bit", "triton"]
 
 
 @pytest.mark.gpu
@@ -274,6 +281,7 @@ def test_a_graph_replays_with_other_lengths(kind: dict[str, Any]) -> None:
     ("backend", "kind"),
     [
         ("hopper", {}),
+        ("hopper-sparse", {"block_size": 1}),
         ("hopper-fp8", FP8_QUERIES),
         *(("hopper-8bit", kind) for kind in QUANTISED[::2]),
         *(("triton", kind) for kind in [{}, *QUANTISED]),
@@ -282,7 +290,7 @@ def test_a_graph_replays_with_other_lengths(kind: dict[str, Any]) -> None:
 def test_nan_of_a_key_is_not_lost(backend: str, kind: dict[str, Any]) -> None:
     """Not taken for a request without keys: its LSE would say so, and a merge over ranks would drop them without a word."""
     inputs = long_case(3, 3000, **kind).inputs("cuda")
-    inputs["kv_cache"].view(torch.uint8)[inputs["block_table"][1, 2], 5, :2] = 0xFF
+    inputs["kv_cache"].view(torch.uint8)[inputs["block_table"][1, 2], 5 % inputs["kv_cache"].shape[1], :2] = 0xFF
     out, lse = find_backend(backend).load()(**inputs)
     assert lse.isnan().any(-1).tolist() == out.isnan().any(-1).any(-1).tolist() == [False, True, False]
 

@@ -69,30 +69,44 @@ class DecodeBackend:
 
 
 def _takes_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    return _is_half(q, kv_cache) and _suits_hopper(q, kv_cache, kv_lora_rank, dtype)
+    return _is_half(q, kv_cache) and _suits_hopper(q, kv_cache, kv_lora_rank, dtype) and _is_tiled(kv_cache)
+
+
+def _takes_hopper_sparse(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
+    return _is_half(q, kv_cache) and _suits_hopper(q, kv_cache, kv_lora_rank, dtype) and _is_sparse(kv_cache)
 
 
 def _takes_hopper_fp8(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    return q.dtype == kv_cache.dtype == formats.FP8 and _suits_hopper(q, kv_cache, kv_lora_rank, dtype)
+    return q.dtype == kv_cache.dtype == formats.FP8 and _suits_hopper(q, kv_cache, kv_lora_rank, dtype) and _is_tiled(kv_cache)
 
 
 def _takes_hopper_8bit(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    return q.dtype == dtype and kv_cache.dtype != dtype and _suits_hopper(q, kv_cache, kv_lora_rank, dtype)
+    is_8bit = q.dtype == dtype and kv_cache.dtype != dtype
+    return is_8bit and _suits_hopper(q, kv_cache, kv_lora_rank, dtype) and (_is_tiled(kv_cache) or _is_sparse(kv_cache))
 
 
 def _suits_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    """sm_90, DeepSeek's widths, whole tiles of 64 keys in a block, and strides that make the cache one matrix, as TMA wants it."""
-    rows_per_block, rest = divmod(kv_cache.stride(0), kv_cache.stride(1)) if kv_cache.stride(1) else (0, 0)
-    strides = *(stride * q.element_size() for stride in q.stride()[:2]), kv_cache.stride(1) * kv_cache.element_size()
+    """sm_90, DeepSeek's widths, and rows that start where TMA and loads of 16 bytes want it."""
+    row_stride = kv_cache.stride(0 if _is_sparse(kv_cache) else 1)
+    strides = *(stride * q.element_size() for stride in q.stride()[:2]), row_stride * kv_cache.element_size()
     return (
         _takes_triton(q, kv_cache, kv_lora_rank, dtype)
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and (kv_lora_rank, q.shape[-1]) == (512, 576)
-        and kv_cache.shape[1] % 64 == rest == 0
-        and 0 < kv_cache.shape[0] * rows_per_block < 2**31
         and all(number % 16 == 0 for number in (q.data_ptr(), kv_cache.data_ptr()))
         and all(stride > 0 and stride % 16 == 0 for stride in strides)
     )
+
+
+def _is_tiled(kv_cache: Tensor) -> bool:
+    """Whole tiles of 64 keys in a block, and strides that make the cache one matrix, as TMA wants it."""
+    rows_per_block, rest = divmod(kv_cache.stride(0), kv_cache.stride(1)) if kv_cache.stride(1) else (0, 0)
+    return kv_cache.shape[1] % 64 == rest == 0 and 0 < kv_cache.shape[0] * rows_per_block < 2**31
+
+
+def _is_sparse(kv_cache: Tensor) -> bool:
+    """Pages of one row."""
+    return kv_cache.shape[1] == 1
 
 
 def _load_hopper() -> Decode:
@@ -103,6 +117,18 @@ def _load_hopper() -> Decode:
 
 def _load_hopper_sender() -> SendDecode:
     from dcpmla.attention.kernels.mla_decode_hopper import send_mla_decode
+
+    return send_mla_decode
+
+
+def _load_hopper_sparse() -> Decode:
+    from dcpmla.attention.kernels.mla_decode_hopper_sparse import mla_decode
+
+    return mla_decode
+
+
+def _load_hopper_sparse_sender() -> SendDecode:
+    from dcpmla.attention.kernels.mla_decode_hopper_sparse import send_mla_decode
 
     return send_mla_decode
 
@@ -191,6 +217,7 @@ def _load_torch() -> Decode:
 # Best first. Triton is there on Linux only, so its kernels are imported when one is chosen.
 DECODE_BACKENDS = (
     DecodeBackend("hopper", _takes_hopper, _load_hopper, _load_hopper_sender),
+    DecodeBackend("hopper-sparse", _takes_hopper_sparse, _load_hopper_sparse, _load_hopper_sparse_sender),
     DecodeBackend("hopper-fp8", _takes_hopper_fp8, _load_hopper_fp8, _load_hopper_fp8_sender),
     DecodeBackend("hopper-8bit", _takes_hopper_8bit, _load_hopper_8bit, _load_hopper_8bit_sender),
     DecodeBackend("triton", _takes_triton, _load_triton),

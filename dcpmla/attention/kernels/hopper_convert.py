@@ -1,94 +1,99 @@
 """The converter of Hopper's decode kernel over 8-bit caches: keys from memory, through registers, into shared memory in the queries' dtype.
 
-It takes the loader's place (`hopper_load`), with four warps. The other roles do not know the difference. A tile is on its way from memory
-while the others are at the ones before it.
+It takes the loader's place (`hopper_load`), with four warps. The other roles do not know the difference. Registers hold three fifths of a
+tile: while one part is converted, those behind it are on their way from memory.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dcpmla.attention.kernels.hopper_load import NUM_STAGES, ROPE, find_row, tma_load
+from dcpmla.attention.kernels.hopper_gather import fetch_ahead, find_ahead, find_keys, point_to
+from dcpmla.attention.kernels.hopper_load import NUM_STAGES, ROPE, tma_load
 from dcpmla.attention.kernels.hopper_merge import await_cut
 from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, find_request, next_begin
 
 TILE = gl.constexpr(32)  # words of a latent that share a scale in fp8_ds_mla
 TILES = gl.constexpr(4)  # of a latent
-SCALE_WORDS = gl.constexpr(4)
-# Bytes travel as words of four: a register each, not one for each byte. Keys (a register's, then a thread's) x tiles x words: a load
-# brings eight values, which make 16 bytes to store, and a thread's addresses differ by constants.
-WORDS = gl.constexpr(gl.BlockedLayout([1, 1, 2, 2], [1, 2, 1, 16], [1, 4, 1, 1], [3, 2, 1, 0]))
-ROPE_FP8 = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, 4, 1], [2, 1, 0]))
-ROPE_BF16 = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 4, 8], [1, 4, 1], [2, 1, 0]))
-POINTS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
-AHEAD = gl.constexpr(3)  # tiles
+# Bytes travel as words of four: a register each, not one for each byte. A load brings eight values, which make 16 bytes to store, and
+# eight threads have 64 columns of a key, so that no two store to the same bank.
+WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
+BY_KEY = gl.constexpr(gl.SliceLayout(1, WORDS.value))
+BIAS = gl.constexpr(256.0)  # what `_widen` leaves to be multiplied by
+
+
+def _spread(shift: int, mask: int) -> str:
+    """PTX that puts the bits of four e4m3 of $4 where a 16-bit format has them: the second and the fourth in `odd`, the others in `even`.
+
+    An exponent keeps its number, and so is too small by the difference of the formats' biases. Subnormal numbers stay what they are.
+    """
+    return f"""
+        .reg .b32 odd, even, sign;
+        shr.b32 odd, $4, {shift};
+        and.b32 odd, odd, {mask:#x};
+        lop3.b32 odd, $4, 0x80008000, odd, 0xEA;
+        shl.b32 even, $4, {8 - shift};
+        and.b32 even, even, {mask:#x};
+        shl.b32 sign, $4, 8;
+        lop3.b32 even, sign, 0x80008000, even, 0xEA;"""
+
+
+def _exact(shift: int, mask: int, bias: int, dtype: str) -> str:
+    """PTX from four e4m3 to as many values of a 16-bit dtype; bias: the power of two that their exponents lack, twice."""
+    return f"""{{
+        {_spread(shift, mask)}
+        .reg .b32 bias;
+        mov.b32 bias, {bias:#x};
+        mul.rn.{dtype}x2 odd, odd, bias;
+        mul.rn.{dtype}x2 even, even, bias;
+        mov.b32 {{$0, $2}}, even;
+        mov.b32 {{$1, $3}}, odd;
+        }}"""
+
+
+WIDEN = gl.constexpr(f"""{{
+        {_spread(1, 0x3F803F80)}
+        .reg .b16 first, second, third, fourth;
+        mov.b32 {{first, third}}, even;
+        mov.b32 {{second, fourth}}, odd;
+        cvt.f32.f16 $0, first;
+        cvt.f32.f16 $1, second;
+        cvt.f32.f16 $2, third;
+        cvt.f32.f16 $3, fourth;
+        }}""")
+TO_FP16 = gl.constexpr(_exact(1, 0x3F803F80, 0x5C005C00, "f16"))
+TO_BF16 = gl.constexpr(_exact(4, 0x07F007F0, 0x7B807B80, "bf16"))
 
 
 @gluon.jit
-def _load_half(rows_ptr, half: gl.constexpr, is_there, ROW_WORDS: gl.constexpr, IS_DS_MLA: gl.constexpr):
-    """Half of the latents of a tile of keys [8, 8, 2, TILE], and in fp8_ds_mla their scales [8, 8, 2]."""
-    by_tile: gl.constexpr = gl.SliceLayout(3, WORDS)
-    by_key: gl.constexpr = gl.SliceLayout(2, by_tile)
-    eighth = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, by_key)), 1)
-    key = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, by_key)), 0)
-    tile = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(0, by_tile)))
-    tile = gl.expand_dims(gl.expand_dims(tile, 0), 0)
-    word = gl.arange(0, TILE, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, WORDS))))
-    word = gl.expand_dims(gl.expand_dims(gl.expand_dims(word, 0), 0), 0)
-    row = gl.expand_dims(key * ROW_WORDS + eighth * (8 * ROW_WORDS), 2)
-    codes = gl.load(rows_ptr + half * (2 * TILE) + (gl.expand_dims(row + tile * TILE, 3) + word), mask=is_there, other=0)
-    scales = row
+def _load_words(rows_ptr, first: gl.constexpr, number: gl.constexpr):
+    """Words [first, first + number) of rows -> [KEYS, number]."""
+    word = gl.expand_dims(gl.arange(0, number, layout=gl.SliceLayout(0, WORDS)), 0)
+    return gl.load(gl.expand_dims(rows_ptr, 1) + (first + word))
+
+
+@gluon.jit
+def _load_tile(rows_ptr, tile: gl.constexpr, IS_DS_MLA: gl.constexpr):
+    """Codes [KEYS, TILE] of a quarter of the latents, and in fp8_ds_mla their scales [KEYS]."""
+    codes = _load_words(rows_ptr, tile * TILE, TILE)
+    scales = codes
     if IS_DS_MLA:
-        scales = gl.load(rows_ptr + (TILES * TILE + half * 2) + (row + tile), mask=is_there, other=0)
+        scales = gl.load(rows_ptr + (TILES * TILE + tile))
     return codes, scales
 
 
 @gluon.jit
-def _load_rope(rows_ptr, is_there, ROW_WORDS: gl.constexpr, IS_DS_MLA: gl.constexpr):
-    """The rope parts of a tile of keys: words of four e4m3 [2, 32, 16], in fp8_ds_mla of two bfloat16 [4, 16, 32]."""
-    layout: gl.constexpr = ROPE_BF16 if IS_DS_MLA else ROPE_FP8
+def _load_rope(rows_ptr, ROW_WORDS: gl.constexpr, IS_DS_MLA: gl.constexpr):
+    """The rope parts of a tile of keys: words of four e4m3 [KEYS, 16], in fp8_ds_mla of two bfloat16 [KEYS, 32]."""
     words: gl.constexpr = ROPE // 2 if IS_DS_MLA else ROPE // 4
-    keys: gl.constexpr = 16 if IS_DS_MLA else 32
-    rope_at: gl.constexpr = TILES * TILE + (SCALE_WORDS if IS_DS_MLA else 0)
-    part = gl.expand_dims(gl.arange(0, KEYS // keys, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1)
-    key = gl.expand_dims(gl.arange(0, keys, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0)
-    word = gl.expand_dims(gl.expand_dims(gl.arange(0, words, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout))), 0), 0)
-    row = gl.expand_dims(key * ROW_WORDS + part * (keys * ROW_WORDS), 2)
-    return gl.load(rows_ptr + rope_at + (row + word), mask=is_there, other=0)
-
-
-@gluon.jit
-def _fetch_ahead(rows_ptr, ROW_WORDS: gl.constexpr):
-    """Bring a tile of keys into the L2, so that its loads wait for that alone."""
-    key = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, POINTS)), 1)
-    point = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, POINTS)), 0)  # less than a line of 128 bytes apart
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [rows_ptr + (key * ROW_WORDS + point * (ROW_WORDS // 8))],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    return _load_words(rows_ptr, ROW_WORDS - words, words)
 
 
 @gluon.jit
 def _widen(codes):
-    """Words of four e4m3 -> their values in float32, each fourth one of a word."""
+    """Words of four e4m3 -> their values / BIAS in float32, each fourth one of a word."""
     return gl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        .reg .b32 first, last;
-        mov.b32 {low, high}, $4;
-        cvt.rn.f16x2.e4m3x2 first, low;
-        cvt.rn.f16x2.e4m3x2 last, high;
-        mov.b32 {low, high}, first;
-        cvt.f32.f16 $0, low;
-        cvt.f32.f16 $1, high;
-        mov.b32 {low, high}, last;
-        cvt.f32.f16 $2, low;
-        cvt.f32.f16 $3, high;
-        }""",
+        WIDEN,
         "=f,=f,=f,=f,r",
         [codes],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
@@ -98,20 +103,39 @@ def _widen(codes):
 
 
 @gluon.jit
+def _decode(codes, dtype: gl.constexpr):
+    """Words of four e4m3 -> their values, exact in 16 bits, each fourth one of a word."""
+    asm: gl.constexpr = TO_BF16 if dtype == gl.bfloat16 else TO_FP16
+    a, b, c, d = gl.inline_asm_elementwise(
+        asm,
+        "=h,=h,=h,=h,r",
+        [codes],
+        dtype=(gl.int16, gl.int16, gl.int16, gl.int16),
+        is_pure=True,
+        pack=1,
+    )
+    return a.to(dtype, bitcast=True), b.to(dtype, bitcast=True), c.to(dtype, bitcast=True), d.to(dtype, bitcast=True)
+
+
+@gluon.jit
 def _join(buffer, a, b, c, d):
     """The values of words, the first ones, the second ones and so on, into a buffer [KEYS, N]."""
     buffer.store(gl.join(gl.join(a, c), gl.join(b, d)).reshape(buffer.shape))
 
 
 @gluon.jit
-def _store_half(buffer, codes, scales, IS_DS_MLA: gl.constexpr):
-    """Words of e4m3 into a tile's half; in fp8_ds_mla times their scales, rounded once (`cache/formats.py`)."""
+def _store_tile(buffer, tile: gl.constexpr, codes, scales, IS_DS_MLA: gl.constexpr):
+    """Words of e4m3 into a quarter's place; in fp8_ds_mla times their scales, rounded once (`cache/formats.py`)."""
     dtype: gl.constexpr = buffer.dtype
-    a, b, c, d = _widen(codes)
+    place = buffer.slice(tile * (HALF // 2), HALF // 2, dim=1)
     if IS_DS_MLA:
-        scale = gl.expand_dims(scales.to(gl.float32, bitcast=True), 3)
-        a, b, c, d = a * scale, b * scale, c * scale, d * scale
-    _join(buffer, a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype))
+        # Scales are at most 1 / 448 of a number of float32: they have room for the bias.
+        scale = gl.expand_dims(scales.to(gl.float32, bitcast=True) * BIAS, 1)
+        a, b, c, d = _widen(codes)
+        _join(place, (a * scale).to(dtype), (b * scale).to(dtype), (c * scale).to(dtype), (d * scale).to(dtype))
+    else:
+        a, b, c, d = _decode(codes, dtype)
+        _join(place, a, b, c, d)
 
 
 @gluon.jit
@@ -121,8 +145,8 @@ def _store_rope(buffer, words, IS_DS_MLA: gl.constexpr):
         first, second = (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
         buffer.store(gl.join(first.to(dtype), second.to(dtype)).reshape(buffer.shape))
     else:
-        a, b, c, d = _widen(words)
-        _join(buffer, a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype))
+        a, b, c, d = _decode(words, dtype)
+        _join(buffer, a, b, c, d)
 
 
 @gluon.jit
@@ -138,6 +162,7 @@ def convert_role(
     row_tile,
     IS_RAGGED: gl.constexpr,
     IS_DS_MLA: gl.constexpr,
+    IS_SPARSE: gl.constexpr,
     ROW_WORDS: gl.constexpr,
 ):
     """A segment's queries, then its keys tile after tile into the stages that the others have freed."""
@@ -154,35 +179,44 @@ def convert_role(
         if start < stop:
             q_row = first * num_heads + row_tile * ROWS
             table = table_ptr + request.to(gl.int64) * table_stride
-            tile, last_tile = start - begin, stop - begin - 1
-            rows_ptr = cache_ptr + find_row(tile, table, rows_per_block, block_size).to(gl.int64) * ROW_WORDS
-            left, left_scales = _load_half(rows_ptr, 0, True, ROW_WORDS, IS_DS_MLA)
-            rope = _load_rope(rows_ptr, True, ROW_WORDS, IS_DS_MLA)
-            right, right_scales = _load_half(rows_ptr, 1, True, ROW_WORDS, IS_DS_MLA)
+            tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
+            keys = (cache_ptr, table, last_key, rows_per_block, block_size)
+            places = find_keys(tile, keys, BY_KEY, ROW_WORDS, IS_SPARSE)
+            rows_ptr = point_to(places, cache_ptr, ROW_WORDS, IS_SPARSE)
+            c0, s0 = _load_tile(rows_ptr, 0, IS_DS_MLA)
+            c1, s1 = _load_tile(rows_ptr, 1, IS_DS_MLA)
+            rope = _load_rope(rows_ptr, ROW_WORDS, IS_DS_MLA)
             mbarrier.wait(q_free, (num_segments & 1) ^ 1)
             mbarrier.expect(q_ready, ROWS * (LATENT + ROPE) * 2)
             tma_load(q_desc, [q_row, 0], q_ready, q_left.index(0))
             tma_load(q_desc, [q_row, HALF], q_ready, q_right.index(0))
             tma_load(q_pe_desc, [q_row, LATENT], q_ready, q_pe.index(0))
             num_segments += 1
-            while tile <= last_tile:
-                is_next = tile < last_tile
-                following = find_row(gl.minimum(tile + 1, last_tile), table, rows_per_block, block_size)
-                rows_ptr = cache_ptr + following.to(gl.int64) * ROW_WORDS
-                ahead = find_row(gl.minimum(tile + AHEAD, last_tile), table, rows_per_block, block_size)
+            while tile * KEYS <= last_key:
                 stage, phase = num_loaded % NUM_STAGES, (num_loaded // NUM_STAGES) & 1
                 mbarrier.wait(left_free.index(stage), phase ^ 1)
-                _store_half(k_left.index(stage), left, left_scales, IS_DS_MLA)
-                _store_rope(k_pe.index(stage), rope, IS_DS_MLA)
                 mbarrier.wait(right_free.index(stage), phase ^ 1)
-                _store_half(k_right.index(stage), right, right_scales, IS_DS_MLA)
-                fence_async_shared()  # it waits for loads, too: none may be on its way here
+                next_places = find_keys(tile + 1, keys, BY_KEY, ROW_WORDS, IS_SPARSE)
+                if IS_SPARSE:
+                    ahead = find_ahead(tile + 2, keys)
+                rows_ptr = point_to(places, cache_ptr, ROW_WORDS, IS_SPARSE)
+                c2, s2 = _load_tile(rows_ptr, 2, IS_DS_MLA)
+                _store_tile(k_left.index(stage), 0, c0, s0, IS_DS_MLA)
+                c3, s3 = _load_tile(rows_ptr, 3, IS_DS_MLA)
+                _store_tile(k_left.index(stage), 1, c1, s1, IS_DS_MLA)
+                places = next_places
+                rows_ptr = point_to(places, cache_ptr, ROW_WORDS, IS_SPARSE)
+                c0, s0 = _load_tile(rows_ptr, 0, IS_DS_MLA)
+                _store_rope(k_pe.index(stage), rope, IS_DS_MLA)
+                rope = _load_rope(rows_ptr, ROW_WORDS, IS_DS_MLA)
+                _store_tile(k_right.index(stage), 0, c2, s2, IS_DS_MLA)
+                c1, s1 = _load_tile(rows_ptr, 1, IS_DS_MLA)
+                _store_tile(k_right.index(stage), 1, c3, s3, IS_DS_MLA)
+                fence_async_shared()  # it waits for loads, too: those on their way here have been for a while
                 mbarrier.arrive(left_ready.index(stage), count=1)
                 mbarrier.arrive(right_ready.index(stage), count=1)
-                left, left_scales = _load_half(rows_ptr, 0, is_next, ROW_WORDS, IS_DS_MLA)
-                rope = _load_rope(rows_ptr, is_next, ROW_WORDS, IS_DS_MLA)
-                right, right_scales = _load_half(rows_ptr, 1, is_next, ROW_WORDS, IS_DS_MLA)
-                _fetch_ahead(cache_ptr + ahead.to(gl.int64) * ROW_WORDS, ROW_WORDS)
+                if IS_SPARSE:
+                    fetch_ahead(ahead, cache_ptr, ROW_WORDS, 8)
                 num_loaded += 1
                 tile += 1
             last, last_begin = request, begin

@@ -143,14 +143,19 @@ def _launch(
     num_row_tiles = triton.cdiv(max_query_len * num_heads, ROWS.value)
     num_parts = max(1, num_programs(workspace, ROWS.value) // num_row_tiles)
     rows = q.reshape(num_tokens * num_heads, width)
-    rows_per_block = kv_cache.stride(0) // kv_cache.stride(1)
-    keys: tuple[Any, Any]
-    if kv_cache.dtype == q.dtype:
-        num_rows = (kv_cache.shape[0] - 1) * rows_per_block + kv_cache.shape[1]
-        cache = kv_cache.as_strided((num_rows, width), (kv_cache.stride(1), 1))
-        keys = _tiles(cache, KEYS.value, HALF.value), _tiles(cache, KEYS.value, ROPE.value)
+    is_sparse = kv_cache.shape[1] == 1
+    stored = kv_cache[:, 0] if is_sparse else kv_cache
+    row_stride = stored.stride(-2)
+    rows_per_block = kv_cache.stride(0) // row_stride
+    keys: tuple[Any, ...]
+    if kv_cache.dtype != q.dtype:
+        keys = stored.view(torch.int32), row_stride, is_sparse
+    elif is_sparse:
+        keys = stored, row_stride
     else:
-        keys = kv_cache.view(torch.int32), kv_cache.stride(1)
+        num_rows = (kv_cache.shape[0] - 1) * rows_per_block + kv_cache.shape[1]
+        cache = kv_cache.as_strided((num_rows, width), (row_stride, 1))
+        keys = _tiles(cache, KEYS.value, HALF.value), _tiles(cache, KEYS.value, ROPE.value)
     kernel[(num_parts, num_row_tiles)](
         _tiles(rows, ROWS.value, HALF.value),
         _tiles(rows, ROWS.value, ROPE.value),

@@ -19,6 +19,7 @@ def decode_kernel(
     q_pe_desc,
     cache_ptr,
     ROW_BYTES: gl.constexpr,
+    IS_SPARSE: gl.constexpr,
     table_ptr,
     lens_ptr,
     start_ptr,
@@ -83,12 +84,13 @@ def decode_kernel(
                     row_tile,
                     IS_RAGGED,
                     is_ds_mla,
+                    IS_SPARSE,
                     row_words,
                 ),
             ),
         ],
         [4, 4],
-        [192, 120],
+        [200, 104],
     )
 
 
