@@ -64,7 +64,8 @@ def check_scores(device: str, *cases: tuple[list[tuple[int, int, int]], int, int
         is_scored = (torch.arange(got.shape[1]) < local_seq_lens[:, None]) & (seq_lens > TOPK)[:, None]
         assert got.shape == wanted.shape
         assert is_scored.any()
-        atol = 2e-3 if device == "cpu" else 3e-2  # tensor cores add up products of e4m3 in 14 bits
+        # Tensor cores add up products of e4m3 in 14 bits: the sum of 64 heads shows it, by 0.0012 of the scores' size at most.
+        atol = 2e-3 if device == "cpu" else 4e-3 * float(wanted[is_scored].square().mean().sqrt())
         torch.testing.assert_close(got[is_scored], wanted[is_scored], atol=atol, rtol=2e-3)
         moved[3], moved[4] = moved[3][request.long()], torch.arange(len(request), dtype=torch.int32, device=device)
         alone = index_scores(*moved).cpu()  # each token a request of its own: the form of decode
