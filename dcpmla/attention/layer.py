@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dcpmla.attention.checks import check_cache, check_selection, check_step
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.attention.output_quant import OutputQuant, QuantizedOutput, quantize_parts
@@ -137,9 +138,12 @@ class MLAAttention(AttentionWeights):
         Raises:
             ValueError: shapes that do not belong together; a head's width that output_quant does not take.
         """
-        self._check(hidden_states, kv_cache, metadata, cos_sin, query_factor)
+        check_step(self.config, hidden_states, metadata, cos_sin, query_factor)
+        check_cache(kv_cache, self.dcp, self.cache_dtype, self.cache_width)
         if self.config.indexer is not None:
-            self._check_sparse(kv_cache, metadata, index_cache, selection)
+            check_selection(self.config.indexer.topk, self.indexer is not None, kv_cache, metadata, selection)
+        if self.indexer is not None:
+            self.indexer.check_cache(index_cache, kv_cache.shape[0])
         decodes, prefills = slice(0, metadata.num_decode_tokens), slice(metadata.num_decode_tokens, metadata.num_tokens)
         if self._lacks_scales and metadata.prefill is not None:  # decodes alone may be of no token yet: where a graph is captured
             self._calculate_scales(hidden_states[prefills], kv_cache, _rows(cos_sin, prefills), _rows(query_factor, prefills))
@@ -291,42 +295,6 @@ class MLAAttention(AttentionWeights):
         self.exchange.reserve_context(tokens, self.cache_width, self.cache_dtype, hidden_states.device)
         del keys_values, latents  # held until here, beside what the exchange takes: the allocator's peak is what counts
         return torch.zeros_like(hidden_states)
-
-    def _check(
-        self, hidden_states: Tensor, kv_cache: Tensor, metadata: StepMetadata, cos_sin: Tensor | None, query_factor: Tensor | None
-    ) -> None:
-        config, num_tokens = self.config, metadata.num_tokens
-        if hidden_states.ndim != 2 or hidden_states.shape[1] != config.hidden_size or hidden_states.shape[0] < num_tokens:
-            shape = tuple(hidden_states.shape)
-            raise ValueError(f"hidden_states has shape {shape}; expected [at least {num_tokens}, {config.hidden_size}]")
-        if kv_cache.ndim != 3 or kv_cache.shape[1:] != (self.dcp.block_size, self.cache_width):
-            shape = tuple(kv_cache.shape)
-            raise ValueError(f"kv_cache has shape {shape}; expected [num_blocks, {self.dcp.block_size}, {self.cache_width}]")
-        if kv_cache.dtype != self.cache_dtype:
-            asked = f"kv_cache_dtype (--kv-cache-dtype) {self.dcp.kv_cache_dtype!r}"
-            raise ValueError(f"kv_cache has dtype {kv_cache.dtype}; expected {self.cache_dtype} for {asked}")
-        if kv_cache.stride(-1) != 1:
-            raise ValueError(f"kv_cache has strides {kv_cache.stride()}; the values of a row must lie side by side")
-        if cos_sin is not None and tuple(cos_sin.shape) != (num_tokens, config.qk_rope_head_dim):
-            raise ValueError(f"cos_sin has shape {tuple(cos_sin.shape)}; expected [{num_tokens}, {config.qk_rope_head_dim}]")
-        given = None if query_factor is None else (query_factor.dtype, tuple(query_factor.shape))
-        wanted = None if config.llama_4_scaling is None else (hidden_states.dtype, (num_tokens,))
-        if given != wanted:
-            raise ValueError(f"query_factor is {given}; expected {wanted}, for config.llama_4_scaling is {config.llama_4_scaling}")
-
-    def _check_sparse(self, kv_cache: Tensor, metadata: StepMetadata, index_cache: Tensor | None, selection: SelectedTokens | None) -> None:
-        assert self.config.indexer is not None
-        if metadata.sparse is None:
-            raise ValueError("metadata has no sparse part, which a layer with config.indexer needs; build it with is_sparse")
-        if kv_cache.stride(0) != kv_cache.shape[1] * kv_cache.stride(1):
-            raise ValueError(f"kv_cache has strides {kv_cache.stride()}; sparse attention takes blocks that lie one behind the other")
-        if self.indexer is not None:
-            self.indexer.check_cache(index_cache, kv_cache.shape[0])
-        topk = self.config.indexer.topk
-        if selection is None and self.indexer is None and metadata.sparse.max_seq_len > topk:
-            raise ValueError("selection is None; a layer with skip_topk needs what a layer before it selected")
-        if selection is not None and tuple(selection.positions.shape) != (metadata.num_tokens, topk):
-            raise ValueError(f"selection is of {tuple(selection.positions.shape)}; expected {(metadata.num_tokens, topk)}, tokens and topk")
 
 
 def _rows(tensor: Tensor | None, tokens: slice) -> Tensor | None:
