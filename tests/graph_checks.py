@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.metadata import StepMetadata
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
-from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 from dcpmla.integrations.engine import load_engine, open_model
 from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
@@ -43,7 +44,7 @@ def check_model(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, d
     """A whole model; returns how many batches were compared. In bfloat16 it takes other kernels: of attention, and of experts."""
     dtype = torch.bfloat16 if in_half else torch.float32
     model, mesh = open_model_on(directory, dcp, enable_expert_parallel, device_type, dtype)
-    cache = new_cache(model.attention_config, model.num_attention_layers, dcp, model.dtype, model.device)
+    cache = new_cache(model.attention_config, model.num_attention_layers, dcp, model.dtype, model.device, model.num_index_layers)
     token = torch.zeros((), dtype=torch.int64, device=model.device)
 
     def draw(num_reqs: int, generator: torch.Generator) -> Tensor:
@@ -52,8 +53,8 @@ def check_model(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, d
     return check_rows(model.decode, token, draw, cache, dcp, mesh, exact_to=None if in_half else 1e-4)
 
 
-def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: str) -> int:
-    """Layers of DeepSeek-V3's head sizes in bfloat16, a residual around each; angles are looked up inside the step."""
+def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: str, topk: int | None = None) -> int:
+    """Layers of DeepSeek-V3's head sizes in bfloat16, or of V3.2's; a residual around each; angles are looked up inside the step."""
     config = MLAConfig(
         hidden_size=256,
         num_heads=num_heads,
@@ -63,6 +64,7 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
         qk_rope_head_dim=64,
         v_head_dim=128,
         scale=192**-0.5,
+        indexer=None if topk is None else IndexerConfig(num_heads=64, head_dim=128, topk=topk, rope_interleaved=False),
     )
     mesh, device = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), device_of(device_type)
     exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
@@ -75,8 +77,8 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
 
     def step(hidden: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-        for index, layer in enumerate(layers):
-            hidden = hidden + layer(hidden, cache[index], metadata, cos_sin[metadata.positions])
+        for layer, kv_cache, index_cache in zip_longest(layers, cache.layers, cache.index_layers):
+            hidden = hidden + layer(hidden, kv_cache, metadata, cos_sin[metadata.positions], index_cache=index_cache)
         return hidden
 
     def draw(num_reqs: int, generator: torch.Generator) -> Tensor:
@@ -102,7 +104,7 @@ def check_rows(
         graph.capture()
         assert graph.is_captured
     generator, num_compared = torch.Generator().manual_seed(0), 0
-    for metadata in steps(dcp, mesh, input_like.device, generator):
+    for metadata in steps(dcp, mesh, input_like.device, generator, bool(cache.index_layers)):
         inputs = draw(metadata.num_tokens, generator)
         before = poison(cache, metadata, dcp, generator)
         skew()
@@ -111,7 +113,7 @@ def check_rows(
         skew()
         out = graph.run(inputs, metadata, cache)
         assert bool(out.isfinite().all())
-        same_bits([out, *cache.layers], [padded, *padded_cache])
+        same_bits([out, *memory_of(cache)], [padded, *padded_cache])
         check_written(cache, before, metadata)
         if exact_to is not None:
             restore(cache, before)
@@ -128,23 +130,34 @@ def skew() -> None:
     time.sleep(random.random() * 0.03 * (dist.get_rank() + 1))
 
 
-def new_cache(config: MLAConfig, num_layers: int, dcp: DCPConfig, dtype: torch.dtype, device: torch.device) -> LatentCache:
-    return LatentCache(LatentCache.plan(config, dcp, num_layers, [MAX_MODEL_LEN] * MAX_NUM_SEQS, dtype), device)
+def new_cache(
+    config: MLAConfig,
+    num_layers: int,
+    dcp: DCPConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_index_layers: int | None = None,
+) -> LatentCache:
+    return LatentCache(LatentCache.plan(config, dcp, num_layers, [MAX_MODEL_LEN] * MAX_NUM_SEQS, dtype, num_index_layers), device)
 
 
-def steps(dcp: DCPConfig, mesh: DCPMesh, device: torch.device, generator: torch.Generator) -> Iterator[StepMetadata]:
+def memory_of(cache: LatentCache) -> list[Tensor]:
+    return [*cache.layers, *cache.index_layers]
+
+
+def steps(dcp: DCPConfig, mesh: DCPMesh, device: torch.device, generator: torch.Generator, is_sparse: bool) -> Iterator[StepMetadata]:
     """Decodes of requests of random lengths, their blocks all over the cache; the same on all ranks."""
     blocks = num_blocks(MAX_MODEL_LEN, dcp)
     for batch in BATCHES:
         ids = torch.randperm(MAX_NUM_SEQS * blocks, generator=generator).view(MAX_NUM_SEQS, blocks)[:batch]
         seq_lens = torch.randint(1, MAX_MODEL_LEN + 1, (batch,), generator=generator).tolist()
-        yield StepMetadata.build([1] * batch, seq_lens, ids.tolist(), dcp, mesh.dcp_rank, device)
+        yield StepMetadata.build([1] * batch, seq_lens, ids.tolist(), dcp, mesh.dcp_rank, device, is_sparse=is_sparse)
 
 
 def poison(cache: LatentCache, metadata: StepMetadata, dcp: DCPConfig, generator: torch.Generator) -> list[Tensor]:
     """NaN wherever nobody has written, random rows of this rank's tokens before the step. Returns copies."""
     assert metadata.decode is not None
-    for layer in cache.layers:
+    for layer in memory_of(cache):
         layer.fill_(torch.nan)
         rows = layer.flatten(0, 1)
         for table, length in zip(metadata.decode.block_table.cpu(), metadata.decode.local_seq_lens.tolist(), strict=True):
@@ -154,11 +167,11 @@ def poison(cache: LatentCache, metadata: StepMetadata, dcp: DCPConfig, generator
 
 
 def copies(cache: LatentCache) -> list[Tensor]:
-    return [layer.clone() for layer in cache.layers]
+    return [layer.clone() for layer in memory_of(cache)]
 
 
 def restore(cache: LatentCache, before: list[Tensor]) -> None:
-    for layer, old in zip(cache.layers, before, strict=True):
+    for layer, old in zip(memory_of(cache), before, strict=True):
         layer.copy_(old)
 
 
@@ -170,7 +183,7 @@ def same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 def check_written(cache: LatentCache, before: list[Tensor], metadata: StepMetadata) -> None:
     """The slots of this rank's tokens, and no others."""
     mine = metadata.slot_mapping[metadata.slot_mapping >= 0]
-    for layer, old in zip(cache.layers, before, strict=True):
+    for layer, old in zip(memory_of(cache), before, strict=True):
         assert bool(layer.flatten(0, 1)[mine].isfinite().all())
         expected = old.clone()
         expected.flatten(0, 1)[mine] = layer.flatten(0, 1)[mine]

@@ -59,10 +59,10 @@ def test_an_exchange_whose_calls_are_compared_is_captured(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
-@pytest.mark.parametrize("num_heads", [16, 6])
-def test_stack_of_layers(num_gpus: int, num_heads: int) -> None:
+@pytest.mark.parametrize(("num_heads", "topk"), [(16, None), (6, None), (16, 24)])
+def test_stack_of_layers(num_gpus: int, num_heads: int, topk: int | None) -> None:
     dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=64)
-    assert run_ranks(num_gpus, check_stack, dcp, 3, num_heads, "cuda", device="cuda") == [len(BATCHES)] * num_gpus
+    assert run_ranks(num_gpus, check_stack, dcp, 3, num_heads, "cuda", topk, device="cuda") == [len(BATCHES)] * num_gpus
 
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)

@@ -1,0 +1,155 @@
+"""Sparse layers of DeepSeek-V3.2's widths on GPUs: what is selected, and attention to it, against transformers in float64."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import random_model
+from ranks import run_ranks
+from torch import Tensor
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla.attention import layer as layer_module
+from dcpmla.attention.sparse.metadata import SelectedTokens
+from dcpmla.cache.latent import num_blocks
+from dcpmla.comm.select import select_exchange
+
+TOPK, HIDDEN = 256, 512
+# (tokens cached before the step, new tokens); the decodes' lengths leave lists of less than a tile, of some, and of none on some ranks.
+BATCH = ((0, 1), (200, 1), (700, 1), (1500, 1), (0, 100), (0, 400), (600, 70))
+
+
+def config_of_model() -> Any:
+    config = transformers.DeepseekV32Config(
+        hidden_size=HIDDEN,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=256,
+        num_hidden_layers=1,
+        first_k_dense_replace=1,
+        intermediate_size=64,
+        vocab_size=64,
+        index_topk=TOPK,
+        initializer_range=0.05,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    config._attn_implementation, config.rope_interleave = "eager", True
+    return config
+
+
+def draw(request: int) -> Tensor:
+    cached, new = BATCH[request]
+    return torch.randn(cached + new, HIDDEN, generator=torch.Generator().manual_seed(request)).bfloat16()
+
+
+def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Outputs of the new tokens, and the positions that each selected, sorted."""
+    total, dcp = [cached + new for cached, new in BATCH], layer.dcp
+    cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.bfloat16), device)
+    for memory in (*cache.layers, *cache.index_layers):
+        memory.view(torch.uint8).fill_(0xFF)
+    blocks = iter(range(cache.sizes.num_blocks))
+    tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in total]
+    cos, sin = DeepseekV3RotaryEmbedding(hf_config)(torch.empty(0), torch.arange(max(total))[None])
+    cos_sin = torch.cat([part[0, :, : part.shape[-1] // 2] for part in (cos, sin)], -1).to(device)
+
+    def step(query_lens: list[int], seq_lens: list[int], requests: list[int]) -> tuple[Tensor, Tensor]:
+        kept = [tables[i] for i in requests]
+        metadata = StepMetadata.build(query_lens, seq_lens, kept, dcp, layer.mesh.dcp_rank, device, is_sparse=True)
+        rows = torch.cat([draw(i)[seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)])
+        selection = SelectedTokens.empty(metadata.num_tokens, TOPK, device)
+        step_cos_sin = cos_sin[metadata.positions]
+        out = layer(rows.to(device), cache[0], metadata, step_cos_sin, None, cache.index_layers[0], selection)
+        return out.cpu(), selection.positions.sort(1).values.cpu()
+
+    filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
+    step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled)
+    return step([new for _, new in BATCH], total, list(range(len(BATCH))))
+
+
+def expected(attention: Any, hf_config: Any, positions: Tensor) -> tuple[Tensor, float]:
+    """Attention in float64 to the positions [T, topk] given, and which part of these transformers would select."""
+    dense = DeepseekV3Attention(hf_config, 0).double()
+    dense.load_state_dict({name: weight.double() for name, weight in attention.state_dict().items() if not name.startswith("indexer.")})
+    outputs, num_same, num_selected, first = [], 0, 0, 0
+    for request, (cached, new) in enumerate(BATCH):
+        hidden, length = draw(request).double()[None], cached + new
+        rope = DeepseekV3RotaryEmbedding(hf_config)(torch.empty(0, dtype=torch.float64), torch.arange(length)[None])
+        chosen = torch.zeros(length, length + 1, dtype=torch.bool)  # the last column takes what is none
+        chosen[-new:].scatter_(1, positions[first : first + new].long() % (length + 1), True)
+        chosen = chosen[:, :length]
+        mask = torch.where(chosen, 0.0, -torch.inf).double()
+        mask[:cached, 0] = 0.0  # rows that nobody asks for
+        outputs.append(dense(hidden, rope, mask[None, None])[0][0, -new:])
+        causal = torch.full((length, length), -torch.inf).triu(1).double()[None]
+        q_c = attention.q_a_layernorm(attention.q_a_proj(hidden))
+        selected = attention.indexer(hidden, q_c, rope, causal, None)[0, -new:]
+        wanted = torch.zeros(new, length, dtype=torch.bool).scatter(1, selected.long(), True).tril(cached)
+        assert torch.equal(chosen[-new:].sum(1), wanted.sum(1))
+        num_same += int((chosen[-new:] & wanted).sum())
+        num_selected += int(wanted.sum())
+        first += new
+    return torch.cat(outputs), num_same / num_selected
+
+
+def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    tp, hf_config = torch.distributed.get_world_size(), config_of_model()
+    model = random_model(hf_config).bfloat16()
+    attention = model.model.layers[0].self_attn
+    alone = DCPConfig(
+        tensor_parallel_size=tp,
+        kv_cache_dtype=kv_cache_dtype,
+        index_cache_dtype=index_cache_dtype,
+        index_hadamard=hadamard,
+        context_workspace_tokens=2048,
+    )
+    sharded = [
+        dataclasses.replace(alone, decode_context_parallel_size=tp, dcp_comm_backend=backend, cp_kv_cache_interleave_size=interleave)
+        for interleave, backend in enumerate(backends, 1)
+    ]
+    found = []
+    for is_mha in (True, False):
+        layer_module.prefers_mha = lambda *_, is_mha=is_mha: is_mha
+        layer_module._ABSORBED_TOKENS = 100
+        for dcp in [alone, *(replace_block(dcp) for dcp in sharded)]:
+            mesh = init_mesh(tp, dcp.decode_context_parallel_size)
+            exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
+            layer = MLAAttention(MLAConfig.from_hf(hf_config), dcp, mesh, exchange, torch.bfloat16, device)
+            layer.load_weights(attention.state_dict())
+            with torch.inference_mode():
+                found.append(run_layer(layer, hf_config, device))
+    first_out, first_positions = found[0]
+    with torch.inference_mode():
+        wanted, share = expected(attention.double(), hf_config, first_positions)
+    assert share > (0.97 if index_cache_dtype == "auto" else 0.9), share
+    for out, positions in found:
+        assert torch.equal(positions, first_positions)  # whatever the ranks, the exchange and the route of prefill
+        error = (out.double() - wanted).norm() / wanted.norm()
+        assert error < (2e-2 if kv_cache_dtype == "auto" else 4e-2), error
+
+
+def replace_block(dcp: DCPConfig) -> DCPConfig:
+    """Blocks that I divides: 64 tokens, of I = 3 96."""
+    return dataclasses.replace(dcp, block_size=96 if dcp.cp_kv_cache_interleave_size == 3 else 64)
+
+
+FORMATS = pytest.mark.parametrize(
+    ("kv_cache_dtype", "index_cache_dtype", "hadamard"), [("auto", "auto", False), ("fp8_ds_mla", "fp8", False), ("auto", "fp8", True)]
+)
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_on_a_gpu(kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
+    run_ranks(1, check_formats, [], kv_cache_dtype, index_cache_dtype, hadamard, device="cuda", timeout=300)
+
+
+@pytest.mark.gpu_2
+@FORMATS
+def test_on_two_gpus(kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
+    backends = ["direct", "ag_rs", "direct"]
+    run_ranks(2, check_formats, backends, kv_cache_dtype, index_cache_dtype, hadamard, device="cuda", timeout=300)
