@@ -14,6 +14,7 @@ from dcpmla import DCPConfig, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention.rope import query_factor
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
+from dcpmla.config import IndexerConfig
 
 Batch = Sequence[tuple[int, int]]  # (tokens cached before the step, new tokens) of each request
 DECODES: tuple[Batch, ...] = (((0, 1), (40, 1), (7, 1)), ((5, 1), (21, 1), (0, 1), (30, 1)), ((9, 1), (1, 1)))
@@ -35,6 +36,7 @@ VARIANTS = {
     "q_lora": SMALL,
     "no_q_lora_neox": dataclasses.replace(SMALL, q_lora_rank=None, rope_interleaved=False, kv_lora_scale=1.5),
     "llama_4": dataclasses.replace(SMALL, llama_4_scaling=(0.3, 16)),
+    "sparse": dataclasses.replace(SMALL, indexer=IndexerConfig(num_heads=8, head_dim=16, topk=8, rope_interleaved=False)),
 }
 DEEPSEEK = MLAConfig(
     hidden_size=512,
@@ -72,7 +74,8 @@ def run_layer(layer: MLAAttention, batch: Batch, forward: Any = None) -> tuple[T
     totals = [cached + new for cached, new in batch]
     blocks = iter(range(1000))
     tables = [[next(blocks) for _ in range(num_blocks(total, dcp))] for total in totals]
-    metadata = StepMetadata.build([new for _, new in batch], totals, tables, dcp, layer.mesh.dcp_rank, weight.device)
+    layout: dict[str, Any] = {"dcp": dcp, "dcp_rank": layer.mesh.dcp_rank, "device": weight.device}
+    metadata = StepMetadata.build([new for _, new in batch], totals, tables, **layout, is_sparse=config.indexer is not None)
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int, dtype: torch.dtype = weight.dtype) -> Tensor:
@@ -82,8 +85,9 @@ def run_layer(layer: MLAAttention, batch: Batch, forward: Any = None) -> tuple[T
     cos_sin = random(metadata.num_tokens, config.qk_rope_head_dim, dtype=torch.float32)
     factor = query_factor(metadata.positions, config.llama_4_scaling, weight.dtype)
     hidden_states = random(metadata.num_tokens + 2, config.hidden_size)
+    index_cache = None if config.indexer is None else random(len(cache), dcp.block_size, config.indexer.head_dim)
     with torch.inference_mode():
-        out = (layer if forward is None else forward)(hidden_states, cache, metadata, cos_sin, factor)
+        out = (layer if forward is None else forward)(hidden_states, cache, metadata, cos_sin, factor, index_cache)
     return out[: metadata.num_tokens], cache
 
 
@@ -108,9 +112,9 @@ def test_decodes_of_all_sizes_share_two_graphs(variant: str) -> None:
     assert graphs == 2
 
 
-@pytest.mark.parametrize("backend", ["ag_rs", "a2a"])
-def test_exchange(backend: str) -> None:
-    graphs = run_ranks(2, check_compiled, SMALL, 2, backend, (*DECODES, MIXED), torch.float32, "cpu", "aot_eager", 0.0)
+@pytest.mark.parametrize(("backend", "variant"), [("ag_rs", "q_lora"), ("a2a", "q_lora"), ("ag_rs", "sparse")])
+def test_exchange(backend: str, variant: str) -> None:
+    graphs = run_ranks(2, check_compiled, VARIANTS[variant], 2, backend, (*DECODES, MIXED), torch.float32, "cpu", "aot_eager", 0.0)
     assert graphs == [3, 3]
 
 

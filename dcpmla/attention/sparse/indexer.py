@@ -81,8 +81,8 @@ class Indexer(nn.Module):
         is_fp8 = dcp.index_cache_dtype == "fp8"
         q, weights = finish_index_queries(q, weights, cos_sin, config.rope_interleaved, dcp.index_hadamard, is_fp8)
         tile = self._tile_tokens(sparse.block_table.shape[1] * dcp.block_size)
-        for start in range(0, len(q), tile):
-            tokens = slice(start, start + tile)
+        for index in range(-(-len(q) // tile)):  # a compiler guards their number, and not that of the tokens
+            tokens = slice(index * tile, (index + 1) * tile)
             self._select(q[tokens], weights[tokens], index_cache, sparse.rows(tokens), selection.rows(tokens))
 
     def _select(self, q: Tensor, weights: Tensor, index_cache: Tensor, sparse: SparseMetadata, selection: SelectedTokens) -> None:
