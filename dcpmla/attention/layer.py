@@ -286,14 +286,15 @@ class MLAAttention(AttentionWeights):
         return parts
 
     def _dummy_run(self, hidden_states: Tensor) -> Tensor:
-        """Claim what the largest context chunks would (rows on their way, latents, keys and values) and return zeros. Collective."""
+        """Claim what the largest context chunks would (rows on their way, latents, keys, values, a mask) and return zeros. Collective."""
         if self.indexer is not None:  # what it takes is free again before attention begins
             torch.empty(self.indexer.workspace_bytes, dtype=torch.uint8, device=hidden_states.device)
         tokens, config = self.dcp.context_workspace_tokens, self.config
         keys_values = hidden_states.new_empty(tokens, self.num_heads, config.qk_head_dim + config.v_head_dim)
         latents = hidden_states.new_empty(tokens if is_quantised(self.cache_dtype) else 0, config.latent_dim)
+        mask = latents.new_empty(0 if config.indexer is None else len(hidden_states) * tokens // 8, dtype=torch.uint8)
         self.exchange.reserve_context(tokens, self.cache_width, self.cache_dtype, hidden_states.device)
-        del keys_values, latents  # held until here, beside what the exchange takes: the allocator's peak is what counts
+        del keys_values, latents, mask  # held until here, beside what the exchange takes: the allocator's peak is what counts
         return torch.zeros_like(hidden_states)
 
 

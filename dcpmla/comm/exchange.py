@@ -1,4 +1,4 @@
-"""The exchange: the three movements of decode context parallelism, behind one interface.
+"""The exchange: what moves in decode context parallelism, behind one interface.
 
 A backend implements `Exchange`. Every rank of the group makes the same calls with the same shapes, also a rank that owns
 no tokens: its partial rows come with lse -inf.

@@ -27,11 +27,13 @@ class GraphMaker:
 
     def capture(self, cache: LatentCache) -> DecodeGraph | None:
         """The graph over a cache; or None, and the first rank says why."""
+        return self._capture(cache, min(self._max_model_len, cache.sizes.tokens_total))
+
+    def _capture(self, cache: LatentCache, longest: int) -> DecodeGraph | None:
         if self._has_failed:
             return None
         model = self._model
         token = torch.zeros((), dtype=torch.int64, device=model.device)
-        longest = min(self._max_model_len, cache.sizes.tokens_total)
         graph = DecodeGraph(model.decode, token, cache, self._dcp, self._mesh, self._max_num_seqs, longest)
         try:
             graph.capture()
@@ -46,7 +48,7 @@ class GraphMaker:
         """Bytes of this rank's GPU that graphs take beside their cache: what comes back when those over one block are dropped."""
         model = self._model
         plan = LatentCache.plan(model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype, model.num_index_layers)
-        graph = self.capture(LatentCache(plan, model.device))
+        graph = self._capture(LatentCache(plan, model.device), self._max_model_len)  # what selects among tokens grows with their number
         torch.cuda.empty_cache()
         free_beside, _ = torch.cuda.mem_get_info(model.device)
         del graph

@@ -134,16 +134,16 @@ class ShardedModel:
             latent_cache=cache,
             cos_sin=self._cos_sin(positions[None]),
             query_factor=query_factor(positions, self.attention_config.llama_4_scaling, self.dtype),
-            selection=self._new_selection(metadata),
+            selection=self._new_selection(len(positions), metadata),
         ).logits
         return logits[0].float()
 
-    def _new_selection(self, metadata: StepMetadata | None) -> SelectedTokens | None:
-        """Memory for what a pass selects: layers that reuse an earlier layer's selection find it there."""
+    def _new_selection(self, num_tokens: int, metadata: StepMetadata | None) -> SelectedTokens | None:
+        """Memory for what a pass selects: layers that reuse an earlier layer's selection find it there. A dummy run claims it, too."""
         indexer, sparse = self.attention_config.indexer, None if metadata is None else metadata.sparse
-        if indexer is None or sparse is None or sparse.max_seq_len <= indexer.topk:
+        if indexer is None or (sparse is not None and sparse.max_seq_len <= indexer.topk):
             return None
-        return SelectedTokens.empty(len(sparse.request), indexer.topk, self.device)
+        return SelectedTokens.empty(num_tokens, indexer.topk, self.device)
 
     def _cos_sin(self, positions: Tensor) -> Tensor:
         """[1, T] positions -> [T, R] float32 rows of `apply_rope`, by the model's own rotary embedding (YaRN and all other kinds)."""
