@@ -11,7 +11,6 @@ from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, barr
 
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its name before Triton 3.7
 COLUMNS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread
-POINTS = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -36,27 +35,6 @@ def point_to(places, cache_ptr, ROW_WIDTH: gl.constexpr, IS_SPARSE: gl.constexpr
     if IS_SPARSE:
         places = cache_ptr + places.to(gl.int64) * ROW_WIDTH
     return places
-
-
-@gluon.jit
-def find_ahead(tile, keys):
-    """`find_keys` for `fetch_ahead`."""
-    return find_keys(tile, keys, gl.SliceLayout(1, POINTS), 0, True)
-
-
-@gluon.jit
-def fetch_ahead(places, cache_ptr, ROW_WIDTH: gl.constexpr, LINES: gl.constexpr):
-    """Bring rows into the L2, so that their loads wait for that alone. LINES: of 128 bytes, as many as a row touches or more."""
-    # Less than a line apart, the last one in a row's last 16 bytes.
-    point = gl.arange(0, LINES, layout=gl.SliceLayout(0, POINTS)) * ((ROW_WIDTH - 1) // (LINES - 1))
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [gl.expand_dims(point_to(places, cache_ptr, ROW_WIDTH, True), 1) + gl.expand_dims(point, 0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -108,14 +86,12 @@ def gather_role(
                 stage, phase = num_loaded % NUM_STAGES, (num_loaded // NUM_STAGES) & 1
                 rows_ptr = point_to(places, cache_ptr, ROW_WIDTH, True)
                 places = find_keys(tile + 1, keys, by_key, ROW_WIDTH, True)
-                ahead = find_ahead(tile + 2, keys)
                 mbarrier.wait(left_free.index(stage), phase ^ 1)
                 _copy_columns(k_left.index(stage), rows_ptr, 0)
                 _copy_columns(k_pe.index(stage), rows_ptr, LATENT)
                 mbarrier.wait(right_free.index(stage), phase ^ 1)
                 _copy_columns(k_right.index(stage), rows_ptr, HALF)
                 async_copy.commit_group()
-                fetch_ahead(ahead, cache_ptr, ROW_WIDTH, 16)
                 async_copy.wait_group(0)
                 fence_async_shared()
                 barrier()  # all threads' fences before the one thread's arrival
