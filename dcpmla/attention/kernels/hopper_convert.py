@@ -15,9 +15,9 @@ from dcpmla.attention.kernels.hopper_split import HALF, KEYS, LATENT, ROWS, find
 
 TILE = gl.constexpr(32)  # words of a latent that share a scale in fp8_ds_mla
 TILES = gl.constexpr(4)  # of a latent
-# Bytes travel as words of four: a register each, not one for each byte. A load brings sixteen values, which take two stores of 16 bytes;
-# eight threads that store at once have every second one of two keys, which the swizzle puts into different banks.
-WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+# Bytes travel as words of four: a register each, not one for each byte. A load brings eight values, which make 16 bytes to store, and
+# eight threads have 64 columns of a key, so that no two store to the same bank.
+WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 BY_KEY = gl.constexpr(gl.SliceLayout(1, WORDS.value))
 POINTS = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
 
@@ -30,26 +30,13 @@ def _load_words(rows_ptr, first: gl.constexpr, number: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(rows_ptr, tile: gl.constexpr):
-    """Codes [KEYS, TILE] of a quarter of the latents."""
-    return _load_words(rows_ptr, tile * TILE, TILE)
-
-
-@gluon.jit
-def _load_scales(rows_ptr, IS_DS_MLA: gl.constexpr):
-    """In fp8_ds_mla the scales of the quarters, each [KEYS]."""
-    scales = (0, 0, 0, 0)
+def _load_tile(rows_ptr, tile: gl.constexpr, IS_DS_MLA: gl.constexpr):
+    """Codes [KEYS, TILE] of a quarter of the latents, and in fp8_ds_mla their scales [KEYS]."""
+    codes = _load_words(rows_ptr, tile * TILE, TILE)
+    scales = codes
     if IS_DS_MLA:
-        even, odd = gl.split(_load_words(rows_ptr, TILES * TILE, TILES).to(gl.float32, bitcast=True).reshape([KEYS, 2, 2]))
-        first, third = gl.split(even)
-        second, fourth = gl.split(odd)
-        scales = (
-            gl.convert_layout(first, BY_KEY, assert_trivial=True),
-            gl.convert_layout(second, BY_KEY, assert_trivial=True),
-            gl.convert_layout(third, BY_KEY, assert_trivial=True),
-            gl.convert_layout(fourth, BY_KEY, assert_trivial=True),
-        )
-    return scales
+        scales = gl.load(rows_ptr + (TILES * TILE + tile)).to(gl.float32, bitcast=True)
+    return codes, scales
 
 
 @gluon.jit
@@ -92,11 +79,11 @@ def _join(buffer, a, b, c, d):
 
 
 @gluon.jit
-def _store_tile(buffer, tile: gl.constexpr, codes, scale, IS_DS_MLA: gl.constexpr):
-    """Words of e4m3 into a quarter's place; in fp8_ds_mla times their scale, rounded once (`cache/formats.py`)."""
+def _store_tile(buffer, tile: gl.constexpr, codes, scales, IS_DS_MLA: gl.constexpr):
+    """Words of e4m3 into a quarter's place; in fp8_ds_mla times their scales, rounded once (`cache/formats.py`)."""
     a, b, c, d = _widen(codes)
     if IS_DS_MLA:
-        scale = gl.expand_dims(scale, 1)
+        scale = gl.expand_dims(scales, 1)
         a, b, c, d = a * scale, b * scale, c * scale, d * scale
     _join(buffer.slice(tile * (HALF // 2), HALF // 2, dim=1), a, b, c, d)
 
@@ -119,19 +106,19 @@ def _store_rope(buffer, words, IS_DS_MLA: gl.constexpr):
 
 
 @gluon.jit
-def _find_ahead(tile, keys, ROW_WORDS: gl.constexpr, IS_SPARSE: gl.constexpr):
+def _find_ahead(tile, keys, ROW_WORDS: gl.constexpr):
     """`find_keys` for `_fetch_ahead`."""
-    return find_keys(tile, keys, gl.SliceLayout(1, POINTS), ROW_WORDS, IS_SPARSE)
+    return find_keys(tile, keys, gl.SliceLayout(1, POINTS), ROW_WORDS, True)
 
 
 @gluon.jit
-def _fetch_ahead(places, cache_ptr, ROW_WORDS: gl.constexpr, IS_SPARSE: gl.constexpr):
-    """Bring rows into the L2, so that their loads wait for that alone."""
+def _fetch_ahead(places, cache_ptr, ROW_WORDS: gl.constexpr):
+    """Bring pages of one row into the L2, so that their loads wait for that alone."""
     point = gl.arange(0, 8, layout=gl.SliceLayout(0, POINTS)) * ((ROW_WORDS - 1) // 7)  # less than a line of 128 bytes apart
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [gl.expand_dims(point_to(places, cache_ptr, ROW_WORDS, IS_SPARSE), 1) + gl.expand_dims(point, 0)],
+        [gl.expand_dims(point_to(places, cache_ptr, ROW_WORDS, True), 1) + gl.expand_dims(point, 0)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -172,9 +159,8 @@ def convert_role(
             keys = (cache_ptr, table, last_key, rows_per_block, block_size)
             places = find_keys(tile, keys, BY_KEY, ROW_WORDS, IS_SPARSE)
             rows_ptr = point_to(places, cache_ptr, ROW_WORDS, IS_SPARSE)
-            scales = _load_scales(rows_ptr, IS_DS_MLA)
-            c0 = _load_tile(rows_ptr, 0)
-            c1 = _load_tile(rows_ptr, 1)
+            c0, s0 = _load_tile(rows_ptr, 0, IS_DS_MLA)
+            c1, s1 = _load_tile(rows_ptr, 1, IS_DS_MLA)
             rope = _load_rope(rows_ptr, ROW_WORDS, IS_DS_MLA)
             mbarrier.wait(q_free, (num_segments & 1) ^ 1)
             mbarrier.expect(q_ready, ROWS * (LATENT + ROPE) * 2)
@@ -187,26 +173,26 @@ def convert_role(
                 mbarrier.wait(left_free.index(stage), phase ^ 1)
                 mbarrier.wait(right_free.index(stage), phase ^ 1)
                 next_places = find_keys(tile + 1, keys, BY_KEY, ROW_WORDS, IS_SPARSE)
-                ahead = _find_ahead(tile + 2, keys, ROW_WORDS, IS_SPARSE)
-                s0, s1, s2, s3 = scales
+                if IS_SPARSE:
+                    ahead = _find_ahead(tile + 2, keys, ROW_WORDS)
                 rows_ptr = point_to(places, cache_ptr, ROW_WORDS, IS_SPARSE)
-                c2 = _load_tile(rows_ptr, 2)
+                c2, s2 = _load_tile(rows_ptr, 2, IS_DS_MLA)
                 _store_tile(k_left.index(stage), 0, c0, s0, IS_DS_MLA)
-                c3 = _load_tile(rows_ptr, 3)
+                c3, s3 = _load_tile(rows_ptr, 3, IS_DS_MLA)
                 _store_tile(k_left.index(stage), 1, c1, s1, IS_DS_MLA)
                 places = next_places
                 rows_ptr = point_to(places, cache_ptr, ROW_WORDS, IS_SPARSE)
-                scales = _load_scales(rows_ptr, IS_DS_MLA)
-                c0 = _load_tile(rows_ptr, 0)
+                c0, s0 = _load_tile(rows_ptr, 0, IS_DS_MLA)
                 _store_rope(k_pe.index(stage), rope, IS_DS_MLA)
                 rope = _load_rope(rows_ptr, ROW_WORDS, IS_DS_MLA)
                 _store_tile(k_right.index(stage), 0, c2, s2, IS_DS_MLA)
-                c1 = _load_tile(rows_ptr, 1)
+                c1, s1 = _load_tile(rows_ptr, 1, IS_DS_MLA)
                 _store_tile(k_right.index(stage), 1, c3, s3, IS_DS_MLA)
                 fence_async_shared()  # it waits for loads, too: those on their way here have been for a while
                 mbarrier.arrive(left_ready.index(stage), count=1)
                 mbarrier.arrive(right_ready.index(stage), count=1)
-                _fetch_ahead(ahead, cache_ptr, ROW_WORDS, IS_SPARSE)
+                if IS_SPARSE:
+                    _fetch_ahead(ahead, cache_ptr, ROW_WORDS)
                 num_loaded += 1
                 tile += 1
             last, last_begin = request, begin
