@@ -119,7 +119,7 @@ def check_in_the_interpreter() -> None:
 
     convert_as_torch()
     half = torch.float16  # the interpreter multiplies bfloat16's bits, as integers
-    check_projections("cpu", (5, 32, 8, 5, half), (2, 128, 64, 40, half))
+    check_projections("cpu", (5, 32, 8, 5, torch.float32), (2, 128, 64, 40, half))
     check_scores("cpu", (PREFILL, 4, 32, 16, half, True), (PREFILL, 5, 24, 64, half, False), (DECODE, 32, 16, 128, half, True))
     check_scores("cpu", (DECODE, 16, 128, 48, half, False), (PREFILL[15:], 128, 64, 64, half, True))
 
@@ -132,6 +132,7 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.mark.gpu
 def test_kernels() -> None:
     many = [(each, before, before - each) for each in range(3) for before in range(1000 + 700 * each, 1200 + 700 * each)]
+    check_projections("cuda", (64, 128, 64, 33, torch.float32))
     for dtype in (torch.bfloat16, torch.float16):
         check_projections("cuda", (5, 32, 8, 5, dtype), (64, 128, 64, 1, dtype), (32, 128, 64, 100, dtype))
         sizes = (64, 128, 64), (32, 128, 64), (4, 32, 16), (5, 24, 48), (32, 16, 16), (128, 64, 128)

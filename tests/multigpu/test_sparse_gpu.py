@@ -108,14 +108,14 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         context_workspace_tokens=2048,
     )
     sharded = [
-        dataclasses.replace(alone, decode_context_parallel_size=tp, dcp_comm_backend=backend, cp_kv_cache_interleave_size=interleave)
-        for interleave, backend in enumerate(backends, 1)
+        dataclasses.replace(alone, decode_context_parallel_size=tp, dcp_comm_backend=backend, cp_kv_cache_interleave_size=2**number)
+        for number, backend in enumerate(backends)
     ]
     found = []
     for is_mha in (True, False):
         layer_module.prefers_mha = lambda *_, is_mha=is_mha: is_mha
         layer_module._ABSORBED_TOKENS = 100
-        for dcp in [alone, *(replace_block(dcp) for dcp in sharded)]:
+        for dcp in [alone, *sharded]:
             mesh = init_mesh(tp, dcp.decode_context_parallel_size)
             exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
             layer = MLAAttention(MLAConfig.from_hf(hf_config), dcp, mesh, exchange, torch.bfloat16, device)
@@ -130,11 +130,6 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         assert torch.equal(positions, first_positions)  # whatever the ranks, the exchange and the route of prefill
         error = (out.double() - wanted).norm() / wanted.norm()
         assert error < (2e-2 if kv_cache_dtype == "auto" else 4e-2), error
-
-
-def replace_block(dcp: DCPConfig) -> DCPConfig:
-    """Blocks that I divides: 64 tokens, of I = 3 96."""
-    return dataclasses.replace(dcp, block_size=96 if dcp.cp_kv_cache_interleave_size == 3 else 64)
 
 
 FORMATS = pytest.mark.parametrize(

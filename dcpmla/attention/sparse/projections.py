@@ -107,4 +107,4 @@ def _transform(x: Tensor, hadamard: bool) -> Tensor:
 
 
 def _runs_triton(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)

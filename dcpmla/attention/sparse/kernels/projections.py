@@ -41,7 +41,7 @@ def _transform(x, WIDTH: tl.constexpr):
     bits ^= bits >> 2
     bits ^= bits >> 1
     signs = (1 - 2 * (bits & 1)).to(x.dtype)  # products with them are exact, and added up in float32
-    return (tl.dot(x, signs) * WIDTH**-0.5).to(x.dtype)
+    return (tl.dot(x, signs, input_precision="ieee") * WIDTH**-0.5).to(x.dtype)
 
 
 @triton.jit
