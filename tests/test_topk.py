@@ -148,27 +148,46 @@ def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: in
     assert torch.equal(mine.num_slots, theirs.num_slots.cpu())
 
 
+def check_garbage(device: str, num_candidates: int, topk: int) -> None:
+    """After an exchange that failed, candidates are anything: nothing is written beyond a row, nor a slot that is in no block."""
+    from dcpmla.attention.sparse.kernels import topk as kernels
+
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**63), 2**63 - 1, (num_candidates,), generator=generator)
+    rows = [words, words % 3, words % 40 - 20, words >> 31 << 31, words & 0xFF, torch.full_like(words, -1), torch.full_like(words, 7)]
+    candidates = torch.stack(rows).to(device)
+    blocks = torch.arange(2, 14, dtype=torch.int32, device=device).view(1, 12)
+    request = torch.zeros(len(rows), dtype=torch.int32, device=device)
+    memory = torch.full((3, len(rows) + 2, topk), -7, dtype=torch.int32, device=device)
+    positions, slots, num_slots = memory[:, 1:-1]
+    kernels.choose_tokens(candidates, blocks, request, 8, 0, 2, 1, positions, slots, num_slots[:, 0].contiguous())
+    assert (memory[:2, [0, -1]] == -7).all()
+    assert (positions >= -1).all()
+    assert ((slots == -7) | ((slots >= 2 * 8) & (slots < 14 * 8))).all()
+
+
 def check_in_the_interpreter() -> None:
-    """Tiles of a few keys: several of them for a row, and candidates that are cut twice."""
+    """Tiles of few keys: several of them for a row, and candidates that are cut twice; two warps, and several loads of each."""
     import triton.language as tl
 
     from dcpmla.attention.sparse.kernels import compaction, threshold
     from dcpmla.attention.sparse.kernels import topk as kernels
 
-    def scatter(pointers: Any, values: Any, is_stored: Any) -> None:
-        tl.store(pointers, values, mask=is_stored)
+    def no_less(numbers: Any, bound: Any) -> Any:
+        return (numbers >= bound).to(tl.float32)
 
-    compaction.scatter = scatter  # there is no inline assembler
-    kernels.TILE, kernels.GROUP_BYTES = 32, 32
-    modules: tuple[Any, ...] = (kernels, threshold)
-    for module in modules:
-        module.SAMPLES = tl.constexpr(16)
-    layouts = itertools.cycle([(1, 1, 9), (2, 4, 5), (3, 2, 20), (1, 4, 3)])
-    for scores, (size, interleave, topk) in zip(adversarial(2, 90, "cpu"), layouts, strict=False):
-        check(scores, torch.tensor([90 * size, 41 * size + 1]), topk, size, interleave)
+    def scatter(out_ptr: Any, places: Any, values: Any, keys: Any, bound: Any) -> None:
+        tl.store(out_ptr + places, values, mask=keys >= bound)
+
+    threshold.no_less, compaction.scatter = no_less, scatter  # there is no inline assembler
+    kernels.TILE, kernels.SCORE_WARPS, kernels.CANDIDATE_WARPS = 512, 2, 2
+    layouts = itertools.cycle([(1, 1, 9), (2, 4, 70), (3, 2, 200), (1, 4, 3)])
+    for scores, (size, interleave, topk) in zip(adversarial(1, 700, "cpu"), layouts, strict=False):
+        check(scores, torch.tensor([700 * size - topk]), topk, size, interleave)
     few = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     check(few, torch.tensor([0, 1, 5, 6, 12], dtype=torch.int32), 5, 2, 1)
     check(few[:0], torch.tensor([], dtype=torch.int32), 5, 2, 1)
+    check_garbage("cpu", 700, 60)
 
 
 def test_kernels_in_the_interpreter() -> None:
@@ -182,6 +201,12 @@ def test_kernels(num_columns: int, topk: int, size: int) -> None:
     for scores in adversarial(4, num_columns, "cuda"):
         whole = num_columns * size
         check(scores, torch.tensor([whole, whole // 3, topk + 1, topk], dtype=torch.int32), topk, size, 1, block_size=64)
+
+
+@pytest.mark.gpu
+def test_candidates_may_be_anything() -> None:
+    for num_candidates in (2500, 16384, 40_000):
+        check_garbage("cuda", num_candidates, 2048)
 
 
 @pytest.mark.gpu
@@ -203,9 +228,9 @@ RANK = {"DCP_RANK": 1, "DCP_SIZE": 8, "INTERLEAVE": 1}
 @pytest.mark.parametrize(
     ("name", "width", "constants"),
     [
-        ("local_kernel", 4, {"topk": 512, "width": 512, "VECTOR": 4, "GROUP": 128, **RANK}),
-        ("cut_kernel", 2, {"width": 512, "GROUP": 64}),
-        ("choose_kernel", 2, {"topk": 512, "BLOCK_SIZE": 64, "SELECTED": 512, "GROUP": 64, **RANK}),
+        ("local_kernel", 4, {"topk": 512, "width": 512, "VECTOR": 4, **RANK}),
+        ("cut_kernel", 2, {"width": 512}),
+        ("choose_kernel", 2, {"topk": 512, "BLOCK_SIZE": 64, "SELECTED": 512, **RANK}),
     ],
 )
 def test_kernels_compile_for_hopper(name: str, width: int, constants: dict[str, Any]) -> None:
@@ -217,7 +242,7 @@ def test_kernels_compile_for_hopper(name: str, width: int, constants: dict[str, 
     from dcpmla.attention.sparse.kernels import topk as kernels
 
     tile, num_warps = 4096, 4
-    kernel, constants = getattr(kernels, name), {"TILE": tile, **constants}
+    kernel, constants = getattr(kernels, name), {"TILE": tile, "WARPS": num_warps, **constants}
     aligned = re.compile(r".*_ptr|scores_stride|candidates_stride|stride|num_candidates")
     attributes = {(at,): [["tt.divisibility", 16]] for at, each in enumerate(kernel.arg_names) if aligned.fullmatch(each)}
     signature = {each: "constexpr" if each in constants else TYPES.get(each, "i32") for each in kernel.arg_names}

@@ -4,28 +4,43 @@ import triton
 import triton.language as tl
 
 _FILLED = tl.constexpr(1024)  # elements that are filled at a time
-_STORE_8_BYTES = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b64 [$1], $2; mov.b32 $0, 0; }")
-_STORE_4_BYTES = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }")
+_STORE_8_BYTES = tl.constexpr(
+    "{ .reg .pred p; .reg .b64 a; setp.ge.f32 p, $4, $5; mad.wide.s32 a, $2, 8, $1; @p st.global.b64 [a], $3; mov.b32 $0, 0; }"
+)
+_STORE_4_BYTES = tl.constexpr(
+    "{ .reg .pred p; .reg .b64 a; setp.ge.f32 p, $4, $5; mad.wide.s32 a, $2, 4, $1; @p st.global.b32 [a], $3; mov.b32 $0, 0; }"
+)
 
 
 @triton.jit
-def _places(is_kept, GROUP: tl.constexpr):
-    """Where each that is kept belongs so that they lie side by side, in their order."""
-    TILE: tl.constexpr = is_kept.shape[0]
-    kept = tl.reshape(is_kept.to(tl.int32), [TILE // GROUP, GROUP])
-    of_group = tl.sum(kept, 1)
-    places = (tl.cumsum(of_group, 0) - of_group)[:, None] + tl.cumsum(kept, 1) - kept
-    return tl.reshape(places, [TILE])
+def _places(is_kept):
+    """Where each that is kept belongs so that they lie side by side, in their order, and how many these are.
+
+    Four loads' counts are scanned as the bytes of one integer: a warp has at most 128 elements of a load.
+    """
+    LOADS: tl.constexpr = is_kept.shape[0]
+    WARPS: tl.constexpr = is_kept.shape[1]
+    LANES: tl.constexpr = is_kept.shape[2]
+    PACKED: tl.constexpr = min(LOADS, 4)
+    kept = is_kept.to(tl.int32)
+    of_thread = tl.sum(kept, 3)
+    shift = (8 * tl.arange(0, PACKED))[None, :, None, None]
+    packed = tl.sum(tl.reshape(of_thread, [LOADS // PACKED, PACKED, WARPS, LANES]) << shift, 1)
+    up_to_thread = tl.reshape((tl.cumsum(packed, 2)[:, None, :, :] >> shift) & 255, [LOADS, WARPS, LANES])
+    of_warp = tl.reshape((tl.sum(packed, 2)[:, None, :] >> tl.reshape(shift, [1, PACKED, 1])) & 255, [LOADS * WARPS])
+    before_warp = tl.reshape(tl.cumsum(of_warp, 0) - of_warp, [LOADS, WARPS])
+    before_thread = before_warp[:, :, None] + up_to_thread - of_thread
+    return before_thread[:, :, :, None] + tl.cumsum(kept, 3) - kept, tl.sum(of_warp)
 
 
 @triton.jit
-def scatter(pointers, values, is_stored):
+def scatter(out_ptr, places, values, keys, bound):
     """A store from where the operands are: Triton's has another layout than its loads, and tiles would go through shared memory."""
     wide: tl.constexpr = values.dtype == tl.int64
     tl.inline_asm_elementwise(
         _STORE_8_BYTES if wide else _STORE_4_BYTES,
-        "=r,l,l,r" if wide else "=r,l,r,r",
-        [pointers.to(tl.int64, bitcast=True), values, is_stored.to(tl.int32)],
+        "=r,l,r,l,f,f" if wide else "=r,l,r,r,f,f",
+        [out_ptr.to(tl.int64, bitcast=True), places, values, keys, bound],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -33,9 +48,11 @@ def scatter(pointers, values, is_stored):
 
 
 @triton.jit
-def compact(values, is_kept, out_ptr, GROUP: tl.constexpr):
-    """The values [N] of 4 or 8 bytes that are kept -> the head of out. GROUP: how many of them a warp loads at a time."""
-    scatter(out_ptr + _places(is_kept, GROUP), values, is_kept)
+def compact(out_ptr, values, keys, bound):
+    """The values [loads, warps, lanes, width] of 4 or 8 bytes whose keys are no less than the bound -> the head of out; how many."""
+    places, num_kept = _places(keys >= bound)
+    scatter(out_ptr, places, values, keys, bound)
+    return num_kept
 
 
 @triton.jit

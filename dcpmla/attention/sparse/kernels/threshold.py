@@ -1,92 +1,137 @@
 """The threshold that parts the best of a tile of keys from the others: by counting, since sorting them would cost several times as much.
 
-Keys are integers in the registers of one program. How many lie above a guess costs a comparison a key and one sum over the program, so what
-matters is the number of guesses: a sample of the keys gives the first two, interpolation between the counts the others, about six.
+Keys are float32 in the registers of one program, NaN what is no key. How many are no less than a guess costs two instructions a key and a
+sum over the program, so what matters is the number of rounds: a sample of the keys gives the first two guesses, the counts the others.
+Guesses are images of numbers in the integers (`order_of`), where neighbours differ by one: any two numbers can be parted.
 """
 
 import triton
 import triton.language as tl
 
-LEAST = tl.constexpr(-(2**31))  # no key
-_MOST = tl.constexpr(2**31 - 1)
 SAMPLES = tl.constexpr(128)
-_DEVIATIONS = tl.constexpr(1.5)  # that the first guesses lie beside the threshold; wider, more is left between them, narrower, they miss it
+LOWEST = tl.constexpr(-0x7F800001)  # of minus infinity
+BEYOND = tl.constexpr(0x7F800001)  # of a NaN: no key is as great
+_DEVIATIONS = tl.constexpr(1.5)  # that guesses lie beside the threshold; wider, more is left between them, narrower, they miss it
+_INTERPOLATED = tl.constexpr(8)  # rounds, before guesses cut what is left to thirds
 
 
 @triton.jit
-def _count(is_counted):
-    return tl.sum(is_counted.to(tl.int32))
+def order_of(numbers):
+    """`pack_candidates`' high words."""
+    bits = (numbers + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _first_bracket(keys, num_keys, want, sample, num_sampled):
-    """A bracket, as in `_search`, between two of the sample [SAMPLES] that stands for num_sampled keys."""
+def number_of(order):
+    order = tl.where(order == -1, 0, order)  # would be -0
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def no_less(numbers, bound):
+    """1.0 or 0.0, in one instruction; adding these is one of another pipe."""
+    return tl.inline_asm_elementwise("set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [numbers, bound], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _of_thread(counted):
+    """[loads, warps, lanes, width] -> [warps, lanes], without a word between threads."""
+    return tl.sum(tl.sum(counted, 3), 0)
+
+
+@triton.jit
+def count(keys, bound):
+    return tl.sum(tl.ravel(_of_thread(no_less(keys, bound)).to(tl.int32)))
+
+
+@triton.jit
+def _count_both(keys, low, high):
+    """How many keys are at least low and high: one sum for both."""
+    BITS: tl.constexpr = 16 if keys.numel < 65536 else 32
+    packed: tl.constexpr = tl.int32 if BITS == 16 else tl.int64
+    from_low, from_high = _of_thread(no_less(keys, number_of(low))), _of_thread(no_less(keys, number_of(high)))
+    both = tl.sum(tl.ravel(from_low.to(packed) | (from_high.to(packed) << BITS)))
+    return (both & ((1 << BITS) - 1)).to(tl.int32), ((both >> BITS) & ((1 << BITS) - 1)).to(tl.int32)
+
+
+@triton.jit
+def sample_guesses(sample, want, num_sampled):
+    """Orders between which the last of the `want` best probably lies, from [SAMPLES] keys, NaN among them, that stand for num_sampled."""
+    sample = tl.where(sample == sample, sample, float("-inf"))
     rank = tl.sum((sample[None, :] > sample[:, None]).to(tl.int32), 1)
     share = want.to(tl.float32) / num_sampled
     wanted_rank = share * SAMPLES
     margin = _DEVIATIONS * tl.sqrt(wanted_rank * (1.0 - share)) + 1.0  # of a binomial distribution
-    is_below, is_above = rank >= wanted_rank + margin, rank + 1 <= wanted_rank - margin
-    low, high = tl.max(tl.where(is_below, sample, LEAST + 1)), tl.min(tl.where(is_above, sample, _MOST))
-    from_low, above_high = _count(keys >= low), _count(keys > high)
-    if from_low < want:
-        high, above_high = low - 1, from_low
-        low, from_low = tl.cast(LEAST + 1, tl.int32), num_keys
-    elif above_high >= want:
-        low, from_low = high + 1, above_high
-        high, above_high = tl.cast(_MOST, tl.int32), 0
-    return low, high, from_low, above_high
+    low = tl.max(tl.where(rank >= wanted_rank + margin, sample, float("-inf")))
+    high = tl.min(tl.where(rank + 1 <= wanted_rank - margin, sample, float("inf")))
+    return order_of(low), order_of(high)
 
 
 @triton.jit
-def _search(keys, want, low, high, from_low, above_high):
-    """Find a threshold in a bracket: from_low >= want keys are no less than low, above_high < want are greater than high.
+def _between(low, high, part, by_value):
+    """An order between two others, `part` of the way; by_value: of the way between their numbers, where these are finite."""
+    span = (high - low).to(tl.uint32, bitcast=True)
+    guess = low + tl.minimum(tl.maximum((span.to(tl.float32) * part).to(tl.uint32), 1), span - 1).to(tl.int32, bitcast=True)
+    first = number_of(low)
+    number = first + (number_of(high) - first) * part
+    is_finite = tl.abs(number) < float("inf")
+    return tl.where(by_value & is_finite, tl.minimum(tl.maximum(order_of(number), low + 1), high - 1), guess)
+
+
+@triton.jit
+def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr):
+    """Part `want` of more keys from the others. BY_VALUE: keys are spread evenly as numbers, rather than as orders.
 
     Returns:
-        (threshold, how many keys are no less than it, how many are greater): the first is `want`, or the threshold is the last wanted key.
+        (low, high, from_low, from_high), orders and how many keys are at least these: from_low >= want > from_high; from_low is `want`,
+        or nothing is between low and high, and all keys of this one value are the last of those wanted, and the first of the others.
     """
-    over, under = (from_low - want).to(tl.float32), (want - above_high).to(tl.float32)
-    step, last_move = 0, 0
-    while (from_low != want) & (low < high):
-        part = over / (over + under)
-        if step % 6 == 5:
-            # Keys may lie where interpolation does not lead: the bracket shrinks to the keys in it, and to half of what they span.
-            high, low = tl.max(tl.where(keys <= high, keys, LEAST)), tl.min(tl.where(keys >= low, keys, _MOST))
-            part = 0.5
-        span = (high.to(tl.int64) - low).to(tl.float32)
-        guess = tl.minimum(low + (span * part).to(tl.int64), high.to(tl.int64) - 1).to(tl.int32)
-        above = _count(keys > guess)
-        # An end that stays twice counts for half (the Illinois rule), else guesses would come near from one side only.
-        if above >= want:
-            low, from_low = guess + 1, above
-            over = (above - want).to(tl.float32)
-            under = tl.where(last_move == 1, under * 0.5, under)
-            last_move = 1
-        else:
-            high, above_high = guess, above
-            under = (want - above).to(tl.float32)
-            over = tl.where(last_move == -1, over * 0.5, over)
-            last_move = -1
+    low, from_low = tl.cast(LOWEST, tl.int32), num_keys
+    high, from_high = tl.cast(BEYOND, tl.int32), tl.cast(0, tl.int32)
+    step = 0
+    while (from_low != want) & (high - low != 1):
+        from_low_guess, from_high_guess = _count_both(keys, low_guess, high_guess)
+        is_above, is_below = from_high_guess >= want, from_low_guess < want
+        new_low, new_from_low = tl.where(is_above, high_guess, low_guess), tl.where(is_above, from_high_guess, from_low_guess)
+        new_high, new_from_high = tl.where(is_below, low_guess, high_guess), tl.where(is_below, from_low_guess, from_high_guess)
+        low, from_low = tl.where(is_below, low, new_low), tl.where(is_below, from_low, new_from_low)
+        high, from_high = tl.where(is_above, high, new_high), tl.where(is_above, from_high, new_from_high)
+        left = (from_low - from_high).to(tl.float32)
+        part = tl.fdiv((from_low - want).to(tl.float32), left)
+        margin = _DEVIATIONS * tl.sqrt(tl.fdiv(part * (1.0 - part), left))
+        is_guided = step < _INTERPOLATED
+        low_part = tl.where(is_guided, tl.maximum(part - margin, 0.8 * part), 1 / 3)
+        high_part = tl.where(is_guided, tl.minimum(part + margin, 0.8 * part + 0.2), 2 / 3)
+        low_guess = _between(low, high, low_part, is_guided & BY_VALUE)
+        high_guess = _between(low, high, high_part, is_guided & BY_VALUE)
         step += 1
-    return low, from_low, above_high
+    return low, high, from_low, from_high
 
 
 @triton.jit
-def best_of(high, low, num_keys, want, sample, num_sampled):
-    """Which are the `want` best of a tile of keys, compared by their high words, and where these are equal by their low ones.
+def best_of(keys, low_words, num_keys, want, low_guess, high_guess):
+    """Part the `want` best of more keys from the others; of equal keys, those of greater low words come first.
 
     Args:
-        high, low: int32; LEAST in high is no key, low is not negative, no two keys are equal in both.
-        num_keys: how many keys there are; more than want, and want is at least 1.
-        sample: [SAMPLES] of num_sampled high words, evenly spread, with those that are none among them.
+        keys, low_words: [loads, warps, lanes, width]; low words in [0, 2^31).
+        num_keys: how many of the keys are not NaN.
+        low_guess, high_guess: orders, see `sample_guesses`.
+    Returns:
+        (keys, bound): the best are those no less than the bound, since others that equal it have become NaN. What is equal in both
+        words counts as one: with such keys, fewer than `want` may be left.
     """
-    # fmt: off
-    threshold, num_best, num_above = _search(high, want, *_first_bracket(high, num_keys, want, sample, num_sampled))
-    # fmt: on
-    is_best = high >= threshold
-    if num_best != want:
-        tied = high == threshold
-        low = tl.where(tied, low, -1)
-        last, first = tl.max(low), tl.min(tl.where(tied, low, _MOST))
-        low_threshold, _, _ = _search(low, want - num_above, first, last, num_best - num_above, tl.cast(0, tl.int32))
-        is_best = (high > threshold) | (low >= low_threshold)
-    return is_best
+    low, _, from_low, from_high = _search(keys, num_keys, want, low_guess, high_guess, True)
+    bound = number_of(low)
+    if from_low != want:
+        is_tied = keys == bound
+        order = low_words - 0x800000  # so that the greatest is that of a number
+        order = tl.where(order < 0, order - 1, order)  # -1 is none's
+        tied = tl.where(is_tied, number_of(order), float("nan"))
+        least = order_of(tl.min(tl.ravel(tl.where(is_tied, tied, float("inf")))))
+        greatest = order_of(tl.max(tl.ravel(tl.where(is_tied, tied, float("-inf")))))
+        want -= from_high
+        at, above, from_at, _ = _search(tied, from_low - from_high, want, least, greatest, False)
+        last = number_of(tl.where(from_at == want, at, above))
+        keys = tl.where(is_tied, tl.where(tied >= last, keys, float("nan")), keys)
+    return keys, bound

@@ -13,29 +13,32 @@ from torch import Tensor
 
 from dcpmla.attention.sparse import candidates as packing
 from dcpmla.attention.sparse.kernels.compaction import compact, fill
-from dcpmla.attention.sparse.kernels.threshold import LEAST, SAMPLES, best_of
+from dcpmla.attention.sparse.kernels.threshold import BEYOND, LOWEST, SAMPLES, best_of, count, number_of, order_of, sample_guesses
 
 TILE = 16384  # keys of a program
-GROUP_BYTES = 512  # of the keys that a warp loads at a time: it counts those that are kept of them without the others
+SCORE_WARPS, CANDIDATE_WARPS = 16, 8  # of a program of up to so many keys
+_LANES = tl.constexpr(32)
 _EMPTY = tl.constexpr(packing.EMPTY)
 _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: a position's difference from it is its bits flipped
-_INFINITY = tl.constexpr(0x7F800000)
-_MINUS_INFINITY = tl.constexpr(-0x7F800001)  # as _order has it
 
 
 @triton.jit
-def _order(bits):
-    """`pack_candidates`' high words, of scores' bits. Integers all the way: no number is rounded to zero."""
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    order = tl.where(order == -1, 0, order)  # -0
-    return tl.maximum(tl.where(order > _INFINITY, _MINUS_INFINITY, order), _MINUS_INFINITY)  # NaN of either sign
+def _load_sample(keys_ptr, num_keys, width):
+    """[SAMPLES] of more than width keys, evenly spread. Copies of each: of fewer loads than threads, the compiler makes one more a use."""
+    index = tl.broadcast_to(((2 * tl.arange(0, SAMPLES) + 1) * num_keys // (2 * SAMPLES))[:, None], [SAMPLES, 4])
+    return tl.max(tl.load(keys_ptr + index, mask=index < tl.where(num_keys > width, num_keys, 0), other=0), 1)
 
 
 @triton.jit
-def _load_sample(keys_ptr, num_keys):
-    """[SAMPLES] of a row's keys, evenly spread. Copies of each: of fewer loads than threads, the compiler makes one more for each use."""
-    index = (2 * tl.arange(0, SAMPLES) + 1) * num_keys // (2 * SAMPLES)
-    return tl.max(tl.load(tl.broadcast_to((keys_ptr + index)[:, None], [SAMPLES, 4])), 1)
+def _by_thread(values, WARPS: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile as it was loaded, WIDTH elements of each thread at a time -> [loads, warps, lanes, width]: none moves."""
+    return tl.reshape(values, [values.shape[0] // (WARPS * _LANES * WIDTH), WARPS, _LANES, WIDTH])
+
+
+@triton.jit
+def _pack(keys, low_words):
+    """Candidates."""
+    return (order_of(keys).to(tl.int64) << 32) | low_words
 
 
 @triton.jit(do_not_specialize=["num_columns"])
@@ -53,11 +56,11 @@ def local_kernel(
     INTERLEAVE: tl.constexpr,
     VECTOR: tl.constexpr,
     TILE: tl.constexpr,
-    GROUP: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """A program (row, tile): the best `width` of the tile -> out [T, num_tiles, width]. VECTOR divides num_columns."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
-    scores_ptr = scores_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row * scores_stride + first
+    scores_ptr += row * scores_stride + first
     out_ptr += (row * tl.num_programs(1) + tl.program_id(1)) * width
     num_keys = tl.minimum(tl.load(local_seq_lens_ptr + row), num_columns) - first
     num_keys = tl.minimum(tl.maximum(num_keys, 0), TILE)
@@ -65,42 +68,48 @@ def local_kernel(
     if num_keys > 0:
         is_scored = tl.load(seq_lens_ptr + row) > topk
         num_read = tl.where(is_scored, tl.cdiv(num_keys, VECTOR), 0) * VECTOR  # whole vectors: loads are of so many elements
+        sample = _load_sample(scores_ptr, num_keys, width)
         index = tl.arange(0, TILE)
-        is_key = index < num_keys
-        high = tl.where(is_key, _order(tl.load(scores_ptr + index, mask=index < num_read, other=0)), LEAST)
-        is_kept = is_key
+        scores = tl.load(scores_ptr + index, mask=index < num_read, other=0.0)
+        scores = tl.where(scores == scores, scores, float("-inf"))
+        keys = _by_thread(tl.where(index < num_keys, scores, float("nan")), WARPS, 4)
+        index = _by_thread(index, WARPS, 4)
+        bound = tl.cast(float("-inf"), tl.float32)
         if num_keys > width:
-            sample = _order(_load_sample(scores_ptr, num_keys))
-            is_kept = best_of(high, TILE - 1 - index, num_keys, num_kept, sample, num_keys)  # later tokens have later positions
+            guesses = sample_guesses(sample, num_kept, num_keys)
+            keys, bound = best_of(keys, TILE - 1 - index, num_keys, num_kept, guesses[0], guesses[1])  # later tokens have later positions
         at = first + index
         position = at // INTERLEAVE * (DCP_SIZE * INTERLEAVE) + DCP_RANK * INTERLEAVE + at % INTERLEAVE
-        compact((high.to(tl.int64) << 32) | (position ^ _LAST_POSITION), is_kept, out_ptr, GROUP)
+        compact(out_ptr, _pack(keys, position ^ _LAST_POSITION), keys, bound)
     fill(out_ptr, _EMPTY, num_kept, width)
 
 
 @triton.jit
-def _load_best(candidates_ptr, num_candidates, width, TILE: tl.constexpr):
-    """A tile of candidates, which of them are its best `width`, how many these are."""
+def _load_best(candidates_ptr, num_candidates, width, TILE: tl.constexpr, WARPS: tl.constexpr):
+    """(keys, their low words, bound) of a tile of candidates: those no less than the bound are its best, at most `width`."""
+    sample = _load_sample(candidates_ptr, num_candidates, width)
     index = tl.arange(0, TILE)
-    candidates = tl.load(candidates_ptr + index, mask=index < num_candidates, other=_EMPTY)
-    high, low = (candidates >> 32).to(tl.int32), candidates.to(tl.int32)
-    is_kept = high != LEAST
-    num_keys = tl.sum(is_kept.to(tl.int32))
-    num_kept = tl.minimum(num_keys, width)
+    candidates = _by_thread(tl.load(candidates_ptr + index, mask=index < num_candidates, other=_EMPTY), WARPS, 2)
+    low_guess, high_guess = tl.cast(LOWEST, tl.int32), tl.cast(BEYOND, tl.int32)
+    if num_candidates > width:
+        want = tl.cast(width, tl.int32)
+        low_guess, high_guess = sample_guesses(number_of((sample >> 32).to(tl.int32)), want, num_candidates)
+    keys, low_words = number_of((candidates >> 32).to(tl.int32)), candidates.to(tl.int32) & 0x7FFFFFFF
+    bound = tl.cast(float("-inf"), tl.float32)
+    num_keys = count(keys, bound)  # EMPTY is a NaN
     if num_keys > width:
-        sample = _load_sample(candidates_ptr, num_candidates) >> 32
-        is_kept = best_of(high, low, num_keys, num_kept, sample.to(tl.int32), num_candidates)
-    return candidates, is_kept, num_kept
+        keys, bound = best_of(keys, low_words, num_keys, tl.cast(width, tl.int32), low_guess, high_guess)
+    return keys, low_words, bound
 
 
 @triton.jit
-def cut_kernel(candidates_ptr, out_ptr, num_candidates, stride, width: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
+def cut_kernel(candidates_ptr, out_ptr, num_candidates, stride, width: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr):
     """A program (row, tile): the best `width` of the tile -> out [T, num_tiles, width]."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
     candidates_ptr += row * stride + first
     out_ptr += (row * tl.num_programs(1) + tl.program_id(1)) * width
-    candidates, is_kept, num_kept = _load_best(candidates_ptr, tl.minimum(num_candidates - first, TILE), width, TILE)
-    compact(candidates, is_kept, out_ptr, GROUP)
+    keys, low_words, bound = _load_best(candidates_ptr, tl.minimum(num_candidates - first, TILE), width, TILE, WARPS)
+    num_kept = compact(out_ptr, _pack(keys, low_words), keys, bound)
     fill(out_ptr, _EMPTY, num_kept, width)
 
 
@@ -115,6 +124,7 @@ def choose_kernel(
     num_candidates,
     candidates_stride,
     table_stride,
+    num_blocks,
     BLOCK_SIZE: tl.constexpr,
     DCP_RANK: tl.constexpr,
     DCP_SIZE: tl.constexpr,
@@ -122,13 +132,13 @@ def choose_kernel(
     topk: tl.constexpr,
     SELECTED: tl.constexpr,
     TILE: tl.constexpr,
-    GROUP: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
-    """A program a row, which is one tile."""
+    """A program a row, which is one tile. Candidates of a failed exchange are anything: what they say is never read beyond the table."""
     row = tl.program_id(0).to(tl.int64)
     positions_ptr += row * topk
-    candidates, is_kept, num_kept = _load_best(candidates_ptr + row * candidates_stride, num_candidates, topk, TILE)
-    compact(candidates.to(tl.int32) ^ _LAST_POSITION, is_kept, positions_ptr, GROUP)
+    keys, low_words, bound = _load_best(candidates_ptr + row * candidates_stride, num_candidates, topk, TILE, WARPS)
+    num_kept = compact(positions_ptr, low_words ^ _LAST_POSITION, keys, bound)
     fill(positions_ptr, -1, num_kept, topk)
     tl.debug_barrier()  # from here on threads have the positions that others stored
     index = tl.arange(0, SELECTED)
@@ -136,7 +146,7 @@ def choose_kernel(
     is_mine = (position >= 0) & (position // INTERLEAVE % DCP_SIZE == DCP_RANK)
     at = position // (DCP_SIZE * INTERLEAVE) * INTERLEAVE + position % INTERLEAVE
     request = tl.load(request_ptr + row).to(tl.int64)
-    block = tl.load(block_table_ptr + request * table_stride + at // BLOCK_SIZE, mask=is_mine)
+    block = tl.load(block_table_ptr + request * table_stride + tl.minimum(at // BLOCK_SIZE, num_blocks - 1), mask=is_mine)
     mine = is_mine.to(tl.int32)
     tl.store(slots_ptr + row * topk + tl.cumsum(mine, 0) - mine, block * BLOCK_SIZE + at % BLOCK_SIZE, mask=is_mine)
     tl.store(num_slots_ptr + row, tl.sum(mine, 0))
@@ -166,7 +176,7 @@ def local_candidates(
         DCP_SIZE=dcp_size,
         INTERLEAVE=interleave,
         VECTOR=math.gcd(num_columns, 4),
-        **_tiling(tile, scores),
+        **_tiling(tile, scores, SCORE_WARPS),
     )
     while out.shape[1] > width:
         out = _cut(out, width)
@@ -201,13 +211,14 @@ def choose_tokens(
         candidates.shape[1],
         candidates.stride(0),
         block_table.stride(0),
+        block_table.shape[1],
         BLOCK_SIZE=block_size,
         DCP_RANK=dcp_rank,
         DCP_SIZE=dcp_size,
         INTERLEAVE=interleave,
         topk=topk,
         SELECTED=triton.next_power_of_2(topk),
-        **_tiling(tile, candidates),
+        **_tiling(tile, candidates, CANDIDATE_WARPS),
     )
 
 
@@ -217,16 +228,17 @@ def _cut(candidates: Tensor, width: int) -> Tensor:
     tile = _tile(num_candidates, width)
     num_tiles = triton.cdiv(num_candidates, tile)
     out = candidates.new_empty(num_tokens, num_tiles * width)
-    cut_kernel[(num_tokens, num_tiles)](candidates, out, num_candidates, candidates.stride(0), width=width, **_tiling(tile, candidates))
+    tiling = _tiling(tile, candidates, CANDIDATE_WARPS)
+    cut_kernel[(num_tokens, num_tiles)](candidates, out, num_candidates, candidates.stride(0), width=width, **tiling)
     return out
 
 
 def _tile(num_keys: int, width: int) -> int:
-    """Keys of a tile: all of a row, or at least twice as many as it leaves."""
-    return min(triton.next_power_of_2(max(num_keys, 1)), max(TILE, 2 * triton.next_power_of_2(width)))
+    """Keys of a tile: all of a row, or at least twice as many as it leaves; no fewer than a warp loads at a time."""
+    return min(triton.next_power_of_2(max(num_keys, 128)), max(TILE, 2 * triton.next_power_of_2(width)))
 
 
-def _tiling(tile: int, keys: Tensor) -> dict[str, int]:
-    """Options of a launch over tiles of keys: 16 or more of them a thread."""
-    group = min(tile, GROUP_BYTES // keys.element_size())
-    return {"TILE": tile, "GROUP": group, "num_warps": min(16, max(4, tile // 1024))}
+def _tiling(tile: int, keys: Tensor, num_warps: int) -> dict[str, int]:
+    """Options of a launch over tiles of keys, of which a thread loads 16 bytes at a time, and has registers for 64 or so."""
+    num_warps = min(max(num_warps, tile // 2048), tile * keys.element_size() // 512, 32)
+    return {"TILE": tile, "WARPS": num_warps, "num_warps": num_warps}
