@@ -180,9 +180,10 @@ def check_in_the_interpreter() -> None:
         tl.store(out_ptr + places, values, mask=keys >= bound)
 
     threshold.no_less, compaction.scatter = no_less, scatter  # there is no inline assembler
-    kernels.TILE, kernels.SCORE_WARPS, kernels.CANDIDATE_WARPS = 512, 2, 2
+    kernels.TILE, kernels.WARPS = 512, 2
     layouts = itertools.cycle([(1, 1, 9), (2, 4, 70), (3, 2, 200), (1, 4, 3)])
-    for scores, (size, interleave, topk) in zip(adversarial(1, 700, "cpu"), layouts, strict=False):
+    every_other = itertools.islice(adversarial(1, 700, "cpu"), 0, None, 2)  # rounds are slow here; GPUs have them all
+    for scores, (size, interleave, topk) in zip(every_other, layouts, strict=False):
         check(scores, torch.tensor([700 * size - topk]), topk, size, interleave)
     few = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     check(few, torch.tensor([0, 1, 5, 6, 12], dtype=torch.int32), 5, 2, 1)

@@ -16,7 +16,7 @@ from dcpmla.attention.sparse.kernels.compaction import compact, fill
 from dcpmla.attention.sparse.kernels.threshold import BEYOND, LOWEST, SAMPLES, best_of, count, number_of, order_of, sample_guesses
 
 TILE = 16384  # keys of a program
-SCORE_WARPS, CANDIDATE_WARPS = 16, 8  # of a program of up to so many keys
+WARPS = 8  # of a program of up to so many keys: each repeats what follows from the counts, so that more take longer
 _LANES = tl.constexpr(32)
 _EMPTY = tl.constexpr(packing.EMPTY)
 _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: a position's difference from it is its bits flipped
@@ -176,7 +176,7 @@ def local_candidates(
         DCP_SIZE=dcp_size,
         INTERLEAVE=interleave,
         VECTOR=math.gcd(num_columns, 4),
-        **_tiling(tile, scores, SCORE_WARPS),
+        **_tiling(tile, scores),
     )
     while out.shape[1] > width:
         out = _cut(out, width)
@@ -218,7 +218,7 @@ def choose_tokens(
         INTERLEAVE=interleave,
         topk=topk,
         SELECTED=triton.next_power_of_2(topk),
-        **_tiling(tile, candidates, CANDIDATE_WARPS),
+        **_tiling(tile, candidates),
     )
 
 
@@ -228,8 +228,7 @@ def _cut(candidates: Tensor, width: int) -> Tensor:
     tile = _tile(num_candidates, width)
     num_tiles = triton.cdiv(num_candidates, tile)
     out = candidates.new_empty(num_tokens, num_tiles * width)
-    tiling = _tiling(tile, candidates, CANDIDATE_WARPS)
-    cut_kernel[(num_tokens, num_tiles)](candidates, out, num_candidates, candidates.stride(0), width=width, **tiling)
+    cut_kernel[(num_tokens, num_tiles)](candidates, out, num_candidates, candidates.stride(0), width=width, **_tiling(tile, candidates))
     return out
 
 
@@ -238,7 +237,7 @@ def _tile(num_keys: int, width: int) -> int:
     return min(triton.next_power_of_2(max(num_keys, 128)), max(TILE, 2 * triton.next_power_of_2(width)))
 
 
-def _tiling(tile: int, keys: Tensor, num_warps: int) -> dict[str, int]:
+def _tiling(tile: int, keys: Tensor) -> dict[str, int]:
     """Options of a launch over tiles of keys, of which a thread loads 16 bytes at a time, and has registers for 64 or so."""
-    num_warps = min(max(num_warps, tile // 2048), tile * keys.element_size() // 512, 32)
+    num_warps = min(max(WARPS, tile // 2048), tile * keys.element_size() // 512, 32)
     return {"TILE": tile, "WARPS": num_warps, "num_warps": num_warps}
