@@ -138,6 +138,11 @@ def test_refuses_other_memory() -> None:
         graph.run(token_ids.int(), step_of([1]), cache)
     with pytest.raises(ValueError, match=r"inputs has shape \(2,\); expected \(1,\)"):
         graph.run_eagerly(token_ids.new_zeros(2), step_of([1]), cache)
+    sparse = LatentCache(dataclasses.replace(cache.sizes, num_index_layers=1, index_row_width=4), torch.device("cpu"))
+    graph = make_graph(cache=sparse)
+    sparse.index_layers[0] = sparse.index_layers[0].clone()
+    with pytest.raises(ValueError, match="cache is another one"):
+        graph.run(token_ids, step_of([1]), sparse)
     cache.layers[0] = torch.empty_like(cache.layers[0])
     with pytest.raises(ValueError, match="cache is another one"):
         graph.run(token_ids, step_of([1]), cache)

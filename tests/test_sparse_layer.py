@@ -13,6 +13,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention import layer as layer_module
+from dcpmla.attention.sparse import indexer as indexer_module
+from dcpmla.attention.sparse import scores as scores_module
 from dcpmla.attention.sparse.metadata import SelectedTokens
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
@@ -95,6 +97,8 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     """Layers of a model in each layout: by masked MHA in prefill, and by selected rows."""
     hf_config._attn_implementation = "eager"
     model = random_model(hf_config).model
+    layer_module.PROJECT_FIRST_TOKENS, layer_module._ABSORBED_TOKENS = 6, 7  # prefills come by sevens, and the last two project after the merge
+    indexer_module._WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = 1 << 14, 1 << 14  # tokens are scored, and selected for, in several turns
     with torch.no_grad():
         wanted = expected(hf_config)
         for dcp in layouts:
@@ -103,7 +107,6 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
             layers = [new_layer(hf_config, dcp, mesh, model.layers[i].self_attn.state_dict(), skip) for i, skip in enumerate(shared)]
             for is_mha in (True, False):
                 layer_module.prefers_mha = lambda *_, is_mha=is_mha: is_mha
-                layer_module._ABSORBED_TOKENS = 7
                 outputs, selection = run_layers(layers, hf_config, dcp, PADDING)
                 for out, rows in zip(outputs, wanted, strict=True):
                     torch.testing.assert_close(out[: len(rows)], rows, atol=1e-5, rtol=1e-4)
@@ -116,7 +119,7 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     [
         ("deepseek_v32", [layout(1, 1)]),
         ("glm_moe_dsa", [layout(3, 3, 2, "ag_rs")]),
-        ("deepseek_v32", [layout(4, 4, 4, "a2a"), layout(4, 2, 2, "ag_rs")]),
+        ("deepseek_v32", [layout(4, 4, 4, "a2a"), dataclasses.replace(layout(4, 2, 2, "ag_rs"), dcp_project_before_merge=True)]),
         ("glm_moe_dsa", [layout(8, 8, 1, "ag_rs"), layout(8, 8, 4, "a2a")]),
     ],
     ids=["V3.2 on 1", "GLM-5 on 3", "V3.2 on 4", "GLM-5 on 8"],
