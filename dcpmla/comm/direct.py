@@ -82,7 +82,7 @@ class DirectExchange:
     def gather_candidates(self, candidates: Tensor) -> Tensor:
         # As words of four bytes, which travel as they are; two candidates fill what a thread stores.
         num = candidates.shape[1]
-        words = F.pad(candidates, (0, num % 2)).view(torch.float32)
+        words = (F.pad(candidates, (0, 1)) if num % 2 else candidates).view(torch.float32)
         gathered = self._gather(words[:, None], False, "gather_candidates")
         return gathered.view(torch.int64)[..., :num]
 

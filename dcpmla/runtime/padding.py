@@ -55,7 +55,8 @@ class PaddedStep:
         self._positions[:num_tokens].copy_(metadata.positions)
         self._slot_mapping[:num_tokens].copy_(metadata.slot_mapping)
         self._local_seq_lens[:num_tokens].copy_(decode.local_seq_lens)
-        self._seq_lens[:num_tokens].copy_(metadata.positions + 1)
+        if self._max_model_len is not None:
+            torch.add(metadata.positions, 1, out=self._seq_lens[:num_tokens])
         self._block_table[:num_tokens, : decode.block_table.shape[1]].copy_(decode.block_table)
         self._pad(num_tokens, batch_size)
 
