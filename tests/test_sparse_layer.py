@@ -97,7 +97,8 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     """Layers of a model in each layout: by masked MHA in prefill, and by selected rows."""
     hf_config._attn_implementation = "eager"
     model = random_model(hf_config).model
-    layer_module.PROJECT_FIRST_TOKENS, layer_module._ABSORBED_TOKENS = 6, 7  # prefills come by sevens, and the last two project after the merge
+    # Prefills come by sevens, of which the last two tokens project behind the merge.
+    layer_module.PROJECT_FIRST_TOKENS, layer_module._ABSORBED_TOKENS = 6, 7
     indexer_module._WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = 1 << 14, 1 << 14  # tokens are scored, and selected for, in several turns
     with torch.no_grad():
         wanted = expected(hf_config)
