@@ -2,7 +2,7 @@
 
 import dataclasses
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -131,6 +131,13 @@ def test_padding_and_no_positions() -> None:
     run_ranks(2, check_padding, tiny_config("deepseek_v3"), layout(2, 2))
 
 
+def largest_claim(layer: MLAAttention, num_tokens: int) -> int:
+    """Bytes of the largest tensor of a dummy run, an indexer's workspace."""
+    with patch.object(layer_module.torch, "empty", wraps=torch.empty) as empty:
+        layer(torch.zeros(num_tokens, 48), None, None)
+    return max(int(call.args[0]) for call in empty.call_args_list)
+
+
 def check_dummy_run(hf_config: Any) -> None:
     dcp, mesh = layout(2, 2), init_mesh(2, 2)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
@@ -140,6 +147,11 @@ def check_dummy_run(hf_config: Any) -> None:
     layer = MLAAttention(MLAConfig.from_hf(hf_config), dataclasses.replace(dcp, kv_cache_dtype="fp8"), mesh, exchange, torch.float32, "cpu")
     assert torch.equal(layer(torch.full((7, 48), 3.0), None, None), torch.zeros(7, 48))
     exchange.reserve_context.assert_called_with(dcp.context_workspace_tokens, 24, torch.float8_e4m3fn, torch.device("cpu"))
+    sparse = MLAConfig.from_hf(tiny_config("deepseek_v32"))
+    layer = MLAAttention(sparse, dcp, mesh, exchange, torch.float32, "cpu")
+    assert layer.indexer is not None
+    few, many = (largest_claim(layer, num_tokens) for num_tokens in (1, 1001))
+    assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and behind what finishes them
 
 
 def test_dummy_run_is_zero_and_claims_memory() -> None:

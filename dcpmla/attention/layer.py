@@ -288,7 +288,7 @@ class MLAAttention(AttentionWeights):
     def _dummy_run(self, hidden_states: Tensor) -> Tensor:
         """Claim what the largest context chunks would (rows on their way, latents, keys, values, a mask) and return zeros. Collective."""
         if self.indexer is not None:  # what it takes is free again before attention begins
-            torch.empty(self.indexer.workspace_bytes, dtype=torch.uint8, device=hidden_states.device)
+            torch.empty(self.indexer.workspace_bytes(len(hidden_states)), dtype=torch.uint8, device=hidden_states.device)
         tokens, config = self.dcp.context_workspace_tokens, self.config
         keys_values = hidden_states.new_empty(tokens, self.num_heads, config.qk_head_dim + config.v_head_dim)
         latents = hidden_states.new_empty(tokens if is_quantised(self.cache_dtype) else 0, config.latent_dim)

@@ -13,6 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention import layer as layer_module
+from dcpmla.attention.sparse import indexer as indexer_module
 from dcpmla.attention.sparse.metadata import SelectedTokens
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
@@ -112,6 +113,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         for number, backend in enumerate(backends)
     ]
     found = []
+    indexer_module._WORKSPACE_BYTES = 1 << 20  # tokens are selected for in several turns
     for is_mha in (True, False):
         layer_module.prefers_mha = lambda *_, is_mha=is_mha: is_mha
         layer_module._ABSORBED_TOKENS = 100

@@ -95,10 +95,13 @@ class Indexer(nn.Module):
         where = sparse.block_table, sparse.request, self.dcp.block_size
         choose_tokens(candidates.flatten(1), *where, *layout, selection.positions, selection.slots, selection.num_slots)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """What selecting takes at most at a time: scores, and candidates of this rank, of all ranks, and as they travel."""
-        return 4 * _WORKSPACE_BYTES
+    def workspace_bytes(self, num_tokens: int) -> int:
+        """What a step's selection takes at most at a time.
+
+        All tokens' queries, as projected and as scored; of a tile scores, and candidates of this rank, of all ranks, and as they travel.
+        """
+        query_bytes = num_tokens * self.wq_b.out_features * self.wq_b.weight.element_size()
+        return 2 * query_bytes + 4 * _WORKSPACE_BYTES
 
     def check_cache(self, index_cache: Tensor | None, num_blocks: int) -> None:
         """Raise ValueError unless index_cache is one for this indexer, beside a latent cache of so many blocks."""
