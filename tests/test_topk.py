@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.sparse import topk as spec
-from dcpmla.attention.sparse.candidates import EMPTY, unpack_positions
+from dcpmla.attention.sparse.candidates import EMPTY, candidate_width, unpack_positions
 from dcpmla.attention.sparse.metadata import SelectedTokens
 
 SCORES = [0.0, -0.0, 1.0, -1.0, 1e-42, -1e-42, 3e38, math.inf, -math.inf, math.nan, 0.5]
@@ -224,6 +224,13 @@ TYPES = {
     **dict.fromkeys(("positions_ptr", "slots_ptr", "num_slots_ptr"), "*i32"),
 }
 RANK = {"DCP_RANK": 1, "DCP_SIZE": 8, "INTERLEAVE": 1}
+
+
+@given(topk=st.integers(1, 3000), num_columns=st.integers(1, 5000))
+def test_candidates_are_enough_and_of_few_widths(topk: int, num_columns: int) -> None:
+    width = candidate_width(topk, num_columns)
+    assert min(topk, num_columns) <= width <= topk
+    assert len({candidate_width(topk, number) for number in range(1, 5000, 7)}) <= 16
 
 
 @pytest.mark.parametrize(

@@ -26,3 +26,12 @@ def unpack_positions(candidates: Tensor) -> Tensor:
     """int64 -> int32 positions, -1 for EMPTY."""
     positions = LAST_POSITION - (candidates & _LOW_HALF)
     return positions.masked_fill(candidates == EMPTY, -1).to(torch.int32)
+
+
+def candidate_width(topk: int, num_columns: int) -> int:
+    """Candidates that a rank sends of a token, which may have num_columns tokens there: topk at most.
+
+    A multiple of an eighth of topk: kernels are compiled for each number, and num_columns grows with every context.
+    """
+    step = max(1, topk // 8)
+    return min(topk, -(-num_columns // step) * step)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.sparse.metadata import SelectedTokens, SparseMetadata
 from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
 from dcpmla.attention.sparse.scores import index_scores
@@ -114,7 +115,7 @@ class Indexer(nn.Module):
 
     def _tile_tokens(self, num_columns: int) -> int:
         """Tokens to select for at a time: from numbers that are the same on all ranks, since each tile makes an exchange."""
-        candidate_bytes = 8 * min(self.config.topk, num_columns) * self.dcp.decode_context_parallel_size
+        candidate_bytes = 8 * candidate_width(self.config.topk, num_columns) * self.dcp.decode_context_parallel_size
         return max(1, _WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:

@@ -6,9 +6,10 @@ Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and 
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dcpmla import ownership
-from dcpmla.attention.sparse.candidates import EMPTY, pack_candidates, unpack_positions
+from dcpmla.attention.sparse.candidates import EMPTY, candidate_width, pack_candidates, unpack_positions
 
 
 @torch.library.custom_op("dcpmla::local_candidates", mutates_args=())
@@ -21,7 +22,7 @@ def local_candidates(
         scores: [T, N] float32, from `index_scores`; those of rows with at most topk tokens (seq_lens) are not looked at.
         seq_lens, local_seq_lens: as in `SparseMetadata`.
     Returns:
-        [T, min(topk, N)] int64 (`sparse.candidates`), this rank's tokens in ascending order, EMPTY behind them.
+        [T, candidate_width(topk, N)] int64 (`sparse.candidates`), this rank's tokens in ascending order, EMPTY behind them.
     """
     if scores.is_cuda:
         from dcpmla.attention.sparse.kernels import topk as kernels  # triton is there on Linux only
@@ -31,12 +32,13 @@ def local_candidates(
     positions = ownership.global_position(index, dcp_rank, dcp_size, interleave)
     scores = scores.masked_fill((seq_lens <= topk)[:, None], 0.0)
     candidates = pack_candidates(scores, positions).masked_fill(index >= local_seq_lens[:, None], EMPTY)
-    return _best(candidates, min(topk, scores.shape[1]))
+    width = candidate_width(topk, scores.shape[1])
+    return _best(F.pad(candidates, (0, max(0, width - scores.shape[1])), value=EMPTY), width)
 
 
 @local_candidates.register_fake
 def _(scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, *_: object) -> Tensor:
-    return scores.new_empty(scores.shape[0], min(topk, scores.shape[1]), dtype=torch.int64)
+    return scores.new_empty(scores.shape[0], candidate_width(topk, scores.shape[1]), dtype=torch.int64)
 
 
 @torch.library.custom_op("dcpmla::choose_tokens", mutates_args=("positions", "slots", "num_slots"))

@@ -157,7 +157,7 @@ def local_candidates(
 ) -> Tensor:
     """`topk.local_candidates` in one kernel for up to TILE columns, else in two or more."""
     num_tokens, num_columns = scores.shape
-    width = min(topk, num_columns)
+    width = packing.candidate_width(topk, num_columns)
     tile = _tile(num_columns, width)
     num_tiles = triton.cdiv(num_columns, tile)
     out = torch.empty(num_tokens, num_tiles * width, dtype=torch.int64, device=scores.device)
