@@ -115,8 +115,7 @@ class MLAAttention(AttentionWeights):
             return self._dummy_run(hidden_states)
         if kv_cache is None:
             raise ValueError("kv_cache is None; a step with metadata needs this layer's [num_blocks, block_size, width]")
-        attended = self.attend(hidden_states, kv_cache, metadata, cos_sin, query_factor, index_cache=index_cache, selection=selection)
-        return self.o_proj(attended)
+        return self.o_proj(self.attend(hidden_states, kv_cache, metadata, cos_sin, query_factor, index_cache, selection))
 
     def attend(
         self,
@@ -125,9 +124,9 @@ class MLAAttention(AttentionWeights):
         metadata: StepMetadata,
         cos_sin: Tensor | None = None,
         query_factor: Tensor | None = None,
-        output_quant: OutputQuant | None = None,
         index_cache: Tensor | None = None,
         selection: SelectedTokens | None = None,
+        output_quant: OutputQuant | None = None,
     ) -> Tensor | QuantizedOutput:
         """All of `forward` but its last projection, for one that takes its input in 8 or 4 bits. Collective.
 

@@ -37,7 +37,7 @@ def index_scores(
         [T, max_blocks x block_size] float32 in the order of this rank's tokens; anything behind local_seq_lens, and in rows not scored.
     Source: DeepSeek-V3.2, equation 1.
     """
-    if q.is_cuda and q.dtype != torch.float32:
+    if q.is_cuda and q.element_size() <= 2:
         from dcpmla.attention.sparse.kernels import index_scores as kernels  # triton is there on Linux only
 
         return kernels.index_scores(q, weights, index_cache, block_table, request, seq_lens, local_seq_lens, topk)
