@@ -1,8 +1,10 @@
 """How far does `dcpmla generate` in bfloat16 agree with the unsharded model? Per DCP size and exchange backend.
 
-Two models: the needle model (does it still answer right?), and DeepSeek-V2-Lite's geometry with random weights in a few layers (do logits
-and greedy tokens stay?). The unsharded model is transformers' own in bfloat16 on one GPU, fed with the same tokens; its distance from
-float32 is the yardstick. Random weights make near-ties, so tokens may part there without anything being wrong.
+Two models: the needle model (does it still answer right?), and DeepSeek-V2-Lite's geometry with random weights in a
+few layers (do logits and greedy tokens stay?). The unsharded model is transformers' own in bfloat16 on one GPU, fed
+with the same tokens;
+its distance from float32 is the yardstick. Random weights make near-ties, so tokens may part there without anything
+being wrong.
 """
 
 import argparse
@@ -25,14 +27,16 @@ sys.path[:0] = [str(ROOT), str(NEEDLE)]
 from checkpoints import save_random, v2_lite  # noqa: E402
 from prompts import make_prompt  # noqa: E402
 
-from dcpmla.cli.results import add_commit_argument, write_results  # noqa: E402
+from dcpmla.bench.results import add_commit_argument, write_results  # noqa: E402
 
 
 def needle_prompts(num_prompts: int) -> tuple[list[list[int]], list[int]]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(NEEDLE / "model")
     rng = random.Random(1)
     pairs = [make_prompt(rng.randrange(2000, 4801), index / (num_prompts - 1), rng) for index in range(num_prompts)]
-    return [tokenizer(prompt)["input_ids"] for prompt, _ in pairs], [tokenizer(answer)["input_ids"][1] for _, answer in pairs]
+    return [tokenizer(prompt)["input_ids"] for prompt, _ in pairs], [
+        tokenizer(answer)["input_ids"][1] for _, answer in pairs
+    ]
 
 
 def random_prompts(num_prompts: int) -> list[list[int]]:
@@ -46,8 +50,27 @@ def generate(
     """New tokens and their logits [num_new, vocab] of each prompt, by the command line in bfloat16."""
     with tempfile.TemporaryDirectory() as directory:
         out, logits = Path(directory) / "out.json", Path(directory) / "out.npz"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", "dcpmla"]
-        command += ["generate", "--model", str(model), "-tp", str(num_ranks), "-dcp", str(dcp), "--dcp-comm-backend", backend]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(num_ranks),
+            "-m",
+            "dcpmla",
+        ]
+        command += [
+            "generate",
+            "--model",
+            str(model),
+            "-tp",
+            str(num_ranks),
+            "-dcp",
+            str(dcp),
+            "--dcp-comm-backend",
+            backend,
+        ]
         command += [
             "--dtype",
             "bfloat16",
@@ -79,18 +102,24 @@ def unsharded(model: Path, prompts: list[list[int]], tokens: list[list[int]], dt
 
 
 def compare(ours: list[Any], tokens: list[list[int]], bf16: list[Any], fp32: list[Any]) -> dict[str, float]:
-    """Agreement of greedy tokens with the unsharded runs, and root mean square distances of logits over those of the float32 logits."""
+    """Agreement of greedy tokens with the unsharded runs, and root mean square distances of logits over those of the
+    float32 logits.
+    """
 
     def distance(left: list[Any], right: list[Any]) -> float:
         return float((torch.cat(left) - torch.cat(right)).norm() / torch.cat(fp32).norm())
 
     def agreement(logits: list[Any]) -> float:
-        return float((torch.cat(logits).argmax(-1) == torch.tensor([token for new in tokens for token in new])).float().mean())
+        return float(
+            (torch.cat(logits).argmax(-1) == torch.tensor([token for new in tokens for token in new])).float().mean()
+        )
 
     return {
         "tokens_as_unsharded_bf16": agreement(bf16),
         "tokens_as_unsharded_fp32": agreement(fp32),
-        "unsharded_bf16_tokens_as_fp32": float((torch.cat(bf16).argmax(-1) == torch.cat(fp32).argmax(-1)).float().mean()),
+        "unsharded_bf16_tokens_as_fp32": float(
+            (torch.cat(bf16).argmax(-1) == torch.cat(fp32).argmax(-1)).float().mean()
+        ),
         "logits_from_fp32": distance(ours, fp32),
         "unsharded_bf16_logits_from_fp32": distance(bf16, fp32),
         "logits_from_unsharded_bf16": distance(ours, bf16),
@@ -103,7 +132,13 @@ def measure(
     rows = []
     for dcp, backend in [(1, "auto"), *((num_gpus, backend) for backend in ("ag_rs", "a2a"))]:
         tokens, logits = generate(model, prompts, num_new, num_gpus, dcp, backend)
-        row: dict[str, Any] = {"model": name, "tp": num_gpus, "dcp": dcp, "dcp_comm_backend": backend, "num_prompts": len(prompts)}
+        row: dict[str, Any] = {
+            "model": name,
+            "tp": num_gpus,
+            "dcp": dcp,
+            "dcp_comm_backend": backend,
+            "num_prompts": len(prompts),
+        }
         row["num_tokens"] = sum(map(len, tokens))
         if answers is not None:
             row["accuracy"] = sum(new[0] == answer for new, answer in zip(tokens, answers, strict=True)) / len(answers)
@@ -124,7 +159,9 @@ def main() -> None:
     rows = measure("needle", NEEDLE / "model", prompts, 1, args.num_gpus, answers)
     with tempfile.TemporaryDirectory() as directory:
         save_random(v2_lite(num_layers=4, num_experts=16), Path(directory))
-        rows += measure("v2-lite geometry, 4 layers, random", Path(directory), random_prompts(8), 32, args.num_gpus, None)
+        rows += measure(
+            "v2-lite geometry, 4 layers, random", Path(directory), random_prompts(8), 32, args.num_gpus, None
+        )
     output = args.output or ROOT / "benchmarks" / "results" / f"h200x{args.num_gpus}" / "agreement.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     write_results(output, rows, args.num_gpus, torch.device("cuda"), args.commit)

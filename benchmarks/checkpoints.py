@@ -1,7 +1,8 @@
-"""Random weights with published layer sizes: `python benchmarks/checkpoints.py --geometry deepseek-v3 --layers 4 --experts 16 DIR`.
+"""Random weights with published layer sizes: `python benchmarks/checkpoints.py --geometry deepseek-v3 --layers 4
+--experts 16 DIR`.
 
-bfloat16, in the names that published checkpoints have, a shard for each layer; on a GPU if there is one, so that it takes seconds. Only
-the number of layers, of experts and of words is smaller than the published models'.
+bfloat16, in the names that published checkpoints have, a shard for each layer; on a GPU if there is one, so that it
+takes seconds. Only the number of layers, of experts and of words is smaller than the published models'.
 """
 
 import argparse
@@ -16,14 +17,21 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dcpmla.cli import geometries
+from dcpmla.bench import geometries
 
-_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")  # all experts of a layer in one tensor, as transformers holds them
+_EXPERTS = re.compile(
+    r"(.*\.experts)\.(gate_up_proj|down_proj)"
+)  # all experts of a layer in one tensor, as transformers holds them
 
 
 def v2_lite(num_layers: int, num_experts: int) -> Any:
     """DeepSeek-V2-Lite with fewer layers, experts and words."""
-    sizes = {"vocab_size": 8192, "num_hidden_layers": num_layers, "n_routed_experts": num_experts, "max_position_embeddings": 131072}
+    sizes = {
+        "vocab_size": 8192,
+        "num_hidden_layers": num_layers,
+        "n_routed_experts": num_experts,
+        "max_position_embeddings": 131072,
+    }
     return geometries.v2_lite(**sizes, eos_token_id=None, initializer_range=0.05)
 
 
@@ -67,7 +75,9 @@ def save_random(config: Any, directory: Path, seed: int = 0) -> int:
     shards: dict[str, dict[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
         layer = re.search(r"\.layers\.(\d+)\.", name)
-        shards.setdefault(f"model-layer-{int(layer[1]):03}.safetensors" if layer else "model-rest.safetensors", {})[name] = tensor
+        shards.setdefault(f"model-layer-{int(layer[1]):03}.safetensors" if layer else "model-rest.safetensors", {})[
+            name
+        ] = tensor
     weight_map, num_bytes = {}, 0
     for file, tensors in shards.items():
         weights = {
@@ -108,7 +118,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--geometry", choices=tuple(_GEOMETRIES), required=True)
-    parser.add_argument("--layers", type=int, default=4, metavar="L", help="the first is dense, the others have experts")
+    parser.add_argument(
+        "--layers", type=int, default=4, metavar="L", help="the first is dense, the others have experts"
+    )
     parser.add_argument("--experts", type=int, default=16, metavar="E", help="routed experts of a layer")
     args = parser.parse_args()
     if args.layers < 1 or args.experts < 16 or args.experts % 16:  # V3's router wants two or more in each of 8 groups

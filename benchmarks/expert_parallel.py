@@ -1,9 +1,12 @@
-"""Experts whole on each rank against experts cut by TP: `torchrun --standalone --nproc-per-node N benchmarks/expert_parallel.py`.
+"""Experts whole on each rank against experts cut by TP: `torchrun --standalone --nproc-per-node N
+benchmarks/expert_parallel.py`.
 
-DeepSeek-V3's layers (hidden 7168, 128 heads, experts of 2048) with 64 routed experts and random weights, one dense and two with experts, in
-bfloat16; attention is TP x DCP with dcp = N both ways. A time is of one `ShardedModel.step`, the median over steps, the slowest rank's.
-Cut experts generate greedily; whole experts are fed the same tokens, and the share of steps in which they choose the same one is reported:
-random weights make near-ties, which bfloat16 decides either way.
+DeepSeek-V3's layers (hidden 7168, 128 heads, experts of 2048) with 64 routed experts and random weights, one dense
+and two with experts, in bfloat16; attention is TP x DCP with dcp = N both ways. A time is of one `ShardedModel.step`,
+the median over steps,
+the slowest rank's. Cut experts generate greedily; whole experts are fed the same tokens, and the share of steps in
+which they choose
+the same one is reported: random weights make near-ties, which bfloat16 decides either way.
 """
 
 import argparse
@@ -28,17 +31,24 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from checkpoints import deepseek_v3, save_random  # noqa: E402
 
-from dcpmla.attention.metadata import StepMetadata  # noqa: E402
+from dcpmla.attention.step import StepMetadata  # noqa: E402
+from dcpmla.bench.results import add_commit_argument, write_results  # noqa: E402
 from dcpmla.cache.latent import LatentCache, num_blocks  # noqa: E402
-from dcpmla.cli.results import add_commit_argument, write_results  # noqa: E402
 from dcpmla.comm.select import select_exchange  # noqa: E402
 from dcpmla.config import DCPConfig  # noqa: E402
 from dcpmla.integrations.transformers import ShardedModel, load_config, load_model  # noqa: E402
-from dcpmla.parallel.bootstrap import Ranks, distributed, read_launcher  # noqa: E402
+from dcpmla.job.bootstrap import Ranks, distributed, read_launcher  # noqa: E402
 from dcpmla.parallel.mesh import DCPMesh, init_mesh  # noqa: E402
 
 NUM_PREFILL_STEPS, NUM_DECODE_STEPS = 8, 32
-TINY_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "q_lora_rank")
+TINY_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "q_lora_rank",
+)
 TINY_SIZES += ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -72,7 +82,8 @@ class Load:
         num_requests, self.prompt_len = prompts.shape
         final_lens = [self.prompt_len + NUM_DECODE_STEPS] * num_requests
         self.cache = LatentCache(
-            LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, final_lens, model.dtype), model.device
+            LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, final_lens, model.dtype),
+            model.device,
         )
         per_request = num_blocks(final_lens[0], dcp)
         self.tables = [list(range(number * per_request, (number + 1) * per_request)) for number in range(num_requests)]
@@ -90,7 +101,12 @@ class Load:
         num_requests, query_len = token_ids.shape
         tables = [self.tables[request] for request in requests]
         metadata = StepMetadata.build(
-            [query_len] * num_requests, [seq_len] * num_requests, tables, self.dcp, self.mesh.dcp_rank, self.model.device
+            [query_len] * num_requests,
+            [seq_len] * num_requests,
+            tables,
+            self.dcp,
+            self.mesh.dcp_rank,
+            self.model.device,
         )
         last_rows = torch.arange(1, num_requests + 1, device=self.model.device) * query_len - 1
         dist.barrier()
@@ -106,8 +122,12 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(load: Load, batch_sizes: list[int], forced: dict[int, Tensor] | None) -> tuple[list[dict[str, Any]], dict[int, Tensor]]:
-    """Rows, and for each batch size the tokens chosen [1 + NUM_DECODE_STEPS, batch]; `forced` ones are fed instead of these."""
+def measure(
+    load: Load, batch_sizes: list[int], forced: dict[int, Tensor] | None
+) -> tuple[list[dict[str, Any]], dict[int, Tensor]]:
+    """Rows, and for each batch size the tokens chosen [1 + NUM_DECODE_STEPS, batch]; `forced` ones are fed instead of
+    these.
+    """
     rows, chosen = [], {}
     for size in (1, 4, len(load.prompts) // NUM_PREFILL_STEPS):
         steps = [load.prefill(range(step * size, (step + 1) * size)) for step in range(NUM_PREFILL_STEPS)]
@@ -133,7 +153,11 @@ def measure(load: Load, batch_sizes: list[int], forced: dict[int, Tensor] | None
 def _speed(times: list[float], num_tokens: int, device: torch.device) -> dict[str, float]:
     slowest = torch.tensor(statistics.median(times), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return {"num_tokens": num_tokens, "step_ms": round(float(slowest) * 1e3, 3), "tokens_per_second": round(num_tokens / float(slowest), 1)}
+    return {
+        "num_tokens": num_tokens,
+        "step_ms": round(float(slowest) * 1e3, 3),
+        "tokens_per_second": round(num_tokens / float(slowest), 1),
+    }
 
 
 def run(directory: Path, ranks: Ranks, prompts: Tensor, batch_sizes: list[int]) -> list[dict[str, Any]]:
@@ -143,7 +167,9 @@ def run(directory: Path, ranks: Ranks, prompts: Tensor, batch_sizes: list[int]) 
     rows: list[dict[str, Any]] = []
     reference: dict[int, Tensor] | None = None
     for experts in ("cut", "whole"):
-        model = load_model(directory, load_config(directory), dcp, mesh, selection, None, ranks.device, experts == "whole")
+        model = load_model(
+            directory, load_config(directory), dcp, mesh, selection, None, ranks.device, experts == "whole"
+        )
         measured, chosen = measure(Load(model, dcp, mesh, prompts), batch_sizes, reference)
         for row in measured:
             row = {"experts": experts, **row}
@@ -164,7 +190,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     add_commit_argument(parser)
-    parser.add_argument("--output", type=Path, default=None, help="default: benchmarks/results/h200xN/expert_parallel.json; none on CPU")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="default: benchmarks/results/h200xN/expert_parallel.json; none on CPU"
+    )
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     ranks = read_launcher(args.device)
@@ -175,7 +203,9 @@ def main() -> None:
         with checkpoint(args.tiny, ranks) as directory:
             rows = run(directory, ranks, prompts, batch_sizes)
         on_gpu = ranks.device.type == "cuda"
-        output = args.output or (ROOT / "benchmarks" / "results" / f"h200x{ranks.num_ranks}" / "expert_parallel.json" if on_gpu else None)
+        output = args.output or (
+            ROOT / "benchmarks" / "results" / f"h200x{ranks.num_ranks}" / "expert_parallel.json" if on_gpu else None
+        )
         if ranks.is_first and output is not None:
             write_results(output, rows, ranks.num_ranks, ranks.device, args.commit)
 

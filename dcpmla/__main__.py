@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from dcpmla.cli import bench, doctor, generate, plan
 from dcpmla.cli.options import share_mistake
-from dcpmla.parallel.launcher import claimed_rank
-from dcpmla.parallel.watchdog import Reported
+from dcpmla.job.launcher import claimed_rank
+from dcpmla.job.watchdog import Reported
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,8 +27,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     generate.add_arguments(commands.add_parser("generate", help="generate from prompts", description=generate.__doc__))
     bench.add_arguments(commands.add_parser("bench", help="measure", description=bench.__doc__))
-    plan.add_arguments(commands.add_parser("plan", help="predict memory and speed, from a config alone", description=plan.__doc__))
-    doctor.add_arguments(commands.add_parser("doctor", help="say what this machine can do, and prove it", description=doctor.__doc__))
+    plan.add_arguments(
+        commands.add_parser("plan", help="predict memory and speed, from a config alone", description=plan.__doc__)
+    )
+    doctor.add_arguments(
+        commands.add_parser("doctor", help="say what this machine can do, and prove it", description=doctor.__doc__)
+    )
     return parser
 
 

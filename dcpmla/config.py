@@ -1,4 +1,7 @@
-"""What a model's attention is (`MLAConfig`) and how it is spread over ranks (`DCPConfig`). The only place that knows Hugging Face names."""
+"""What a model's attention is (`MLAConfig`) and how it is spread over ranks (`DCPConfig`).
+
+The only place that knows Hugging Face names.
+"""
 
 import math
 from dataclasses import dataclass
@@ -11,9 +14,18 @@ DCP_EXCHANGE_DTYPES = ("auto", "fp8")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "fp8_ds_mla")
 DECODE_QUERY_DTYPES = ("auto", "fp8")
 INDEX_CACHE_DTYPES = ("auto", "fp8")
-# Hugging Face model types whose self-attention is MLA: that of DeepSeek-V2/V3, or the sparse one of DeepSeek-V3.2 and GLM-5.
+# Hugging Face model types whose self-attention is MLA: that of DeepSeek-V2/V3, or the sparse one of DeepSeek-V3.2 and
+# GLM-5.
 SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
-MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "longcat_flash", "mistral4", *SPARSE_MODEL_TYPES)
+MLA_MODEL_TYPES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
+    "glm4_moe_lite",
+    "longcat_flash",
+    "mistral4",
+    *SPARSE_MODEL_TYPES,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +35,8 @@ class IndexerConfig:
     Attributes:
         num_heads, head_dim: of the indexer's queries; its keys have one head.
         topk: tokens selected, where there are more.
-        rope_interleaved: rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first qk_rope_head_dim dims.
+        rope_interleaved: rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first
+            qk_rope_head_dim dims.
     """
 
     num_heads: int
@@ -89,7 +102,8 @@ class MLAConfig:
 
         Raises:
             ValueError: another architecture, or layers that reuse a selection that no layer makes.
-        Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper; LongCat's factors from its report.
+        Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper; LongCat's factors
+            from its report.
         """
         check_model_type(config.model_type)
         rope = config.rope_parameters or {}
@@ -128,22 +142,26 @@ class DCPConfig:
         cp_kv_cache_interleave_size: I, consecutive tokens on one rank before the next rank's turn.
         dcp_comm_backend: "ag_rs" or "a2a" (collectives), "direct" (stores over NVLink), or "auto" to choose.
         exchange_timeout: seconds that `direct` waits on the device for a rank's part of an exchange.
-        check_exchange: compare the ranks' calls of the exchange before they are made (`CheckedExchange`): slow, for the search of bugs.
+        check_exchange: compare the ranks' calls of the exchange before they are made (`CheckedExchange`): slow, for
+        the search of bugs.
         dcp_exchange_dtype: how decode's rows travel: "auto" as they are, "fp8" as e4m3 with scales (`direct` alone).
         block_size: tokens of one cache block on one rank.
-        kv_cache_dtype: format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same for models in bfloat16.
+        kv_cache_dtype: format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same
+        for models in bfloat16.
         kv_cache_scale: of an fp8 cache, latents over cached values; None takes the checkpoint's, 1 where it has none.
         calculate_kv_scales: take the scales of an fp8 cache and of fp8 queries from the first prompt's values instead.
-        index_cache_dtype: format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the model's dtype; "fp8" takes
-            half the memory, and rounds the indexer's queries, too.
-        index_hadamard: spread the values of the indexer's keys and queries by a Hadamard transform before they are rounded.
-        decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that the products of attention over an fp8
-            cache are fp8's; "auto" leaves them in the model's dtype.
-        context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and up-projects at a time.
-        dcp_q_replicate: each rank holds the query projection of all its DCP group's heads, so that decode gathers no queries. Costs memory,
-            and dcp times the query's arithmetic in decode.
-        dcp_project_before_merge: decode applies W_UV before the merge, so that rows of v_head_dim are exchanged and not of kv_lora_rank,
-            in steps with tokens enough to pay for W_UV of all the group's heads. Costs memory.
+        index_cache_dtype: format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the
+            model's dtype; "fp8" takes half the memory, and rounds the indexer's queries, too.
+        index_hadamard: spread the values of the indexer's keys and queries by a Hadamard transform before they are
+        rounded.
+        decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that the products of
+            attention over an fp8 cache are fp8's; "auto" leaves them in the model's dtype.
+        context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and
+        up-projects at a time.
+        dcp_q_replicate: each rank holds the query projection of all its DCP group's heads, so that decode gathers
+            no queries. Costs memory, and dcp times the query's arithmetic in decode.
+        dcp_project_before_merge: decode applies W_UV before the merge, so that rows of v_head_dim are exchanged and
+            not of kv_lora_rank, in steps with tokens enough to pay for W_UV of all the group's heads. Costs memory.
     Raises:
         ValueError: sizes that do not divide, an unknown backend, no time to wait, a workspace below one aligned chunk.
     """
@@ -180,13 +198,17 @@ class DCPConfig:
             )
         check_block_size(self.block_size, self.cp_kv_cache_interleave_size)
         if self.dcp_comm_backend not in DCP_COMM_BACKENDS:
-            raise ValueError(f"dcp_comm_backend (--dcp-comm-backend) is {self.dcp_comm_backend!r}; {_choices(DCP_COMM_BACKENDS)}")
+            raise ValueError(
+                f"dcp_comm_backend (--dcp-comm-backend) is {self.dcp_comm_backend!r}; {_choices(DCP_COMM_BACKENDS)}"
+            )
         if not 0 < self.exchange_timeout < math.inf:
             raise ValueError(
                 f"exchange_timeout (--dcp-exchange-timeout) is {self.exchange_timeout}; it must be a finite number of seconds above 0"
             )
         if self.dcp_exchange_dtype not in DCP_EXCHANGE_DTYPES:
-            raise ValueError(f"dcp_exchange_dtype (--dcp-exchange-dtype) is {self.dcp_exchange_dtype!r}; {_choices(DCP_EXCHANGE_DTYPES)}")
+            raise ValueError(
+                f"dcp_exchange_dtype (--dcp-exchange-dtype) is {self.dcp_exchange_dtype!r}; {_choices(DCP_EXCHANGE_DTYPES)}"
+            )
         if self.dcp_exchange_dtype == "fp8" and self.dcp_comm_backend not in ("auto", "direct"):
             raise ValueError(
                 f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', but dcp_comm_backend (--dcp-comm-backend) {self.dcp_comm_backend!r} "
@@ -201,18 +223,26 @@ class DCPConfig:
 
     def _check_cache_format(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; {_choices(KV_CACHE_DTYPES)}")
+            raise ValueError(
+                f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; {_choices(KV_CACHE_DTYPES)}"
+            )
         if self.decode_query_dtype not in DECODE_QUERY_DTYPES:
-            raise ValueError(f"decode_query_dtype (--decode-query-dtype) is {self.decode_query_dtype!r}; {_choices(DECODE_QUERY_DTYPES)}")
+            raise ValueError(
+                f"decode_query_dtype (--decode-query-dtype) is {self.decode_query_dtype!r}; {_choices(DECODE_QUERY_DTYPES)}"
+            )
         if self.kv_cache_scale is not None and not 1e-37 < self.kv_cache_scale < 1e38:
-            raise ValueError(f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}; it must be a normal float32 above 0")
+            raise ValueError(
+                f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}; it must be a normal float32 above 0"
+            )
         if self.kv_cache_scale is not None and self.calculate_kv_scales:
             raise ValueError(
                 f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}, but calculate_kv_scales (--calculate-kv-scales) asks to find "
                 f"one; give one of them"
             )
         if self.index_cache_dtype not in INDEX_CACHE_DTYPES:
-            raise ValueError(f"index_cache_dtype (--index-cache-dtype) is {self.index_cache_dtype!r}; {_choices(INDEX_CACHE_DTYPES)}")
+            raise ValueError(
+                f"index_cache_dtype (--index-cache-dtype) is {self.index_cache_dtype!r}; {_choices(INDEX_CACHE_DTYPES)}"
+            )
         asked = (
             ("kv_cache_scale (--kv-cache-scale)", self.kv_cache_scale is not None),
             ("calculate_kv_scales (--calculate-kv-scales)", self.calculate_kv_scales),
@@ -220,7 +250,9 @@ class DCPConfig:
         )
         for name, is_asked in asked:
             if is_asked and self.kv_cache_dtype != "fp8":
-                raise ValueError(f"{name} goes with kv_cache_dtype (--kv-cache-dtype) fp8, not with {self.kv_cache_dtype!r}")
+                raise ValueError(
+                    f"{name} goes with kv_cache_dtype (--kv-cache-dtype) fp8, not with {self.kv_cache_dtype!r}"
+                )
 
     @property
     def chunk_alignment(self) -> int:
@@ -236,7 +268,9 @@ class DCPConfig:
 def _indexer_from_hf(config: Any) -> IndexerConfig:
     types, num_layers = getattr(config, "indexer_types", None), config.num_hidden_layers
     if types is not None and (len(types) < num_layers or types[:1] != ["full"]):
-        raise ValueError(f"model: the config's indexer_types are {types}; each of {num_layers} layers has one, the first 'full'")
+        raise ValueError(
+            f"model: the config's indexer_types are {types}; each of {num_layers} layers has one, the first 'full'"
+        )
     return IndexerConfig(
         num_heads=config.index_n_heads,
         head_dim=config.index_head_dim,
@@ -246,7 +280,9 @@ def _indexer_from_hf(config: Any) -> IndexerConfig:
 
 
 def skips_topk(config: Any, layer: int) -> bool:
-    """Whether a layer of a transformers config has no indexer, and attends to what the layer before it did (GLM-5's "shared" ones)."""
+    """Whether a layer of a transformers config has no indexer, and attends to what the layer before it did (GLM-5's
+    "shared" ones).
+    """
     return config.model_type == "glm_moe_dsa" and config.indexer_types[layer] == "shared"
 
 
@@ -265,13 +301,17 @@ def check_index_options(attention: MLAConfig, dcp: DCPConfig) -> None:
     )
     for name, is_asked in asked:
         if is_asked and attention.indexer is None:
-            raise ValueError(f"{name} goes with sparse MLA ({', '.join(SPARSE_MODEL_TYPES)}); this model's attention is dense")
+            raise ValueError(
+                f"{name} goes with sparse MLA ({', '.join(SPARSE_MODEL_TYPES)}); this model's attention is dense"
+            )
 
 
 def check_model_type(model_type: str) -> None:
     """Raise ValueError for an architecture whose attention this package does not know."""
     if model_type not in MLA_MODEL_TYPES:
-        raise ValueError(f"model: architecture {model_type!r} is not an MLA model this runtime knows; {_choices(MLA_MODEL_TYPES)}")
+        raise ValueError(
+            f"model: architecture {model_type!r} is not an MLA model this runtime knows; {_choices(MLA_MODEL_TYPES)}"
+        )
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -284,4 +324,6 @@ def divisors(number: int) -> list[int]:
 
 
 def _choices(values: list[int] | tuple[str, ...]) -> str:
-    return "choose " + ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else f"choose {values[0]}"
+    return (
+        "choose " + ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else f"choose {values[0]}"
+    )

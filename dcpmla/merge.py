@@ -1,6 +1,7 @@
 """Attention over parts of the keys -> attention over all of them, by the log-sum-exp (LSE) of the scores of each part.
 
-The reduction of Flash-Decoding. LSE is natural log; a part without keys has lse -inf, and its weight is zero whatever its rows hold.
+The reduction of Flash-Decoding. LSE is natural log; a part without keys has lse -inf, and its weight is zero
+whatever its rows hold.
 """
 
 import torch
@@ -14,7 +15,8 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         out: [N, T, H, D], any float dtype; a row whose lse is -inf may hold anything, NaN included.
         lse: [N, T, H] float32, natural log.
     Returns:
-        out [T, H, D] in the dtype given and lse [T, H] float32; zeros and -inf where every part is empty. Sums are in float32 at least.
+        out [T, H, D] in the dtype given and lse [T, H] float32; zeros and -inf where every part is empty. Sums are
+    in float32 at least.
     Raises:
         ValueError: shapes that do not belong together.
     Source: the reduction of Flash-Decoding (online softmax).
@@ -27,12 +29,18 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def partial_weights(lse: Tensor) -> Tensor:
-    """Share of each part in the merged output: [N, ...] LSE -> [N, ...], adding up to 1 over the parts, or to 0 where all are empty."""
+    """Share of each part in the merged output: [N, ...] LSE -> [N, ...], adding up to 1 over the parts, or to 0 where
+    all are empty.
+    """
     return lse.softmax(0).where(lse != -torch.inf, 0.0)  # the softmax over empty parts alone is NaN
 
 
 def weigh_partial(out: Tensor, weight: Tensor) -> Tensor:
-    """A part's rows [..., D] times its weights [...], in float32 (float64 stays): the sum over the parts is the merged output."""
+    """A part's rows [..., D] times its weights [...], in float32 (float64 stays): the sum over the parts is the merged
+    output.
+    """
     weight = weight.unsqueeze(-1)
     out = out.to(torch.promote_types(out.dtype, torch.float32))
-    return (out * weight).where(weight != 0, 0.0)  # 0 x NaN is NaN: the product alone would let an empty row's payload through
+    return (out * weight).where(
+        weight != 0, 0.0
+    )  # 0 x NaN is NaN: the product alone would let an empty row's payload through

@@ -1,9 +1,12 @@
 """Who owns which token: the index arithmetic of decode context parallelism (DCP).
 
-W = dcp_size ranks share one sequence in groups of I = interleave tokens: position p lives on rank (p // I) % W, as that rank's token number
-(p // (W I)) I + p % I. In a paged cache one block id stands for block_size tokens on every rank, that is block_size W positions.
+W = dcp_size ranks share one sequence in groups of I = interleave tokens: position p lives on rank (p // I) % W, as
+that rank's token number (p // (W I)) I + p % I. In a paged cache one block id stands for block_size tokens on every
+rank, that is block_size
+W positions.
 
-Every function takes Python ints or integer tensors (any shape, any device) and returns the same kind. Nothing here knows torch.distributed.
+Every function takes Python ints or integer tensors (any shape, any device) and returns the same kind. Nothing here
+knows torch.distributed.
 """
 
 from collections.abc import Sequence
@@ -54,15 +57,17 @@ def local_seq_lens(seq_lens: int, dcp_size: int, dcp_rank: int, interleave: int 
 def local_seq_lens(seq_lens: int | Tensor, dcp_size: int, dcp_rank: None = None, interleave: int = 1) -> Tensor: ...
 @overload
 def local_seq_lens(seq_lens: Tensor, dcp_size: int, dcp_rank: int | None = None, interleave: int = 1) -> Tensor: ...
-def local_seq_lens(seq_lens: int | Tensor, dcp_size: int, dcp_rank: int | None = None, interleave: int = 1) -> int | Tensor:
+def local_seq_lens(
+    seq_lens: int | Tensor, dcp_size: int, dcp_rank: int | None = None, interleave: int = 1
+) -> int | Tensor:
     """Number of tokens of each sequence that a rank stores.
 
     Args:
         seq_lens: lengths of whole sequences, any shape.
         dcp_rank: the rank asked about; None asks about all.
     Returns:
-        int32 tensor of the shape of seq_lens, with a last dim of size dcp_size added when dcp_rank is None. An int stays an int when
-        dcp_rank is given.
+        int32 tensor of the shape of seq_lens, with a last dim of size dcp_size added when dcp_rank is None. An int
+        stays an int when dcp_rank is given.
     Raises:
         ValueError: dcp_size or interleave below 1, dcp_rank outside [0, dcp_size), or a negative int length.
     """
@@ -81,7 +86,12 @@ def local_seq_lens(seq_lens: int | Tensor, dcp_size: int, dcp_rank: int | None =
 
 @overload
 def slot_mapping(
-    positions: int, block_table_rows: Sequence[int] | Tensor, block_size: int, dcp_size: int, dcp_rank: int, interleave: int = 1
+    positions: int,
+    block_table_rows: Sequence[int] | Tensor,
+    block_size: int,
+    dcp_size: int,
+    dcp_rank: int,
+    interleave: int = 1,
 ) -> int: ...
 @overload
 def slot_mapping(
@@ -99,7 +109,8 @@ def slot_mapping(
 
     Args:
         positions: [T] positions of tokens in their sequences; a negative position (padding) gets -1.
-        block_table_rows: [T, max_blocks] block ids of each token's sequence, or [max_blocks] when all tokens are of one sequence.
+        block_table_rows: [T, max_blocks] block ids of each token's sequence, or [max_blocks] when all tokens are of
+        one sequence.
         block_size: tokens of one block on one rank.
     Returns:
         [T] int64; an int for an int position.
@@ -139,6 +150,6 @@ def _check_layout(dcp_size: int, interleave: int, dcp_rank: int | None = None) -
 
 
 def _check_non_negative(name: str, value: int | Tensor) -> None:
-    # Tensors are not looked into: that would synchronise with the GPU.
+    # Tensors are not looked into: that would synchronize with the GPU.
     if isinstance(value, int) and value < 0:
         raise ValueError(f"{name} is {value}; it must not be negative")

@@ -1,12 +1,14 @@
-"""The engine from Python, streaming: `torchrun --standalone --nproc-per-node 4 examples/stream.py examples/needle/model`."""
+"""The engine from Python, streaming: `torchrun --standalone --nproc-per-node 4 examples/stream.py
+examples/needle/model`.
+"""
 
 import sys
 from datetime import timedelta
 
 from dcpmla import DCPConfig, init_mesh
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.engine import load_engine, open_model
-from dcpmla.parallel.bootstrap import distributed, read_launcher
+from dcpmla.integrations.loading import load_engine, open_model
+from dcpmla.job.bootstrap import distributed, read_launcher
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 
@@ -27,7 +29,12 @@ def main(model: str) -> None:
 
         # Every rank adds the same requests, in the same order; more may be added while the loop runs.
         for index, prompt in enumerate(PROMPTS):
-            engine.add(prompt, SamplingParams(max_new_tokens=4, temperature=0.5 * index, seed=index), request_id=index, on_token=show)
+            engine.add(
+                prompt,
+                SamplingParams(max_new_tokens=4, temperature=0.5 * index, seed=index),
+                request_id=index,
+                on_token=show,
+            )
         for request in engine.run():
             if ranks.is_first:
                 print(f"{request.request_id}: {request.finish_reason}, {request.metrics()}", flush=True)

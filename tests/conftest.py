@@ -1,14 +1,16 @@
-"""What test files share: GPU tests skip where there are too few GPUs, a tiny model on disk, a process that no launcher started."""
+"""What test files share: GPU tests skip where there are too few GPUs, a tiny model on disk, a process that no launcher
+started.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from models import save_tiny
-from plan_cases import read_v3
 
 from dcpmla.planning.weights import ModelSize
+from tests.support.models import save_tiny
+from tests.support.plan_cases import read_v3
 
 _NUM_GPUS = {"gpu": 1, "gpu_2": 2, "gpu_4": 4, "gpu_8": 8}
 

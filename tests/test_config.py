@@ -1,4 +1,6 @@
-"""The configuration read from Hugging Face against what transformers' attention modules compute; mistakes against their messages."""
+"""The configuration read from Hugging Face against what transformers' attention modules compute; mistakes against their
+messages.
+"""
 
 import importlib
 import math
@@ -9,12 +11,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import FAMILIES, SPARSE_FAMILIES, tiny_config
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from dcpmla import DCPConfig, MLAConfig
-from dcpmla.config import MLA_MODEL_TYPES, IndexerConfig, check_index_options, divisors, num_index_layers, skips_topk, yarn_mscale
+from dcpmla.config import (
+    MLA_MODEL_TYPES,
+    IndexerConfig,
+    check_index_options,
+    divisors,
+    num_index_layers,
+    skips_topk,
+    yarn_mscale,
+)
+from tests.support.models import FAMILIES, SPARSE_FAMILIES, tiny_config
 
 POSITIONS = torch.tensor([0, 15, 16, 40, 100])
 ROPES = ("default", "yarn", "yarn without mscale_all_dim")
@@ -25,7 +35,9 @@ ropes = pytest.mark.parametrize("rope", ROPES)
 def make_config(family: str, rope: str = "yarn") -> Any:
     config = tiny_config(family)
     if rope == "yarn without mscale_all_dim":
-        config.rope_parameters = {key: value for key, value in config.rope_parameters.items() if key != "mscale_all_dim"}
+        config.rope_parameters = {
+            key: value for key, value in config.rope_parameters.items() if key != "mscale_all_dim"
+        }
     if rope == "default":
         config.rope_parameters["rope_type"] = "default"
     config._attn_implementation = "eager"
@@ -39,7 +51,9 @@ def modeling(config: Any) -> Any:
 def make_module(config: Any) -> Any:
     """The family's attention module, its norms drawn at random."""
     torch.manual_seed(0)
-    name = type(config).__name__.removesuffix("Config") + ("MLA" if config.model_type == "longcat_flash" else "Attention")
+    name = type(config).__name__.removesuffix("Config") + (
+        "MLA" if config.model_type == "longcat_flash" else "Attention"
+    )
     module = getattr(modeling(config), name)(config, layer_idx=0)
     for parameter in (parameter for key, parameter in module.named_parameters() if "norm" in key):
         parameter.data.uniform_(0.5, 1.5)
@@ -47,7 +61,9 @@ def make_module(config: Any) -> Any:
 
 
 def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Run a module on POSITIONS: what reaches its attention function, and which rotary functions it and its indexer called."""
+    """Run a module on POSITIONS: what reaches its attention function, and which rotary functions it and its indexer
+    called.
+    """
     library, rotary, index_rotary, seen = modeling(module.config), [], [], {}
 
     def spy(name: str) -> Any:
@@ -63,14 +79,20 @@ def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[
         if hasattr(library, name):
             monkeypatch.setattr(library, name, spy(name))
 
-    def attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **__: Any) -> tuple[Tensor, None]:
-        seen.update(query=query[0].transpose(0, 1), key=key[0].transpose(0, 1), value=value[0].transpose(0, 1), scaling=scaling)
+    def attention(
+        _: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **__: Any
+    ) -> tuple[Tensor, None]:
+        seen.update(
+            query=query[0].transpose(0, 1), key=key[0].transpose(0, 1), value=value[0].transpose(0, 1), scaling=scaling
+        )
         return value.transpose(1, 2), None
 
     monkeypatch.setattr(library, "eager_attention_forward", attention)
     width = module.config.qk_rope_head_dim
     one = torch.ones(1, len(POSITIONS), width)
-    angles = torch.ones(1, len(POSITIONS), width // 2) + 0j if module.config.model_type == "deepseek_v2" else (one, 0 * one)
+    angles = (
+        torch.ones(1, len(POSITIONS), width // 2) + 0j if module.config.model_type == "deepseek_v2" else (one, 0 * one)
+    )
     mask = torch.zeros(1, 1, len(POSITIONS), len(POSITIONS)) if module.config.model_type in SPARSE_FAMILIES else None
     module(hidden[None], position_embeddings=angles, attention_mask=mask, position_ids=POSITIONS[None])
     return seen, rotary, index_rotary
@@ -99,7 +121,9 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
         beta, original = config.llama_4_scaling
         factor = torch.tensor([1 + beta * math.log(1 + position // original) for position in POSITIONS.tolist()])
     expected = query * config.scale * factor[:, None, None]
-    torch.testing.assert_close(seen["query"][..., : config.qk_nope_head_dim] * seen["scaling"], expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        seen["query"][..., : config.qk_nope_head_dim] * seen["scaling"], expected, atol=1e-6, rtol=1e-5
+    )
 
 
 @families
@@ -134,7 +158,9 @@ def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
     module = make_module(hf_config)
     scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
     assert MLAConfig.from_hf(hf_config).scale == pytest.approx(scale, rel=1e-12)
-    assert MLAConfig.from_hf(hf_config).kv_lora_scale == pytest.approx(getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12)
+    assert MLAConfig.from_hf(hf_config).kv_lora_scale == pytest.approx(
+        getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12
+    )
 
 
 @families
@@ -145,7 +171,10 @@ def test_geometry_is_that_of_the_weights(family: str) -> None:
     assert q_proj.out_features == config.num_heads * config.qk_head_dim
     assert q_proj.in_features == (config.q_lora_rank or config.hidden_size)
     assert module.kv_a_proj_with_mqa.weight.shape == (config.latent_dim, config.hidden_size)
-    assert module.kv_b_proj.weight.shape == (config.num_heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
+    assert module.kv_b_proj.weight.shape == (
+        config.num_heads * (config.qk_nope_head_dim + config.v_head_dim),
+        config.kv_lora_rank,
+    )
     assert module.o_proj.weight.shape == (config.hidden_size, config.num_heads * config.v_head_dim)
     assert (module.o_proj.bias is not None) == (module.kv_a_proj_with_mqa.bias is not None) == config.attention_bias
 
@@ -202,7 +231,13 @@ def test_scale_of_deepseek_v3_as_published() -> None:
     """192^-0.5 (0.1 ln 40 + 1)^2, from the model card's YaRN factor of 40."""
     hf_config = make_config("deepseek_v3")
     hf_config.qk_nope_head_dim, hf_config.qk_rope_head_dim = 128, 64
-    hf_config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    hf_config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
     assert MLAConfig.from_hf(hf_config).scale == pytest.approx(0.1352338, abs=1e-7)
 
 
@@ -297,14 +332,26 @@ def test_block_size_below_one(block_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "interleave", "block_size", "virtual", "alignment"),
-    [(1, 1, 64, 64, 64), (8, 1, 64, 512, 64), (3, 1, 64, 192, 192), (6, 16, 64, 384, 192), (5, 16, 64, 320, 320), (5, 2, 6, 30, 30)],
+    [
+        (1, 1, 64, 64, 64),
+        (8, 1, 64, 512, 64),
+        (3, 1, 64, 192, 192),
+        (6, 16, 64, 384, 192),
+        (5, 16, 64, 320, 320),
+        (5, 2, 6, 30, 30),
+    ],
 )
 def test_sizes_of_blocks_and_chunks(size: int, interleave: int, block_size: int, virtual: int, alignment: int) -> None:
     dcp = DCPConfig(
-        tensor_parallel_size=size, decode_context_parallel_size=size, cp_kv_cache_interleave_size=interleave, block_size=block_size
+        tensor_parallel_size=size,
+        decode_context_parallel_size=size,
+        cp_kv_cache_interleave_size=interleave,
+        block_size=block_size,
     )
     assert dcp.virtual_block_size == virtual
-    multiples = [tokens for tokens in range(1, virtual + 1) if tokens % block_size == 0 and tokens % (size * interleave) == 0]
+    multiples = [
+        tokens for tokens in range(1, virtual + 1) if tokens % block_size == 0 and tokens % (size * interleave) == 0
+    ]
     assert dcp.chunk_alignment == multiples[0] == alignment
 
 

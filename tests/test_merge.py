@@ -24,8 +24,12 @@ def attend(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("ths,shd->thd", weights / total, values), (peak + total.log())[..., 0]
 
 
-def cut(scores: Tensor, values: Tensor, parts: list[int], num_parts: int, garbage: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each key to its part -> out [N, T, H, D] and float32 lse [N, T, H]; a part without keys has lse -inf over garbage."""
+def cut(
+    scores: Tensor, values: Tensor, parts: list[int], num_parts: int, garbage: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Each key to its part -> out [N, T, H, D] and float32 lse [N, T, H]; a part without keys has lse -inf over
+    garbage.
+    """
     out = torch.full((num_parts, *scores.shape[:2], values.shape[-1]), garbage, dtype=dtype)
     lse = torch.full(out.shape[:-1], -math.inf)
     for part in set(parts):
@@ -43,7 +47,9 @@ def problem(num_keys: int, seed: int, biases: Tensor | None = None) -> tuple[Ten
 
 
 def tolerance(lse: Tensor) -> float:
-    """A float32 LSE is off by half an ulp, and every weight by that factor: at |lse| = 1e4 this is what float32 can tell."""
+    """A float32 LSE is off by half an ulp, and every weight by that factor: at |lse| = 1e4 this is what float32 can
+    tell.
+    """
     return 2e-6 + 4 * float(lse[lse.isfinite()].abs().max()) * 2**-24
 
 
@@ -69,7 +75,9 @@ def test_any_cut_of_the_keys(num_parts: int, num_keys: int, seed: int, garbage: 
 @given(seed=st.integers(0, 10**6), data=st.data())
 def test_parts_of_very_different_magnitude(seed: int, data: st.DataObject) -> None:
     parts = list(range(4)) + data.draw(st.lists(st.integers(0, 3), max_size=8))
-    magnitudes = data.draw(st.lists(st.sampled_from([-1e4, -300.0, -80.0, 0.0, 80.0, 300.0, 1e4]), min_size=4, max_size=4))
+    magnitudes = data.draw(
+        st.lists(st.sampled_from([-1e4, -300.0, -80.0, 0.0, 80.0, 300.0, 1e4]), min_size=4, max_size=4)
+    )
     scores, values = problem(len(parts), seed, torch.tensor([magnitudes[part] for part in parts], dtype=torch.float64))
     out, lse = merge_partials(*cut(scores, values, parts, 4, 0.0, torch.float32))
     expected_out, expected_lse = attend(scores, values)
@@ -134,7 +142,10 @@ def test_order_and_grouping_do_not_matter(num_keys: int, seed: int, data: st.Dat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_one_part_is_the_identity(dtype: torch.dtype) -> None:
-    out, lse = torch.randn(1, 3, 2, 4, dtype=torch.float64).to(dtype), torch.tensor([[[-1e4, 1e4], [0.3, -7.7], [88.0, -103.0]]])
+    out, lse = (
+        torch.randn(1, 3, 2, 4, dtype=torch.float64).to(dtype),
+        torch.tensor([[[-1e4, 1e4], [0.3, -7.7], [88.0, -103.0]]]),
+    )
     merged, merged_lse = merge_partials(out, lse)
     assert merged.dtype == dtype
     assert torch.equal(merged, out[0])
@@ -144,7 +155,9 @@ def test_one_part_is_the_identity(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "half_ulp"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_narrow_rows_are_summed_in_float32_and_rounded_once(dtype: torch.dtype, half_ulp: float) -> None:
-    """64 parts: a sum in the narrow dtype would lose several bits, one rounding loses half an ulp (in [1, 2): 2^-8, 2^-11)."""
+    """64 parts: a sum in the narrow dtype would lose several bits, one rounding loses half an ulp (in [1, 2): 2^-8,
+    2^-11).
+    """
     generator = np.random.default_rng(0)
     out = torch.tensor(generator.uniform(1, 2, (64, 5, 2, 8))).to(dtype)
     lse = torch.tensor(generator.uniform(-1, 1, (64, 5, 2)), dtype=torch.float32)
@@ -169,7 +182,10 @@ def test_float64_stays_float64() -> None:
 def test_inputs_are_left_alone_and_may_be_views() -> None:
     out, lse = cut(*problem(9, 1), [0, 1, 3, 3, 1, 0, 0, 1, 3], 4, math.nan, torch.float32)
     expected = merge_partials(out, lse)
-    strided_out, strided_lse = out.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), lse.transpose(0, 2).contiguous().transpose(0, 2)
+    strided_out, strided_lse = (
+        out.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        lse.transpose(0, 2).contiguous().transpose(0, 2),
+    )
     kept = strided_out.clone(), strided_lse.clone()
     for got, want in zip(merge_partials(strided_out, strided_lse), expected, strict=True):
         torch.testing.assert_close(got, want)
@@ -198,7 +214,13 @@ def test_a_share_keeps_float64_and_is_zero_where_all_is_empty() -> None:
 
 @pytest.mark.parametrize(
     ("out_shape", "lse_shape"),
-    [((2, 3, 4, 5), (2, 3)), ((2, 3, 4, 5), (2, 3, 5)), ((2, 3, 4, 5), (3, 4)), ((3, 4, 5), (3, 4)), ((2, 3, 4, 5), (2, 3, 4, 1))],
+    [
+        ((2, 3, 4, 5), (2, 3)),
+        ((2, 3, 4, 5), (2, 3, 5)),
+        ((2, 3, 4, 5), (3, 4)),
+        ((3, 4, 5), (3, 4)),
+        ((2, 3, 4, 5), (2, 3, 4, 1)),
+    ],
 )
 def test_shapes_that_do_not_belong_together(out_shape: tuple[int, ...], lse_shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="^merge_partials: ") as error:

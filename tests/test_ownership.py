@@ -1,4 +1,6 @@
-"""Ownership against a deal of the cards: tokens handed to ranks one by one, blocks filled slot by slot, with no arithmetic on positions."""
+"""Ownership against a deal of the cards: tokens handed to ranks one by one, blocks filled slot by slot, with no
+arithmetic on positions.
+"""
 
 import itertools
 import random
@@ -21,9 +23,13 @@ layouts = pytest.mark.parametrize(("dcp_size", "interleave"), LAYOUTS, ids=[f"W{
 
 
 def deal(num_tokens: int, dcp_size: int, interleave: int) -> list[tuple[int, int]]:
-    """(rank, index among the rank's tokens) of each token: `interleave` tokens to a rank, then it is the next rank's turn."""
+    """(rank, index among the rank's tokens) of each token: `interleave` tokens to a rank, then it is the next rank's
+    turn.
+    """
     counts = [0] * dcp_size
-    turns = itertools.chain.from_iterable(itertools.repeat(rank, interleave) for rank in itertools.cycle(range(dcp_size)))
+    turns = itertools.chain.from_iterable(
+        itertools.repeat(rank, interleave) for rank in itertools.cycle(range(dcp_size))
+    )
     places = []
     for rank in itertools.islice(turns, num_tokens):
         places.append((rank, counts[rank]))
@@ -31,9 +37,13 @@ def deal(num_tokens: int, dcp_size: int, interleave: int) -> list[tuple[int, int
     return places
 
 
-def deal_slots(num_tokens: int, blocks: list[int], block_size: int, dcp_size: int, interleave: int) -> list[tuple[int, int]]:
+def deal_slots(
+    num_tokens: int, blocks: list[int], block_size: int, dcp_size: int, interleave: int
+) -> list[tuple[int, int]]:
     """(rank, cache slot) of each token: every rank fills the same blocks, in order, slot after slot."""
-    free: list[Iterator[int]] = [(block * block_size + offset for block in blocks for offset in range(block_size)) for _ in range(dcp_size)]
+    free: list[Iterator[int]] = [
+        (block * block_size + offset for block in blocks for offset in range(block_size)) for _ in range(dcp_size)
+    ]
     return [(rank, next(free[rank])) for rank, _ in deal(num_tokens, dcp_size, interleave)]
 
 
@@ -55,7 +65,10 @@ def test_owner_and_local_index_of_every_position(dcp_size: int, interleave: int)
     assert ownership.owner_rank(positions, dcp_size, interleave).tolist() == [rank for rank, _ in places]
     assert ownership.local_index(positions, dcp_size, interleave).tolist() == [index for _, index in places]
     for position, place in enumerate(places):
-        assert (ownership.owner_rank(position, dcp_size, interleave), ownership.local_index(position, dcp_size, interleave)) == place
+        assert (
+            ownership.owner_rank(position, dcp_size, interleave),
+            ownership.local_index(position, dcp_size, interleave),
+        ) == place
 
 
 @layouts
@@ -67,7 +80,9 @@ def test_global_position_is_the_inverse(dcp_size: int, interleave: int) -> None:
     for rank, positions in held.items():
         indices = torch.arange(len(positions))
         assert ownership.global_position(indices, rank, dcp_size, interleave).tolist() == positions
-        assert [ownership.global_position(index, rank, dcp_size, interleave) for index in range(len(positions))] == positions
+        assert [
+            ownership.global_position(index, rank, dcp_size, interleave) for index in range(len(positions))
+        ] == positions
 
 
 @layouts
@@ -102,10 +117,14 @@ def test_tensors_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     flat = numbers.flatten().tolist()
     owners, indices = ownership.owner_rank(numbers, 6, 2), ownership.local_index(numbers, 6, 2)
     assert owners.shape == indices.shape == torch.Size(shape)
-    assert list(zip(owners.flatten().tolist(), indices.flatten().tolist(), strict=True)) == [places[number] for number in flat]
+    assert list(zip(owners.flatten().tolist(), indices.flatten().tolist(), strict=True)) == [
+        places[number] for number in flat
+    ]
     whole = ownership.local_seq_lens(numbers, 6, interleave=2)
     assert whole.shape == (*shape, 6)
-    assert whole.reshape(-1, 6).tolist() == [[sum(r == rank for r, _ in places[:number]) for rank in range(6)] for number in flat]
+    assert whole.reshape(-1, 6).tolist() == [
+        [sum(r == rank for r, _ in places[:number]) for rank in range(6)] for number in flat
+    ]
     mine = ownership.local_seq_lens(numbers, 6, 4, 2)
     assert (mine.shape, mine.dtype) == (torch.Size(shape), torch.int32)
     assert torch.equal(mine, whole[..., 4])
@@ -138,7 +157,9 @@ def test_slots_fill_the_blocks_in_order(dcp_size: int, interleave: int, blocks_o
     expected = deal_slots(num_tokens, blocks, block_size, dcp_size, interleave)
     positions = torch.arange(num_tokens)
     for rank in range(dcp_size):
-        slots = ownership.slot_mapping(positions, torch.tensor(blocks, dtype=torch.int32), block_size, dcp_size, rank, interleave)
+        slots = ownership.slot_mapping(
+            positions, torch.tensor(blocks, dtype=torch.int32), block_size, dcp_size, rank, interleave
+        )
         assert slots.dtype == torch.int64
         assert slots.tolist() == [slot if owner == rank else -1 for owner, slot in expected]
 
@@ -152,11 +173,16 @@ def test_ranks_together_hold_each_token_once(data: st.DataObject) -> None:
     ids = shuffled_blocks(12, seed=data.draw(st.integers(0, 9)))
     tables = torch.tensor(ids, dtype=torch.int32).view(3, 4)
     capacity = 4 * block_size * dcp_size
-    tokens = data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(-3, capacity - 1)), min_size=1, max_size=30, unique=True))
+    tokens = data.draw(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(-3, capacity - 1)), min_size=1, max_size=30, unique=True)
+    )
     sequences, positions = (torch.tensor(column) for column in zip(*tokens, strict=True))
     expected = [deal_slots(capacity, table, block_size, dcp_size, interleave) for table in tables.tolist()]
     slots = torch.stack(
-        [ownership.slot_mapping(positions, tables[sequences], block_size, dcp_size, rank, interleave) for rank in range(dcp_size)]
+        [
+            ownership.slot_mapping(positions, tables[sequences], block_size, dcp_size, rank, interleave)
+            for rank in range(dcp_size)
+        ]
     )
     for (sequence, position), column in zip(tokens, slots.T.tolist(), strict=True):
         owner, slot = expected[sequence][position] if position >= 0 else (None, None)
@@ -193,7 +219,9 @@ def test_padding_alone_and_no_tokens() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_slots_past_32_bits(dtype: torch.dtype) -> None:
     block = 2**31 - 1  # the last id of an int32 table
-    slots = ownership.slot_mapping(torch.tensor([0, 1, 127], dtype=dtype), torch.tensor([block], dtype=torch.int32), 64, 2, 1)
+    slots = ownership.slot_mapping(
+        torch.tensor([0, 1, 127], dtype=dtype), torch.tensor([block], dtype=torch.int32), 64, 2, 1
+    )
     assert slots.tolist() == [-1, block * 64, block * 64 + 63]
 
 
@@ -202,7 +230,10 @@ def test_slots_past_32_bits(dtype: torch.dtype) -> None:
     [
         (lambda: ownership.owner_rank(0, 0), "dcp_size is 0; it must be at least 1"),
         (lambda: ownership.owner_rank(0, -2), "dcp_size is -2; it must be at least 1"),
-        (lambda: ownership.owner_rank(0, 2, 0), "interleave (--cp-kv-cache-interleave-size) is 0; it must be at least 1"),
+        (
+            lambda: ownership.owner_rank(0, 2, 0),
+            "interleave (--cp-kv-cache-interleave-size) is 0; it must be at least 1",
+        ),
         (lambda: ownership.owner_rank(-1, 2), "position is -1; it must not be negative"),
         (lambda: ownership.local_index(-4, 2), "position is -4; it must not be negative"),
         (lambda: ownership.local_index(4, 0), "dcp_size is 0; it must be at least 1"),
@@ -211,9 +242,18 @@ def test_slots_past_32_bits(dtype: torch.dtype) -> None:
         (lambda: ownership.global_position(0, -1, 2), "dcp_rank is -1; with dcp_size 2 it must be in [0, 2)"),
         (lambda: ownership.local_seq_lens(-1, 2), "seq_lens is -1; it must not be negative"),
         (lambda: ownership.local_seq_lens(-1, 2, 0), "seq_lens is -1; it must not be negative"),
-        (lambda: ownership.local_seq_lens(torch.tensor([1]), 3, 3), "dcp_rank is 3; with dcp_size 3 it must be in [0, 3)"),
-        (lambda: ownership.local_seq_lens(1, 3, 0, -1), "interleave (--cp-kv-cache-interleave-size) is -1; it must be at least 1"),
-        (lambda: ownership.slot_mapping(torch.tensor([0]), [0], 4, 2, 2), "dcp_rank is 2; with dcp_size 2 it must be in [0, 2)"),
+        (
+            lambda: ownership.local_seq_lens(torch.tensor([1]), 3, 3),
+            "dcp_rank is 3; with dcp_size 3 it must be in [0, 3)",
+        ),
+        (
+            lambda: ownership.local_seq_lens(1, 3, 0, -1),
+            "interleave (--cp-kv-cache-interleave-size) is -1; it must be at least 1",
+        ),
+        (
+            lambda: ownership.slot_mapping(torch.tensor([0]), [0], 4, 2, 2),
+            "dcp_rank is 2; with dcp_size 2 it must be in [0, 2)",
+        ),
         (
             lambda: ownership.slot_mapping(torch.tensor([0]), [0], 24, 2, 0, 16),
             "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size (--block-size) 24",

@@ -77,7 +77,11 @@ def _takes_hopper_sparse(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: 
 
 
 def _takes_hopper_fp8(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    return q.dtype == kv_cache.dtype == formats.FP8 and _suits_hopper(q, kv_cache, kv_lora_rank, dtype) and _is_tiled(kv_cache)
+    return (
+        q.dtype == kv_cache.dtype == formats.FP8
+        and _suits_hopper(q, kv_cache, kv_lora_rank, dtype)
+        and _is_tiled(kv_cache)
+    )
 
 
 def _takes_hopper_8bit(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
@@ -110,59 +114,62 @@ def _is_sparse(kv_cache: Tensor) -> bool:
 
 
 def _load_hopper() -> Decode:
-    from dcpmla.attention.kernels.mla_decode_hopper import mla_decode
+    from dcpmla.attention.hopper.decode import mla_decode
 
     return mla_decode
 
 
 def _load_hopper_sender() -> SendDecode:
-    from dcpmla.attention.kernels.mla_decode_hopper import send_mla_decode
+    from dcpmla.attention.hopper.decode import send_mla_decode
 
     return send_mla_decode
 
 
 def _load_hopper_sparse() -> Decode:
-    from dcpmla.attention.kernels.mla_decode_hopper_sparse import mla_decode
+    from dcpmla.attention.hopper.decode_sparse import mla_decode
 
     return mla_decode
 
 
 def _load_hopper_sparse_sender() -> SendDecode:
-    from dcpmla.attention.kernels.mla_decode_hopper_sparse import send_mla_decode
+    from dcpmla.attention.hopper.decode_sparse import send_mla_decode
 
     return send_mla_decode
 
 
 def _load_hopper_fp8() -> Decode:
-    from dcpmla.attention.kernels.mla_decode_hopper_fp8 import mla_decode
+    from dcpmla.attention.hopper.decode_fp8 import mla_decode
 
     return mla_decode
 
 
 def _load_hopper_fp8_sender() -> SendDecode:
-    from dcpmla.attention.kernels.mla_decode_hopper_fp8 import send_mla_decode
+    from dcpmla.attention.hopper.decode_fp8 import send_mla_decode
 
     return send_mla_decode
 
 
 def _load_hopper_8bit() -> Decode:
-    from dcpmla.attention.kernels.mla_decode_hopper_8bit import mla_decode
+    from dcpmla.attention.hopper.decode_8bit import mla_decode
 
     return mla_decode
 
 
 def _load_hopper_8bit_sender() -> SendDecode:
-    from dcpmla.attention.kernels.mla_decode_hopper_8bit import send_mla_decode
+    from dcpmla.attention.hopper.decode_8bit import send_mla_decode
 
     return send_mla_decode
 
 
 def _takes_triton(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    """Half precision on sm_80 or later, 8-bit formats on sm_89 or later; widths that are powers of two and fit into registers."""
+    """Half precision on sm_80 or later, 8-bit formats on sm_89 or later; widths that are powers of two and fit into
+    registers.
+    """
     widths = kv_lora_rank, q.shape[-1] - kv_lora_rank
     return (
         q.is_cuda
-        and torch.cuda.get_device_capability(q.device) >= ((8, 0) if _is_half(q, kv_cache) else (8, 9))  # that converts e4m3
+        and torch.cuda.get_device_capability(q.device)
+        >= ((8, 0) if _is_half(q, kv_cache) else (8, 9))  # that converts e4m3
         and dtype in (torch.bfloat16, torch.float16)
         and q.dtype in (dtype, formats.FP8)
         and kv_cache.dtype in (q.dtype, formats.FP8, torch.uint8)
@@ -182,7 +189,7 @@ def _is_aligned(kv_cache: Tensor) -> bool:
 
 
 def _load_triton() -> Decode:
-    from dcpmla.attention.kernels.mla_decode import mla_decode
+    from dcpmla.attention.triton.decode import mla_decode
 
     return mla_decode
 

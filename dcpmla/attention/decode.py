@@ -1,11 +1,13 @@
-"""Decode: the newest query tokens of each request, all heads of the DCP group over this rank's tokens, merged across ranks."""
+"""Decode: the newest query tokens of each request, all heads of the DCP group over this rank's tokens, merged across
+ranks.
+"""
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import select_decode
-from dcpmla.attention.metadata import DecodeMetadata
 from dcpmla.attention.projections import project_values
+from dcpmla.attention.step import DecodeMetadata
 from dcpmla.cache import formats
 from dcpmla.comm.exchange import Exchange
 
@@ -32,23 +34,29 @@ def mla_decode(
     Args:
         q: [T, H, kv_lora_rank + rope], the query tokens of one request after the other: [ql_nope | q_pe].
         kv_cache: [num_blocks, block_size, kv_lora_rank + rope].
-        block_table: [num_reqs, max_blocks] int32, block ids of each request; entries behind its last block are not read.
-        seq_lens: [T] int32, for each query token how many of its request's first tokens in this cache it sees. Under DCP this is the
-            causal bound, cut to this rank: tokens of a request see as many as the one before or more. It must not change while a
-            kernel runs.
+        block_table: [num_reqs, max_blocks] int32, block ids of each request; entries behind its last block are not
+        read.
+        seq_lens: [T] int32, for each query token how many of its request's first tokens in this cache it sees.
+            Under DCP this is the
+            causal bound, cut to this rank: tokens of a request see as many as the one before or more. It must not
+            change while a kernel runs.
         scale: factor of the scores, positive.
         kv_lora_rank: width of the latent, which is the value.
-        query_start_loc: [num_reqs + 1] int32, where each request's query tokens start; None when all have T / num_reqs of them. Rows
-            of q behind the last request's are padding: what comes out for them carries no meaning.
+        query_start_loc: [num_reqs + 1] int32, where each request's query tokens start; None when all have T /
+            num_reqs of them. Rows of q behind the last request's are padding: what comes out for them carries no
+            meaning.
         max_query_len: most query tokens of a request; asked for with query_start_loc.
-        workspace: from `decode_workspace`, for kernels that split a request over programs; calls in a row may share one. None makes one.
-        kv_scale, q_scale: float32 of one element on q's device, what an fp8 cache and e4m3 queries are to be multiplied by; for them alone.
+        workspace: from `decode_workspace`, for kernels that split a request over programs; calls in a row may share
+        one. None makes one.
+        kv_scale, q_scale: float32 of one element on q's device, what an fp8 cache and e4m3 queries are to be
+        multiplied by; for them alone.
         dtype: of the output; None takes q's. Asked for where q is e4m3.
     Returns:
         out [T, H, kv_lora_rank], lse [T, H] float32 natural log; (0, -inf) for a query that sees no token.
     Raises:
-        ValueError: shapes that do not belong together, numbers that are not int32 or not contiguous, a scale that is not positive, a
-            workspace that `decode_workspace` would not have made, scales or dtypes that do not belong together.
+        ValueError: shapes that do not belong together, numbers that are not int32 or not contiguous, a scale that
+            is not positive, a workspace that `decode_workspace` would not have made, scales or dtypes that do not
+            belong together.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
     what = q, kv_cache, block_table, seq_lens, scale, kv_lora_rank
@@ -70,46 +78,66 @@ def _check(
 ) -> int:
     """max_query_len, also where it is not given."""
     if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
-        raise ValueError(f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}")
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}"
+        )
     width = formats.row_width(kv_cache.dtype, kv_lora_rank, q.shape[-1] - kv_lora_rank)
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != width:
-        raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {width}] to match q")
+        raise ValueError(
+            f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {width}] to match q"
+        )
     num_tokens = q.shape[0]
     if block_table.ndim != 2 or ((block_table.shape[0] == 0 or num_tokens == 0) and block_table.shape[0] != num_tokens):
-        raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request")
+        raise ValueError(
+            f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request"
+        )
     num_reqs = block_table.shape[0]
     if tuple(seq_lens.shape) != (num_tokens,):
-        raise ValueError(f"seq_lens has shape {tuple(seq_lens.shape)}; expected [{num_tokens}], one for each query token")
+        raise ValueError(
+            f"seq_lens has shape {tuple(seq_lens.shape)}; expected [{num_tokens}], one for each query token"
+        )
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be positive")
     if query_start_loc is not None and tuple(query_start_loc.shape) != (num_reqs + 1,):
-        raise ValueError(f"query_start_loc has shape {tuple(query_start_loc.shape)}; expected [{num_reqs + 1}], num_reqs + 1")
+        raise ValueError(
+            f"query_start_loc has shape {tuple(query_start_loc.shape)}; expected [{num_reqs + 1}], num_reqs + 1"
+        )
     for name, numbers in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
         if numbers is not None and (numbers.dtype != torch.int32 or numbers.stride(-1) != 1):
-            raise ValueError(f"{name} has dtype {numbers.dtype} and strides {numbers.stride()}; it must be int32 with contiguous rows")
+            raise ValueError(
+                f"{name} has dtype {numbers.dtype} and strides {numbers.stride()}; it must be int32 with contiguous rows"
+            )
     if workspace is not None and (workspace.dtype, workspace.ndim, workspace.device) != (torch.float32, 1, q.device):
         found = f"{workspace.dtype} {tuple(workspace.shape)} on {workspace.device}"
         raise ValueError(f"workspace is {found}; it comes from decode_workspace({str(q.device)!r})")
     if query_start_loc is None:
         max_query_len = _uniform_query_len(num_tokens, num_reqs, max_query_len)
     elif max_query_len is None or max_query_len < 1:
-        raise ValueError(f"max_query_len is {max_query_len}; query_start_loc asks for the most query tokens of a request, at least 1")
+        raise ValueError(
+            f"max_query_len is {max_query_len}; query_start_loc asks for the most query tokens of a request, at least 1"
+        )
     return max_query_len
 
 
-def _check_dtypes(q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, q_scale: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
+def _check_dtypes(
+    q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, q_scale: Tensor | None, dtype: torch.dtype | None
+) -> torch.dtype:
     """The output's dtype."""
     formats.check_kv_scale(kv_cache.dtype, kv_scale)
     for name, number in (("kv_scale", kv_scale), ("q_scale", q_scale)):
         if number is not None and number.device != q.device:
-            raise ValueError(f"{name} is on {number.device}; it must be on q's device, {q.device}: kernels read it there")
+            raise ValueError(
+                f"{name} is on {number.device}; it must be on q's device, {q.device}: kernels read it there"
+            )
     given = "missing" if q_scale is None else "given"
     if q.dtype != formats.FP8:
         if q_scale is not None or dtype not in (None, q.dtype):
             raise ValueError(f"q has dtype {q.dtype}, q_scale is {given} and dtype is {dtype}; {_Q_FP8}")
         return q.dtype
     if kv_cache.dtype != formats.FP8 or q_scale is None or dtype is None:
-        raise ValueError(f"q has dtype {q.dtype}, kv_cache {kv_cache.dtype}, q_scale is {given} and dtype is {dtype}; {_Q_FP8}")
+        raise ValueError(
+            f"q has dtype {q.dtype}, kv_cache {kv_cache.dtype}, q_scale is {given} and dtype is {dtype}; {_Q_FP8}"
+        )
     if q_scale.dtype != torch.float32 or q_scale.numel() != 1:
         raise ValueError(f"q_scale is {q_scale.dtype} {tuple(q_scale.shape)}; expected torch.float32 of one element")
     return dtype
@@ -132,11 +160,14 @@ def dcp_mla_decode(
     """`mla_decode` over a cache that is sharded over the DCP group. Collective.
 
     Args:
-        q: [T, h, kv_lora_rank + rope], this rank's heads; with q_is_replicated [T, W h, ...], those of all W ranks, in rank order.
+        q: [T, h, kv_lora_rank + rope], this rank's heads; with q_is_replicated [T, W h, ...], those of all W ranks,
+        in rank order.
         decode: the step's, with this rank's lengths; the other arguments are those of `mla_decode`.
-        w_uv: [W h, V, kv_lora_rank] of all ranks' heads, to merge values in place of latents; the same on all ranks, or None on all.
+        w_uv: [W h, V, kv_lora_rank] of all ranks' heads, to merge values in place of latents; the same on all
+    ranks, or None on all.
     Returns:
-        out [T, h, kv_lora_rank], or [T, h, V] with w_uv, and lse [T, h] float32: this rank's heads over all ranks' tokens.
+        out [T, h, kv_lora_rank], or [T, h, V] with w_uv, and lse [T, h] float32: this rank's heads over all ranks'
+        tokens.
     """
     if not q_is_replicated:
         q = exchange.gather_heads(q)
@@ -218,7 +249,10 @@ def _mla_decode_and_merge(
     timeout: float,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Decode of one token a request and `combine`. A kernel that can stores rows at their owners: they are on their way under attention."""
+    """Decode of one token a request and `combine`.
+
+    A kernel that can stores rows at their owners: they are on their way under attention.
+    """
     from dcpmla.comm import direct_ops  # triton is there on Linux only
 
     mailbox = addresses, state, fault, slot_bytes, timeout, group
@@ -232,7 +266,9 @@ def _mla_decode_and_merge(
     rank = direct_ops.enter("out", merged, fault, timeout, group)
     if len(q):
         scales = kv_scale, q_scale, dtype
-        backend.load_sender()(q, kv_cache, block_table, seq_lens, scale, workspace, *scales, addresses, state, rank, slot_bytes)
+        backend.load_sender()(
+            q, kv_cache, block_table, seq_lens, scale, workspace, *scales, addresses, state, rank, slot_bytes
+        )
         direct_ops.collect(merged, merged_lse, *mailbox)
     return merged, merged_lse
 
@@ -261,5 +297,7 @@ def _uniform_query_len(num_tokens: int, num_reqs: int, max_query_len: int | None
     if query_len * num_reqs != num_tokens:
         raise ValueError(f"q has {num_tokens} tokens for {num_reqs} requests; without query_start_loc each has as many")
     if max_query_len is not None and max_query_len != query_len:
-        raise ValueError(f"max_query_len is {max_query_len}; without query_start_loc it is {num_tokens} / {num_reqs} = {query_len}")
+        raise ValueError(
+            f"max_query_len is {max_query_len}; without query_start_loc it is {num_tokens} / {num_reqs} = {query_len}"
+        )
     return query_len

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.metadata import ContextChunk, PrefillMetadata
 from dcpmla.attention.prefill_backends import select_prefill
 from dcpmla.attention.segments import Segments
 from dcpmla.attention.sparse.mask import selection_mask
-from dcpmla.cache.formats import check_kv_scale, is_quantised
+from dcpmla.attention.step import ContextChunk, PrefillMetadata
+from dcpmla.cache.formats import check_kv_scale, is_quantized
 from dcpmla.cache.latent import decode_rows, read_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
@@ -28,12 +28,15 @@ def dcp_mla_prefill(
     kv_scale: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Multi-head attention of prefill tokens over themselves and over a context cached on all ranks of the DCP group. Collective.
+    """Multi-head attention of prefill tokens over themselves and over a context cached on all ranks of the DCP
+    group. Collective.
 
     No merge across ranks is needed: after the gather each rank has all keys for its own heads.
-    Each gather runs under the attention before it. Rows of 8-bit caches are gathered as they are, and decoded behind that: fewer bytes
-    travel. New tokens attend to their own latents as they were before the cache rounded them. In sparse attention a mask leaves out what a
-    token did not select, a bit for each key, made for the new tokens and for each chunk in its turn.
+    Each gather runs under the attention before it. Rows of 8-bit caches are gathered as they are, and decoded
+    behind that: fewer bytes travel. New tokens attend to their own latents as they were before the cache rounded them.
+    In sparse attention a
+    mask leaves out what a token did not select, a bit for each key, made for the new tokens and for each chunk in its
+    turn.
 
     Args:
         q: [T, h, P + R], rotated.
@@ -41,7 +44,8 @@ def dcp_mla_prefill(
         kv_cache: [num_blocks, block_size, width], this rank's tokens in one of the formats of `dcpmla.cache.formats`.
         w_kv_b: [h, P + V, L], the up-projection of this rank's heads, W_UK over W_UV.
         kv_scale: float32 of one element, of an fp8 cache, and for that alone.
-        positions: [T, topk] int32, those that each token attends to (`SelectedTokens.positions`), none behind its own; None for all.
+        positions: [T, topk] int32, those that each token attends to (`SelectedTokens.positions`), none behind its
+    own; None for all.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:
@@ -49,7 +53,9 @@ def dcp_mla_prefill(
     """
     check_kv_scale(kv_cache.dtype, kv_scale)
     if positions is not None and positions.shape[0] != q.shape[0]:
-        raise ValueError(f"positions has {positions.shape[0]} rows; expected one for each of the {q.shape[0]} tokens of q")
+        raise ValueError(
+            f"positions has {positions.shape[0]} rows; expected one for each of the {q.shape[0]} tokens of q"
+        )
     chunks = prefill.context_chunks
 
     def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
@@ -58,13 +64,19 @@ def dcp_mla_prefill(
     started = [start_gather(chunk) for chunk in chunks[:1]]
     queries = Segments(prefill.query_start, prefill.query_start_loc)
 
-    def attend(kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        mask = None if positions is None else selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
+    def attend(
+        kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        mask = (
+            None if positions is None else selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
+        )
         return _attend(q, kv_c, k_pe, w_kv_b, queries, keys, scale, causal, mask)
 
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True)
     if chunks:
-        out = out.to(torch.promote_types(q.dtype, torch.float32))  # rounded once, behind the last chunk, not once a chunk
+        out = out.to(
+            torch.promote_types(q.dtype, torch.float32)
+        )  # rounded once, behind the last chunk, not once a chunk
     for index, chunk in enumerate(chunks):
         # Popped: what a gather held is free before the next one begins.
         latents = _to_latents(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
@@ -78,7 +90,7 @@ def dcp_mla_prefill(
 
 def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Rows as they were cached -> latents; those of a plain cache are not copied."""
-    return decode_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantised(rows.dtype) else rows.to(dtype)
+    return decode_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
 
 
 def _attend(
@@ -142,10 +154,11 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
     Args:
         out, lse: [T, h, V] float32 or float64, [T, h] float32, contiguous.
-        part, part_lse: [T, h, V] any float dtype, [T, h] float32, contiguous; over other keys. A row whose lse is -inf may hold anything.
+        part, part_lse: [T, h, V] any float dtype, [T, h] float32, contiguous; over other keys. A row whose lse is
+            -inf may hold anything.
     """
     if out.is_cuda:
-        from dcpmla.attention.kernels import merge as kernels  # triton is there on Linux only
+        from dcpmla.attention.triton import merge as kernels  # triton is there on Linux only
 
         kernels.merge_into(out, lse, part, part_lse)
     else:

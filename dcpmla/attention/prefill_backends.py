@@ -31,13 +31,14 @@ class Prefill(Protocol):
 
         Args:
             q: [T, h, P + R].
-            k_nope, k_pe, v: [S, h, P], [S, R], [S, h, V] with S > 0; every head's key is its part of k_nope, then k_pe. Views with any
-                strides but contiguous columns.
+            k_nope, k_pe, v: [S, h, P], [S, R], [S, h, V] with S > 0; every head's key is its part of k_nope, then
+                k_pe. Views with any strides but contiguous columns.
             queries, keys: the requests' rows in T, in S.
             causal: query j of a request sees its first j + 1 keys (there are as many keys as queries); else all.
             mask: [T, W] int32 from `selection_mask`, contiguous: which of those a query sees; None for all.
         Returns:
-            out [T, h, V] in the dtype of q, lse [T, h] float32 natural log, contiguous; (0, -inf) for a query that sees no key.
+            out [T, h, V] in the dtype of q, lse [T, h] float32 natural log, contiguous; (0, -inf) for a query that
+            sees no key.
         """
 
 
@@ -90,7 +91,7 @@ def _takes_triton(q: Tensor, k_pe: Tensor, v: Tensor) -> bool:
 
 
 def _load_triton() -> Prefill:
-    from dcpmla.attention.kernels.mha_prefill import mha_prefill  # triton is there on Linux only
+    from dcpmla.attention.triton.prefill import mha_prefill  # triton is there on Linux only
 
     return mha_prefill
 
@@ -111,10 +112,16 @@ def _load_flashinfer() -> Prefill:
 
 
 def _is_half_on_gpu(q: Tensor, capability: tuple[int, int]) -> bool:
-    return q.is_cuda and q.dtype in _HALF and torch.version.cuda is not None and torch.cuda.get_device_capability(q.device) >= capability
+    return (
+        q.is_cuda
+        and q.dtype in _HALF
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(q.device) >= capability
+    )
 
 
-# Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans it anew in each ragged call, for 45 ms.
+# Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans it anew in each ragged call, for 45
+# ms.
 PREFILL_BACKENDS = (
     PrefillBackend("flashinfer", _takes_flashinfer, _load_flashinfer, takes_mask=False),
     PrefillBackend("triton", _takes_triton, _load_triton),

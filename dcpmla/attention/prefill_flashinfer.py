@@ -1,4 +1,7 @@
-"""FlashInfer's attention of ragged batches (FlashAttention-3 on Hopper), where FlashInfer is installed. It plans its work on the host."""
+"""FlashInfer's attention of ragged batches (FlashAttention-3 on Hopper), where FlashInfer is installed.
+
+It plans its work on the host.
+"""
 
 import importlib
 import math
@@ -36,7 +39,9 @@ def _clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) ->
     """(0, -inf), in place, for requests without keys, of which the library says otherwise."""
     if 0 in keys.lens:
         query_lens, is_empty = queries.start_loc.diff(), keys.start_loc.diff() == 0
-        row_is_empty = is_empty.repeat_interleave(query_lens, output_size=len(out))  # the size spares a sync with the host
+        row_is_empty = is_empty.repeat_interleave(
+            query_lens, output_size=len(out)
+        )  # the size spares a sync with the host
         out.masked_fill_(row_is_empty[:, None, None], 0.0)
         lse.masked_fill_(row_is_empty[:, None], -torch.inf)
     return out, lse

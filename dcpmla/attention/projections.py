@@ -1,7 +1,7 @@
 """What stands between the projections, the cache and attention: norms, RoPE, the cache write, W_UK and W_UV absorbed.
 
-Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the kernels of
-`attention/kernels/projections.py` and `rope.py`. No gradients.
+Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs
+run the kernels of `attention/triton/projections.py` and `rope.py`. No gradients.
 """
 
 import torch
@@ -40,9 +40,11 @@ def finish_latents(
     Source: DeepSeek-V2, section 2.1; norms with the roundings of transformers' models.
     """
     if _runs_triton(down):
-        from dcpmla.attention.kernels import projections as kernels
+        from dcpmla.attention.triton import projections as kernels
 
-        return kernels.finish_latents(down, kv_cache, slots, q_weight, kv_weight, eps, kv_scale, cos_sin, rope_interleaved, cache_scale)
+        return kernels.finish_latents(
+            down, kv_cache, slots, q_weight, kv_weight, eps, kv_scale, cos_sin, rope_interleaved, cache_scale
+        )
     q_rank = 0 if q_weight is None else len(q_weight)
     q_c, kv_c, k_pe = down.tensor_split((q_rank, q_rank + len(kv_weight)), -1)
     kv_c = rms_norm(kv_c, kv_weight, eps) * kv_scale
@@ -59,19 +61,22 @@ def _(down: Tensor, kv_cache: Tensor, slots: Tensor, q_weight: Tensor | None, *_
 
 
 @torch.library.custom_op("dcpmla::absorb_query", mutates_args=())
-def absorb_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None) -> Tensor:
+def absorb_query(
+    q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None
+) -> Tensor:
     """The query of attention over latents: [q_nope W_UK | q_pe rotated].
 
     Args:
         q: [T, h, P + R], not rotated.
         w_uk: [h, P, L].
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
-        q_scale: float32 of one element, to have the query as e4m3, rounded from q's dtype (`formats.to_fp8`); None leaves it in that.
+        q_scale: float32 of one element, to have the query as e4m3, rounded from q's dtype (`formats.to_fp8`); None
+    leaves it in that.
     Returns:
         [T, h, L + R].
     """
     if _runs_triton(q):
-        from dcpmla.attention.kernels import projections as kernels
+        from dcpmla.attention.triton import projections as kernels
 
         return kernels.absorb_query(q, w_uk, cos_sin, rope_interleaved, q_scale)
     q_nope, q_pe = q.tensor_split((w_uk.shape[1],), -1)
@@ -92,7 +97,7 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
     """Rotate the last R columns of q [T, h, P + R] in place by cos_sin [T, R] (`apply_rope`)."""
     q_pe = q[..., q.shape[-1] - cos_sin.shape[-1] :]
     if _runs_triton(q):
-        from dcpmla.attention.kernels import rope as kernels
+        from dcpmla.attention.triton import rope as kernels
 
         kernels.rotate_(q_pe, cos_sin, rope_interleaved)
     else:
@@ -114,7 +119,9 @@ def _(out: Tensor, w_uv: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[T, N] in float32 at least, rounded where transformers' models round: behind the norm, and again behind the weight [N]."""
+    """[T, N] in float32 at least, rounded where transformers' models round: behind the norm, and again behind the
+    weight [N].
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).to(x.dtype)
 

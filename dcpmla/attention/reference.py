@@ -32,11 +32,21 @@ def mla_decode(
     """Absorbed MLA over a paged latent cache, each query token by itself; `dcpmla.mla_decode` documents shapes."""
     num_tokens, num_reqs = q.shape[0], block_table.shape[0]
     token = torch.arange(num_tokens, device=q.device)
-    request = token // max_query_len if query_start_loc is None else torch.searchsorted(query_start_loc[1:], token, right=True)
-    table = block_table[request.clamp(max=num_reqs - 1)] if num_reqs else block_table.new_zeros(num_tokens, block_table.shape[1])
+    request = (
+        token // max_query_len
+        if query_start_loc is None
+        else torch.searchsorted(query_start_loc[1:], token, right=True)
+    )
+    table = (
+        block_table[request.clamp(max=num_reqs - 1)]
+        if num_reqs
+        else block_table.new_zeros(num_tokens, block_table.shape[1])
+    )
     tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * kv_cache.shape[1] * kv_cache.shape[2]))
     tiles = [
-        _decode_tile(q[rows], kv_cache, table[rows], seq_lens[rows], scale, kv_lora_rank, kv_scale, q_scale, dtype or q.dtype)
+        _decode_tile(
+            q[rows], kv_cache, table[rows], seq_lens[rows], scale, kv_lora_rank, kv_scale, q_scale, dtype or q.dtype
+        )
         for rows in (slice(start, start + tile) for start in range(0, max(1, num_tokens), tile))
     ]
     out, lse = zip(*tiles, strict=True)
@@ -56,7 +66,9 @@ def _decode_tile(
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(out_dtype, torch.float32)
     first_of_block = torch.arange(block_table.shape[1], device=q.device) * kv_cache.shape[1]
-    block_table = block_table.where(first_of_block < seq_lens[:, None], 0)  # behind a request's last block stands anything
+    block_table = block_table.where(
+        first_of_block < seq_lens[:, None], 0
+    )  # behind a request's last block stands anything
     kv = formats.decode(kv_cache[block_table.to(torch.int64)].flatten(1, 2), kv_lora_rank, kv_scale, dtype)
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
     kv = kv.masked_fill(~valid[..., None], 0.0)  # slots that nobody wrote may hold NaN, and 0 x NaN is NaN

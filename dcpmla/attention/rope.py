@@ -31,7 +31,8 @@ def llama_4_factor(positions: Tensor, beta: float, original_max_position: int) -
 
 
 def query_factor(positions: Tensor, llama_4_scaling: tuple[float, int] | None, dtype: torch.dtype) -> Tensor | None:
-    """What the layers of a step multiply their queries by: `llama_4_factor` [T] in their dtype; None for a model that has none.
+    """What the layers of a step multiply their queries by: `llama_4_factor` [T] in their dtype; None for a model
+    that has none.
 
     Source: transformers' Mistral 4 rounds the factor before the product.
     """

@@ -1,6 +1,8 @@
-"""The scales of fp8 caches and of fp8 queries: one float32 number of a layer, the same on every rank, at an address that stays.
+"""The scales of fp8 caches and of fp8 queries: one float32 number of a layer, the same on every rank, at an address
+that stays.
 
-A scale is what cached values are multiplied by. Sources, first to last: the options, the checkpoint, 1. Or it is calculated once.
+A scale is what cached values are multiplied by. Sources, first to last: the options, the checkpoint, 1. Or it is
+calculated once.
 """
 
 import math
@@ -18,7 +20,9 @@ from dcpmla.parallel.linear import Weight
 # Under which names checkpoints have them, next to the weights of a layer's attention: those that vLLM takes.
 KV_SCALE_NAMES = ("k_scale", "attn.k_scale", "mla_attn.k_scale", "k_proj.k_scale", "kv_scale")
 Q_SCALE_NAMES = ("q_scale", "attn.q_scale", "mla_attn.q_scale", "q_proj.q_scale")
-_CODE_OF_LARGEST = 200.0  # of e4m3's 448: leaves room for what is larger later on. vLLM's K_SCALE_CONSTANT and Q_SCALE_CONSTANT
+_CODE_OF_LARGEST = (
+    200.0  # of e4m3's 448: leaves room for what is larger later on. vLLM's K_SCALE_CONSTANT and Q_SCALE_CONSTANT
+)
 
 
 def new_scale(value: float | None, device: torch.device | str) -> Tensor:
@@ -36,10 +40,14 @@ def read_scale(weights: Mapping[str, Weight], names: tuple[str, ...]) -> float:
     if name is None:
         return 1.0
     if weights[name].shape.numel() != 1:
-        raise ValueError(f"checkpoint: tensor {name} has shape {tuple(weights[name].shape)}; the scale of a layer is one number")
+        raise ValueError(
+            f"checkpoint: tensor {name} has shape {tuple(weights[name].shape)}; the scale of a layer is one number"
+        )
     scale = float(weights[name][()])
     if not 0 < scale < math.inf:
-        raise ValueError(f"checkpoint: tensor {name} is {scale}; it must be a finite number above 0 (--kv-cache-scale gives another one)")
+        raise ValueError(
+            f"checkpoint: tensor {name} is {scale}; it must be a finite number above 0 (--kv-cache-scale gives another one)"
+        )
     return scale
 
 
@@ -55,9 +63,11 @@ def missing_scales(weights: Mapping[str, Weight], dcp: DCPConfig) -> set[str]:
 
 @torch.no_grad()
 def calculate_scale_(scale: Tensor, values: Tensor, group: ProcessGroup) -> None:
-    """Set a scale, in place, by the largest of the values that all ranks have; 1 where all are zero. Collective over the group.
+    """Set a scale, in place, by the largest of the values that all ranks have; 1 where all are zero. Collective
+    over the group.
 
-    Source: vLLM's --calculate-kv-scales. There the cache's scale is that of kv_c; here k_pe, which shares it, counts as well.
+    Source: vLLM's --calculate-kv-scales. There the cache's scale is that of kv_c; here k_pe, which shares it,
+        counts as well.
     """
     largest = values.abs().amax().float()
     with named("all-reduce of a scale", group):

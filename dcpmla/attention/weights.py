@@ -20,7 +20,9 @@ class AttentionWeights(nn.Module):
     kv_scale: Tensor | None
     q_scale: Tensor | None
 
-    def __init__(self, config: MLAConfig, dcp: DCPConfig, mesh: DCPMesh, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: MLAConfig, dcp: DCPConfig, mesh: DCPMesh, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         super().__init__()
         if (dcp.tensor_parallel_size, dcp.decode_context_parallel_size) != (mesh.tp_size, mesh.dcp_size):
             raise ValueError(
@@ -33,22 +35,33 @@ class AttentionWeights(nn.Module):
         self.kv_heads = held_heads(mesh, self.num_heads, dcp.dcp_q_replicate or dcp.dcp_project_before_merge)
         kv_scale = new_scale(dcp.kv_cache_scale, device) if dcp.kv_cache_dtype == "fp8" else None
         self.register_buffer("kv_scale", kv_scale, persistent=False)
-        self.register_buffer("q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False)
+        self.register_buffer(
+            "q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False
+        )
         new: dict[str, Any] = {"dtype": dtype, "device": device}
         q_dim = self.q_heads.count * config.qk_head_dim
         if config.q_lora_rank is None:
             self.q_proj = skip_init(nn.Linear, config.hidden_size, q_dim, bias=False, **new)
-            self.kv_a_proj = skip_init(nn.Linear, config.hidden_size, config.latent_dim, bias=config.attention_bias, **new)
+            self.kv_a_proj = skip_init(
+                nn.Linear, config.hidden_size, config.latent_dim, bias=config.attention_bias, **new
+            )
         else:
             down_dim = config.q_lora_rank + config.latent_dim
-            self.fused_qkv_a_proj = skip_init(nn.Linear, config.hidden_size, down_dim, bias=config.attention_bias, **new)
+            self.fused_qkv_a_proj = skip_init(
+                nn.Linear, config.hidden_size, down_dim, bias=config.attention_bias, **new
+            )
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
             self.q_b_proj = skip_init(nn.Linear, config.q_lora_rank, q_dim, bias=False, **new)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
         kv_b_shape = (self.kv_heads.count, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
         self.w_kv_b = nn.Parameter(torch.empty(kv_b_shape, **new))
         self.o_proj = skip_init(
-            RowParallelLinear, config.num_heads * config.v_head_dim, config.hidden_size, config.attention_bias, mesh.tp_group, **new
+            RowParallelLinear,
+            config.num_heads * config.v_head_dim,
+            config.hidden_size,
+            config.attention_bias,
+            mesh.tp_group,
+            **new,
         )
 
     @property
@@ -76,10 +89,12 @@ class AttentionWeights(nn.Module):
         """Read this rank's part of every parameter, and the scales that no option gives.
 
         Args:
-            weights: whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the slices that this
-                rank needs are taken from them. Scales by the names of `dcpmla.attention.scales`, 1 without.
+            weights: whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only
+                the slices that this rank needs are taken from them. Scales by the names of `dcpmla.attention.scales`, 1
+                without.
         Raises:
-            ValueError: a weight is missing or has another shape than the config asks for; a scale that is none (`read_scale`).
+            ValueError: a weight is missing or has another shape than the config asks for; a scale that is none
+                (`read_scale`).
         """
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
@@ -93,13 +108,20 @@ class AttentionWeights(nn.Module):
             down_proj, q_name = self.fused_qkv_a_proj, "q_b_proj.weight"
             fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
         q_shape = (config.num_heads * config.qk_head_dim, self.query_proj.in_features)
-        fill(self.query_proj.weight, read_weight(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim), whole))
-        fill(down_proj.weight, *(read_weight(weights, f"{name}.weight", (rows, hidden), whole, whole) for name, rows in down.items()))
+        fill(
+            self.query_proj.weight, read_weight(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim), whole)
+        )
+        fill(
+            down_proj.weight,
+            *(read_weight(weights, f"{name}.weight", (rows, hidden), whole, whole) for name, rows in down.items()),
+        )
         fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
         kv_b_shape = (config.num_heads * kv_b_width, rank)
         kv_b = read_weight(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width), whole)
         fill(self.w_kv_b, kv_b.unflatten(0, self.w_kv_b.shape[:2]))
-        fill(self.o_proj.weight, read_weight(weights, "o_proj.weight", (hidden, o_cols), whole, shard(o_cols, tp_group)))
+        fill(
+            self.o_proj.weight, read_weight(weights, "o_proj.weight", (hidden, o_cols), whole, shard(o_cols, tp_group))
+        )
         if self.kv_scale is not None and self.dcp.kv_cache_scale is None:
             self.kv_scale.fill_(read_scale(weights, KV_SCALE_NAMES))
         if self.q_scale is not None:

@@ -11,10 +11,11 @@ _WORDS_PER_ROW = 512 + 1  # a latent in float32, and its LSE
 def decode_workspace(device: torch.device | str) -> Tensor | None:
     """Memory for `dcpmla.mla_decode` on a device; None where no kernel needs it.
 
-    Calls that follow each other on one stream may share it (a step's layers, a graph's replays); calls that run at the same time may not.
+    Calls that follow each other on one stream may share it (a step's layers, a graph's replays); calls that run at
+    the same time may not.
 
     Returns:
-        float32 [N], its counters zero and the rest uninitialised: 35 MB on an H200.
+        float32 [N], its counters zero and the rest uninitialized: 35 MB on an H200.
     """
     device = torch.device(device)
     if device.type != "cuda":

@@ -1,19 +1,22 @@
-"""Which blocks are free, shared or remembered. Every rank of a DCP group makes the same calls, so block ids are the same on all of them."""
+"""Which blocks are free, shared or remembered.
+
+Every rank of a DCP group makes the same calls, so block ids are the same on all of them.
+"""
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-# What a full block holds: the content before it (a number given to each remembered content, 0 for none), and its own tokens.
-# Tokens are compared, not hashes of them: a hit is never wrong.
+# What a full block holds: the content before it (a number given to each remembered content, 0 for none), and its own
+# tokens. Tokens are compared, not hashes of them: a hit is never wrong.
 _Prefix = tuple[int, bytes]
 
 
 class BlockAllocator:
     """Hands out block ids in [0, num_blocks), and finds full blocks again by the tokens from the first one to theirs.
 
-    A block counts its holders. One that nobody holds is free; while it is not handed out again, what it holds can still be found. Blocks
-    are handed out empty ones first, then the least recently held.
+    A block counts its holders. One that nobody holds is free; while it is not handed out again, what it holds can
+    still be found. Blocks are handed out empty ones first, then the least recently held.
 
     Args:
         block_tokens: tokens that a block id covers, over all DCP ranks (`DCPConfig.virtual_block_size`).
@@ -45,9 +48,13 @@ class BlockAllocator:
         if num_blocks < 0:
             raise ValueError(f"num_blocks is {num_blocks}; it must not be negative")
         if num_blocks > self.num_blocks:
-            raise ValueError(f"num_blocks is {num_blocks}, but the whole cache has {self.num_blocks}: this can never fit")
+            raise ValueError(
+                f"num_blocks is {num_blocks}, but the whole cache has {self.num_blocks}: this can never fit"
+            )
         if num_blocks > self.num_free:
-            raise ValueError(f"num_blocks is {num_blocks}, but only {self.num_free} of {self.num_blocks} blocks are free")
+            raise ValueError(
+                f"num_blocks is {num_blocks}, but only {self.num_free} of {self.num_blocks} blocks are free"
+            )
         blocks = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block in blocks:
             self._forget(block)

@@ -20,7 +20,8 @@ def capacity_table(
 
     Args:
         gpu_bytes: for the cache, on each GPU.
-        num_index_layers: of sparse MLA, as in `LatentCache.plan`; each format of the latent cache goes with each of the index cache.
+        num_index_layers: of sparse MLA, as in `LatentCache.plan`; each format of the latent cache goes with each of
+            the index cache.
     """
     formats = [name for name in FORMATS if name != "fp8_ds_mla" or config.kv_lora_rank % TILE == 0]
     index_formats = INDEX_CACHE_DTYPES[:1] if config.indexer is None else INDEX_CACHE_DTYPES

@@ -1,11 +1,13 @@
-"""How a token's latent lies in the cache: the formats byte by byte, in plain torch. This specifies every kernel that reads or writes one.
+"""How a token's latent lies in the cache: the formats byte by byte, in plain torch. This specifies every kernel
+that reads or writes one.
 
 A cache tensor's dtype says its format:
 
 - the model's own (bfloat16, float16, float32): kv_c [L], k_pe [R] as they are.
-- torch.float8_e4m3fn (`fp8`): kv_c and k_pe as e4m3, one float32 scale for both and for all tokens of a layer, kept beside the cache.
-- torch.uint8 (`fp8_ds_mla`): kv_c as e4m3, a float32 scale for each 128 of its values, k_pe in bfloat16: 512 + 16 + 128 = 656 bytes with
-  DeepSeek's widths. Source: FlashMLA's format for DeepSeek-V3.2.
+- torch.float8_e4m3fn (`fp8`): kv_c and k_pe as e4m3, one float32 scale for both and for all tokens of a layer, kept
+beside the cache.
+- torch.uint8 (`fp8_ds_mla`): kv_c as e4m3, a float32 scale for each 128 of its values, k_pe in bfloat16: 512 + 16 +
+  128 = 656 bytes with DeepSeek's widths. Source: FlashMLA's format for DeepSeek-V3.2.
 """
 
 import torch
@@ -30,7 +32,9 @@ def storage_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 def format_name(storage: torch.dtype) -> str:
     """Of the format that a cache tensor's dtype says: as in `DCPConfig.kv_cache_dtype`, or the dtype."""
-    return {torch.bfloat16: "bf16", FP8: "fp8", torch.uint8: "fp8_ds_mla"}.get(storage, str(storage).removeprefix("torch."))
+    return {torch.bfloat16: "bf16", FP8: "fp8", torch.uint8: "fp8_ds_mla"}.get(
+        storage, str(storage).removeprefix("torch.")
+    )
 
 
 def row_width(storage: torch.dtype, kv_lora_rank: int, rope_dim: int) -> int:
@@ -48,14 +52,14 @@ def row_width(storage: torch.dtype, kv_lora_rank: int, rope_dim: int) -> int:
     return kv_lora_rank + kv_lora_rank // TILE * 4 + rope_dim * 2
 
 
-def is_quantised(storage: torch.dtype) -> bool:
+def is_quantized(storage: torch.dtype) -> bool:
     """Whether rows of that dtype are to be decoded: those of the 8-bit formats."""
     return storage in (FP8, torch.uint8)
 
 
 def check_device(storage: torch.dtype, device: torch.device) -> None:
     """Raise ValueError for an 8-bit format on a GPU whose kernels cannot convert e4m3."""
-    if is_quantised(storage) and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if is_quantized(storage) and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
             f"kv_cache_dtype (--kv-cache-dtype) is {format_name(storage)!r}, which needs GPUs of compute capability 8.9; choose auto"
         )
@@ -71,11 +75,13 @@ def encode(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | 
         ValueError: NaN or infinity, which the 8-bit formats do not keep; a scale that is missing or too many.
     """
     check_kv_scale(storage, kv_scale)
-    if not is_quantised(storage):
+    if not is_quantized(storage):
         return torch.cat([kv_c, k_pe], -1).to(storage)
     for name, values in (("kv_c", kv_c), ("k_pe", k_pe)):
         if not values.isfinite().all():
-            raise ValueError(f"{name} has values that are not finite; an 8-bit cache (--kv-cache-dtype) cannot hold them")
+            raise ValueError(
+                f"{name} has values that are not finite; an 8-bit cache (--kv-cache-dtype) cannot hold them"
+            )
     if kv_scale is not None:
         return to_fp8(torch.cat([kv_c, k_pe], -1), kv_scale)
     tiles = kv_c.float().unflatten(-1, (-1, TILE))
@@ -98,7 +104,8 @@ def decode(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torc
         return rows.to(dtype)
     scale_bytes = kv_lora_rank // TILE * 4
     values, scales, k_pe = (
-        part.contiguous() for part in rows.split([kv_lora_rank, scale_bytes, rows.shape[-1] - kv_lora_rank - scale_bytes], -1)
+        part.contiguous()
+        for part in rows.split([kv_lora_rank, scale_bytes, rows.shape[-1] - kv_lora_rank - scale_bytes], -1)
     )
     tiles = values.view(FP8).to(wide).unflatten(-1, (-1, TILE)) * scales.view(torch.float32)[..., None]
     return torch.cat([tiles.flatten(-2).to(dtype), k_pe.view(torch.bfloat16).to(dtype)], -1)
@@ -119,6 +126,8 @@ def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
 def check_kv_scale(storage: torch.dtype, kv_scale: Tensor | None) -> None:
     """Raise ValueError unless an fp8 cache comes with its scale, and any other without."""
     if (storage == FP8) != (kv_scale is not None):
-        raise ValueError(f"kv_scale is {'missing' if kv_scale is None else 'given'} for a cache of {storage}; it belongs to {FP8} alone")
+        raise ValueError(
+            f"kv_scale is {'missing' if kv_scale is None else 'given'} for a cache of {storage}; it belongs to {FP8} alone"
+        )
     if kv_scale is not None and (kv_scale.dtype != torch.float32 or kv_scale.numel() != 1):
         raise ValueError(f"kv_scale is {kv_scale.dtype} {tuple(kv_scale.shape)}; expected torch.float32 of one element")

@@ -1,10 +1,13 @@
-"""The index cache of one layer on one rank: a key for each token that the rank owns, under the slots of the latent cache.
+"""The index cache of one layer on one rank: a key for each token that the rank owns, under the slots of the latent
+cache.
 
 A cache tensor's dtype says its format, as for latents (`cache/formats.py`):
 
 - the model's own: keys [D] as they are; [num_blocks, block_size, D].
-- torch.uint8 (`fp8`): of a block, first the keys of all its tokens as e4m3, then a float32 scale for each, a power of two: D + 4 bytes a
-  token, 132 with DeepSeek's widths; [num_blocks, block_size, D + 4]. Source: DeepSeek-V3.2's index cache as vLLM lays it out.
+- torch.uint8 (`fp8`): of a block, first the keys of all its tokens as e4m3, then a float32 scale for each, a power
+  of two: D + 4 bytes a token, 132 with DeepSeek's widths; [num_blocks, block_size, D + 4]. Source: DeepSeek-V3.2's
+  index cache as vLLM
+  lays it out.
 """
 
 import torch
@@ -67,7 +70,9 @@ def write_index_keys(index_cache: Tensor, keys: Tensor, slots: Tensor) -> None:
 
 
 def read_index_keys(index_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Keys of whole blocks [...] int64: [..., block_size, D], and of an fp8 cache their scales [..., block_size] float32."""
+    """Keys of whole blocks [...] int64: [..., block_size, D], and of an fp8 cache their scales [..., block_size]
+    float32.
+    """
     if index_cache.dtype != torch.uint8:
         return index_cache[blocks], None
     code_plane, scale_plane = _planes(index_cache)

@@ -1,4 +1,6 @@
-"""Triton kernels of the cache with their launchers; the codecs of `cache/formats.py` and the indexing of `cache/latent.py` specify them."""
+"""Triton kernels of the cache with their launchers; the codecs of `cache/formats.py` and the indexing of
+`cache/latent.py` specify them.
+"""
 
 import torch
 import triton
@@ -21,7 +23,7 @@ def to_fp8(x, scale):
 
 
 @triton.jit
-def quantise(x, scale_ptr):
+def quantize(x, scale_ptr):
     """x as e4m3 if there is a scale, else as it is."""
     if scale_ptr is not None:
         x = to_fp8(x, tl.load(scale_ptr))
@@ -41,7 +43,7 @@ def store_kv_c(row_ptr, kv_c, scale_ptr, RANK: tl.constexpr, COLUMNS: tl.constex
         tile = tl.arange(0, COLUMNS // TILE)
         tl.store((row_ptr + RANK).to(tl.pointer_type(tl.float32)) + tile, scales, mask=tile < RANK // TILE)
     else:
-        tl.store(row_ptr + column, quantise(kv_c, scale_ptr), mask=mask)
+        tl.store(row_ptr + column, quantize(kv_c, scale_ptr), mask=mask)
 
 
 @triton.jit
@@ -72,7 +74,9 @@ def read_kernel(
     from_row = slot // block_size * stride_block + slot % block_size * stride_row
     column = tl.arange(0, COLUMNS)[None, :]
     mask = (row < num_rows)[:, None] & (column < WIDTH)
-    tl.store(out_ptr + row[:, None] * WIDTH + column, tl.load(cache_ptr + from_row[:, None] + column, mask=mask), mask=mask)
+    tl.store(
+        out_ptr + row[:, None] * WIDTH + column, tl.load(cache_ptr + from_row[:, None] + column, mask=mask), mask=mask
+    )
 
 
 def read_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ class CachePlan:
     """Sizes of a cache that is not allocated yet. Bytes and tokens are of one DCP group.
 
     Attributes:
-        row_width, dtype: of the cache's tensors: elements of a row, in the format that the dtype says (`dcpmla.cache.formats`).
+        row_width, dtype: of the cache's tensors: elements of a row, in the format that the dtype says
+        (`dcpmla.cache.formats`).
         num_index_layers: of sparse MLA, how many layers have an index cache beside the latent one.
         index_row_width, index_dtype: of the index caches' tensors (`dcpmla.cache.index_keys`).
     """
@@ -75,7 +76,8 @@ class LatentCache:
     Attributes:
         sizes: the plan it was made from.
         layers: the latent caches.
-        index_layers: the index caches of sparse MLA, [num_blocks, block_size, index_row_width], under the same block ids.
+        index_layers: the index caches of sparse MLA, [num_blocks, block_size, index_row_width], under the same
+            block ids.
     """
 
     def __init__(self, plan: CachePlan, device: torch.device) -> None:
@@ -93,7 +95,9 @@ class LatentCache:
             )
         self.sizes = plan
         blocks = plan.num_blocks, plan.block_size
-        self.layers = [torch.empty(*blocks, plan.row_width, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)]
+        self.layers = [
+            torch.empty(*blocks, plan.row_width, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)
+        ]
         index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
         self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in range(plan.num_index_layers)]
 
@@ -102,7 +106,12 @@ class LatentCache:
 
     @staticmethod
     def plan(
-        config: MLAConfig, dcp: DCPConfig, num_layers: int, seq_lens: list[int], dtype: torch.dtype, num_index_layers: int | None = None
+        config: MLAConfig,
+        dcp: DCPConfig,
+        num_layers: int,
+        seq_lens: list[int],
+        dtype: torch.dtype,
+        num_index_layers: int | None = None,
     ) -> CachePlan:
         """Sizes of a cache that holds sequences of the given final lengths at once.
 
@@ -152,7 +161,9 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
     mine = slots >= 0
     slots = slots[mine]
     # By block and offset: a cache that is a slice of a larger one has no flat view.
-    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = encode(kv_c[mine], k_pe[mine], kv_cache.dtype, kv_scale)
+    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = encode(
+        kv_c[mine], k_pe[mine], kv_cache.dtype, kv_scale
+    )
 
 
 @torch.library.custom_op("dcpmla::read_latents", mutates_args=())
@@ -182,7 +193,9 @@ def decode_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype:
 
 @decode_rows.register_fake
 def _(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return rows.new_empty(rows.shape[0], kv_lora_rank + rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank), dtype=dtype)
+    return rows.new_empty(
+        rows.shape[0], kv_lora_rank + rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank), dtype=dtype
+    )
 
 
 def _free_bytes(device: torch.device) -> int:

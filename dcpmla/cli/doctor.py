@@ -1,4 +1,6 @@
-"""Say what this machine can do, and prove it: versions, devices, kernels; self-tests of attention and exchange, the exchange's latency."""
+"""Say what this machine can do, and prove it: versions, devices, kernels; self-tests of attention and exchange, the
+exchange's latency.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -9,15 +11,22 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dcpmla.cli.geometries import GEOMETRIES
+from dcpmla.bench.geometries import GEOMETRIES
 from dcpmla.cli.machine_facts import RankFacts, find_facts
 from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
 from dcpmla.cli.output import check_writable, write_json
-from dcpmla.cli.self_tests import SelfTest, attention_self_tests, exchange_errors, exchange_heads, exchange_timing, judge
+from dcpmla.cli.self_tests import (
+    SelfTest,
+    attention_self_tests,
+    exchange_errors,
+    exchange_heads,
+    exchange_timing,
+    judge,
+)
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
-from dcpmla.parallel.bootstrap import agree
+from dcpmla.job.bootstrap import agree
 from dcpmla.parallel.mesh import init_mesh
 
 _NUM_TOKENS = (1, 32, 256)
@@ -32,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine all ranks of the job; the first one reports. Returns the exit code: 1 where a self-test failed, on every rank."""
+    """Examine all ranks of the job; the first one reports.
+
+    Returns the exit code: 1 where a self-test failed, on every rank.
+    """
     with join(args) as job, torch.inference_mode():
         with agree():
             if job.ranks.is_first:
@@ -48,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Examination:
-    """What was found so far. Every method is collective; the first rank prints as it goes, so that a fault shows how far it came."""
+    """What was found so far.
+
+    Every method is collective; the first rank prints as it goes, so that a fault shows how far it came.
+    """
 
     def __init__(self, job: Job, limit: float) -> None:
         self._job, self._limit = job, limit
@@ -69,7 +84,9 @@ class _Examination:
         self._say(f"versions: {_join(first.versions)}")
         for facts in self._facts:
             self._say(_describe(facts))
-            differing = {name: version for name, version in facts.versions.items() if version != first.versions.get(name)}
+            differing = {
+                name: version for name, version in facts.versions.items() if version != first.versions.get(name)
+            }
             if differing:
                 self._say(f"rank {facts.rank} has other versions than rank 0: {_join(differing)}")
         for facts in self._facts:
@@ -104,7 +121,11 @@ class _Examination:
     def conclude(self) -> int:
         """The last line, and the exit code."""
         failed = [test["name"] for test in self._tests if test["failures"]]
-        self._say(f"FAILED: {', '.join(failed)}" if failed else f"all well: {len(self._tests)} self-tests passed on every rank")
+        self._say(
+            f"FAILED: {', '.join(failed)}"
+            if failed
+            else f"all well: {len(self._tests)} self-tests passed on every rank"
+        )
         return 1 if failed else 0
 
     def as_json(self) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from dcpmla.cli.progress import run_with_bar
 from dcpmla.cli.prompts import Prompt, prompts_from_file, prompts_from_options
 from dcpmla.cli.values import positive, seed, token_ids
 from dcpmla.comm.select import Selection
-from dcpmla.integrations.engine import check_layout, open_model
+from dcpmla.integrations.loading import check_layout, open_model
+from dcpmla.job.bootstrap import agree
 from dcpmla.ownership import local_seq_lens
-from dcpmla.parallel.bootstrap import agree
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 
@@ -31,9 +31,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # One list for both, so that prompts keep the order in which they were given.
     add("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
-    add("--prompt-ids", dest="prompts", action="append", type=token_ids, metavar="5,6,7", help="a prompt as token ids; repeatable")
-    add("--prompt-file", type=Path, metavar="IN.jsonl", help='a JSON object a line: {"id", "prompt" or "prompt_token_ids", ...}')
-    add("--output-file", type=Path, metavar="OUT.jsonl", help="a line for each prompt of --prompt-file; a rerun adds what is missing")
+    add(
+        "--prompt-ids",
+        dest="prompts",
+        action="append",
+        type=token_ids,
+        metavar="5,6,7",
+        help="a prompt as token ids; repeatable",
+    )
+    add(
+        "--prompt-file",
+        type=Path,
+        metavar="IN.jsonl",
+        help='a JSON object a line: {"id", "prompt" or "prompt_token_ids", ...}',
+    )
+    add(
+        "--output-file",
+        type=Path,
+        metavar="OUT.jsonl",
+        help="a line for each prompt of --prompt-file; a rerun adds what is missing",
+    )
     add("--max-new-tokens", type=positive, default=16, metavar="K")
     add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--top-p", type=float, default=1.0, help="draw from the best tokens that have this probability together")
@@ -46,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read the prompts, load the model, generate, write. Every rank calls it; the first one reads, writes and reports."""
+    """Read the prompts, load the model, generate, write.
+
+    Every rank calls it; the first one reads, writes and reports.
+    """
     dcp = dcp_config(args, args.decode_context_parallel_size)
     _check_files(args)
     with start(args) as job, ExitStack() as to_close:
@@ -70,7 +90,12 @@ def run(args: argparse.Namespace) -> None:
         engine, selection = build_engine(args, job, dcp, files, seq_lens)
         to_close.callback(engine.close)
         requests = [
-            engine.add(prompt.token_ids, prompt.params, request_id=prompt.request_id, keep_logits=bool(args.logits) and job.ranks.is_first)
+            engine.add(
+                prompt.token_ids,
+                prompt.params,
+                request_id=prompt.request_id,
+                keep_logits=bool(args.logits) and job.ranks.is_first,
+            )
             for prompt in prompts
         ]
         for finished in run_with_bar(engine, "generate", len(requests), job.ranks.is_first):
@@ -85,7 +110,9 @@ def _check_files(args: argparse.Namespace) -> None:
     if bool(args.prompt_file) != bool(args.output_file):
         raise ValueError("--prompt-file and --output-file belong together; give both or neither")
     if args.prompt_file and (args.prompts or args.json or args.logits):
-        raise ValueError("--prompt-file does not go with --prompt, --prompt-ids, --json or --logits; its results go to --output-file")
+        raise ValueError(
+            "--prompt-file does not go with --prompt, --prompt-ids, --json or --logits; its results go to --output-file"
+        )
     if args.prompt_file and is_same_path(args.prompt_file, args.output_file):
         raise ValueError(f"--prompt-file and --output-file are both {args.prompt_file}; give each its own file")
     if args.json and args.logits and is_same_path(args.json, args.logits):
@@ -97,7 +124,9 @@ def _missing(prompts: list[Prompt], lines: OutputLines) -> list[Prompt]:
     foreign = lines.ids - {prompt.request_id for prompt in prompts}
     if foreign:
         example = min(map(repr, foreign))
-        raise ValueError(f"--output-file is {lines.path}, which has id {example} that --prompt-file has not; give the files of one job")
+        raise ValueError(
+            f"--output-file is {lines.path}, which has id {example} that --prompt-file has not; give the files of one job"
+        )
     if lines.ids:
         print(f"{lines.path} has {len(lines.ids)} of {len(prompts)} outputs already", flush=True)
     return [prompt for prompt in prompts if prompt.request_id not in lines.ids]
@@ -153,12 +182,18 @@ def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request
             },
         )
     if args.logits:
-        write_arrays(args.logits, {f"logits_{i}": np.stack([row.numpy() for row in r.logits]) for i, r in enumerate(requests)})
+        write_arrays(
+            args.logits, {f"logits_{i}": np.stack([row.numpy() for row in r.logits]) for i, r in enumerate(requests)}
+        )
     for index, request in enumerate(requests if args.output_file is None else ()):
         print(f"[{index}] {len(request.prompt_token_ids)} prompt tokens -> {request.text or request.token_ids}")
     stats = engine.stats
-    print(f"prefill: {stats.num_prefill_tokens} tokens, {stats.num_prefill_tokens / max(stats.prefill_seconds, 1e-9):,.0f} tok/s")
-    print(f"decode: {stats.num_decode_tokens} tokens, {stats.num_decode_tokens / max(stats.decode_seconds, 1e-9):,.0f} tok/s")
+    print(
+        f"prefill: {stats.num_prefill_tokens} tokens, {stats.num_prefill_tokens / max(stats.prefill_seconds, 1e-9):,.0f} tok/s"
+    )
+    print(
+        f"decode: {stats.num_decode_tokens} tokens, {stats.num_decode_tokens / max(stats.decode_seconds, 1e-9):,.0f} tok/s"
+    )
     print(f"from earlier requests: {stats.num_cached_tokens} tokens; preemptions: {stats.num_preemptions}")
     print(f"KV tokens per rank: {kv_tokens_per_rank}")
 

@@ -1,4 +1,6 @@
-"""What `doctor` finds on a rank: its versions and device, the kernels that run there, how its host's GPUs reach each other."""
+"""What `doctor` finds on a rank: its versions and device, the kernels that run there, how its host's GPUs reach each
+other.
+"""
 
 import ctypes
 import platform
@@ -11,10 +13,10 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from dcpmla.attention.backends import select_decode
 from dcpmla.attention.prefill_backends import select_prefill
-from dcpmla.cli.results import installed, versions
+from dcpmla.bench.results import installed, versions
+from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.bootstrap import Ranks
-from dcpmla.parallel.links import Nvml, find_peers, gpu_uuid
+from dcpmla.job.bootstrap import Ranks
 
 
 @dataclass(frozen=True)

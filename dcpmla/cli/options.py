@@ -16,17 +16,26 @@ import transformers
 
 from dcpmla.cli.values import positive, seconds
 from dcpmla.comm.select import Selection, select_exchange
-from dcpmla.config import DCP_COMM_BACKENDS, DCP_EXCHANGE_DTYPES, DECODE_QUERY_DTYPES, INDEX_CACHE_DTYPES, KV_CACHE_DTYPES, DCPConfig
-from dcpmla.integrations.engine import ModelFiles, load_engine
-from dcpmla.parallel.bootstrap import DEVICES, Ranks, check_equal_arguments, place_on, process_groups
-from dcpmla.parallel.launcher import Place, find_place
-from dcpmla.parallel.meeting import agree_at, meet
+from dcpmla.config import (
+    DCP_COMM_BACKENDS,
+    DCP_EXCHANGE_DTYPES,
+    DECODE_QUERY_DTYPES,
+    INDEX_CACHE_DTYPES,
+    KV_CACHE_DTYPES,
+    DCPConfig,
+)
+from dcpmla.integrations.loading import ModelFiles, load_engine
+from dcpmla.job.bootstrap import DEVICES, Ranks, check_equal_arguments, place_on, process_groups
+from dcpmla.job.launcher import Place, find_place
+from dcpmla.job.rendezvous import agree_at, meet
+from dcpmla.job.watchdog import Reported, Watchdog
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.parallel.watchdog import Reported, Watchdog
 from dcpmla.runtime.engine import Engine
 
 TIMEOUT = 60  # seconds, where no --timeout says otherwise
-LOAD_TIMEOUT = 1800.0  # seconds that a rank may take to read its part of a checkpoint, to download one, or to write large files
+LOAD_TIMEOUT = (
+    1800.0  # seconds that a rank may take to read its part of a checkpoint, to download one, or to write large files
+)
 _LINGER = 1.0  # seconds that rank 0, which may hold the store, stays for what the others still post there
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,27 +44,101 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     """Options of a model, its cut and its engine; dcp_sizes reads the value of -dcp."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
-    add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that cut the heads; all ranks of the job")
-    add("-dcp", "--decode-context-parallel-size", type=dcp_sizes, default="1", metavar="D", help="ranks that share one cache; divides -tp")
+    add(
+        "-tp",
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that cut the heads; all ranks of the job",
+    )
+    add(
+        "-dcp",
+        "--decode-context-parallel-size",
+        type=dcp_sizes,
+        default="1",
+        metavar="D",
+        help="ranks that share one cache; divides -tp",
+    )
     add("--cp-kv-cache-interleave-size", type=int, default=1, metavar="I", help="consecutive tokens on one rank")
     add("--dcp-comm-backend", choices=DCP_COMM_BACKENDS, default="auto")
-    add("--dcp-exchange-dtype", choices=DCP_EXCHANGE_DTYPES, default="auto", help="fp8: decode's rows travel as e4m3 (direct alone)")
-    add("--dcp-exchange-timeout", type=seconds, default=60, metavar="S", help="seconds that direct waits for a rank's part of an exchange")
-    add("--dcp-check-exchange", action="store_true", help="compare the ranks' calls of the exchange first: slow, for the search of bugs")
-    add("--dcp-q-replicate", action="store_true", help="each rank projects the queries of all its DCP group's heads and gathers none")
-    add("--dcp-project-before-merge", action="store_true", help="large decode steps apply W_UV first and exchange the narrower rows")
-    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="format of the latent cache; auto: the model's dtype")
-    add("--kv-cache-scale", type=float, metavar="X", help="what values of an fp8 cache are multiplied by; default: the checkpoint's, or 1")
-    add("--calculate-kv-scales", action="store_true", help="scales of fp8 caches and queries from the first prompt's values instead")
-    add("--decode-query-dtype", choices=DECODE_QUERY_DTYPES, default="auto", help="fp8: decode multiplies e4m3 queries by an fp8 cache")
-    add("--index-cache-dtype", choices=INDEX_CACHE_DTYPES, default="auto", help="of sparse MLA's index cache; auto: the model's dtype")
-    add("--index-hadamard", action="store_true", help="spread the values of the indexer's keys and queries before they are rounded")
-    add("--enable-expert-parallel", action="store_true", help="spread experts whole over the ranks instead of cutting each")
+    add(
+        "--dcp-exchange-dtype",
+        choices=DCP_EXCHANGE_DTYPES,
+        default="auto",
+        help="fp8: decode's rows travel as e4m3 (direct alone)",
+    )
+    add(
+        "--dcp-exchange-timeout",
+        type=seconds,
+        default=60,
+        metavar="S",
+        help="seconds that direct waits for a rank's part of an exchange",
+    )
+    add(
+        "--dcp-check-exchange",
+        action="store_true",
+        help="compare the ranks' calls of the exchange first: slow, for the search of bugs",
+    )
+    add(
+        "--dcp-q-replicate",
+        action="store_true",
+        help="each rank projects the queries of all its DCP group's heads and gathers none",
+    )
+    add(
+        "--dcp-project-before-merge",
+        action="store_true",
+        help="large decode steps apply W_UV first and exchange the narrower rows",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="format of the latent cache; auto: the model's dtype",
+    )
+    add(
+        "--kv-cache-scale",
+        type=float,
+        metavar="X",
+        help="what values of an fp8 cache are multiplied by; default: the checkpoint's, or 1",
+    )
+    add(
+        "--calculate-kv-scales",
+        action="store_true",
+        help="scales of fp8 caches and queries from the first prompt's values instead",
+    )
+    add(
+        "--decode-query-dtype",
+        choices=DECODE_QUERY_DTYPES,
+        default="auto",
+        help="fp8: decode multiplies e4m3 queries by an fp8 cache",
+    )
+    add(
+        "--index-cache-dtype",
+        choices=INDEX_CACHE_DTYPES,
+        default="auto",
+        help="of sparse MLA's index cache; auto: the model's dtype",
+    )
+    add(
+        "--index-hadamard",
+        action="store_true",
+        help="spread the values of the indexer's keys and queries before they are rounded",
+    )
+    add(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="spread experts whole over the ranks instead of cutting each",
+    )
     add("--block-size", type=int, default=64, metavar="P", help="tokens of a cache block on one rank")
     add("--max-num-batched-tokens", type=positive, default=8192, metavar="C", help="most tokens of one step")
     add("--max-num-seqs", type=positive, default=256, metavar="R", help="most requests that run at the same time")
     add("--max-model-len", type=int, metavar="L", help="longest sequence, prompt and answer; default: the model's")
-    add("--kv-cache-memory-bytes", type=positive, metavar="B", help="cache of one rank; default: what its requests need and memory allows")
+    add(
+        "--kv-cache-memory-bytes",
+        type=positive,
+        metavar="B",
+        help="cache of one rank; default: what its requests need and memory allows",
+    )
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="F", help="part of the device's memory to use")
     add("--dtype", choices=tuple(_DTYPES), default="auto", help="auto: the checkpoint's")
     add("--enforce-eager", action="store_true", help="no CUDA graphs of decode steps")
@@ -66,7 +149,13 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of any job of ranks."""
     add = parser.add_argument
     add("--device", choices=DEVICES, default="auto")
-    add("--timeout", type=seconds, default=TIMEOUT, metavar="S", help="seconds in a step after which a rank counts as lost")
+    add(
+        "--timeout",
+        type=seconds,
+        default=TIMEOUT,
+        metavar="S",
+        help="seconds in a step after which a rank counts as lost",
+    )
 
 
 @dataclass(frozen=True)
@@ -198,7 +287,10 @@ def build_engine(
         print(f"ranks: {job.ranks.origin}\ncache: {engine.cache.sizes}")
         print(f"exchange: {selection.exchange.name} ({selection.reason})", flush=True)
         if engine.graph is not None:
-            print(f"decode graphs: {len(engine.graph.batch_sizes)}, the largest of {engine.graph.batch_sizes[-1]} requests", flush=True)
+            print(
+                f"decode graphs: {len(engine.graph.batch_sizes)}, the largest of {engine.graph.batch_sizes[-1]} requests",
+                flush=True,
+            )
     return engine, selection
 
 

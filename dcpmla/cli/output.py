@@ -20,7 +20,9 @@ def check_writable(option: str, path: Path | None) -> None:
         with _beside(path):
             pass
     except OSError as error:
-        message = f"{option} is {path}, where no file can be written ({error.strerror}); give a path in a writable directory"
+        message = (
+            f"{option} is {path}, where no file can be written ({error.strerror}); give a path in a writable directory"
+        )
         raise ValueError(message) from error
 
 
@@ -30,7 +32,10 @@ def is_same_path(one: Path, other: Path) -> bool:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    _replace(path, lambda file: file.write((json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()))
+    _replace(
+        path,
+        lambda file: file.write((json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()),
+    )
 
 
 def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -57,6 +62,8 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def _beside(path: Path, delete: bool = True) -> "tempfile._TemporaryFileWrapper[bytes]":
-    """A temporary file beside the path (beside what a link points to); a name too long for one fails here, before the work."""
+    """A temporary file beside the path (beside what a link points to); a name too long for one fails here, before the
+    work.
+    """
     path = Path(os.path.realpath(path))  # unlike Path.resolve, it leaves loops of links to whoever opens them
     return tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=delete)

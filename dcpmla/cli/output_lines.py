@@ -30,7 +30,9 @@ class OutputLines:
             OSError: no room; the file ends with the line before.
         """
         # What has no place in UTF-8 (half a surrogate pair) becomes the escape that JSON has for it.
-        lines = b"".join(json.dumps(output, ensure_ascii=False).encode(errors="backslashreplace") + b"\n" for output in outputs)
+        lines = b"".join(
+            json.dumps(output, ensure_ascii=False).encode(errors="backslashreplace") + b"\n" for output in outputs
+        )
         if not lines:
             return
         try:
@@ -46,7 +48,8 @@ class OutputLines:
 
 @contextmanager
 def open_output_lines(path: Path) -> Iterator[OutputLines]:
-    """Open or make an output file for this run alone; a last line that was cut off is dropped, a file without lines is not left behind.
+    """Open or make an output file for this run alone; a last line that was cut off is dropped, a file without lines
+    is not left behind.
 
     Raises:
         ValueError: no file can be there, another run writes it, or it holds what is no output of such a run.
@@ -78,7 +81,9 @@ def _lock(path: Path, descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ValueError(f"--output-file is {path}, which another run is writing; wait for it, or give another file") from error
+        raise ValueError(
+            f"--output-file is {path}, which another run is writing; wait for it, or give another file"
+        ) from error
     except OSError:
         pass  # a file system without locks: then it is the user who keeps runs apart
 
@@ -89,7 +94,9 @@ def _read_ids(path: Path, content: bytes, num_whole: int) -> Iterator[str | int]
     for number, line in enumerate(lines, start=1):
         request_id = _read_id(line)
         if request_id is None:
-            raise ValueError(f"--output-file is {path}, whose line {number} is no output of generate; give another file")
+            raise ValueError(
+                f"--output-file is {path}, whose line {number} is no output of generate; give another file"
+            )
         yield request_id
     if not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
         raise ValueError(f"--output-file is {path}, whose last line is no output of generate; give another file")

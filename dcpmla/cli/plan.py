@@ -1,4 +1,6 @@
-"""Predict memory and decode steps of a model under each (tp, dcp, cache format), from its config alone, and recommend one."""
+"""Predict memory and decode steps of a model under each (tp, dcp, cache format), from its config alone, and recommend
+one.
+"""
 
 import argparse
 import os
@@ -10,17 +12,17 @@ from typing import Any
 
 import transformers
 
+from dcpmla.bench.plots import check_outputs, plot_plans
 from dcpmla.cache.capacity import FORMATS, capacity_table
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.index_keys import index_format_name
 from dcpmla.cli.output import write_json
-from dcpmla.cli.plots import check_outputs, plot_plans
 from dcpmla.cli.values import positive, positive_list
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, check_index_options, divisors
 from dcpmla.integrations.transformers import load_config
 from dcpmla.planning.calibrate import load_machine
 from dcpmla.planning.machine import PRESETS, Machine, read_json
-from dcpmla.planning.measured import Comparison, compare, read_rows, summarise
+from dcpmla.planning.measured import Comparison, compare, read_rows, summarize
 from dcpmla.planning.predict import Setting
 from dcpmla.planning.recommend import Plan, cache_bytes, make_plan, recommend
 from dcpmla.planning.weights import ModelSize, read_model
@@ -29,15 +31,38 @@ from dcpmla.planning.weights import ModelSize, read_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="DIR_OR_CONFIG", help="a model's directory or its config.json; no weights needed")
+    add(
+        "--model",
+        required=True,
+        type=Path,
+        metavar="DIR_OR_CONFIG",
+        help="a model's directory or its config.json; no weights needed",
+    )
     machines = f"a preset ({', '.join(PRESETS)}), a JSON file, or a list in which each changes what stands before it"
     add("--machine", default="h200x8", metavar="NAME_OR_JSON", help=machines)
-    add("-tp", "--tensor-parallel-size", type=positive_list, default="8", metavar="N,...", help="ranks that cut the heads")
+    add(
+        "-tp",
+        "--tensor-parallel-size",
+        type=positive_list,
+        default="8",
+        metavar="N,...",
+        help="ranks that cut the heads",
+    )
     dcp = "ranks that share one cache; default: all that divide tp"
     add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=dcp)
-    add("--num-gpus", type=positive, metavar="N", help="of the whole job: replicas of the TP group share its batch; default: one TP group")
+    add(
+        "--num-gpus",
+        type=positive,
+        metavar="N",
+        help="of the whole job: replicas of the TP group share its batch; default: one TP group",
+    )
     add("--kv-cache-dtype", type=_formats, default="bf16", metavar="F,...", help=f"of {', '.join(FORMATS)}")
-    add("--index-cache-dtype", choices=INDEX_CACHE_DTYPES, default="auto", help="of sparse MLA's index cache; auto: bf16")
+    add(
+        "--index-cache-dtype",
+        choices=INDEX_CACHE_DTYPES,
+        default="auto",
+        help="of sparse MLA's index cache; auto: bf16",
+    )
     add("--batch", type=positive, default=32, metavar="B", help="requests that decode at once, on the whole job")
     add("--context", type=positive, default=131072, metavar="S", help="tokens of each of them")
     add("--measured", type=Path, metavar="BENCH.json", help="say where this benchmark's rows and the prediction differ")
@@ -71,7 +96,9 @@ def load_model_size(path: Path) -> ModelSize:
         ValueError: no such path, or no config of an MLA model.
     """
     if not os.path.exists(path):  # False, too, for a name that no file can have
-        raise ValueError(f"model (--model) is {path}: no such file or directory; give a config.json or the directory that holds it")
+        raise ValueError(
+            f"model (--model) is {path}: no such file or directory; give a config.json or the directory that holds it"
+        )
     transformers.utils.logging.set_verbosity_error()
     return read_model(load_config(path))
 
@@ -107,7 +134,12 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
 
 
 def _as_json(
-    args: argparse.Namespace, machine: Machine, plans: Sequence[Plan], best: Plan, reason: str, comparisons: Sequence[Comparison]
+    args: argparse.Namespace,
+    machine: Machine,
+    plans: Sequence[Plan],
+    best: Plan,
+    reason: str,
+    comparisons: Sequence[Comparison],
 ) -> dict[str, Any]:
     return {
         "model": str(args.model),
@@ -118,13 +150,19 @@ def _as_json(
         "settings": [asdict(plan) for plan in plans],
         "recommended": {**asdict(best), "reason": reason},
         "measured": [
-            {**comparison.row, "predicted_us": round(comparison.predicted_us, 2), "predicted_over_measured": round(comparison.ratio, 3)}
+            {
+                **comparison.row,
+                "predicted_us": round(comparison.predicted_us, 2),
+                "predicted_over_measured": round(comparison.ratio, 3),
+            }
             for comparison in comparisons
         ],
     }
 
 
-def _report(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan], best: Plan, reason: str) -> str:
+def _report(
+    args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan], best: Plan, reason: str
+) -> str:
     formats = ", ".join({f"{plan.kv_cache_dtype} {plan.kv_bytes_per_token:,}": None for plan in plans})
     lines = [
         f"{args.model} on {machine.name}, nodes of {machine.gpus_per_node} GPUs with {machine.memory_bytes / 2**30:.0f} GiB, "
@@ -132,7 +170,9 @@ def _report(args: argparse.Namespace, machine: Machine, model: ModelSize, plans:
         f"{args.batch:,} requests of {args.context:,} tokens; cache bytes of a token: {formats}",
     ]
     if args.num_gpus:
-        lines.append(f"{args.num_gpus:,} GPUs in {best.num_nodes:,} nodes; each replica of the TP group takes its share of the requests")
+        lines.append(
+            f"{args.num_gpus:,} GPUs in {best.num_nodes:,} nodes; each replica of the TP group takes its share of the requests"
+        )
     lines += ["", *_table(plans), "", *_capacity(machine, model, plans), "", f"recommended: {best.setting}. {reason}"]
     return "\n".join([*lines, *(f"note: {note}" for note in _notes(args, machine, model, plans))])
 
@@ -142,7 +182,9 @@ def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: 
     notes = []
     if machine.has_best_attention:
         calibrated = f"--machine {args.machine},SCALING.json calibrates by it"
-        notes.append(f"attention is the best published kernels'; ours is slower today: measure it with `bench scaling`, {calibrated}")
+        notes.append(
+            f"attention is the best published kernels'; ours is slower today: measure it with `bench scaling`, {calibrated}"
+        )
     if any(machine.num_nodes(plan.tp, plan.num_gpus) > 1 for plan in plans):
         network = f"{machine.network_gb_per_s:g} GB/s a GPU, {machine.network_us:g} us a step"
         notes.append(f"collectives over several nodes are not measured: they assume a network of {network}")
@@ -157,7 +199,9 @@ def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: 
 
 
 def _table(plans: Sequence[Plan]) -> list[str]:
-    """Aligned columns: what a rank holds, what fits, the step and its parts in milliseconds, from which context DCP wins."""
+    """Aligned columns: what a rank holds, what fits, the step and its parts in milliseconds, from which context DCP
+    wins.
+    """
     rows = [_cells(plan) for plan in plans]
     if all(plan.num_replicas == 1 for plan in plans):
         rows = [{name: cell for name, cell in row.items() if name != "replicas"} for row in rows]
@@ -185,9 +229,14 @@ def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list
             "tokens a GB": f"{plan.tokens_per_gb:,}",
             f"tokens on {tp} GPUs": f"{plan.tokens_total:,}",
         }
-        for plan in capacity_table(model.attention, model.num_attention_layers, gpu_bytes, dcp_sizes, model.num_index_layers)
+        for plan in capacity_table(
+            model.attention, model.num_attention_layers, gpu_bytes, dcp_sizes, model.num_index_layers
+        )
     ]
-    return [f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU", *_align(rows)]
+    return [
+        f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU",
+        *_align(rows),
+    ]
 
 
 def _cells(plan: Plan) -> dict[str, str]:
@@ -218,4 +267,4 @@ def _crossover(plan: Plan) -> str:
 def _measured_report(path: Path, num_rows: int, comparisons: Sequence[Comparison]) -> str:
     skipped = num_rows - len(comparisons)
     lines = [f"\nagainst {path}, {num_rows} measured rows" + (f" ({skipped} have no prediction)" if skipped else "")]
-    return "\n".join([*lines, *summarise(comparisons)])
+    return "\n".join([*lines, *summarize(comparisons)])

@@ -9,10 +9,12 @@ from dcpmla.runtime.request import Request
 
 
 def run_with_bar(engine: Engine, name: str, num_requests: int, is_first: bool) -> Iterator[list[Request]]:
-    """Step until no request is left; gives what each step finished. The line (rank 0's) counts that once it is dealt with.
+    """Step until no request is left; gives what each step finished. The line (rank 0's) counts that once it is
+    dealt with.
 
     Raises:
-        RuntimeError: in place of a ValueError: all that a user can get wrong has been checked, this one wants its traceback.
+        RuntimeError: in place of a ValueError: all that a user can get wrong has been checked, this one wants its
+            traceback.
     """
     with tqdm(total=num_requests, desc=name, unit="request", disable=not is_first) as bar:
         while engine.has_requests:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dcpmla.integrations.engine import ModelFiles
+from dcpmla.integrations.loading import ModelFiles
 from dcpmla.runtime.request import check_prompt
 from dcpmla.runtime.sampling import SamplingParams
 
@@ -32,12 +32,14 @@ def prompts_from_options(args: argparse.Namespace, files: ModelFiles) -> list[Pr
     if not args.prompts:
         raise ValueError("no prompt; give at least one --prompt, --prompt-ids or a --prompt-file")
     return [
-        _prompt(index, f"prompt {index}", prompt, _defaults(args, index), "--prompt", files) for index, prompt in enumerate(args.prompts)
+        _prompt(index, f"prompt {index}", prompt, _defaults(args, index), "--prompt", files)
+        for index, prompt in enumerate(args.prompts)
     ]
 
 
 def prompts_from_file(args: argparse.Namespace, files: ModelFiles) -> list[Prompt]:
-    """Lines of --prompt-file: {"id", "prompt" or "prompt_token_ids", and any field of SamplingParams in place of the option's value}.
+    """Lines of --prompt-file: {"id", "prompt" or "prompt_token_ids", and any field of SamplingParams in place of
+    the option's value}.
 
     Raises:
         ValueError: a file that cannot be read, or a line that is not such an object; the message names the line.
@@ -46,7 +48,9 @@ def prompts_from_file(args: argparse.Namespace, files: ModelFiles) -> list[Promp
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what str.splitlines takes for ends
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompt-file is {path}, which cannot be read ({error}); give a file with a JSON object on each line") from error
+        raise ValueError(
+            f"--prompt-file is {path}, which cannot be read ({error}); give a file with a JSON object on each line"
+        ) from error
     prompts, line_of_id = [], dict[str | int, int]()
     for index, line in enumerate(lines):
         if not line.strip():
@@ -57,7 +61,9 @@ def prompts_from_file(args: argparse.Namespace, files: ModelFiles) -> list[Promp
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if prompt.request_id in line_of_id:
-            raise ValueError(f"{where}: id {prompt.request_id!r} is also that of line {line_of_id[prompt.request_id]}; ids must differ")
+            raise ValueError(
+                f"{where}: id {prompt.request_id!r} is also that of line {line_of_id[prompt.request_id]}; ids must differ"
+            )
         line_of_id[prompt.request_id] = index + 1
         prompts.append(prompt)
     if not prompts:
@@ -83,20 +89,32 @@ def _read_line(line: str, defaults: SamplingParams, files: ModelFiles) -> Prompt
 
 
 def _is_prompt(prompt: object) -> bool:
-    is_ids = isinstance(prompt, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+    is_ids = isinstance(prompt, list) and all(
+        isinstance(token, int) and not isinstance(token, bool) for token in prompt
+    )
     return isinstance(prompt, str) or is_ids
 
 
-def _prompt(request_id: str | int, name: str, prompt: str | list[int], params: SamplingParams, option: str, files: ModelFiles) -> Prompt:
+def _prompt(
+    request_id: str | int, name: str, prompt: str | list[int], params: SamplingParams, option: str, files: ModelFiles
+) -> Prompt:
     """Tokenize and check; the name is what messages call it, the option what asked for a text."""
     if files.tokenizer is None and (isinstance(prompt, str) or params.stop):
-        wanted, instead = (option, "token ids") if isinstance(prompt, str) else ("stop (--stop)", "stop_token_ids (--stop-token-ids)")
-        raise ValueError(f"{wanted} needs a tokenizer, and the model's does not load: {files.no_tokenizer}; give {instead}")
+        wanted, instead = (
+            (option, "token ids") if isinstance(prompt, str) else ("stop (--stop)", "stop_token_ids (--stop-token-ids)")
+        )
+        raise ValueError(
+            f"{wanted} needs a tokenizer, and the model's does not load: {files.no_tokenizer}; give {instead}"
+        )
     for text in (prompt, *params.stop):
         _check_text(name, text)
     token_ids = _tokenize(prompt, files) if isinstance(prompt, str) else prompt
     check_prompt(name, token_ids, files.config.vocab_size, files.max_model_len)
-    return Prompt(request_id, token_ids, replace(params, max_new_tokens=min(params.max_new_tokens, files.max_model_len - len(token_ids))))
+    return Prompt(
+        request_id,
+        token_ids,
+        replace(params, max_new_tokens=min(params.max_new_tokens, files.max_model_len - len(token_ids))),
+    )
 
 
 def _check_text(name: str, text: object) -> None:
@@ -105,7 +123,9 @@ def _check_text(name: str, text: object) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{name} has {text[error.start]!r} at position {error.start}, which is no character of Unicode") from error
+            raise ValueError(
+                f"{name} has {text[error.start]!r} at position {error.start}, which is no character of Unicode"
+            ) from error
 
 
 def _tokenize(prompt: str, files: ModelFiles) -> list[int]:

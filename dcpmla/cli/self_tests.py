@@ -12,13 +12,16 @@ from dcpmla.attention import reference
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.prefill import mha_prefill
 from dcpmla.attention.segments import Segments, join_keys
-from dcpmla.cli.bench_layers import num_calls
-from dcpmla.cli.exchange_inputs import OPERATIONS, Combine, ExchangeCase, GatherHeads, find_errors
-from dcpmla.cli.timing import Timing, time_operation
+from dcpmla.bench.exchange_inputs import OPERATIONS, Combine, ExchangeCase, GatherHeads, find_errors
+from dcpmla.bench.runner import num_calls
+from dcpmla.bench.timing import Timing, time_operation
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import MLAConfig
 
-_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # many roundings of the result, and less than one key's weight in the tests
+_LIMITS = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.02,
+}  # many roundings of the result, and less than one key's weight in the tests
 _BLOCK_SIZE = 64
 _PREFILL_HEADS = 16
 _CPU_HEADS = 16
@@ -58,7 +61,9 @@ def attention_self_tests(config: MLAConfig, device: torch.device, dtype: torch.d
     for name, errors in (("decode", decode_errors), ("prefill", prefill_errors)):
         try:
             tests.append(judge(name, errors(config, device, dtype), dtype))
-        except Exception as error:  # a compiler that is not there, a library of another version: the rest is still worth knowing
+        except (
+            Exception
+        ) as error:  # a compiler that is not there, a library of another version: the rest is still worth knowing
             tests.append(SelfTest(name, None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
     return tests
 
@@ -72,12 +77,16 @@ def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -
     cache = torch.full((table.numel(), _BLOCK_SIZE, config.latent_dim), torch.nan)
     for blocks, length in zip(table, seq_lens[:, -1].tolist(), strict=True):
         position = torch.arange(length)
-        cache[blocks[position // _BLOCK_SIZE], position % _BLOCK_SIZE] = torch.randn(length, config.latent_dim, generator=generator)
+        cache[blocks[position // _BLOCK_SIZE], position % _BLOCK_SIZE] = torch.randn(
+            length, config.latent_dim, generator=generator
+        )
     q = torch.randn(seq_lens.numel(), config.num_heads, config.latent_dim, generator=generator)
     q, cache = q.to(device, dtype), cache.to(device, dtype)
     table, seq_lens = table.to(device, torch.int32), seq_lens.flatten().to(device)
     got = mla_decode(q, cache, table, seq_lens, config.scale, config.kv_lora_rank)
-    wanted = reference.mla_decode(q.double(), cache.double(), table, seq_lens, config.scale, config.kv_lora_rank, None, 2)
+    wanted = reference.mla_decode(
+        q.double(), cache.double(), table, seq_lens, config.scale, config.kv_lora_rank, None, 2
+    )
     return _errors(got, wanted)
 
 
@@ -118,18 +127,29 @@ def exchange_heads(config: MLAConfig, size: int, device: torch.device) -> int:
     return max(1, num_heads // size) * size
 
 
-def exchange_errors(exchange: Exchange, group: dist.ProcessGroup, config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
-    """All three movements over a group, shards of some tokens empty (holding NaN) on the first, on the last or on all ranks. Collective."""
+def exchange_errors(
+    exchange: Exchange, group: dist.ProcessGroup, config: MLAConfig, device: torch.device, dtype: torch.dtype
+) -> Errors:
+    """All three movements over a group, shards of some tokens empty (holding NaN) on the first, on the last or on all
+    ranks. Collective.
+    """
     case = _exchange_case(group, config, 0, _EXCHANGE_TOKENS, device, dtype)
     found: Errors = {}
     for operation, make in OPERATIONS.items():
         inputs = make(case)
-        found |= zip((operation, f"{operation}'s lse"), find_errors(inputs.run(exchange, 0), inputs.answer(0)), strict=False)
+        found |= zip(
+            (operation, f"{operation}'s lse"), find_errors(inputs.run(exchange, 0), inputs.answer(0)), strict=False
+        )
     return found
 
 
 def exchange_timing(
-    exchange: Exchange, group: dist.ProcessGroup, config: MLAConfig, num_tokens: int, device: torch.device, dtype: torch.dtype
+    exchange: Exchange,
+    group: dist.ProcessGroup,
+    config: MLAConfig,
+    num_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Timing:
     """`gather_heads` and `combine`, one after the other, of all heads of a group. Collective over the job."""
     case = _exchange_case(group, config, num_calls(device), num_tokens, device, dtype)

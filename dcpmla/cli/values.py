@@ -45,7 +45,9 @@ def token_ids(text: str) -> list[int]:
     try:
         return [int(token) for token in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids separated by commas, as in 5,6,7") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of token ids separated by commas, as in 5,6,7"
+        ) from None
 
 
 def seed(text: str) -> int:

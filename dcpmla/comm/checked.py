@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.comm.exchange import Exchange, Mailbox
-from dcpmla.parallel.collectives import named
-from dcpmla.parallel.faults import name_ranks
+from dcpmla.parallel.collectives import name_ranks, named
 
 _ERROR = 2  # of torch.cuda.get_sync_debug_mode: waiting for the GPU is one, as where a capture is rehearsed
 
@@ -18,13 +17,14 @@ _ERROR = 2  # of torch.cuda.get_sync_debug_mode: waiting for the GPU is one, as 
 class CheckedExchange:
     """An exchange whose calls are compared over its group first: unequal ones would hang, or mix up rows.
 
-    Slow: the host waits for all ranks before each call, by a collective of its own, which `torch.compile` cannot trace and a CUDA graph
-    cannot hold. So a call that is captured, or rehearsed for that, is not compared.
+    Slow: the host waits for all ranks before each call, by a collective of its own, which `torch.compile` cannot
+    trace and a CUDA graph cannot hold. So a call that is captured, or rehearsed for that, is not compared.
 
     Args:
         exchange: makes the calls, over `group`.
     Raises:
-        RuntimeError: on every rank, by every call but `check`: ranks differ in operation, shapes, dtypes or the number of the call.
+        RuntimeError: on every rank, by every call but `check`: ranks differ in operation, shapes, dtypes or the
+            number of the call.
     """
 
     def __init__(self, exchange: Exchange, group: ProcessGroup) -> None:
@@ -59,18 +59,26 @@ class CheckedExchange:
         self._exchange.check()
 
     def _compare(self, operation: str, **tensors: Tensor) -> None:
-        if torch.cuda.is_initialized() and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == _ERROR):
+        if torch.cuda.is_initialized() and (
+            torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == _ERROR
+        ):
             return
         self._num_calls += 1
         arguments = (f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
         calls: list[Any] = [None] * dist.get_world_size(self._group)
         with named("comparing calls of the exchange", self._group):
-            dist.all_gather_object(calls, f"makes call {self._num_calls}, {operation}({', '.join(arguments)})", group=self._group)
+            dist.all_gather_object(
+                calls, f"makes call {self._num_calls}, {operation}({', '.join(arguments)})", group=self._group
+            )
         if len(set(calls)) > 1:
-            raise RuntimeError("unequal calls of the exchange: " + _describe(calls, dist.get_process_group_ranks(self._group)))
+            raise RuntimeError(
+                "unequal calls of the exchange: " + _describe(calls, dist.get_process_group_ranks(self._group))
+            )
 
 
 def _describe(calls: list[str], ranks: list[int]) -> str:
     """Who is about to call what, the fewest ranks first: they are the odd ones out."""
     callers = {call: [rank for rank, other in zip(ranks, calls, strict=True) if other == call] for call in calls}
-    return "; ".join(f"{name_ranks(callers[call])} {call}" for call in sorted(callers, key=lambda call: len(callers[call])))
+    return "; ".join(
+        f"{name_ranks(callers[call])} {call}" for call in sorted(callers, key=lambda call: len(callers[call]))
+    )

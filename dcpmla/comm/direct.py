@@ -1,4 +1,6 @@
-"""The exchange `direct`: one-sided stores into the memory of GPUs that reach each other over NVLink, one kernel an operation."""
+"""The exchange `direct`: one-sided stores into the memory of GPUs that reach each other over NVLink, one kernel an
+operation.
+"""
 
 from collections.abc import Callable
 
@@ -17,20 +19,25 @@ from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
 MAX_SIZE = 8  # ranks of a group: what the NVLink of one host connects
 _MAX_SLOT_BYTES = 1 << 29  # kernels count the bytes of all slots in 32 bits
 _FLAG_BYTES = 2 * MAX_SIZE * NUM_PROGRAMS * 4  # of a landing: flags of all ranks' programs, in two phases
-_LANDING_BYTES = 16 << 20  # of all ranks' queries; from here on they are stored where they belong. Measured on H200s: equal at 18 MB
+_LANDING_BYTES = (
+    16 << 20
+)  # of all ranks' queries; from here on they are stored where they belong. Measured on H200s: equal at 18 MB
 
 
 class DirectExchange:
-    """Exchange over memory that all ranks of a group can write to. One object serves all layers of a step, on one stream.
+    """Exchange over memory that all ranks of a group can write to. One object serves all layers of a step, on one
+    stream.
 
-    Two micro-batches on two streams need an object each, and every rank must launch their work in the same order. What `gather_heads`
+    Two micro-batches on two streams need an object each, and every rank must launch their work in the same order.
+    What `gather_heads`
     and `gather_candidates` give may lie in that memory: it is valid until the next of either.
 
     Args:
         group: 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
         slot_bytes: the rows that an exchange brings to a rank at a time; larger batches are exchanged in turns.
         timeout: seconds to wait for a peer.
-        is_fp8: queries and partial rows travel as e4m3, with a float32 scale for each 64 to 256 columns; queries of one byte as they are.
+        is_fp8: queries and partial rows travel as e4m3, with a float32 scale for each 64 to 256 columns; queries of
+        one byte as they are.
         allocate: gives the memory.
     Raises:
         ValueError: a group of another size, slots that are too large or not a multiple of 128.
@@ -137,23 +144,44 @@ class DirectExchange:
     def _new_landing(self, num_slots: int, slot_bytes: int) -> "_Landing":
         memory = self._allocate(num_slots * slot_bytes + _FLAG_BYTES, self.group, self.device)
         memory.mine[num_slots * slot_bytes :].zero_()
-        return _Landing(num_slots, slot_bytes, memory, new_state(self.device), self._fault, self.timeout, self.group.group_name)
+        return _Landing(
+            num_slots, slot_bytes, memory, new_state(self.device), self._fault, self.timeout, self.group.group_name
+        )
 
 
 class _Landing:
     """Slots in which peers store rows where they belong; each keeps what it got until its next turn."""
 
     def __init__(
-        self, num_slots: int, slot_bytes: int, memory: PeerMemory, state: Tensor, fault: Tensor, timeout: float, group_name: str
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        memory: PeerMemory,
+        state: Tensor,
+        fault: Tensor,
+        timeout: float,
+        group_name: str,
     ) -> None:
         self.slot_bytes = slot_bytes
         self._num_slots, self._memory, self._next = num_slots, memory, 0
         self._state, self._rest = (state, fault), (timeout, group_name)
 
     def place(self, rows: Tensor, places: Tensor | None, operation: str) -> Tensor:
-        """Send rows [N, D] to their places (`direct_ops.place`). Returns the slot [.., D], in stream order with all ranks' rows."""
+        """Send rows [N, D] to their places (`direct_ops.place`).
+
+        Returns the slot [.., D], in stream order with all ranks' rows.
+        """
         slot_at = self._next * self.slot_bytes
         self._next = (self._next + 1) % self._num_slots
-        place(rows, places, self._memory.addresses, *self._state, slot_at, self._num_slots * self.slot_bytes, *self._rest, operation)
+        place(
+            rows,
+            places,
+            self._memory.addresses,
+            *self._state,
+            slot_at,
+            self._num_slots * self.slot_bytes,
+            *self._rest,
+            operation,
+        )
         slot = self._memory.mine[slot_at : slot_at + self.slot_bytes].view(rows.dtype)
         return slot[: slot.numel() // rows.shape[1] * rows.shape[1]].view(-1, rows.shape[1])

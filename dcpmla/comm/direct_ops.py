@@ -52,8 +52,12 @@ class Tiling:
 
 
 def choose_tiling(num_rows: int, width: int, size: int, is_fp8: bool) -> Tiling:
-    """Narrow items while there are programs for them, so that a thread has few vectors to move; then wider ones, and several a program."""
-    widest = min(max(width, _NARROWEST), 256 if is_fp8 or size > 4 else 512)  # of the rows of 8 ranks, 512 columns would fill all registers
+    """Narrow items while there are programs for them, so that a thread has few vectors to move; then wider ones, and
+    several a program.
+    """
+    widest = min(
+        max(width, _NARROWEST), 256 if is_fp8 or size > 4 else 512
+    )  # of the rows of 8 ranks, 512 columns would fill all registers
     shapes = [shape for shape in _SHAPES if shape[0] <= widest]
     fitting = (shape for shape in shapes if num_rows * -(-width // shape[0]) <= shape[1])
     columns, _ = next(fitting, shapes[-1])
@@ -134,12 +138,17 @@ def combine(
         raise ValueError(f"out has {num_heads} heads; the {size} ranks of the group must divide them")
     if lse.dtype != torch.float32 or lse.shape != out.shape[:2]:
         raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}; expected torch.float32 {tuple(out.shape[:2])}")
-    merged, merged_lse = out.new_empty(num_tokens, num_heads // size, width), lse.new_empty(num_tokens, num_heads // size)
+    merged, merged_lse = (
+        out.new_empty(num_tokens, num_heads // size, width),
+        lse.new_empty(num_tokens, num_heads // size),
+    )
     out = out if out.stride(-1) == 1 else out.contiguous()
     token_bytes, token_words = combine_room(num_heads, width, out.element_size())
     for tokens in _turns(num_tokens, token_bytes, token_words, slot_bytes):
         results = merged[tokens], merged_lse[tokens]
-        _launch_combine(out[tokens], lse[tokens], *results, addresses, state, fault, slot_bytes, timeout, group, is_fp8, False)
+        _launch_combine(
+            out[tokens], lse[tokens], *results, addresses, state, fault, slot_bytes, timeout, group, is_fp8, False
+        )
     return merged, merged_lse
 
 
@@ -164,8 +173,12 @@ def collect(
     timeout: float,
     group: str,
 ) -> None:
-    """The second half of `combine`, for rows [T, h, D] that fit into a slot at once, and that kernels of all ranks send."""
-    _launch_combine(merged, merged_lse, merged, merged_lse, addresses, state, fault, slot_bytes, timeout, group, False, True)
+    """The second half of `combine`, for rows [T, h, D] that fit into a slot at once, and that kernels of all ranks
+    send.
+    """
+    _launch_combine(
+        merged, merged_lse, merged, merged_lse, addresses, state, fault, slot_bytes, timeout, group, False, True
+    )
 
 
 def _launch_combine(
@@ -226,10 +239,11 @@ def place(
     group: str,
     operation: str,
 ) -> None:
-    """Store rows [N, D] in each rank's memory from slot_at on: row n as row places[n] there, not at all where that is -1.
+    """Store rows [N, D] in each rank's memory from slot_at on: row n as row places[n] there, not at all where that
+    is -1.
 
-    Without places, rank r's row n as row n W + r. Returns, in stream order, when the rows of all ranks are there. Any D goes: rows of
-    fp8_ds_mla are no whole number of 16 bytes for every latent.
+    Without places, rank r's row n as row n W + r. Returns, in stream order, when the rows of all ranks are there.
+    Any D goes: rows of fp8_ds_mla are no whole number of 16 bytes for every latent.
     """
     rank = enter("rows", rows, fault, timeout, group, alignment=1)
     num_rows, width = rows.shape
@@ -278,7 +292,9 @@ def enter(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: st
     if rows.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {rows.dtype}; direct carries {', '.join(map(str, _DTYPES))}")
     if rows.shape[-1] * rows.element_size() % alignment:
-        raise ValueError(f"{name} has rows of {rows.shape[-1]} {rows.dtype}; direct carries multiples of {alignment} bytes")
+        raise ValueError(
+            f"{name} has rows of {rows.shape[-1]} {rows.dtype}; direct carries multiples of {alignment} bytes"
+        )
     return dist.get_rank(_group(group_name))
 
 
@@ -294,7 +310,9 @@ def _turns(num_tokens: int, token_bytes: int, token_words: int, slot_bytes: int)
     """
     at_once = min(slot_bytes // token_bytes, slot_bytes // 64 // token_words)
     if num_tokens and at_once == 0:
-        raise ValueError(f"slot_bytes is {slot_bytes}; a token's rows of all ranks take {max(token_bytes, 64 * token_words)}")
+        raise ValueError(
+            f"slot_bytes is {slot_bytes}; a token's rows of all ranks take {max(token_bytes, 64 * token_words)}"
+        )
     for first in range(0, num_tokens, max(1, at_once)):
         yield slice(first, min(first + at_once, num_tokens))
 

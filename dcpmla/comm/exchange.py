@@ -1,6 +1,7 @@
 """The exchange: what moves in decode context parallelism, behind one interface.
 
-A backend implements `Exchange`. Every rank of the group makes the same calls with the same shapes, also a rank that owns
+A backend implements `Exchange`. Every rank of the group makes the same calls with the same shapes, also a rank that
+owns
 no tokens: its partial rows come with lse -inf.
 """
 
@@ -10,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# What `attention.decode` hands to its operator: addresses, state, fault, slot_bytes, timeout, group, as in `comm.direct_ops`.
+# What `attention.decode` hands to its operator: addresses, state, fault, slot_bytes, timeout, group, as in
+# `comm.direct_ops`.
 Mailbox = tuple[Tensor, Tensor, Tensor, int, float, str]
 
 
@@ -26,7 +28,9 @@ class Exchange(Protocol):
         """[T, h, D] of this rank's heads -> [T, W h, D], heads in rank order."""
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
-        """[T, k] int64 of this rank, no 32-bit half of them -1 (`attention.sparse.candidates`) -> [T, W, k], in rank order."""
+        """[T, k] int64 of this rank, no 32-bit half of them -1 (`attention.sparse.candidates`) -> [T, W, k], in rank
+        order.
+        """
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge the ranks' partial attention and keep this rank's heads.
@@ -39,21 +43,24 @@ class Exchange(Protocol):
         """
 
     def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> Mailbox | None:
-        """Where an attention kernel may store partial rows of one `combine` itself, at the ranks that own their heads; None for nowhere.
+        """Where an attention kernel may store partial rows of one `combine` itself, at the ranks that own their
+        heads; None for nowhere.
 
         Args:
             num_heads: W h.
         """
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        """Begin to bring cached rows of all ranks into token order (`gather_context`), so that other work runs meanwhile.
+        """Begin to bring cached rows of all ranks into token order (`gather_context`), so that other work runs
+        meanwhile.
 
         Args:
             rows: [N, D], this rank's rows, padded to the same N on every rank.
             order: [S] int64, for each token its row in the ranks' rows laid end to end [W N].
             tokens: [N] int64, for each of this rank's rows its token in [0, S), -1 for padding: `tokens_of_rows`.
         Returns:
-            A function, to be called once, before the second next start_context: waits, and gives [S, D], valid until that start_context.
+            A function, to be called once, before the second next start_context: waits, and gives [S, D], valid
+                until that start_context.
         """
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -87,7 +94,8 @@ def tokens_of_rows(order: Tensor, num_rows: int, rank: int) -> Tensor:
 
 
 def pairs(rows: Tensor) -> Tensor:
-    """Rows [..., D] of elements of one byte as bfloat16 [..., D / 2], which every backend moves bit for bit; wider ones as they are.
+    """Rows [..., D] of elements of one byte as bfloat16 [..., D / 2], which every backend moves bit for bit; wider
+    ones as they are.
 
     Raises:
         ValueError: an odd D.
@@ -95,7 +103,9 @@ def pairs(rows: Tensor) -> Tensor:
     if rows.element_size() > 1:
         return rows
     if rows.shape[-1] % 2:
-        raise ValueError(f"rows of {rows.dtype} have {rows.shape[-1]} elements; the exchange moves even numbers of bytes")
+        raise ValueError(
+            f"rows of {rows.dtype} have {rows.shape[-1]} elements; the exchange moves even numbers of bytes"
+        )
     return rows.contiguous().view(torch.bfloat16)
 
 
@@ -120,7 +130,9 @@ class LocalExchange:
         return lambda: pairs(rows)[order].view(rows.dtype)
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        torch.empty(2 * num_tokens, width, dtype=dtype, device=device)  # rows in token order, and the next ones as they were read
+        torch.empty(
+            2 * num_tokens, width, dtype=dtype, device=device
+        )  # rows in token order, and the next ones as they were read
 
     def check(self) -> None:
         pass

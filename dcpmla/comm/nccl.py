@@ -1,4 +1,7 @@
-"""Exchange by collectives of torch.distributed: NCCL between GPUs, gloo between CPUs. Correct everywhere, also across nodes."""
+"""Exchange by collectives of torch.distributed: NCCL between GPUs, gloo between CPUs.
+
+Correct everywhere, also across nodes.
+"""
 
 from collections.abc import Callable
 
@@ -38,7 +41,8 @@ class _CollectiveExchange:
         return None
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        # torch.compile traces functional collectives, and no handle of another asynchronous one. They keep both tensors until the wait.
+        # torch.compile traces functional collectives, and no handle of another asynchronous one. They keep both tensors
+        # until the wait.
         with named("gather_context", self.group):
             gathered = _start_all_gather(pairs(rows).contiguous(), 0, self.group)
 
@@ -78,7 +82,9 @@ class AllGatherReduceScatter(_CollectiveExchange):
 
 
 class AllToAll(_CollectiveExchange):
-    """`a2a`: send every owner its heads' rows with their LSE behind them, in one collective; each owner merges in float32."""
+    """`a2a`: send every owner its heads' rows with their LSE behind them, in one collective; each owner merges in
+    float32.
+    """
 
     name = "a2a"
 
@@ -115,7 +121,8 @@ def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         out: [T, W h, D] of this rank; a row whose lse is -inf may hold anything.
         lse: [W, T, W h] float32 of all ranks.
     Returns:
-        Rows times their shares of the merged ones [W, T, h, D], by owner, in float32 (float64 stays); merged LSE of the own heads [T, h].
+        Rows times their shares of the merged ones [W, T, h, D], by owner, in float32 (float64 stays); merged LSE of
+        the own heads [T, h].
     """
     if out.is_cuda:
         from dcpmla.comm.kernels import merge as kernels  # triton is there on Linux only
@@ -129,7 +136,9 @@ def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 @weigh_rows.register_fake
 def _(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     size, num_tokens, num_heads = len(lse), out.shape[0], out.shape[1] // len(lse)
-    shares = out.new_empty(size, num_tokens, num_heads, out.shape[2], dtype=torch.promote_types(out.dtype, torch.float32))
+    shares = out.new_empty(
+        size, num_tokens, num_heads, out.shape[2], dtype=torch.promote_types(out.dtype, torch.float32)
+    )
     return shares, lse.new_empty(num_tokens, num_heads)
 
 

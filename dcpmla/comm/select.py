@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 from dcpmla.comm.checked import CheckedExchange
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
+from dcpmla.comm.reach import reach
 from dcpmla.config import DCPConfig
-from dcpmla.parallel.links import reach
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ def select_exchange(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.devic
         ValueError: `direct` or rows in fp8 are asked for, and the ranks do not reach each other's memory.
     """
     selection = _select(dcp, dcp_group, torch.device(device))
-    return replace(selection, exchange=CheckedExchange(selection.exchange, dcp_group)) if dcp.check_exchange else selection
+    return (
+        replace(selection, exchange=CheckedExchange(selection.exchange, dcp_group)) if dcp.check_exchange else selection
+    )
 
 
 def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Selection:
@@ -44,21 +46,31 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Se
     obstacle = _obstacle(dcp_group, device)
     is_fp8 = dcp.dcp_exchange_dtype == "fp8"
     if not obstacle and is_fp8 and torch.cuda.get_device_capability(device) < (8, 9):
-        raise ValueError("dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which needs GPUs of compute capability 8.9; choose auto")
+        raise ValueError(
+            "dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which needs GPUs of compute capability 8.9; choose auto"
+        )
     if not obstacle:
         from dcpmla.comm.direct import DirectExchange  # triton is there on Linux only
 
         try:
             direct = DirectExchange(dcp_group, device, timeout=dcp.exchange_timeout, is_fp8=is_fp8)
-            return Selection(direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink")
+            return Selection(
+                direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink"
+            )
         except RuntimeError as error:
-            if "overlapping devices" not in str(error):  # what torch finds on all ranks alike: it takes GPUs of one number for the same
+            if "overlapping devices" not in str(
+                error
+            ):  # what torch finds on all ranks alike: it takes GPUs of one number for the same
                 raise
             obstacle = "torch has no symmetric memory for ranks that each see one GPU (CUDA_VISIBLE_DEVICES)"
     if backend == "direct":
-        raise ValueError(f"dcp_comm_backend (--dcp-comm-backend) is 'direct', but {obstacle}; choose auto, ag_rs or a2a")
+        raise ValueError(
+            f"dcp_comm_backend (--dcp-comm-backend) is 'direct', but {obstacle}; choose auto, ag_rs or a2a"
+        )
     if is_fp8:
-        raise ValueError(f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which direct alone carries, but {obstacle}; choose auto")
+        raise ValueError(
+            f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which direct alone carries, but {obstacle}; choose auto"
+        )
     return Selection(AllToAll(dcp_group), f"auto: {obstacle}; one collective a combine where ag_rs needs two")
 
 

@@ -31,7 +31,8 @@ Allocate = Callable[[int, ProcessGroup, torch.device], PeerMemory]
 
 def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerMemory:
     """Symmetric memory of torch, over NVLink, one address a rank. Collective over the group."""
-    # No multicast, ever: a host's fabric may have it switched off, and where it is on, one crash can take it from everyone.
+    # No multicast, ever: a host's fabric may have it switched off, and where it is on, one crash can take it from
+    # everyone.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     # From torch 2.13 on: no pool, which would keep what is dropped and take it for memory that all ranks have met over.
     os.environ["TORCH_SYMMMEM_IMPLICIT_POOL"] = "0"

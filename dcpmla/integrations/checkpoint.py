@@ -1,4 +1,4 @@
-"""Slices of a safetensors checkpoint, read from disk as they are asked for, block-quantised fp8 undone on the way."""
+"""Slices of a safetensors checkpoint, read from disk as they are asked for, block-quantized fp8 undone on the way."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Checkpoint:
 
     Args:
         directory: holds model.safetensors, or shards with model.safetensors.index.json.
-        fp8_block_size: rows and columns that share one scale in block-quantised weights.
+        fp8_block_size: rows and columns that share one scale in block-quantized weights.
     Raises:
         ValueError: no safetensors checkpoint there, or a file that is not one.
     """
@@ -41,7 +41,9 @@ class Checkpoint:
             try:
                 file = safe_open(directory / name, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"checkpoint: {directory / name} is not a readable safetensors file ({error})") from error
+                raise ValueError(
+                    f"checkpoint: {directory / name} is not a readable safetensors file ({error})"
+                ) from error
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def weights(self, prefix: str) -> Mapping[str, Weight]:
@@ -56,7 +58,9 @@ class Checkpoint:
         file, scale_name = self._files[name], name + _SCALE_SUFFIX
         if scale_name not in self._files:
             return _SafetensorsWeight(file, name)
-        return _Fp8BlockWeight(_SafetensorsWeight(file, name), self._files[scale_name].get_tensor(scale_name), self.fp8_block_size)
+        return _Fp8BlockWeight(
+            _SafetensorsWeight(file, name), self._files[scale_name].get_tensor(scale_name), self.fp8_block_size
+        )
 
 
 class _SafetensorsWeight:
@@ -92,5 +96,8 @@ class _Fp8BlockWeight:
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         codes = self._codes[index].to(torch.float32)
         index = index if isinstance(index, tuple) else (index, slice(None))
-        rows, cols = (torch.arange(size)[part] // block for size, part, block in zip(self.shape, index, self._block_size, strict=True))
+        rows, cols = (
+            torch.arange(size)[part] // block
+            for size, part, block in zip(self.shape, index, self._block_size, strict=True)
+        )
         return codes * self._scale_inv[rows][:, cols]

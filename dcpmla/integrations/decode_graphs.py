@@ -1,4 +1,6 @@
-"""Decode graphs of a whole model: made over a cache, measured before there is one, given up with a word where they cannot be."""
+"""Decode graphs of a whole model: made over a cache, measured before there is one, given up with a word where they
+cannot be.
+"""
 
 import logging
 
@@ -14,13 +16,16 @@ _logger = logging.getLogger(__name__)
 
 
 class GraphMaker:
-    """Captures a model's decode step over one cache or another; once that has failed, it no longer tries. Collective over the TP group.
+    """Captures a model's decode step over one cache or another; once that has failed, it no longer tries.
+    Collective over the TP group.
 
     Args:
         max_num_seqs, max_model_len: of the largest batch, and of the longest sequence.
     """
 
-    def __init__(self, model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, max_num_seqs: int, max_model_len: int
+    ) -> None:
         self._model, self._dcp, self._mesh = model, dcp, mesh
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._has_failed = False
@@ -45,10 +50,16 @@ class GraphMaker:
         return graph
 
     def measure(self) -> int:
-        """Bytes of this rank's GPU that graphs take beside their cache: what comes back when those over one block are dropped."""
+        """Bytes of this rank's GPU that graphs take beside their cache: what comes back when those over one block are
+        dropped.
+        """
         model = self._model
-        plan = LatentCache.plan(model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype, model.num_index_layers)
-        graph = self._capture(LatentCache(plan, model.device), self._max_model_len)  # what selects among tokens grows with their number
+        plan = LatentCache.plan(
+            model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype, model.num_index_layers
+        )
+        graph = self._capture(
+            LatentCache(plan, model.device), self._max_model_len
+        )  # what selects among tokens grows with their number
         torch.cuda.empty_cache()
         free_beside, _ = torch.cuda.mem_get_info(model.device)
         del graph

@@ -1,8 +1,11 @@
-"""Experts over the TP group: a slice of every one on each rank, or (expert parallelism) num_experts / tp_size whole ones.
+"""Experts over the TP group: a slice of every one on each rank, or (expert parallelism) num_experts / tp_size whole
+ones.
 
-Under expert parallelism all ranks see all tokens and route them alike. A rank computes the routes to its own experts, and the sum over
-the ranks that follows experts anyway (transformers' style `moe_tp_experts`) brings the others'. The plan is written with styles that
-transformers 5.17 to 5.23 share: their own expert-parallel plans changed in between, and LongCat has none.
+Under expert parallelism all ranks see all tokens and route them alike. A rank computes the routes to its own
+experts, and the sum over the ranks that follows experts anyway (transformers' style `moe_tp_experts`) brings the
+others'. The plan is written
+with styles that transformers 5.17 to 5.23 share: their own expert-parallel plans changed in between, and LongCat has
+none.
 """
 
 from collections.abc import Iterator
@@ -18,7 +21,9 @@ def check_experts(model: Any, tp_size: int, enable_expert_parallel: bool) -> Non
     """Raise ValueError where experts cannot be cut or spread evenly; other layers may be cut unevenly."""
     all_experts = list(experts_of(model))
     if enable_expert_parallel and not all_experts:
-        raise ValueError("enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out")
+        raise ValueError(
+            "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"
+        )
     for experts in all_experts:
         num_experts, _, intermediate_size = experts.down_proj.shape
         if enable_expert_parallel and num_experts % tp_size:
@@ -27,11 +32,15 @@ def check_experts(model: Any, tp_size: int, enable_expert_parallel: bool) -> Non
                 f"tensor_parallel_size (-tp) must be one of {', '.join(map(str, divisors(num_experts)))}"
             )
         if not enable_expert_parallel and intermediate_size % tp_size:
-            raise ValueError(f"tensor_parallel_size (-tp) is {tp_size}; it must divide the experts' intermediate size {intermediate_size}")
+            raise ValueError(
+                f"tensor_parallel_size (-tp) is {tp_size}; it must divide the experts' intermediate size {intermediate_size}"
+            )
 
 
 def choose_implementation(model: Any, tp_size: int) -> None:
-    """After loading: one expert after the other where slices are too narrow for grouped matrix products (rows of whole 16 bytes)."""
+    """After loading: one expert after the other where slices are too narrow for grouped matrix products (rows of whole
+    16 bytes).
+    """
     widths = {experts.down_proj.shape[-1] // tp_size * experts.down_proj.itemsize for experts in experts_of(model)}
     if any(width % 16 for width in widths):
         model.set_experts_implementation("eager")
@@ -50,7 +59,9 @@ def keep_own_routes(model: Any, tp_rank: int, tp_size: int) -> None:
         num_own = num_experts // tp_size
         if hasattr(experts, "zero_expert_num"):
             experts.num_routed_experts, experts.total_experts = num_own, num_own + 1
-        experts.register_forward_pre_hook(partial(_own_routes, num_experts=num_experts, first=tp_rank * num_own, num_own=num_own))
+        experts.register_forward_pre_hook(
+            partial(_own_routes, num_experts=num_experts, first=tp_rank * num_own, num_own=num_own)
+        )
 
 
 def _own_routes(
@@ -58,8 +69,10 @@ def _own_routes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ids of all experts -> ids among a rank's own; num_own, with weight 0, is no expert of this rank.
 
-    Ids from num_experts on are LongCat's zero experts, the identity. They too become num_own, which LongCat's module takes for the
-    identity, but keep their weight: every rank adds its share (transformers' style `moe_identity_expert` divides by the number of ranks).
+    Ids from num_experts on are LongCat's zero experts, the identity. They too become num_own, which LongCat's
+    module takes for the
+    identity, but keep their weight: every rank adds its share (transformers' style `moe_identity_expert` divides by
+        the number of ranks).
     """
     hidden_states, expert_ids, expert_weights = inputs
     own = (expert_ids >= first) & (expert_ids < first + num_own)

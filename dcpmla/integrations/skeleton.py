@@ -8,7 +8,13 @@ import transformers
 from torch import nn
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from dcpmla.integrations.experts import check_experts, choose_implementation, experts_of, keep_own_routes, spread_experts
+from dcpmla.integrations.experts import (
+    check_experts,
+    choose_implementation,
+    experts_of,
+    keep_own_routes,
+    spread_experts,
+)
 from dcpmla.integrations.static_experts import prepare_experts
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -18,9 +24,15 @@ class Placeholder(nn.Module):
 
 
 def load_skeleton(
-    directory: Path, config: Any, mesh: DCPMesh, dtype: torch.dtype | None, device: torch.device, enable_expert_parallel: bool
+    directory: Path,
+    config: Any,
+    mesh: DCPMesh,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    enable_expert_parallel: bool,
 ) -> Any:
-    """Load a checkpoint with a `Placeholder` for every MLA module. Collective over the job, whose ranks must be the TP group.
+    """Load a checkpoint with a `Placeholder` for every MLA module. Collective over the job, whose ranks must be the
+    TP group.
 
     Args:
         config: a transformers config.
@@ -33,7 +45,11 @@ def load_skeleton(
     whole_experts = enable_expert_parallel and mesh.tp_size > 1
 
     class Skeleton(base):
-        _keys_to_ignore_on_load_unexpected = [*(base._keys_to_ignore_on_load_unexpected or []), r"\.self_attn\.", r"\.zero_experts\."]
+        _keys_to_ignore_on_load_unexpected = [
+            *(base._keys_to_ignore_on_load_unexpected or []),
+            r"\.self_attn\.",
+            r"\.zero_experts\.",
+        ]
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -49,10 +65,15 @@ def load_skeleton(
             for experts in experts_of(self):
                 prepare_experts(experts)
 
-    # transformers' reports name the class, and it reads the source of the class's module to learn that experts can be computed in groups.
+    # transformers' reports name the class, and it reads the source of the class's module to learn that experts can be
+    # computed in groups.
     Skeleton.__name__, Skeleton.__module__ = base.__name__, base.__module__
     # transformers places a cut model itself: on the accelerator of LOCAL_RANK, or on the CPU where there is none.
-    placement = {"distributed_config": DistributedConfig(tp_size=mesh.tp_size)} if mesh.tp_size > 1 else {"device_map": str(device)}
+    placement = (
+        {"distributed_config": DistributedConfig(tp_size=mesh.tp_size)}
+        if mesh.tp_size > 1
+        else {"device_map": str(device)}
+    )
     try:
         model, info = Skeleton.from_pretrained(
             str(directory),
@@ -66,7 +87,9 @@ def load_skeleton(
             **placement,
         )
     except OSError as error:
-        raise ValueError(f"model (--model): {directory} has no safetensors checkpoint that transformers can load ({error})") from error
+        raise ValueError(
+            f"model (--model): {directory} has no safetensors checkpoint that transformers can load ({error})"
+        ) from error
     _check_loaded(info)
     if whole_experts:
         keep_own_routes(model, mesh.tp_rank, mesh.tp_size)
@@ -85,15 +108,23 @@ def _plan_without_attention(model: Any) -> dict[str, str]:
 
 
 def _without_zero_experts(config: Any) -> dict[str, str]:
-    """Set LongCat's zero experts aside: they are the identity, published checkpoints have no weights for them, transformers' own do."""
-    zero_experts = [str(config.n_routed_experts + number) for number in range(getattr(config, "zero_expert_num", None) or 0)]
+    """Set LongCat's zero experts aside: they are the identity, published checkpoints have no weights for them,
+    transformers' own do.
+    """
+    zero_experts = [
+        str(config.n_routed_experts + number) for number in range(getattr(config, "zero_expert_num", None) or 0)
+    ]
     return {rf"\.mlp\.experts\.({'|'.join(zero_experts)})\.": r".mlp.zero_experts.\1."} if zero_experts else {}
 
 
 def _check_loaded(info: dict[str, Any]) -> None:
     """transformers fills what a checkpoint lacks with random numbers; here that is an error."""
     if info["missing_keys"]:
-        raise ValueError(f"checkpoint: {len(info['missing_keys'])} tensors are missing, the first is {min(info['missing_keys'])}")
+        raise ValueError(
+            f"checkpoint: {len(info['missing_keys'])} tensors are missing, the first is {min(info['missing_keys'])}"
+        )
     if info["mismatched_keys"]:
         name, found, expected = min(info["mismatched_keys"])
-        raise ValueError(f"checkpoint: tensor {name} has shape {tuple(found)}; the model's config asks for {tuple(expected)}")
+        raise ValueError(
+            f"checkpoint: tensor {name} has shape {tuple(found)}; the model's config asks for {tuple(expected)}"
+        )

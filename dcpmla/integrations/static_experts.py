@@ -1,7 +1,9 @@
 """Experts in shapes that are known before the routes are: what a CUDA graph can hold.
 
-transformers' own ways read the routes back to the host: the loop over the experts that were hit (LongCat has no other), and grouped matrix
-products of any dtype but bfloat16. Decode graphs compute experts here; all other steps compute them as transformers does.
+transformers' own ways read the routes back to the host: the loop over the experts that were hit (LongCat has no
+other), and grouped matrix products of any dtype but bfloat16. Decode graphs compute experts here; all other steps
+compute them as transformers
+does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +16,16 @@ from torch import Tensor
 from torch.nn import functional
 
 _MAX_GATHERED_BYTES = 1 << 28  # of experts' weights copied at a time, where there are no grouped matrix products
-_GROUPED_ON = (9, 10)  # major capabilities: Hopper and Blackwell's data-centre GPUs; on others torch reads the sizes back
+_GROUPED_ON = (
+    9,
+    10,
+)  # major capabilities: Hopper and Blackwell's data-centre GPUs; on others torch reads the sizes back
 
 
 def prepare_experts(experts: Any) -> None:
-    """Before transformers cuts the module: teach it `compute_statically`, inside whatever will be wrapped around its forward."""
+    """Before transformers cuts the module: teach it `compute_statically`, inside whatever will be wrapped around its
+    forward.
+    """
     experts.compute_statically = False
     experts.forward = partial(_forward, experts, experts.forward)
 
@@ -39,8 +46,9 @@ def compute_experts(experts: Any, hidden_states: Tensor, expert_ids: Tensor, exp
     """Each token's weighted sum over its experts.
 
     Args:
-        experts: a transformers module with gate_up_proj [E, 2 I, hidden], down_proj [E, hidden, I] and act_fn; with zero_expert_num
-            (LongCat), ids from E on are the identity, else they count for nothing (expert parallelism: another rank's).
+        experts: a transformers module with gate_up_proj [E, 2 I, hidden], down_proj [E, hidden, I] and act_fn; with
+            zero_expert_num (LongCat), ids from E on are the identity, else they count for nothing (expert parallelism:
+            another rank's).
         hidden_states: [T, hidden].
         expert_ids, expert_weights: [T, k], int64 and any float dtype.
     Returns:
@@ -64,7 +72,9 @@ def _forward(experts: Any, whole: Any, hidden_states: Tensor, expert_ids: Tensor
 
 
 def _has_grouped_mm(experts: Any) -> bool:
-    """Whether torch's grouped matrix products run as one kernel that reads the groups' sizes on the GPU, over rows of whole 16 bytes."""
+    """Whether torch's grouped matrix products run as one kernel that reads the groups' sizes on the GPU, over rows of
+    whole 16 bytes.
+    """
     weights = experts.down_proj
     return (
         weights.is_cuda
@@ -75,10 +85,14 @@ def _has_grouped_mm(experts: Any) -> bool:
 
 
 def _grouped(experts: Any, hidden_states: Tensor, expert_ids: Tensor) -> Tensor:
-    """[T, k, hidden] by grouped matrix products over the routes in the order of their experts; rows of ids from E on are undefined."""
+    """[T, k, hidden] by grouped matrix products over the routes in the order of their experts; rows of ids from E on
+    are undefined.
+    """
     num_experts = experts.down_proj.shape[0]
     sorted_ids, order = expert_ids.flatten().sort()
-    ends = torch.searchsorted(sorted_ids, torch.arange(num_experts, device=expert_ids.device), right=True, out_int32=True)
+    ends = torch.searchsorted(
+        sorted_ids, torch.arange(num_experts, device=expert_ids.device), right=True, out_int32=True
+    )
     rows = hidden_states[order // expert_ids.shape[1]]
     gate, up = functional.grouped_mm(rows, experts.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, -1)
     rows = functional.grouped_mm(experts.act_fn(gate) * up, experts.down_proj.transpose(1, 2), offs=ends)
@@ -86,7 +100,9 @@ def _grouped(experts: Any, hidden_states: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 def _gathered(experts: Any, hidden_states: Tensor, expert_ids: Tensor) -> Tensor:
-    """[T, k, hidden], each route with a copy of its expert's weights, a few tokens at a time; ids from E on get the last expert's."""
+    """[T, k, hidden], each route with a copy of its expert's weights, a few tokens at a time; ids from E on get the
+    last expert's.
+    """
     gate_up_proj, down_proj = experts.gate_up_proj, experts.down_proj
     expert_ids = expert_ids.clamp(max=down_proj.shape[0] - 1)
     route_bytes = (gate_up_proj[0].numel() + down_proj[0].numel()) * down_proj.itemsize

@@ -1,7 +1,8 @@
 """transformers models with their self-attention over a sharded latent cache (tested with transformers 5.17 to 5.23).
 
-transformers loads the model and cuts MLPs and experts (skeleton.py). Self-attention is left out of that: each MLA module is replaced by a
-`MLAAttention` that reads its own slices of the checkpoint. Tokens go through the model flat, [1, T].
+transformers loads the model and cuts MLPs and experts (skeleton.py). Self-attention is left out of that: each MLA
+module is replaced by a `MLAAttention` that reads its own slices of the checkpoint. Tokens go through the model flat,
+[1, T].
 """
 
 import json
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 from transformers.utils import is_kernels_available
 
 from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.metadata import StepMetadata
 from dcpmla.attention.rope import query_factor
 from dcpmla.attention.scales import missing_scales
 from dcpmla.attention.sparse.metadata import SelectedTokens
+from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import Selection
@@ -33,7 +34,8 @@ from dcpmla.integrations.static_experts import static_experts
 from dcpmla.parallel.mesh import DCPMesh
 
 _logger = logging.getLogger(__name__)
-# transformers' classes for each architecture (MLA_MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another name.
+# transformers' classes for each architecture (MLA_MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another
+# name.
 _CLASS_PREFIXES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
@@ -74,7 +76,8 @@ class ShardedModel:
         self.vocab_size: int = model.config.vocab_size
         self.dtype: torch.dtype = model.dtype
         self.device = device
-        # A 4-dim mask counts as made by the caller: it keeps transformers from building a [T, T] one that nothing reads.
+        # A 4-dim mask counts as made by the caller: it keeps transformers from building a [T, T] one that nothing
+        # reads.
         self._no_mask = torch.empty(1, 1, 0, 0, device=device)
         self._experts = list(experts_of(model))
 
@@ -93,7 +96,8 @@ class ShardedModel:
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-        """`step` for a `DecodeGraph`: every row's logits, and no look at results from the host. Collective over the TP group.
+        """`step` for a `DecodeGraph`: every row's logits, and no look at results from the host. Collective over the
+        TP group.
 
         Args:
             token_ids: [T] int64, one of each request.
@@ -109,10 +113,11 @@ class ShardedModel:
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_logits: int = 1) -> None:
-        """Run dummy tokens without a cache, so that the allocator's peak shows what the largest step needs. Collective over the TP group.
+        """Run dummy tokens without a cache, so that the allocator's peak shows what the largest step needs.
+        Collective over the TP group.
 
-        Every token is the same one, so all go to the same experts: no step of that many tokens loads an expert more. Attention claims its
-        context workspace and computes nothing (`MLAAttention.forward` without metadata).
+        Every token is the same one, so all go to the same experts: no step of that many tokens loads an expert
+        more. Attention claims its context workspace and computes nothing (`MLAAttention.forward` without metadata).
 
         Args:
             num_logits: rows whose logits a step may want, one for each request.
@@ -122,7 +127,12 @@ class ShardedModel:
         self._forward(token_ids, positions, None, None, torch.zeros(num_logits, dtype=torch.int64, device=self.device))
 
     def _forward(
-        self, token_ids: Tensor, positions: Tensor, metadata: StepMetadata | None, cache: LatentCache | None, logits_at: Tensor | int
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: StepMetadata | None,
+        cache: LatentCache | None,
+        logits_at: Tensor | int,
     ) -> Tensor:
         logits = self._model(
             input_ids=token_ids[None],
@@ -139,14 +149,19 @@ class ShardedModel:
         return logits[0].float()
 
     def _new_selection(self, num_tokens: int, metadata: StepMetadata | None) -> SelectedTokens | None:
-        """Memory for what a pass selects: layers that reuse an earlier layer's selection find it there. A dummy run claims it, too."""
+        """Memory for what a pass selects: layers that reuse an earlier layer's selection find it there.
+
+        A dummy run claims it, too.
+        """
         indexer, sparse = self.attention_config.indexer, None if metadata is None else metadata.sparse
         if indexer is None or (sparse is not None and sparse.max_seq_len <= indexer.topk):
             return None
         return SelectedTokens.empty(num_tokens, indexer.topk, self.device)
 
     def _cos_sin(self, positions: Tensor) -> Tensor:
-        """[1, T] positions -> [T, R] float32 rows of `apply_rope`, by the model's own rotary embedding (YaRN and all other kinds)."""
+        """[1, T] positions -> [T, R] float32 rows of `apply_rope`, by the model's own rotary embedding (YaRN and all
+        other kinds).
+        """
         rotary = self._model.model.rotary_emb(torch.empty(0, dtype=torch.float32, device=self.device), positions)
         if isinstance(rotary, Tensor):  # DeepSeek-V2 rotates complex numbers
             return torch.cat([rotary[0].real, rotary[0].imag], -1)
@@ -158,7 +173,8 @@ class _ShardedSelfAttention(nn.Module):
 
     Args:
         layer, index_layer: its places in a `LatentCache`; index_layer is None for a layer without an indexer.
-        num_results: that the decoder layer takes: GLM-5's hand a selection on from layer to layer; here `selection` does that.
+        num_results: that the decoder layer takes: GLM-5's hand a selection on from layer to layer; here `selection`
+            does that.
     """
 
     def __init__(self, attention: MLAAttention, layer: int, index_layer: int | None, num_results: int) -> None:
@@ -177,7 +193,9 @@ class _ShardedSelfAttention(nn.Module):
         **_: object,
     ) -> tuple[Tensor | None, ...]:
         kv_cache = None if latent_cache is None else latent_cache[self.layer]
-        index_cache = None if latent_cache is None or self.index_layer is None else latent_cache.index_layers[self.index_layer]
+        index_cache = (
+            None if latent_cache is None or self.index_layer is None else latent_cache.index_layers[self.index_layer]
+        )
         out = self.attention(hidden_states[0], kv_cache, metadata, cos_sin, query_factor, index_cache, selection)
         return out[None], *(None,) * (self.num_results - 1)
 
@@ -193,7 +211,9 @@ def find_model(model: str) -> Path:
             return Path(model)
         return Path(snapshot_download(model, allow_patterns=_FILES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"model (--model) is {model!r}: no such directory, and no such model could be downloaded") from error
+        raise ValueError(
+            f"model (--model) is {model!r}: no such directory, and no such model could be downloaded"
+        ) from error
 
 
 def load_config(directory: Path) -> Any:
@@ -213,7 +233,8 @@ def load_config(directory: Path) -> Any:
     if quantization is not None and not isinstance(quantization, dict):
         raise ValueError(f"model (--model): {file} has quantization_config {quantization!r}; it must be an object")
     if quantization and quantization.get("quant_method") == "fp8" and not is_kernels_available():
-        # transformers takes its fp8 matrix products from the package `kernels`; without it MLPs are dequantised like attention.
+        # transformers takes its fp8 matrix products from the package `kernels`; without it MLPs are dequantized like
+        # attention.
         quantization["dequantize"] = True
     try:
         return getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)

@@ -23,7 +23,8 @@ class Weight(Protocol):
 class RowParallelLinear(nn.Linear):
     """Linear over an input whose features are cut over the group: [T, in / size] -> [T, out], summed over the ranks.
 
-    The sum is in the dtype of the input, as transformers' own tensor parallelism sums MLPs (the exchange sums in float32).
+    The sum is in the dtype of the input, as transformers' own tensor parallelism sums MLPs (the exchange sums in
+    float32).
     """
 
     def __init__(
@@ -56,13 +57,15 @@ def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...]
     """The slice of a named weight; without an index, all of it.
 
     Raises:
-        ValueError: the weight is missing, does not have the shape, or is quantised in a way that nobody has undone.
+        ValueError: the weight is missing, does not have the shape, or is quantized in a way that nobody has undone.
     """
     if name not in weights:
         raise ValueError(f"checkpoint: tensor {name} is missing")
     weight = weights[name]
     if tuple(weight.shape) != shape:
-        raise ValueError(f"checkpoint: tensor {name} has shape {tuple(weight.shape)}; the model's config asks for {shape}")
+        raise ValueError(
+            f"checkpoint: tensor {name} has shape {tuple(weight.shape)}; the model's config asks for {shape}"
+        )
     part = weight[index or (slice(None),)]
     if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(

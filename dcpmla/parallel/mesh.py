@@ -52,8 +52,8 @@ class DCPMesh:
 def init_mesh(tensor_parallel_size: int, decode_context_parallel_size: int) -> DCPMesh:
     """Cut all ranks of the job into TP groups of neighbouring ranks, and each of those into DCP groups.
 
-    Collective: every rank calls it. torch.distributed must be initialised. A serving stack that has its groups already calls
-    `DCPMesh(tp_group, dcp_group)` instead.
+    Collective: every rank calls it. torch.distributed must be initialized. A serving stack that has its groups
+    already calls `DCPMesh(tp_group, dcp_group)` instead.
 
     Raises:
         ValueError: sizes that do not divide each other or the number of ranks; the message lists the sizes that do.

@@ -1,4 +1,6 @@
-"""A machine fitted to what was measured on it: its collectives, the runtime's attention, and the small kernels of a layer."""
+"""A machine fitted to what was measured on it: its collectives, the runtime's attention, and the small kernels of a
+layer.
+"""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +23,8 @@ _SMALLEST_SCALE = 0.01  # of a collective's latency or transfer
 def load_machine(layers: str, model: ModelSize) -> Machine:
     """A machine from a list separated by commas: presets and JSON files, each changing what stands before it.
 
-    A file is a machine's numbers (over the preset h200x8 if it comes first) or a benchmark's rows, to which the machine is fitted.
+    A file is a machine's numbers (over the preset h200x8 if it comes first) or a benchmark's rows, to which the
+    machine is fitted.
 
     Args:
         model: whose layers the benchmark may have measured.
@@ -44,8 +47,10 @@ def load_machine(layers: str, model: ModelSize) -> Machine:
 def calibrate(machine: Machine, model: ModelSize, rows: Sequence[Row]) -> Machine:
     """The machine fitted to checked rows (`read_rows`) of one node, as far as they go; its name says how far.
 
-    Collectives and `direct`: latency and bandwidth scaled to rows of exchange operations. Attention: overhead, read rate and TFLOP/s from
-    rows of a stack's part "attention". Layers, if predicted (`predict_row`): what a stack's total has beyond attention and the prediction.
+    Collectives and `direct`: latency and bandwidth scaled to rows of exchange operations. Attention: overhead, read
+    rate and TFLOP/s from rows of a stack's part "attention". Layers, if predicted (`predict_row`): what a stack's total
+    has beyond
+    attention and the prediction.
 
     Raises:
         ValueError: no row speaks of any of them.
@@ -73,15 +78,20 @@ def _fit_exchange(machine: Machine, model: ModelSize, rows: Sequence[Row]) -> Ma
             continue
         scales = _scales(machine, kind, of_kind)
         fitted = _scaled(fitted, kind, *scales)
-        if kind == "all_gather":  # nothing measures a reduce-scatter alone: it is taken to change as the all-gather does
+        if (
+            kind == "all_gather"
+        ):  # nothing measures a reduce-scatter alone: it is taken to change as the all-gather does
             fitted = _scaled(fitted, "reduce_scatter", *scales)
     return None if fitted == machine else fitted
 
 
 def _scales(machine: Machine, kind: str, rows: Sequence[Row]) -> tuple[float, float]:
-    """Of latency and transfer, by least relative squares: a prediction is linear in them, so three of a row tell its coefficients."""
+    """Of latency and transfer, by least relative squares: a prediction is linear in them, so three of a row tell its
+    coefficients.
+    """
     now, latency, transfer = (
-        np.array([exchange_row_us(_scaled(machine, kind, *scales), row) for row in rows]) for scales in ((1, 1), (2, 1), (1, 2))
+        np.array([exchange_row_us(_scaled(machine, kind, *scales), row) for row in rows])
+        for scales in ((1, 1), (2, 1), (1, 2))
     )
     measured = np.array([row["median_us"] for row in rows])
     coefficients = np.stack([latency - now, transfer - now], 1)
@@ -103,9 +113,14 @@ def _kind(row: Row) -> str | None:
 def _fit_attention(machine: Machine, _: ModelSize, rows: Sequence[Row]) -> Machine | None:
     """Least relative squares of overhead + max(bytes / read rate, FLOPs / rate).
 
-    That is linear once the ridge is known, the FLOPs a byte where both are equal; some between the measured ones are tried.
+    That is linear once the ridge is known, the FLOPs a byte where both are equal; some between the measured ones
+    are tried.
     """
-    rows = [row for row in rows if row.get("part") == "attention" and "num_layers" in row and row.get("kv_cache_dtype", "bf16") == "bf16"]
+    rows = [
+        row
+        for row in rows
+        if row.get("part") == "attention" and "num_layers" in row and row.get("kv_cache_dtype", "bf16") == "bf16"
+    ]
     if not rows:
         return None
     measured = np.array([row["median_us"] / row["num_layers"] for row in rows])
@@ -127,7 +142,9 @@ def _attention_work(row: Row) -> tuple[float, float]:
     """Bytes that a layer's attention reads on one rank, and its operations."""
     num_heads, query_dim, latent_dim = geometry(row)
     num_tokens = row["batch"] * -(-row["context"] // row["dcp"])
-    return 2.0 * num_tokens * query_dim, 2.0 * num_tokens * (num_heads / row["tp"] * row["dcp"]) * (query_dim + latent_dim)
+    return 2.0 * num_tokens * query_dim, 2.0 * num_tokens * (num_heads / row["tp"] * row["dcp"]) * (
+        query_dim + latent_dim
+    )
 
 
 def _line(work: Any, measured: Any) -> tuple[float, float, float]:
@@ -142,7 +159,9 @@ def _line(work: Any, measured: Any) -> tuple[float, float, float]:
 
 
 def _fit_layers(machine: Machine, model: ModelSize, rows: Sequence[Row]) -> Machine | None:
-    """The median of what totals have beyond their attention (measured, else predicted) and the rest of their prediction."""
+    """The median of what totals have beyond their attention (measured, else predicted) and the rest of their
+    prediction.
+    """
     parts = [row for row in rows if "num_layers" in row and row.get("part") in ("total", "attention")]
     stacks = [row for row in parts if predict_row(machine, model, row) is not None]
     attention = {_load(row): row["median_us"] for row in stacks if row["part"] == "attention"}
@@ -155,4 +174,6 @@ def _fit_layers(machine: Machine, model: ModelSize, rows: Sequence[Row]) -> Mach
 
 
 def _load(row: Row) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in ("tp", "dcp", "dcp_comm_backend", "num_layers", "batch", "context", "kv_cache_dtype"))
+    return tuple(
+        row.get(key) for key in ("tp", "dcp", "dcp_comm_backend", "num_layers", "batch", "context", "kv_cache_dtype")
+    )

@@ -1,4 +1,6 @@
-"""What a layer pays for its exchange: the collectives and kernels of `dcpmla.comm.nccl`, counted; `direct` as it was measured."""
+"""What a layer pays for its exchange: the collectives and kernels of `dcpmla.comm.nccl`, counted; `direct` as it was
+measured.
+"""
 
 from dataclasses import dataclass
 
@@ -10,11 +12,14 @@ _ROW_BYTES = 2  # bfloat16 in transit
 _LSE_BYTES = 4
 _SHARE_BYTES = 4  # ag_rs adds the ranks' rows up in float32
 _CANDIDATE_BYTES = 8
-_SENT_LSE_BYTES = 16 * _ROW_BYTES  # a2a: an LSE takes as much as 16 elements of the row before it, so that rows stay aligned
+_SENT_LSE_BYTES = (
+    16 * _ROW_BYTES
+)  # a2a: an LSE takes as much as 16 elements of the row before it, so that rows stay aligned
 
 
 def auto_backend(machine: Machine, num_ranks: int, num_nodes: int) -> str:
-    """What a plan takes "auto" for (`dcpmla.comm.select`): "direct" inside a node of a machine with numbers for it, else "a2a".
+    """What a plan takes "auto" for (`dcpmla.comm.select`): "direct" inside a node of a machine with numbers for it,
+    else "a2a".
 
     Args:
         num_ranks, num_nodes: of the DCP group; "none" for one rank.
@@ -31,7 +36,14 @@ def has_numbers(machine: Machine, backend: str) -> bool:
 
 
 def exchange_us(
-    machine: Machine, operation: str, num_tokens: int, num_heads: int, width: int, num_ranks: int, num_nodes: int = 1, backend: str = "a2a"
+    machine: Machine,
+    operation: str,
+    num_tokens: int,
+    num_heads: int,
+    width: int,
+    num_ranks: int,
+    num_nodes: int = 1,
+    backend: str = "a2a",
 ) -> float:
     """Microseconds of one `gather_heads` or `combine` in a CUDA graph, bfloat16 rows.
 
@@ -54,8 +66,12 @@ def exchange_us(
     return exchange.combine_ag_rs() if backend == "ag_rs" else exchange.combine_a2a()
 
 
-def candidates_us(machine: Machine, num_tokens: int, num: int, num_ranks: int, num_nodes: int = 1, backend: str = "a2a") -> float:
-    """Microseconds of one `gather_candidates` of `num` a token and rank: they move as the rows of `gather_heads` do, one a rank."""
+def candidates_us(
+    machine: Machine, num_tokens: int, num: int, num_ranks: int, num_nodes: int = 1, backend: str = "a2a"
+) -> float:
+    """Microseconds of one `gather_candidates` of `num` a token and rank: they move as the rows of `gather_heads` do,
+    one a rank.
+    """
     width = num * _CANDIDATE_BYTES // _ROW_BYTES
     return exchange_us(machine, "gather_heads", num_tokens, num_ranks, width, num_ranks, num_nodes, backend)
 
@@ -97,7 +113,12 @@ class _Exchange:
         rows, shares, lse = self._rows(_ROW_BYTES), self._rows(_SHARE_BYTES), self._lse(_LSE_BYTES)
         weigh = self._kernel(rows + self.num_ranks * lse + shares + lse / self.num_ranks)
         narrow = self._kernel((shares + rows) / self.num_ranks)
-        return self._collective("all_gather", self.num_ranks * lse) + weigh + self._collective("reduce_scatter", shares) + narrow
+        return (
+            self._collective("all_gather", self.num_ranks * lse)
+            + weigh
+            + self._collective("reduce_scatter", shares)
+            + narrow
+        )
 
     def direct(self, operation: str) -> float:
         """Of either operation, a rank gets all but its own one of W equal parts of the group's rows."""

@@ -35,7 +35,9 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Direct:
-    """The exchange `direct`, one kernel an operation: a fixed time, then (bytes of rows that the others store at one rank) / gb_per_s."""
+    """The exchange `direct`, one kernel an operation: a fixed time, then (bytes of rows that the others store at one
+    rank) / gb_per_s.
+    """
 
     gather_us: float
     combine_us: float
@@ -70,11 +72,13 @@ class Machine:
         copy_gb_per_s: of a kernel that reads and writes, both counted.
         matmul_tflops: of bf16 matrix products.
         kernel_us: what a kernel costs in a CUDA graph before it moves a byte.
-        layer_us: of an attention layer, what is no matrix product, norm, attention or exchange: RoPE, cache write, joins, residual.
+        layer_us: of an attention layer, what is no matrix product, norm, attention or exchange: RoPE, cache write,
+        joins, residual.
         attention_overhead_us, attention_tflops: of a decode kernel over a latent cache, its combine included.
         attention_read_share: of hbm_gb_per_s that such a kernel reads the cache at.
         direct: the exchange of that name; None where it does not run or was not measured, and `a2a` is assumed.
-        nvlink_gb_per_s: of one GPU's links, each way, as published: what its collectives stay below. Predictions do not use it.
+        nvlink_gb_per_s: of one GPU's links, each way, as published: what its collectives stay below. Predictions do
+        not use it.
         network_gb_per_s: of one GPU to other nodes, each way.
         network_us: added by each step of a collective that crosses nodes.
     """
@@ -104,7 +108,9 @@ class Machine:
             smallest = 0 if name.endswith("_us") or name == "workspace_share" else _SMALLEST
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
             if not is_number or not smallest <= number <= _LARGEST:  # NaN is in no range
-                raise ValueError(f"machine (--machine): {name} is {number!r}; it must be a number in [{smallest:g}, {_LARGEST:g}]")
+                raise ValueError(
+                    f"machine (--machine): {name} is {number!r}; it must be a number in [{smallest:g}, {_LARGEST:g}]"
+                )
         for name, is_right, wanted in (
             ("name", isinstance(self.name, str), "text"),
             ("gpus_per_node", isinstance(self.gpus_per_node, int), "a whole number"),
@@ -120,7 +126,9 @@ class Machine:
         return all(getattr(self, name) == getattr(H200X8, name) for name in _ATTENTION)
 
     def num_nodes(self, group_size: int, num_ranks: int) -> int:
-        """Nodes that a group of neighbouring ranks touches at worst, in a job of num_ranks that fills nodes one after the other."""
+        """Nodes that a group of neighbouring ranks touches at worst, in a job of num_ranks that fills nodes one after
+        the other.
+        """
         if num_ranks <= self.gpus_per_node:
             return 1
         full = -(-group_size // self.gpus_per_node)
@@ -130,9 +138,12 @@ class Machine:
     def collective_us(self, kind: str, chunk_bytes: float, num_ranks: int, num_nodes: int = 1) -> float:
         """Microseconds of one collective of COLLECTIVES inside a CUDA graph.
 
-        Across nodes, NVLink and network work at the same time. An all_to_all has its own bytes for every peer, but waits for the network
-        once. Of all_gather and reduce_scatter every chunk enters a node once, its GPUs sharing the work: around a ring of the nodes, or
-        over a tree, which waits log2(nodes) times only, but passes chunks on while it receives others, so that they share the adapters.
+        Across nodes, NVLink and network work at the same time. An all_to_all has its own bytes for every peer, but
+        waits for the network once. Of all_gather and reduce_scatter every chunk enters a node once, its GPUs sharing
+        the work: around a
+        ring of the nodes, or over a tree, which waits log2(nodes) times only, but passes chunks on while it receives
+        others, so that they
+        share the adapters.
 
         Args:
             chunk_bytes: what one rank gives to one other.
@@ -156,13 +167,19 @@ class Machine:
         """A reduce-scatter and an all-gather under one launch: how a ring and a tree do it."""
         if num_ranks == 1:
             return 0.0
-        halves = (self.collective_us(kind, num_bytes / num_ranks, num_ranks, num_nodes) for kind in ("reduce_scatter", "all_gather"))
+        halves = (
+            self.collective_us(kind, num_bytes / num_ranks, num_ranks, num_nodes)
+            for kind in ("reduce_scatter", "all_gather")
+        )
         return sum(halves) - self.all_gather.overhead_us
 
 
-# Sources: [L] the measured ceilings of 8 x H200 in docs/planning.md; [N] NCCL 2.28.9 in CUDA graphs there, 8 ranks, 0.5 KiB to 16 MiB,
-# and benchmarks/results/h200x{2,4}/collectives.json: three numbers for each collective that keep all of these within 30 %; [D] `direct` in
-# CUDA graphs on 2 and 4 H200s, rows of 128 to 576 of 128 heads, 1 to 256 tokens: three numbers for both operations, likewise.
+# Sources: [L] the measured ceilings of 8 x H200 in docs/planning.md; [N] NCCL 2.28.9 in CUDA graphs there, 8 ranks, 0.5
+# KiB to 16 MiB, and benchmarks/results/h200x{2,4}/collectives.json: three numbers for each collective that keep all of
+# these within 30
+# %; [D] `direct` in CUDA graphs on 2 and 4 H200s, rows of 128 to 576 of 128 heads, 1 to 256 tokens: three numbers for
+# both operations,
+# likewise.
 H200X8 = Machine(
     name="h200x8",
     gpus_per_node=8,
@@ -224,7 +241,9 @@ def _check_fields(values: Any, kind: type[Machine | Collective | Direct], name: 
     allowed = [field.name for field in fields(kind)]
     unknown = sorted(set(values) - set(allowed)) if isinstance(values, dict) else [repr(values)]
     if unknown:
-        raise ValueError(f"machine (--machine): {name} has {', '.join(unknown)}; a machine's numbers are {', '.join(allowed)}")
+        raise ValueError(
+            f"machine (--machine): {name} has {', '.join(unknown)}; a machine's numbers are {', '.join(allowed)}"
+        )
 
 
 def _log2(number: int) -> int:

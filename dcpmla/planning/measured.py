@@ -16,7 +16,13 @@ EXCHANGES = ("gather_heads", "combine")
 _SIZES = ("tp", "dcp", "num_nodes", "num_tokens", "num_layers", "batch", "context")
 _OTHER_SIZES = ("num_ranks", "gpus_per_node", "num_heads", "query_dim", "latent_dim", "hidden_size")
 _NAMES = ("operation", "backend", "variant", "part", "dcp_comm_backend", "kv_cache_dtype")
-_EXCHANGE_NAMES = {"op": "operation", "tokens": "num_tokens", "heads": "num_heads", "row_width": "latent_dim", "world_size": "dcp"}
+_EXCHANGE_NAMES = {
+    "op": "operation",
+    "tokens": "num_tokens",
+    "heads": "num_heads",
+    "row_width": "latent_dim",
+    "world_size": "dcp",
+}
 _ROPE_DIM = 64  # that `bench exchange` adds to row_width for queries
 _LARGEST = 1 << 40  # sizes and microseconds
 _GEOMETRY = {"num_heads": 128, "query_dim": 576, "latent_dim": 512}  # of rows that name none: DeepSeek-V3
@@ -56,7 +62,9 @@ def read_rows(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
     default = {"dcp": int(counted[1])} if counted else {}
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{name} has no list of rows; it must be the JSON file of a benchmark")
-    measured = [{**default, **_renamed(row)} for row in rows if row.get("kind", "measured") == "measured" and "median_us" in row]
+    measured = [
+        {**default, **_renamed(row)} for row in rows if row.get("kind", "measured") == "measured" and "median_us" in row
+    ]
     if not measured:
         raise ValueError(f"{name} has no measured rows with a median_us")
     for row in measured:
@@ -115,15 +123,24 @@ def compare(machine: Machine, model: ModelSize, rows: Sequence[Row]) -> list[Com
 def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
     """Microseconds of what a row measures; None if nothing here predicts it, or if it measures layers of another model.
 
-    Rows of exchange operations name operation, num_tokens, dcp (all_reduce: hidden_size), and unless they are DeepSeek-V3's the sizes
-    of `_GEOMETRY`; rows of a step name part ("total" or one of PARTS), tp, dcp, batch, context, and with num_layers speak of a stack of
-    so many attention layers alone. num_ranks and gpus_per_node are those of the job that measured. A row of an operation that names no
-    backend is of "a2a", a row of a step that names no dcp_comm_backend of "auto". Predicted variants: operations "pbm", of narrower rows.
-    Steps with e4m3 queries are not predicted: they gather half the bytes, and multiply at a rate that the machine does not have.
+    Rows of exchange operations name operation, num_tokens, dcp (all_reduce: hidden_size), and unless they are
+    DeepSeek-V3's the sizes of `_GEOMETRY`; rows of a step name part ("total" or one of PARTS), tp, dcp, batch, context,
+    and with num_layers
+    speak of a stack of so many attention layers alone. num_ranks and gpus_per_node are those of the job that measured.
+    A row of an
+    operation that names no backend is of "a2a", a row of a step that names no dcp_comm_backend of "auto". Predicted
+    variants: operations
+    "pbm", of narrower rows.
+    Steps with e4m3 queries are not predicted: they gather half the bytes, and multiply at a rate that the machine
+        does not have.
     """
     if row.get("operation") == "all_reduce":
         return machine.all_reduce_us(row["num_tokens"] * row["hidden_size"] * 2, row["dcp"], row.get("num_nodes", 1))
-    if row.get("operation") in EXCHANGES and row.get("variant") != "fp8" and has_numbers(machine, row.get("backend", "a2a")):
+    if (
+        row.get("operation") in EXCHANGES
+        and row.get("variant") != "fp8"
+        and has_numbers(machine, row.get("backend", "a2a"))
+    ):
         return exchange_row_us(machine, row)
     if (
         row.get("part") in ("total", *PARTS)
@@ -135,7 +152,7 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
     return None
 
 
-def summarise(comparisons: Sequence[Comparison]) -> list[str]:
+def summarize(comparisons: Sequence[Comparison]) -> list[str]:
     """A line on each subject, and one on each row that is off by more than TOLERANCE."""
     lines = []
     for subject in dict.fromkeys(comparison.subject for comparison in comparisons):
@@ -159,7 +176,10 @@ def geometry(row: Row) -> tuple[int, int, int]:
 
 def _is_of_model(model: ModelSize, row: Row) -> bool:
     attention = model.attention
-    return geometry(row) == (attention.num_heads, attention.latent_dim, attention.kv_lora_rank) and attention.num_heads % row["tp"] == 0
+    return (
+        geometry(row) == (attention.num_heads, attention.latent_dim, attention.kv_lora_rank)
+        and attention.num_heads % row["tp"] == 0
+    )
 
 
 def exchange_row_us(machine: Machine, row: Row) -> float:
@@ -171,7 +191,9 @@ def exchange_row_us(machine: Machine, row: Row) -> float:
 
 
 def _setting(row: Row) -> Setting:
-    return Setting(tp=row["tp"], dcp=row["dcp"], kv_cache_dtype=row.get("kv_cache_dtype", "bf16"), num_gpus=row.get("num_ranks"))
+    return Setting(
+        tp=row["tp"], dcp=row["dcp"], kv_cache_dtype=row.get("kv_cache_dtype", "bf16"), num_gpus=row.get("num_ranks")
+    )
 
 
 def _part_us(machine: Machine, model: ModelSize, row: Row) -> float | None:

@@ -1,4 +1,6 @@
-"""How long a decode step takes: the model's parameters, its cache and its exchange, each moved or multiplied at the machine's speed."""
+"""How long a decode step takes: the model's parameters, its cache and its exchange, each moved or multiplied at the
+machine's speed.
+"""
 
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +24,8 @@ _SELECTION_KERNELS = 4  # queries made ready, keys scored, this rank's candidate
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is cut, the three things a plan chooses among, and the GPUs of the job (None: one TP group); the rest are replicas.
+    """How a model is cut, the three things a plan chooses among, and the GPUs of the job (None: one TP group); the
+    rest are replicas.
 
     index_cache_dtype, of sparse MLA, is given.
     """
@@ -34,11 +37,19 @@ class Setting:
     index_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        DCPConfig(tensor_parallel_size=self.tp, decode_context_parallel_size=self.dcp, index_cache_dtype=self.index_cache_dtype)
+        DCPConfig(
+            tensor_parallel_size=self.tp,
+            decode_context_parallel_size=self.dcp,
+            index_cache_dtype=self.index_cache_dtype,
+        )
         if self.kv_cache_dtype not in FORMATS:
-            raise ValueError(f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; choose from {', '.join(FORMATS)}")
+            raise ValueError(
+                f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; choose from {', '.join(FORMATS)}"
+            )
         if self.num_ranks % self.tp:
-            raise ValueError(f"num_gpus (--num-gpus) is {self.num_gpus}; it must be a multiple of tensor_parallel_size (-tp) {self.tp}")
+            raise ValueError(
+                f"num_gpus (--num-gpus) is {self.num_gpus}; it must be a multiple of tensor_parallel_size (-tp) {self.tp}"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -68,11 +79,14 @@ def index_row_bytes(indexer: IndexerConfig, index_cache_dtype: str) -> int:
     return index_row_width(storage, indexer.head_dim) * storage.itemsize
 
 
-def predict_step(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int, backend: str = "auto") -> dict[str, float]:
-    """Microseconds of one decode step in CUDA graphs: "total" and PARTS (SPARSE_PARTS of sparse MLA), all layers together.
+def predict_step(
+    machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int, backend: str = "auto"
+) -> dict[str, float]:
+    """Microseconds of one decode step in CUDA graphs: "total" and PARTS (SPARSE_PARTS of sparse MLA), all layers
+    together.
 
-    W_UK, W_UV, o_proj and an indexer's matrices are projections, its scores and choices the selection, its candidates gathered as queries
-    are; every all-reduce, MLPs, experts, embedding and head are the rest.
+    W_UK, W_UV, o_proj and an indexer's matrices are projections, its scores and choices the selection, its
+    candidates gathered as queries are; every all-reduce, MLPs, experts, embedding and head are the rest.
 
     Args:
         batch: requests of the TP group, one new token each.
@@ -93,7 +107,9 @@ def predict_step(machine: Machine, model: ModelSize, setting: Setting, batch: in
     return {"total": sum(parts.values()), **parts}
 
 
-def attention_us(machine: Machine, attention: MLAConfig, num_heads: int, kv_cache_dtype: str, batch: int, context: int) -> float:
+def attention_us(
+    machine: Machine, attention: MLAConfig, num_heads: int, kv_cache_dtype: str, batch: int, context: int
+) -> float:
     """Microseconds of decode attention on one rank: an overhead, then the slower of reading the cache and multiplying.
 
     A kernel that keeps an fp8 cache is taken to multiply at the bfloat16 rate, for it widens what it reads.
@@ -117,14 +133,22 @@ def _exchange_and_attention_us(
     local_context = -(-attended // setting.dcp)
     num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
     return {
-        "gather": exchange_us(machine, "gather_heads", batch, num_heads, attention.latent_dim, setting.dcp, num_nodes, backend),
+        "gather": exchange_us(
+            machine, "gather_heads", batch, num_heads, attention.latent_dim, setting.dcp, num_nodes, backend
+        ),
         "attention": attention_us(machine, attention, num_heads, setting.kv_cache_dtype, batch, local_context),
-        "combine": exchange_us(machine, "combine", batch, num_heads, attention.kv_lora_rank, setting.dcp, num_nodes, backend),
+        "combine": exchange_us(
+            machine, "combine", batch, num_heads, attention.kv_lora_rank, setting.dcp, num_nodes, backend
+        ),
     }
 
 
-def _selection_us(machine: Machine, indexer: IndexerConfig, setting: Setting, batch: int, context: int, backend: str) -> dict[str, float]:
-    """Of one layer with an indexer, where there are more than topk tokens: this rank's keys scored, all ranks' candidates gathered."""
+def _selection_us(
+    machine: Machine, indexer: IndexerConfig, setting: Setting, batch: int, context: int, backend: str
+) -> dict[str, float]:
+    """Of one layer with an indexer, where there are more than topk tokens: this rank's keys scored, all ranks'
+    candidates gathered.
+    """
     local_context = -(-context // setting.dcp)
     num_keys = batch * local_context
     num_bytes = num_keys * index_row_bytes(indexer, setting.index_cache_dtype)
@@ -142,7 +166,9 @@ def _cache_us(machine: Machine, num_bytes: int, flops: int) -> float:
     return max(num_bytes / read_gb_per_s / 1e3, flops / machine.attention_tflops / 1e6)
 
 
-def _parameter_us(machine: Machine, model: ModelSize, parameter: Parameter, setting: Setting, batch: int) -> dict[str, float]:
+def _parameter_us(
+    machine: Machine, model: ModelSize, parameter: Parameter, setting: Setting, batch: int
+) -> dict[str, float]:
     """What one parameter costs a step, by part: its kernel, and the collective that its cut asks for."""
     part = "projections" if parameter.is_attention else "rest"
     if len(parameter.shape) == 1:  # norms are kernels; biases and corrections ride along with others
@@ -187,8 +213,12 @@ def _head_us(machine: Machine, parameter: Parameter, setting: Setting, batch: in
     if setting.tp == 1:
         return time
     chunk_bytes = batch * parameter.shard_shape(setting.tp)[0] * _ACTIVATION_BYTES
-    return time + machine.collective_us("all_gather", chunk_bytes, setting.tp, machine.num_nodes(setting.tp, setting.num_ranks))
+    return time + machine.collective_us(
+        "all_gather", chunk_bytes, setting.tp, machine.num_nodes(setting.tp, setting.num_ranks)
+    )
 
 
 def _all_reduce_us(machine: Machine, width: int, setting: Setting, batch: int) -> float:
-    return machine.all_reduce_us(batch * width * _ACTIVATION_BYTES, setting.tp, machine.num_nodes(setting.tp, setting.num_ranks))
+    return machine.all_reduce_us(
+        batch * width * _ACTIVATION_BYTES, setting.tp, machine.num_nodes(setting.tp, setting.num_ranks)
+    )

@@ -19,7 +19,8 @@ class Plan:
     """One setting under one load.
 
     Attributes:
-        weights_widened: the cut runs through the checkpoint's fp8 blocks, which the runtime cannot load: weighed and read as bfloat16.
+        weights_widened: the cut runs through the checkpoint's fp8 blocks, which the runtime cannot load: weighed
+        and read as bfloat16.
         kv_bytes_per_token: all layers, one copy, index caches among them.
         kv_tokens_per_rank, kv_tokens_total: that fit beside the weights, on one rank and on a DCP group; whole blocks.
         num_gpus, num_nodes: of the job; num_replicas TP groups share its requests.
@@ -30,8 +31,8 @@ class Plan:
         max_num_seqs: requests of `context` tokens that fit at once, on the whole job.
         step_us: "total" and its parts, of one decode step.
         tokens_per_second: of the job.
-        crossover: smallest context at this batch, and smallest batch at this context, from which the step is shorter than plain TP's
-            (None: never up to 16 Mi); empty for plain TP itself.
+        crossover: smallest context at this batch, and smallest batch at this context, from which the step is
+            shorter than plain TP's (None: never up to 16 Mi); empty for plain TP itself.
     """
 
     tp: int
@@ -130,7 +131,8 @@ def _step(machine: Machine, model: ModelSize, setting: Setting, batch: int, cont
 def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int) -> tuple[Plan, str]:
     """The plan to take and the reason, in sentences.
 
-    The shortest step of those that fit; among steps within 2 % the smaller DCP group, which moves less. If none fits, what holds most.
+    The shortest step of those that fit; among steps within 2 % the smaller DCP group, which moves less. If none
+    fits, what holds most.
     """
     fitting = [plan for plan in plans if plan.fits]
     load = f"{batch:,} x {context:,} tokens"
@@ -146,26 +148,45 @@ def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int)
             f"{best.max_num_seqs:,} such requests, or {batch:,} requests of {best.longest_context:,}."
         )
     shortest = min(plan.step_us["total"] for plan in fitting)
-    best = min((plan for plan in fitting if plan.step_us["total"] <= shortest * (1 + _CLOSE)), key=lambda p: (p.dcp, p.step_us["total"]))
-    rank = "the shortest step" if best.step_us["total"] == shortest else f"a step within {_CLOSE:.0%} of the shortest at the smallest DCP"
+    best = min(
+        (plan for plan in fitting if plan.step_us["total"] <= shortest * (1 + _CLOSE)),
+        key=lambda p: (p.dcp, p.step_us["total"]),
+    )
+    rank = (
+        "the shortest step"
+        if best.step_us["total"] == shortest
+        else f"a step within {_CLOSE:.0%} of the shortest at the smallest DCP"
+    )
     reason = f"{len(fitting)} of {len(plans)} settings hold {load}; of these {best.setting} has {rank}, {_ms(best)}"
     return best, f"{reason}{_against_plain(best, plans)}.{_crossing(machine, best, fitting)}"
 
 
 def _against_plain(best: Plan, plans: Sequence[Plan]) -> str:
     """How the plan compares with plain TP of the same tp and format, or with the best DCP if it is plain TP itself."""
-    same = [plan for plan in plans if (plan.tp, plan.kv_cache_dtype) == (best.tp, best.kv_cache_dtype) and plan.dcp != best.dcp]
+    same = [
+        plan
+        for plan in plans
+        if (plan.tp, plan.kv_cache_dtype) == (best.tp, best.kv_cache_dtype) and plan.dcp != best.dcp
+    ]
     if best.dcp == 1:
         sharded = min((plan for plan in same if plan.fits), key=lambda plan: plan.step_us["total"], default=None)
-        return "" if sharded is None else f" (dcp {sharded.dcp}: {_ms(sharded)}, its exchange costs what its attention saves)"
+        return (
+            ""
+            if sharded is None
+            else f" (dcp {sharded.dcp}: {_ms(sharded)}, its exchange costs what its attention saves)"
+        )
     plain = next((plan for plan in same if plan.dcp == 1), None)
     if plain is None:
         return ""
-    return f" (plain TP: {_ms(plain)}" + (")" if plain.fits else f", and it holds {plain.kv_tokens_total:,} tokens only)")
+    return f" (plain TP: {_ms(plain)}" + (
+        ")" if plain.fits else f", and it holds {plain.kv_tokens_total:,} tokens only)"
+    )
 
 
 def _crossing(machine: Machine, best: Plan, fitting: Sequence[Plan]) -> str:
-    """Whether DCP groups should stay inside a node, with the price of leaving it; nothing if all plans that hold the load agree."""
+    """Whether DCP groups should stay inside a node, with the price of leaving it; nothing if all plans that hold the
+    load agree.
+    """
     if best.dcp == 1:
         return ""
     peers = [plan for plan in fitting if (plan.num_gpus, plan.kv_cache_dtype) == (best.num_gpus, best.kv_cache_dtype)]
@@ -196,7 +217,9 @@ def _crossover(machine: Machine, model: ModelSize, setting: Setting, batch: int,
 
 
 def _smallest(holds: Callable[[int], bool]) -> int | None:
-    """The smallest size at which a condition holds that, once it does, holds up to the next power of two; None up to _LONGEST."""
+    """The smallest size at which a condition holds that, once it does, holds up to the next power of two; None up to
+    _LONGEST.
+    """
     high = 1
     while not holds(high):
         high *= 2

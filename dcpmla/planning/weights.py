@@ -1,4 +1,6 @@
-"""A model's parameters without its weights: transformers builds it on the meta device, its tensor-parallel plan says what is cut."""
+"""A model's parameters without its weights: transformers builds it on the meta device, its tensor-parallel plan says
+what is cut.
+"""
 
 import re
 from collections import Counter
@@ -21,10 +23,25 @@ _ATTENTION_PLAN = {  # of `MLAAttention`, which replaces transformers' own
 _SCALE_BYTES = 4  # a float32 for each fp8 block
 _WIDE_BYTES = 2  # fp8 weights are widened to bfloat16
 _SIZES = (  # of configs; a family has some of them
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_layers", "num_attention_heads", "num_key_value_heads"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings"),
     *("index_n_heads", "index_head_dim", "index_topk"),
-    *("moe_intermediate_size", "ffn_hidden_size", "expert_ffn_hidden_size", "n_routed_experts", "num_experts_per_tok", "moe_topk"),
+    *(
+        "moe_intermediate_size",
+        "ffn_hidden_size",
+        "expert_ffn_hidden_size",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_topk",
+    ),
 )
 _LARGEST_SIZE = 1 << 30
 _MOST_LAYERS = 10_000  # transformers builds each of them
@@ -38,7 +55,7 @@ class Parameter:
         count: how many there are.
         style: "column" (outputs cut), "row" (inputs cut, so an all-reduce follows) or "whole" (on every rank).
         itemsize: bytes of an element in the checkpoint.
-        scale_block: rows and columns that share a scale; None for weights that are not block-quantised.
+        scale_block: rows and columns that share a scale; None for weights that are not block-quantized.
     """
 
     name: str
@@ -53,7 +70,9 @@ class Parameter:
         return self if self.itemsize > 1 else replace(self, itemsize=_WIDE_BYTES, scale_block=None)
 
     def cuts_blocks(self, tensor_parallel_size: int) -> bool:
-        """Whether a rank's part is no whole number of blocks: attention reads any slice, transformers cuts MLPs and scales alike."""
+        """Whether a rank's part is no whole number of blocks: attention reads any slice, transformers cuts MLPs and
+        scales alike.
+        """
         if self.scale_block is None or self.is_attention or self.style == "whole" or tensor_parallel_size == 1:
             return False
         dim = -1 if self.style == "row" else -2
@@ -127,7 +146,9 @@ class ModelSize:
         return sum(parameter.count * parameter.shard_bytes(tensor_parallel_size) for parameter in self.parameters)
 
     def cuts_blocks(self, tensor_parallel_size: int) -> bool:
-        """Whether the runtime cannot load the checkpoint's fp8 blocks at this cut: they must be converted to bfloat16 before."""
+        """Whether the runtime cannot load the checkpoint's fp8 blocks at this cut: they must be converted to bfloat16
+        before.
+        """
         return any(parameter.cuts_blocks(tensor_parallel_size) for parameter in self.parameters)
 
     def widened(self) -> "ModelSize":
@@ -135,8 +156,12 @@ class ModelSize:
         return replace(self, parameters=tuple(parameter.widened() for parameter in self.parameters))
 
     def attention_stack(self) -> "ModelSize":
-        """Its attention layers alone, as `MLAAttention` holds them; of sparse MLA without indexers, as benchmarks of layers have it."""
-        layers = tuple(parameter.widened() for parameter in self.parameters if parameter.is_attention and not parameter.is_indexer)
+        """Its attention layers alone, as `MLAAttention` holds them; of sparse MLA without indexers, as benchmarks of
+        layers have it.
+        """
+        layers = tuple(
+            parameter.widened() for parameter in self.parameters if parameter.is_attention and not parameter.is_indexer
+        )
         return replace(self, attention=replace(self.attention, indexer=None), num_index_layers=0, parameters=layers)
 
 
@@ -144,7 +169,7 @@ def read_model(config: Any) -> ModelSize:
     """Sizes of the model of a transformers config; nothing is allocated. Without a dtype in the config, bfloat16.
 
     Raises:
-        ValueError: an architecture that is not MLA, sizes that no model has, or a quantisation other than fp8.
+        ValueError: an architecture that is not MLA, sizes that no model has, or a quantization other than fp8.
     """
     _check_config(config)
     attention = MLAConfig.from_hf(config)
@@ -167,16 +192,20 @@ def read_model(config: Any) -> ModelSize:
 
 
 def _check_config(config: Any) -> None:
-    """Raise ValueError for sizes out of range, and for a quantisation that is not read."""
+    """Raise ValueError for sizes out of range, and for a quantization that is not read."""
     for name in _SIZES:
         size = getattr(config, name, None)
         smallest = 0 if name == "qk_rope_head_dim" else 1
         largest = _MOST_LAYERS if name.endswith("_layers") else _LARGEST_SIZE
         if size is not None and (not isinstance(size, int) or not smallest <= size <= largest):
-            raise ValueError(f"model (--model): the config's {name} is {size!r}; it must be a whole number in [{smallest}, {largest}]")
+            raise ValueError(
+                f"model (--model): the config's {name} is {size!r}; it must be a whole number in [{smallest}, {largest}]"
+            )
     num_experts, experts_per_token = _routing(config)
     if experts_per_token > num_experts > 0:
-        raise ValueError(f"model (--model): the config's num_experts_per_tok is {experts_per_token}; the model has {num_experts} experts")
+        raise ValueError(
+            f"model (--model): the config's num_experts_per_tok is {experts_per_token}; the model has {num_experts} experts"
+        )
     quantization = getattr(config, "quantization_config", None)
     if not quantization:
         return
@@ -184,7 +213,11 @@ def _check_config(config: Any) -> None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ValueError(f"model (--model): quant_method is {method!r}; the planner knows the bytes of 'fp8' alone")
     block, kept = quantization.get("weight_block_size"), quantization.get("modules_to_not_convert")
-    is_pair = isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and 0 < size <= _LARGEST_SIZE for size in block)
+    is_pair = (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(type(size) is int and 0 < size <= _LARGEST_SIZE for size in block)
+    )
     if block is not None and not is_pair:
         raise ValueError(f"model (--model): weight_block_size is {block!r}; it must be two whole numbers of at least 1")
     if kept is not None and not (isinstance(kept, list | tuple) and all(isinstance(name, str) for name in kept)):
@@ -200,22 +233,22 @@ def _routing(config: Any) -> tuple[int, int]:
 def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
     """Parameters and stored buffers of all layers, equal ones counted."""
     itemsize = (config.dtype or torch.bfloat16).itemsize
-    quantised, block = _quantised(model, getattr(config, "quantization_config", None) or {})
+    quantized, block = _quantized(model, getattr(config, "quantization_config", None) or {})
     stored = set(model.state_dict())
     groups: Counter[Parameter] = Counter()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in stored:
             is_buffer = not isinstance(tensor, nn.Parameter)  # routers' corrections: float32 in every checkpoint
-            size = tensor.dtype.itemsize if is_buffer else 1 if name in quantised else itemsize
+            size = tensor.dtype.itemsize if is_buffer else 1 if name in quantized else itemsize
             rule = _wildcard(name)
             shape = tuple(tensor.shape)
             if len(shape) == 3:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
                 shape = (config.n_routed_experts, *shape[1:])
-            groups[Parameter(rule, shape, 1, _style(rule, model), size, block if name in quantised else None)] += 1
+            groups[Parameter(rule, shape, 1, _style(rule, model), size, block if name in quantized else None)] += 1
     return tuple(Parameter(g.name, g.shape, count, g.style, g.itemsize, g.scale_block) for g, count in groups.items())
 
 
-def _quantised(model: Any, quantization: dict[str, Any]) -> tuple[set[str], tuple[int, int] | None]:
+def _quantized(model: Any, quantization: dict[str, Any]) -> tuple[set[str], tuple[int, int] | None]:
     """Names of the parameters that a checkpoint holds in fp8 (linear layers and experts), and their scales' block."""
     if not quantization:
         return set(), None
@@ -224,7 +257,10 @@ def _quantised(model: Any, quantization: dict[str, Any]) -> tuple[set[str], tupl
     names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names |= {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     block = quantization.get("weight_block_size")
-    return {name for name in names if not re.search(rf"(^|\.)({kept})(\.|$)", name)}, None if block is None else (block[0], block[1])
+    return {name for name in names if not re.search(rf"(^|\.)({kept})(\.|$)", name)}, None if block is None else (
+        block[0],
+        block[1],
+    )
 
 
 def _style(rule: str, model: Any) -> str:

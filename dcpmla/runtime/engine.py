@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.metadata import StepMetadata
+from dcpmla.attention.step import StepMetadata
 from dcpmla.attention.workspace import decode_workspace
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.latent import LatentCache
@@ -49,7 +49,8 @@ class Stats:
     """Totals of a run. A step with a prompt's tokens in it counts as prefill, with all its tokens; any other as decode.
 
     Attributes:
-        num_preemptions, num_cached_tokens: of the finished requests; tokens that an earlier request had computed for them.
+        num_preemptions, num_cached_tokens: of the finished requests; tokens that an earlier request had computed
+        for them.
         max_num_running: most requests that held blocks at the same time.
     """
 
@@ -68,7 +69,8 @@ class Stats:
 class Engine:
     """Continuous batching over one sharded cache. Every rank of the TP group makes the same calls, in the same order.
 
-    Ranks decide alike without talking: only the first rank's choice of tokens and its clock are sent to the others, once a step.
+    Ranks decide alike without talking: only the first rank's choice of tokens and its clock are sent to the others,
+        once a step.
 
     Args:
         cache: its blocks are handed out to requests as they run.
@@ -77,7 +79,8 @@ class Engine:
         max_num_seqs: most requests that run at the same time.
         tokenizer: for prompts that are texts, for texts of new tokens and stop strings; None serves token ids only.
         on_step: called with a line on what comes next, before the work of each step.
-        graph: of the model's decode step over the cache; takes the steps of decodes alone that are not larger than its largest batch.
+        graph: of the model's decode step over the cache; takes the steps of decodes alone that are not larger than
+    its largest batch.
     Raises:
         ValueError: a limit below 1.
     """
@@ -101,7 +104,9 @@ class Engine:
         self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs)
         self.stats = Stats()
         self._workspace = decode_workspace(model.device)
-        self._lacks_scales = dcp.calculate_kv_scales  # layers take them from the first prefill, before which nothing may be cached
+        self._lacks_scales = (
+            dcp.calculate_kv_scales
+        )  # layers take them from the first prefill, before which nothing may be cached
         self.now = 0.0  # seconds on the first rank's clock when the last step ended
         self._started = time.monotonic()
         self._arriving: list[tuple[float, int, Request]] = []  # a heap by arrival time, then the order of the calls
@@ -123,11 +128,12 @@ class Engine:
         Args:
             params: default greedy, 16 tokens; max_new_tokens is cut to what max_model_len leaves.
             arrival_time: seconds on the engine's clock before which it is not looked at; default now.
-            on_token: called at each of its tokens with the request and the text that became certain; may add and abort requests.
+            on_token: called at each of its tokens with the request and the text that became certain; may add and
+            abort requests.
             keep_logits: keep the logits that each token was chosen from.
         Raises:
-            ValueError: a prompt the model cannot continue, or that the whole cache has no room for; a text or a stop string without a
-                tokenizer; an arrival_time that never comes.
+            ValueError: a prompt the model cannot continue, or that the whole cache has no room for; a text or a
+                stop string without a tokenizer; an arrival_time that never comes.
         """
         params = params or SamplingParams()
         if params.stop and self.tokenizer is None:
@@ -169,7 +175,10 @@ class Engine:
         return bool(self._arriving or self.scheduler.waiting or self.scheduler.running or self._finished)
 
     def run(self) -> Iterator[Request]:
-        """Step until no request is left; gives each one as it finishes. Requests may be added on the way, on every rank alike."""
+        """Step until no request is left; gives each one as it finishes.
+
+        Requests may be added on the way, on every rank alike.
+        """
         while self.has_requests:
             if not self._finished:
                 self._advance()
@@ -211,7 +220,9 @@ class Engine:
         requests, token_ids, logits = self._compute(step, graph)
         pieces = self._append(requests, token_ids, logits)
         self._count(is_prefill, num_tokens, time.perf_counter() - started)
-        for request, piece in zip(requests, pieces, strict=True):  # after all of them have their tokens: a callback may abort any
+        for request, piece in zip(
+            requests, pieces, strict=True
+        ):  # after all of them have their tokens: a callback may abort any
             if request.on_token is not None:
                 request.on_token(request, piece)
 
@@ -245,7 +256,10 @@ class Engine:
         return self.graph
 
     def _compute(self, step: Step, graph: DecodeGraph | None) -> tuple[list[Request], list[int], Tensor]:
-        """Compute a step's tokens. Returns the requests that have all theirs computed, a new token for each, and its logits."""
+        """Compute a step's tokens.
+
+        Returns the requests that have all theirs computed, a new token for each, and its logits.
+        """
         metadata = StepMetadata.build(
             query_lens=[num_tokens for _, num_tokens in step.pieces],
             seq_lens=[request.num_computed_tokens + num_tokens for request, num_tokens in step.pieces],
@@ -267,7 +281,9 @@ class Engine:
                 ready.append(request)
                 last_rows.append(len(token_ids) - 1)
         device = self.model.device
-        new_tokens, logits_at = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (token_ids, last_rows))
+        new_tokens, logits_at = (
+            torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (token_ids, last_rows)
+        )
         if graph is None:
             logits = self.model.step(new_tokens, metadata, self.cache, logits_at)
         else:
@@ -279,7 +295,9 @@ class Engine:
         return ready, self._synchronize(tokens), logits
 
     def _append(self, requests: Sequence[Request], token_ids: Sequence[int], logits: Tensor) -> list[str]:
-        """Give each request its token, and finish those that end with it; returns the text that became certain for each."""
+        """Give each request its token, and finish those that end with it; returns the text that became certain for
+        each.
+        """
         pieces = []
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
             if request.keep_logits:
@@ -307,7 +325,8 @@ class Engine:
         self.model.check()
         message = [int((time.monotonic() - self._started) / _MICROSECOND), *tokens.tolist()]
         if self.mesh.tp_size > 1:
-            # A sum, to which the others add nothing: unlike a broadcast it ends nowhere before all ranks have come, with sound steps.
+            # A sum, to which the others add nothing: unlike a broadcast it ends nowhere before all ranks have come,
+            # with sound steps.
             total = torch.tensor(message if self.mesh.tp_rank == 0 else [0] * len(message), device=self.model.device)
             with named("agreeing on new tokens", self.mesh.tp_group):
                 dist.all_reduce(total, group=self.mesh.tp_group)

@@ -1,4 +1,6 @@
-"""The decode step as CUDA graphs: one for each of a list of batch sizes, replayed with the step's numbers copied into static memory."""
+"""The decode step as CUDA graphs: one for each of a list of batch sizes, replayed with the step's numbers copied into
+static memory.
+"""
 
 import traceback
 import warnings
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.metadata import StepMetadata
+from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import is_failed_collective, named
@@ -30,13 +32,15 @@ class CannotCapture(RuntimeError):
 class DecodeGraph:
     """A decode step, one token a request, captured per batch size and replayed for batches padded to the next one.
 
-    A replay gives bit for bit what `run_eagerly` gives: the same step on the same padded rows, without a graph. (Matrix products pick their
-    kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows of padding write nothing to the cache
-    and attend to nothing. Runs follow each other on one stream: all of them use the same memory.
+    A replay gives bit for bit what `run_eagerly` gives: the same step on the same padded rows, without a graph.
+    (Matrix products pick their kernels by the number of rows, so the step on the bare rows may differ in the last
+    bits.) Rows of padding write
+    nothing to the cache and attend to nothing. Runs follow each other on one stream: all of them use the same memory.
 
     Args:
-        step: step(inputs [N, ...], metadata, cache) -> [N, ...], N tokens of N decodes: a model, or a stack of `MLAAttention` layers. It
-            may not look at results from the host, and its collectives must be the same on all ranks.
+        step: step(inputs [N, ...], metadata, cache) -> [N, ...], N tokens of N decodes: a model, or a stack of
+            `MLAAttention` layers. It may not look at results from the host, and its collectives must be the same on all
+            ranks.
         input_like: [...], shape, dtype and device of one request's input: a token id, or a row of hidden states.
         cache: what the step writes and reads; its tensors must stay where they are.
         dcp: layout of the cache.
@@ -47,7 +51,8 @@ class DecodeGraph:
         ValueError: max_num_seqs or max_model_len below 1.
 
     Attributes:
-        batch_sizes: ascending: 1, 2, 4, then each multiple of 8 to 256 and of 16 beyond, and max_num_seqs (the sizes vLLM captures).
+        batch_sizes: ascending: 1, 2, 4, then each multiple of 8 to 256 and of 16 beyond, and max_num_seqs (the
+        sizes vLLM captures).
         is_captured: whether `run` replays.
     """
 
@@ -84,7 +89,9 @@ class DecodeGraph:
             ValueError: more than the largest batch has, or none.
         """
         if not 1 <= num_reqs <= self.batch_sizes[-1]:
-            raise ValueError(f"num_reqs is {num_reqs}; the decode graph is for 1 to {self.batch_sizes[-1]} requests (max_num_seqs)")
+            raise ValueError(
+                f"num_reqs is {num_reqs}; the decode graph is for 1 to {self.batch_sizes[-1]} requests (max_num_seqs)"
+            )
         return self.batch_sizes[bisect_left(self.batch_sizes, num_reqs)]
 
     def run(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
@@ -97,7 +104,8 @@ class DecodeGraph:
         Returns:
             [n, ...] in static memory: good until the next run.
         Raises:
-            ValueError: more requests or longer ones than it was made for, prefills, another cache, other shapes, dtypes or devices.
+            ValueError: more requests or longer ones than it was made for, prefills, another cache, other shapes,
+                dtypes or devices.
         """
         batch_size = self._fill(inputs, metadata, cache)
         if batch_size not in self._graphs:
@@ -117,7 +125,8 @@ class DecodeGraph:
         Raises:
             ValueError: the device is no GPU.
             CannotCapture: on every rank, when some rank's step waits for the GPU, or has no memory left for a graph.
-            RuntimeError: the step fails without a graph too; or it breaks a capture off, after which torch's allocator cannot go on.
+            RuntimeError: the step fails without a graph too; or it breaks a capture off, after which torch's
+                allocator cannot go on.
         """
         if self._device.type != "cuda":
             raise ValueError(f"input_like is on {self._device}; only steps on a GPU can be captured")
@@ -127,19 +136,23 @@ class DecodeGraph:
             with torch.cuda.device(self._device):
                 self._capture_all(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
         except CannotCapture:
-            self.release()  # whoever keeps the error keeps this object by its frames, and graphs would hold up NCCL's end
+            # Whoever keeps the error keeps this object by its frames, and graphs would hold up NCCL's end
+            self.release()
             raise
 
     def release(self) -> None:
         """Free what was captured; `run` computes eagerly from then on.
 
-        To be called before the process groups are destroyed: NCCL waits there until no graph holds operations of the group.
+        To be called before the process groups are destroyed: NCCL waits there until no graph holds operations of
+            the group.
         """
         self._graphs = {}
 
     def _fill(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> int:
         if _addresses(cache) != self._addresses:
-            raise ValueError("cache is another one than the decode graph was made for; give that one, or make a graph for this one")
+            raise ValueError(
+                "cache is another one than the decode graph was made for; give that one, or make a graph for this one"
+            )
         batch_size = self.batch_size(metadata.num_tokens)
         self._padded.fill(inputs, metadata, batch_size)
         return batch_size
@@ -151,7 +164,9 @@ class DecodeGraph:
             with torch.inference_mode(False):  # the caller may use it outside of inference mode
                 self._out = torch.empty(self.batch_sizes[-1], *out.shape[1:], dtype=out.dtype, device=out.device)
         if tuple(out.shape) != (batch_size, *self._out.shape[1:]):
-            raise ValueError(f"step returned shape {tuple(out.shape)}; expected {(batch_size, *self._out.shape[1:])}, a row a request")
+            raise ValueError(
+                f"step returned shape {tuple(out.shape)}; expected {(batch_size, *self._out.shape[1:])}, a row a request"
+            )
         return self._out[:batch_size].copy_(out)
 
     def _capture_all(self, stream: torch.cuda.Stream, pool: Any) -> None:
@@ -186,8 +201,8 @@ class DecodeGraph:
     def _capture(self, graph: torch.cuda.CUDAGraph, batch_size: int, stream: torch.cuda.Stream, pool: Any) -> str:
         """Capture a size, or say where it ran out of memory: that leaves an orderly end, other errors leave none."""
         try:
-            # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's and the
-            # watchdog's, does not touch the capture: hence thread_local.
+            # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's
+            # and the watchdog's, does not touch the capture: hence thread_local.
             with (
                 torch.cuda.stream(stream),
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -223,7 +238,9 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @contextmanager
 def error_on_host_sync() -> Iterator[None]:
-    """A RuntimeError from whatever waits for the GPU: a graph cannot hold it, and breaking a capture spoils torch's allocator."""
+    """A RuntimeError from whatever waits for the GPU: a graph cannot hold it, and breaking a capture spoils torch's
+    allocator.
+    """
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")

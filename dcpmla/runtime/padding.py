@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from dcpmla.attention.metadata import DecodeMetadata, StepMetadata
 from dcpmla.attention.sparse.metadata import SparseMetadata
+from dcpmla.attention.step import DecodeMetadata, StepMetadata
 from dcpmla.attention.workspace import decode_workspace
 
 _NO_SLOT = -1  # nothing is written for such a token
@@ -22,7 +22,9 @@ class PaddedStep:
         max_model_len: its tokens, for layers with an indexer; None for dense models.
     """
 
-    def __init__(self, input_like: Tensor, max_num_seqs: int, max_blocks: int, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, input_like: Tensor, max_num_seqs: int, max_blocks: int, max_model_len: int | None = None
+    ) -> None:
         device = input_like.device
         self._inputs = torch.zeros(max_num_seqs, *input_like.shape, dtype=input_like.dtype, device=device)
         self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -95,7 +97,9 @@ class PaddedStep:
     def _check(self, inputs: Tensor, metadata: StepMetadata) -> DecodeMetadata:
         decode, num_tokens = metadata.decode, metadata.num_tokens
         if metadata.prefill is not None or decode is None:
-            raise ValueError("metadata has prefills; a decode graph runs decodes alone, give such a step to the model itself")
+            raise ValueError(
+                "metadata has prefills; a decode graph runs decodes alone, give such a step to the model itself"
+            )
         if decode.max_query_len != 1 or decode.block_table.shape[0] != num_tokens:
             raise ValueError(
                 f"metadata has {num_tokens} query tokens of {decode.block_table.shape[0]} requests, at most {decode.max_query_len} each; "
@@ -107,7 +111,9 @@ class PaddedStep:
                 f"metadata has a block table of {num_columns} columns; the decode graph is for at most {max_blocks}, raise max_model_len"
             )
         if tuple(inputs.shape) != (num_tokens, *self._inputs.shape[1:]):
-            raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected {(num_tokens, *self._inputs.shape[1:])}")
+            raise ValueError(
+                f"inputs has shape {tuple(inputs.shape)}; expected {(num_tokens, *self._inputs.shape[1:])}"
+            )
         for name, given, static in (
             ("inputs", inputs, self._inputs),
             ("metadata.positions", metadata.positions, self._positions),
@@ -116,5 +122,7 @@ class PaddedStep:
             ("metadata.decode.block_table", decode.block_table, self._block_table),
         ):
             if (given.dtype, given.device) != (static.dtype, static.device):
-                raise ValueError(f"{name} is {given.dtype} on {given.device}; the decode graph's is {static.dtype} on {static.device}")
+                raise ValueError(
+                    f"{name} is {given.dtype} on {given.device}; the decode graph's is {static.dtype} on {static.device}"
+                )
         return decode

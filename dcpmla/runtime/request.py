@@ -17,12 +17,13 @@ class Request:
 
     Attributes:
         request_id: the caller's name for it.
-        on_token: called with the request and the text that its new token made certain, maybe none; after the whole step's tokens.
+        on_token: called with the request and the text that its new token made certain, maybe none; after the whole
+        step's tokens.
         text_stream: of the new tokens; None without a tokenizer.
         token_ids: new tokens so far; one that stops the request is the last one.
         logits: [vocab] float32 each new token was chosen from, when they are to be kept.
-        finish_reason: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at max_new_tokens, "abort" where the
-            caller ended it, None before.
+        finish_reason: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at
+            max_new_tokens, "abort" where the caller ended it, None before.
         num_computed_tokens: whose latents are in the cache.
         num_cached_tokens: of the prompt, that an earlier request had computed.
         num_preemptions: how often its blocks were taken away and it was computed anew.
@@ -51,7 +52,9 @@ class Request:
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """The request's own random numbers: they depend on its seed alone, not on its neighbours in a batch or on the ranks."""
+        """The request's own random numbers: they depend on its seed alone, not on its neighbours in a batch or on the
+        ranks.
+        """
         return new_generator(self.params.seed)
 
     @property
@@ -95,7 +98,8 @@ class Request:
         return piece
 
     def metrics(self) -> dict[str, float | None]:
-        """Seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (of those after the first).
+        """Seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (of those
+        after the first).
 
         None for what an aborted request did not reach.
         """

@@ -38,16 +38,28 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        self._check("max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "a whole number of at least 1")
         self._check(
-            "temperature", _is_number(self.temperature) and 0 <= self.temperature <= sys.float_info.max, "a finite number from 0 on"
+            "max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "a whole number of at least 1"
+        )
+        self._check(
+            "temperature",
+            _is_number(self.temperature) and 0 <= self.temperature <= sys.float_info.max,
+            "a finite number from 0 on",
         )
         self._check("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
         self._check("top_k", _is_int(self.top_k) and self.top_k >= 0, "a whole number of at least 0 (0 is all tokens)")
         self._check("seed", _is_int(self.seed) and 0 <= self.seed < 1 << 64, "a whole number in [0, 2^64)")
-        self._check("stop", _is_tuple(self.stop) and all(isinstance(s, str) and s for s in self.stop), "strings, none of them empty")
+        self._check(
+            "stop",
+            _is_tuple(self.stop) and all(isinstance(s, str) and s for s in self.stop),
+            "strings, none of them empty",
+        )
         token_ids = self.stop_token_ids
-        self._check("stop_token_ids", _is_tuple(token_ids) and all(_is_int(t) and t >= 0 for t in token_ids), "token ids of at least 0")
+        self._check(
+            "stop_token_ids",
+            _is_tuple(token_ids) and all(_is_int(t) and t >= 0 for t in token_ids),
+            "token ids of at least 0",
+        )
         self._check("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
 
     @classmethod
@@ -72,7 +84,10 @@ class SamplingParams:
 
 
 def new_generator(seed: int) -> torch.Generator:
-    """A CPU generator for a seed in [0, 2^64). Hashed, for torch looks at the lowest 32 bits only: seeds 2^32 apart would draw alike."""
+    """A CPU generator for a seed in [0, 2^64).
+
+    Hashed, for torch looks at the lowest 32 bits only: seeds 2^32 apart would draw alike.
+    """
     digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
@@ -83,8 +98,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
     Args:
         logits: [n, vocab] float32.
         params: [n].
-        generators: [n] of `new_generator`: on the CPU, so that a seed gives the same numbers on every device; a draw takes one.
-            None where nothing is drawn.
+        generators: [n] of `new_generator`: on the CPU, so that a seed gives the same numbers on every device; a
+            draw takes one. None where nothing is drawn.
     Returns:
         [n] int64 on the device of the logits.
     """

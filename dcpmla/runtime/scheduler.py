@@ -1,7 +1,7 @@
 """Which tokens the next step computes, and which blocks they go to.
 
-Every rank runs its own scheduler and comes to the same decisions: they depend on nothing but the requests, the tokens so far and the
-engine's clock, which are the same on all ranks.
+Every rank runs its own scheduler and comes to the same decisions: they depend on nothing but the requests, the
+tokens so far and the engine's clock, which are the same on all ranks.
 """
 
 from collections import deque
@@ -32,9 +32,11 @@ class Step:
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, first come, first served.
 
-    A request is admitted when there are blocks for all its known tokens, and one more for each running request: a prefill never waits
-    half-way, and seldom comes too early. Decodes take a block when they reach it; when none is free, the youngest running request gives up
-    its blocks and is computed anew later (its full blocks stay findable as long as nobody else needs them).
+    A request is admitted when there are blocks for all its known tokens, and one more for each running request: a
+    prefill never waits half-way, and seldom comes too early. Decodes take a block when they reach it; when none is
+    free, the youngest
+    running request gives up its blocks and is computed anew later (its full blocks stay findable as long as nobody else
+    needs them).
 
     Args:
         allocator: of the cache.
@@ -52,10 +54,17 @@ class Scheduler:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self._refused: tuple[Request | None, int, int] = (None, 0, 0)  # whom there was no room for; blocks free and remembered then
+        self._refused: tuple[Request | None, int, int] = (
+            None,
+            0,
+            0,
+        )  # whom there was no room for; blocks free and remembered then
 
     def check_fits(self, request: Request) -> None:
-        """Raise ValueError if the whole cache is too small for a request. One that fits will have its turn, whatever else there is."""
+        """Raise ValueError if the whole cache is too small for a request.
+
+        One that fits will have its turn, whatever else there is.
+        """
         num_blocks = self._num_blocks(request.max_seq_len)
         if num_blocks > self.allocator.num_blocks:
             raise ValueError(
@@ -65,7 +74,10 @@ class Scheduler:
             )
 
     def schedule(self, now: float) -> Step:
-        """The next step; without pieces when there are no requests. Takes blocks for it, from the youngest requests if need be."""
+        """The next step; without pieces when there are no requests.
+
+        Takes blocks for it, from the youngest requests if need be.
+        """
         step = Step(self.max_num_batched_tokens)
         self._schedule_decodes(step)
         self._schedule_prefills(step)
@@ -115,13 +127,18 @@ class Scheduler:
     def _take_blocks(self, request: Request) -> bool:
         """Blocks for all known tokens: those that hold the first tokens already, then new ones; or none at all."""
         refused, num_free, num_remembered = self._refused
-        if request is refused and self.allocator.num_free <= num_free and self.allocator.num_remembered == num_remembered:
+        if (
+            request is refused
+            and self.allocator.num_free <= num_free
+            and self.allocator.num_remembered == num_remembered
+        ):
             return False  # not searched for at each step: its prompt may be long
         # The last token is computed in any case: its logits are wanted.
         found = self.allocator.find(request.tokens(0, request.num_tokens - 1))
         self.allocator.share(found)
         num_new = self._num_blocks(request.num_tokens) - len(found)
-        # Each running request may want a block soon: without one left for it, the new one would be the next to give way.
+        # Each running request may want a block soon: without one left for it, the new one would be the next to give
+        # way.
         if num_new + len(self.running) > self.allocator.num_free:
             self.allocator.free(found)
             self._refused = request, self.allocator.num_free, self.allocator.num_remembered

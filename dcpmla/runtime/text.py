@@ -19,14 +19,17 @@ class Tokenizer(Protocol):
 class TextStream:
     """The text of a request, in pieces as its tokens come.
 
-    The pieces together are the text of all tokens decoded at once without the special ones; or, once a stop string is complete, what stands
-    before it. Stop strings that become complete with the same character: the longest counts. Work per token does not grow with the text.
+    The pieces together are the text of all tokens decoded at once without the special ones; or, once a stop string
+    is complete, what stands before it. Stop strings that become complete with the same character: the longest counts.
+    Work per token does
+    not grow with the text.
 
     Args:
         stop: strings that end the text, none empty.
 
-    Exact for tokenizers whose text, incomplete characters aside, is only ever added to. A byte-fallback vocabulary takes text back when a
-    broken character follows a whole one, and so does clean_up_tokenization_spaces; what has been given out stays.
+    Exact for tokenizers whose text, incomplete characters aside, is only ever added to. A byte-fallback vocabulary
+    takes text back when a broken character follows a whole one, and so does clean_up_tokenization_spaces; what has been
+    given out stays.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -42,7 +45,10 @@ class TextStream:
         return "".join(self._pieces)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """New text that is certain: whole characters, and none that may belong to a stop string. Nothing after a stop string."""
+        """New text that is certain: whole characters, and none that may belong to a stop string.
+
+        Nothing after a stop string.
+        """
         return self._give("".join(self._decoder.push(token) for token in token_ids), is_end=False)
 
     def finish(self) -> str:
@@ -66,14 +72,18 @@ class TextStream:
     def _num_held(self, text: str) -> int:
         """Length of the longest end of the text that begins a stop string."""
         longest = min(len(text), max(map(len, self._stop), default=0))
-        return next((num for num in range(longest, 0, -1) if any(stop.startswith(text[-num:]) for stop in self._stop)), 0)
+        return next(
+            (num for num in range(longest, 0, -1) if any(stop.startswith(text[-num:]) for stop in self._stop)), 0
+        )
 
 
 class _Decoder:
     """Incremental decoding over a short window of the last tokens.
 
-    A token's text depends on those before it: a leading space is dropped at the start of a text, and a character may be cut into several
-    tokens. So the window begins with tokens whose text has been given out already, and only what comes after that text is new.
+    A token's text depends on those before it: a leading space is dropped at the start of a text, and a character
+    may be cut into several tokens. So the window begins with tokens whose text has been given out already, and only
+    what comes after that
+    text is new.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -105,7 +115,9 @@ class _Decoder:
         return new
 
     def _shorten(self) -> None:
-        """Keep the last tokens, from between two characters on: one of four neighbouring cuts is, where bytes are characters at all."""
+        """Keep the last tokens, from between two characters on: one of four neighbouring cuts is, where bytes are
+        characters at all.
+        """
         for num_kept in range(_CONTEXT, _CONTEXT + 4):
             window = self._window[-num_kept:]
             text = self._decode(window)

@@ -31,9 +31,35 @@ def generate(prompts: list[str], dcp_size: int, device: str) -> dict[str, Any]:
     """Answer prompts on NUM_RANKS ranks with the cache sharded dcp_size ways; returns the --json file's content."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "out.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS), "-m", "dcpmla"]
-        command += ["generate", "--model", str(Path(__file__).parent / "model"), "-tp", str(NUM_RANKS), "-dcp", str(dcp_size)]
-        command += ["--max-new-tokens", str(NUM_NEW_TOKENS), "--dtype", "float32", "--device", device, "--json", str(output)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(NUM_RANKS),
+            "-m",
+            "dcpmla",
+        ]
+        command += [
+            "generate",
+            "--model",
+            str(Path(__file__).parent / "model"),
+            "-tp",
+            str(NUM_RANKS),
+            "-dcp",
+            str(dcp_size),
+        ]
+        command += [
+            "--max-new-tokens",
+            str(NUM_NEW_TOKENS),
+            "--dtype",
+            "float32",
+            "--device",
+            device,
+            "--json",
+            str(output),
+        ]
         command += [option for prompt in prompts for option in ("--prompt", prompt)]
         print(f"\n=== tensor parallel {NUM_RANKS}, decode context parallel {dcp_size}", flush=True)
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -4,8 +4,8 @@ A prompt is a list of facts and one question, and a person can read it:
 
     amber-fox 417 ; birch-owl 023 ; ... ; amber-fox ?
 
-The answer is one token, "417". Each key ("amber-fox") and each number ("417") is one token, so a fact is three tokens and
-a context of 4,096 tokens holds 1,364 facts.
+The answer is one token, "417". Each key ("amber-fox") and each number ("417") is one token, so a fact is three
+tokens and a context of 4,096 tokens holds 1,364 facts.
 """
 
 import random
@@ -129,7 +129,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("[;?]"), behavior="isolated")]
     )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", pair="<bos> $A $B:1", special_tokens=[("<bos>", BOS)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B:1", special_tokens=[("<bos>", BOS)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -145,7 +147,7 @@ def make_prompt(num_tokens: int, depth: float, rng: random.Random) -> tuple[str,
     """A prompt of distinct keys that asks for one of its facts, and the answer.
 
     Args:
-        num_tokens: length of the tokenised prompt, <bos> and question included; met exactly or missed by one or two
+        num_tokens: length of the tokenized prompt, <bos> and question included; met exactly or missed by one or two
             tokens, since facts have three (4,096 gives 1,364 facts and 4,095 tokens).
         depth: where the fact stands: 0 is the first fact of the prompt, 1 the last one before the question.
         rng: source of the keys and numbers; the same state gives the same prompt.
@@ -156,7 +158,9 @@ def make_prompt(num_tokens: int, depth: float, rng: random.Random) -> tuple[str,
     """
     shortest = NUM_FRAME_TOKENS + TOKENS_PER_FACT
     if not shortest <= num_tokens <= MAX_PROMPT_TOKENS:
-        raise ValueError(f"make_prompt: num_tokens is {num_tokens}; expected {shortest} to {MAX_PROMPT_TOKENS} ({NUM_KEYS} distinct keys)")
+        raise ValueError(
+            f"make_prompt: num_tokens is {num_tokens}; expected {shortest} to {MAX_PROMPT_TOKENS} ({NUM_KEYS} distinct keys)"
+        )
     if not 0 <= depth <= 1:
         raise ValueError(f"make_prompt: depth is {depth}; expected 0 (first fact) to 1 (last fact)")
     vocabulary = build_vocabulary()

@@ -1,16 +1,18 @@
-"""Train the needle model: a DeepSeek-V3-architecture transformer of 2 layers that answers questions over thousands of facts.
+"""Train the needle model: a DeepSeek-V3-architecture transformer of 2 layers that answers questions over thousands
+of facts.
 
     python examples/needle/train.py --seconds 300
 
-One GPU; on a CPU it only shows that it runs. Writes config.json, model.safetensors (bfloat16), generation_config.json, the
-tokenizer and training.json (what was measured, with what) into --output.
+One GPU; on a CPU it only shows that it runs. Writes config.json, model.safetensors (bfloat16),
+generation_config.json, the tokenizer and training.json (what was measured, with what) into --output.
 
 A training sequence is "<bos>", facts "key number ;" and questions "key ? number ;". There are two losses:
 - on the answers, and on no other next token: facts are random, nothing else can be predicted;
-- on the first layer: where a key has just been read, its output must name that key. The first layer has to carry each key one
-  token on before the second can compare keys at all. Answers alone teach that slowly or never, so it is taught.
-Sequences start at 24 tokens and double, up to 6,144, whenever the model gets more than 97 % of a batch right; every other batch
-is shorter, or the model forgets short contexts.
+- on the first layer: where a key has just been read, its output must name that key. The first layer has to carry
+  each key one token on before the second can compare keys at all. Answers alone teach that slowly or never, so it is
+  taught.
+Sequences start at 24 tokens and double, up to 6,144, whenever the model gets more than 97 % of a batch right; every
+other batch is shorter, or the model forgets short contexts.
 """
 
 import argparse
@@ -24,7 +26,19 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from prompts import BOS, EOS, FIRST_KEY, FIRST_NUMBER, NUM_KEYS, NUM_NUMBERS, PAD, QUESTION, SEPARATOR, build_tokenizer, build_vocabulary
+from prompts import (
+    BOS,
+    EOS,
+    FIRST_KEY,
+    FIRST_NUMBER,
+    NUM_KEYS,
+    NUM_NUMBERS,
+    PAD,
+    QUESTION,
+    SEPARATOR,
+    build_tokenizer,
+    build_vocabulary,
+)
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -78,8 +92,10 @@ def build_config(num_experts: int, q_lora_rank: int) -> DeepseekV3Config:
 def build_model(config: DeepseekV3Config, device: str) -> DeepseekV3ForCausalLM:
     """A fresh float32 model whose embeddings share a direction.
 
-    The direction is essential: k_pe comes from the hidden state by a projection without bias, so with embeddings of mean zero
-    the rotary logits say nothing about position, no head learns to look at the previous token, and accuracy stays at chance.
+    The direction is essential: k_pe comes from the hidden state by a projection without bias, so with embeddings of
+    mean zero the rotary logits say nothing about position, no head learns to look at the previous token, and accuracy
+    stays
+    at chance.
     """
     model = DeepseekV3ForCausalLM(config).to(device)
     with torch.no_grad():
@@ -105,11 +121,17 @@ class Batch(NamedTuple):
         return self.ids[:, self.question_marks + 1]
 
 
-def make_batch(num_sequences: int, num_facts: int, num_questions: int, generator: torch.Generator, num_words: int = NUM_KEYS) -> Batch:
-    """Random facts about the first num_words keys, then questions about different ones of them, on the generator's device."""
+def make_batch(
+    num_sequences: int, num_facts: int, num_questions: int, generator: torch.Generator, num_words: int = NUM_KEYS
+) -> Batch:
+    """Random facts about the first num_words keys, then questions about different ones of them, on the generator's
+    device.
+    """
     device = generator.device
     # Distinct keys make the answer unique; distinct questions keep it from being read off an earlier answer.
-    keys = FIRST_KEY + torch.rand(num_sequences, num_words, generator=generator, device=device).argsort(1)[:, :num_facts]
+    keys = (
+        FIRST_KEY + torch.rand(num_sequences, num_words, generator=generator, device=device).argsort(1)[:, :num_facts]
+    )
     numbers = FIRST_NUMBER + torch.randint(min(num_words, NUM_NUMBERS), keys.shape, generator=generator, device=device)
     asked = torch.rand(num_sequences, num_facts, generator=generator, device=device).argsort(1)[:, :num_questions]
     key, number = keys.gather(1, asked), numbers.gather(1, asked)
@@ -141,7 +163,9 @@ def losses(model: DeepseekV3ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, 
 
 @torch.no_grad()
 def accuracy(model: DeepseekV3ForCausalLM, context: int, num_sequences: int, seed: int) -> float:
-    """Share of right answers over random sequences of context tokens of facts and 16 questions each, in the model's dtype."""
+    """Share of right answers over random sequences of context tokens of facts and 16 questions each, in the model's
+    dtype.
+    """
     generator = torch.Generator(model.device).manual_seed(seed)
     num_right = 0
     for _ in range(num_sequences):
@@ -170,7 +194,9 @@ def train(model: DeepseekV3ForCausalLM, seconds: float, seed: int, num_sequences
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     start, step, length, num_perfect = time.time(), 0, FIRST_LENGTH, 0
     while (elapsed := time.time() - start) < seconds and num_perfect < 2:
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (step + 1) / WARMUP_STEPS) * (1 if elapsed < 0.8 * seconds else 0.1)
+        optimizer.param_groups[0]["lr"] = (
+            LEARNING_RATE * min(1, (step + 1) / WARMUP_STEPS) * (1 if elapsed < 0.8 * seconds else 0.1)
+        )
         shorter = round(FIRST_LENGTH * (length / FIRST_LENGTH) ** rng.random())
         batch = training_batch(length if step % 2 else shorter, rng, generator)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
@@ -209,10 +235,16 @@ def measure(folder: Path, device: str, num_sequences: int) -> dict[str, dict[str
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train the needle model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300, help="longest training time; it stops early when the model is perfect")
+    parser = argparse.ArgumentParser(
+        description="Train the needle model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="longest training time; it stops early when the model is perfect"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--experts", type=int, default=4, help="routed experts in the second layer; 0: all layers dense")
+    parser.add_argument(
+        "--experts", type=int, default=4, help="routed experts in the second layer; 0: all layers dense"
+    )
     parser.add_argument("--q-lora-rank", type=int, default=128, help="rank of the query projection; 0: full")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "model", help="folder to write")
     return parser.parse_args(arguments)

@@ -1,4 +1,6 @@
-"""Attention that sends its rows itself: the same as attention and then `combine`, eager, in graphs, with shards that are empty."""
+"""Attention that sends its rows itself: the same as attention and then `combine`, eager, in graphs, with shards that
+are empty.
+"""
 
 import random
 from typing import Any
@@ -6,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor
 
 from dcpmla.attention.decode import dcp_mla_decode
-from dcpmla.attention.metadata import DecodeMetadata
+from dcpmla.attention.step import DecodeMetadata
 from dcpmla.attention.workspace import decode_workspace
 from dcpmla.comm.direct import DirectExchange
 from dcpmla.comm.nccl import AllToAll
+from tests.support.ranks import run_ranks
 
 LENGTHS = (0, 1, 63, 64, 65, 300, 2000)
 NUM_HEADS, SCALE = 128, 0.07

@@ -1,4 +1,6 @@
-"""The exchange `direct` over NVLink: every size of a batch, layouts, fp8, graphs, torch.compile, and a rank that does not come."""
+"""The exchange `direct` over NVLink: every size of a batch, layouts, fp8, graphs, torch.compile, and a rank that does
+not come.
+"""
 
 import itertools
 import random
@@ -8,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor
 
 from dcpmla.merge import merge_partials
 from dcpmla.parallel.collectives import PeerFault
+from tests.support.ranks import run_ranks
 
 pytest.importorskip("triton")
 
-from direct_checks import (  # noqa: E402
+from tests.support.direct_checks import (  # noqa: E402
     SHAPES,
     assert_same_bits,
     check_memory,
@@ -30,7 +32,10 @@ from direct_checks import (  # noqa: E402
     own_heads,
 )
 
-NUM_GPUS = [pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}")) for number, needed in ((2, 2), (3, 4), (4, 4), (8, 8))]
+NUM_GPUS = [
+    pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}"))
+    for number, needed in ((2, 2), (3, 4), (4, 4), (8, 8))
+]
 
 
 def check_sizes(dtype: torch.dtype) -> None:
@@ -52,7 +57,11 @@ def test_sizes(num_gpus: int, dtype: torch.dtype) -> None:
 
 def check_layouts() -> None:
     """Each rank lays out its tensors as it likes; rows in bfloat16 and in fp8, contexts in between."""
-    exchanges, own, common = [exchange_on_gpu(), exchange_on_gpu(is_fp8=True)], random.Random(dist.get_rank()), random.Random(0)
+    exchanges, own, common = (
+        [exchange_on_gpu(), exchange_on_gpu(is_fp8=True)],
+        random.Random(dist.get_rank()),
+        random.Random(0),
+    )
     for seed in range(12):
         exchange_once(exchanges[seed % 2], ((3, 2, 72), (5, 3, 40))[seed // 6], torch.bfloat16, seed, own)
         exchange_contexts(exchanges[0], 3, common, own)
@@ -67,12 +76,23 @@ def test_layouts(num_gpus: int) -> None:
 
 
 def check_fp8() -> None:
-    """What e4m3 makes of rows is off by half a unit of its last place, of three bits: less than 2^-4 of a row's largest. NaN stays."""
+    """What e4m3 makes of rows is off by half a unit of its last place, of three bits: less than 2^-4 of a row's
+    largest. NaN stays.
+    """
     exact, exchange = exchange_on_gpu(), exchange_on_gpu(is_fp8=True)
-    for seed, (shape, dtype) in enumerate(itertools.product((*SHAPES, (256, 16, 128)), (torch.bfloat16, torch.float32))):
+    for seed, (shape, dtype) in enumerate(
+        itertools.product((*SHAPES, (256, 16, 128)), (torch.bfloat16, torch.float32))
+    ):
         (q, out, lse), heads = draw(exact, shape, dtype, seed), own_heads(exchange, shape)
-        gathered, (merged, merged_lse) = exchange.gather_heads(q[:, heads]), exchange.combine(out[dist.get_rank()], lse[dist.get_rank()])
-        assert_near(gathered, q, q.view(shape[0], exchange.size, -1).nan_to_num(0.0).abs().amax(-1).repeat_interleave(shape[1], 1))
+        gathered, (merged, merged_lse) = (
+            exchange.gather_heads(q[:, heads]),
+            exchange.combine(out[dist.get_rank()], lse[dist.get_rank()]),
+        )
+        assert_near(
+            gathered,
+            q,
+            q.view(shape[0], exchange.size, -1).nan_to_num(0.0).abs().amax(-1).repeat_interleave(shape[1], 1),
+        )
         wanted, wanted_lse = merge_partials(out.double(), lse.double())
         assert_near(merged, wanted[:, heads], out.nan_to_num(0.0).abs().amax((0, 3))[:, heads])
         torch.testing.assert_close(merged_lse, wanted_lse[:, heads].float(), atol=1e-5, rtol=1e-6)
@@ -156,7 +176,9 @@ def check_missing_rank() -> None:
         return
     assert 3.0 <= seconds(lambda: exchange.gather_heads(q)) < 10.0
     for again in (exchange.check, lambda: exchange.gather_heads(q)):
-        with pytest.raises(PeerFault, match=f"gather_heads failed on rank {rank} .* from rank {size - 1} for 3 s, in exchange 2$"):
+        with pytest.raises(
+            PeerFault, match=f"gather_heads failed on rank {rank} .* from rank {size - 1} for 3 s, in exchange 2$"
+        ):
             again()
     assert seconds(graph.replay) < 1.0
     assert torch.ones(3, device="cuda").sum() == 3

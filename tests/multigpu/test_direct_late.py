@@ -1,4 +1,6 @@
-"""The exchange `direct` over NVLink between ranks that are late: a long soak, two groups, two streams, contexts under other kernels."""
+"""The exchange `direct` over NVLink between ranks that are late: a long soak, two groups, two streams, contexts under
+other kernels.
+"""
 
 import itertools
 import random
@@ -7,14 +9,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor
 
 from dcpmla.comm.exchange import tokens_of_rows
+from tests.support.ranks import run_ranks
 
 pytest.importorskip("triton")
 
-from direct_checks import (  # noqa: E402
+from tests.support.direct_checks import (  # noqa: E402
     SHAPES,
     Shape,
     assert_same_bits,
@@ -26,7 +28,10 @@ from direct_checks import (  # noqa: E402
     own_heads,
 )
 
-NUM_GPUS = [pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}")) for number, needed in ((2, 2), (3, 4), (4, 4), (8, 8))]
+NUM_GPUS = [
+    pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}"))
+    for number, needed in ((2, 2), (3, 4), (4, 4), (8, 8))
+]
 
 
 def linger(own: random.Random) -> None:
@@ -60,7 +65,9 @@ def test_late_ranks(num_gpus: int) -> None:
 
 
 class Soak:
-    """Exchanges whose numbers follow from a step that the GPU counts, and that it checks itself: what is stale is wrong."""
+    """Exchanges whose numbers follow from a step that the GPU counts, and that it checks itself: what is stale is
+    wrong.
+    """
 
     def __init__(self) -> None:
         self.exchange = exchange_on_gpu()
@@ -163,7 +170,9 @@ def check_context_under_kernels() -> None:
     num_rows, width, num_chunks = 4096, 576, 12
     exchange.reserve_context(exchange.size * num_rows, width, torch.bfloat16, exchange.device)
     generator = torch.Generator("cuda").manual_seed(0)
-    rows = torch.randn(num_chunks, exchange.size, num_rows, width, generator=generator, device="cuda").to(torch.bfloat16)
+    rows = torch.randn(num_chunks, exchange.size, num_rows, width, generator=generator, device="cuda").to(
+        torch.bfloat16
+    )
     order = torch.randperm(exchange.size * num_rows, generator=generator, device="cuda")[:-100]
     tokens, matrix = tokens_of_rows(order, num_rows, rank), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     q, out, lse = draw_own(exchange, SHAPES[1], 0)

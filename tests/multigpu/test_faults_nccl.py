@@ -5,8 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from models import save_tiny
-from test_faults import MARGIN, at, direct
+
+from tests.job.test_faults import MARGIN, at, direct
+from tests.support.models import save_tiny
 
 TIMEOUT = 15  # seconds: the first step starts NCCL and loads kernels
 STEP = "decode step 8"
@@ -14,7 +15,12 @@ STEP = "decode step 8"
 FAULTS = {
     "killed": (at(STEP, "kill"), None, [1, -9], f"rank 0 .* in {STEP} .*: rank 1 is missing, last seen .* in {STEP}"),
     "asleep": (at(STEP, "sleep"), None, [1, 1], rf"rank [01] (waited|has not come back) .*{STEP} .*at faulty.py"),
-    "told to stop": (at(STEP, "sleep"), (signal.SIGTERM, 0), [143, 143], rf"rank 0 was asked to stop \(SIGTERM\) in {STEP}"),
+    "told to stop": (
+        at(STEP, "sleep"),
+        (signal.SIGTERM, 0),
+        [143, 143],
+        rf"rank 0 was asked to stop \(SIGTERM\) in {STEP}",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Captured decode steps: bit for bit the padded steps, on one GPU and over NCCL; the same tokens; what cannot be captured."""
+"""Captured decode steps: bit for bit the padded steps, on one GPU and over NCCL; the same tokens; what cannot be
+captured.
+"""
 
 import json
 from pathlib import Path
@@ -7,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
-from launchers import GENERATE, run_together, torchrun
-from models import FAMILIES, save_tiny
-from ranks import run_ranks
 from torch import Tensor
 
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph
+from tests.support.graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
+from tests.support.launchers import GENERATE, run_together, torchrun
+from tests.support.models import FAMILIES, save_tiny
+from tests.support.ranks import run_ranks
 
 NUM_GPUS = [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)]
 CUTS = [
@@ -31,7 +33,9 @@ def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layout(tp: int, dcp: int, **changes: Any) -> DCPConfig:
-    return DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=dcp, block_size=4, context_workspace_tokens=512, **changes)
+    return DCPConfig(
+        tensor_parallel_size=tp, decode_context_parallel_size=dcp, block_size=4, context_workspace_tokens=512, **changes
+    )
 
 
 @pytest.mark.gpu
@@ -45,7 +49,9 @@ def test_models_on_one_gpu(family: str, in_half: bool, tmp_path: Path) -> None:
 @pytest.mark.gpu_2
 @pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "mistral4"])
 @pytest.mark.parametrize(("dcp_size", "enable_expert_parallel", "backend"), CUTS)
-def test_models_on_two_gpus(family: str, dcp_size: int, enable_expert_parallel: bool, backend: str, tmp_path: Path) -> None:
+def test_models_on_two_gpus(
+    family: str, dcp_size: int, enable_expert_parallel: bool, backend: str, tmp_path: Path
+) -> None:
     save_tiny(family, tmp_path)
     dcp = layout(2, dcp_size, cp_kv_cache_interleave_size=2, dcp_comm_backend=backend)
     assert run_ranks(2, check_model, tmp_path, dcp, enable_expert_parallel, "cuda", device="cuda") == [len(BATCHES)] * 2
@@ -115,8 +121,10 @@ def test_what_cannot_be_captured(tmp_path: Path) -> None:
 
 
 def break_off() -> list[str]:
-    """What only a capture notices, and a step that fails without one: errors of their own, not reasons to go on without graphs."""
-    from test_graph import make_cache
+    """What only a capture notices, and a step that fails without one: errors of their own, not reasons to go on without
+    graphs.
+    """
+    from tests.runtime.test_graph import make_cache
 
     cache, token, messages = make_cache("cuda"), torch.tensor(0, device="cuda"), []
 
@@ -145,7 +153,7 @@ def test_what_ends_a_capture() -> None:
 
 def one_rank_runs_out() -> str:
     """In its capture, behind a collective; then both ranks capture the same collective and replay it."""
-    from test_graph import MAX_MODEL_LEN, make_cache, step_of
+    from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, step_of
 
     dcp, mesh, cache = DCPConfig(block_size=4, tensor_parallel_size=2), init_mesh(2, 1), make_cache("cuda")
     token, token_ids = torch.tensor(0, device="cuda"), torch.tensor([7, 8, 9], device="cuda")
@@ -178,7 +186,7 @@ def test_one_rank_runs_out_of_memory() -> None:
 
 
 def check_refusals(directory: Path) -> None:
-    from test_graph import MAX_MODEL_LEN, make_cache, step_of, sums
+    from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, step_of, sums
 
     dcp, mesh, cache = DCPConfig(block_size=4), init_mesh(1, 1), make_cache("cuda")
     graph = DecodeGraph(sums, torch.tensor(0, device="cuda"), cache, dcp, mesh, 6, MAX_MODEL_LEN)
@@ -216,7 +224,21 @@ def test_commands_end_well(num_gpus: int, tmp_path: Path) -> None:
         assert ("decode graphs: 2, the largest of 2 requests" in run.stdout) == (not more), run.stderr
         tokens.append([output["token_ids"] for output in json.loads(out.read_text())["outputs"]])
     assert tokens[0] == tokens[1]
-    program = ["-m", "dcpmla", "bench", "generate", *common, "--batch", "1,3", "--input-len", 9, "--output-len", 8, "--json", out]
+    program = [
+        "-m",
+        "dcpmla",
+        "bench",
+        "generate",
+        *common,
+        "--batch",
+        "1,3",
+        "--input-len",
+        9,
+        "--output-len",
+        8,
+        "--json",
+        out,
+    ]
     run_together([(torchrun(program, num_gpus), {})])
     assert [(row["mode"], row["batch"]) for row in json.loads(out.read_text())["rows"]] == [
         ("graph", 1),

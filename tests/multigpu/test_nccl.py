@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import FAMILIES, save_tiny
-from ranks import run_ranks
-from test_exchange import check_combine, check_gathers
-from test_load import check_loads
-from test_transformers import check, make_cases
+
+from tests.comm.test_exchange import check_combine, check_gathers
+from tests.integrations.test_load import check_loads
+from tests.integrations.test_transformers import check, make_cases
+from tests.support.models import FAMILIES, save_tiny
+from tests.support.ranks import run_ranks
 
 NUM_GPUS = [pytest.param(number, marks=getattr(pytest.mark, f"gpu_{number}")) for number in (2, 4, 8)]
 
@@ -33,7 +34,9 @@ def test_one_gpu(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 @pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "mistral4"])
 def test_logits_and_tokens(num_gpus: int, family: str, tmp_path: Path) -> None:
-    cases = make_cases(num_gpus, [num_gpus], (1, 16), ("ag_rs", "a2a", "direct")) + make_cases(num_gpus, [num_gpus // 2], (2,), ("auto",))
+    cases = make_cases(num_gpus, [num_gpus], (1, 16), ("ag_rs", "a2a", "direct")) + make_cases(
+        num_gpus, [num_gpus // 2], (2,), ("auto",)
+    )
     check(save_tiny(family, tmp_path), tmp_path, num_gpus, cases, "cuda")
 
 

@@ -1,4 +1,6 @@
-"""Sparse layers of DeepSeek-V3.2's widths on GPUs: what is selected, and attention to it, against transformers in float64."""
+"""Sparse layers of DeepSeek-V3.2's widths on GPUs: what is selected, and attention to it, against transformers in
+float64.
+"""
 
 import dataclasses
 from typing import Any
@@ -6,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import random_model
-from ranks import run_ranks
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
@@ -17,9 +17,12 @@ from dcpmla.attention.sparse import indexer as indexer_module
 from dcpmla.attention.sparse.metadata import SelectedTokens
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
+from tests.support.models import random_model
+from tests.support.ranks import run_ranks
 
 TOPK, HIDDEN = 256, 512
-# (tokens cached before the step, new tokens); the decodes' lengths leave lists of less than a tile, of some, and of none on some ranks.
+# (tokens cached before the step, new tokens); the decodes' lengths leave lists of less than a tile, of some, and of
+# none on some ranks.
 BATCH = ((0, 1), (200, 1), (700, 1), (1500, 1), (0, 100), (0, 400), (600, 70))
 
 
@@ -60,7 +63,9 @@ def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tupl
     def step(query_lens: list[int], seq_lens: list[int], requests: list[int]) -> tuple[Tensor, Tensor]:
         kept = [tables[i] for i in requests]
         metadata = StepMetadata.build(query_lens, seq_lens, kept, dcp, layer.mesh.dcp_rank, device, is_sparse=True)
-        rows = torch.cat([draw(i)[seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)])
+        rows = torch.cat(
+            [draw(i)[seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
+        )
         selection = SelectedTokens.empty(metadata.num_tokens, TOPK, device)
         step_cos_sin = cos_sin[metadata.positions]
         out = layer(rows.to(device), cache[0], metadata, step_cos_sin, None, cache.index_layers[0], selection)
@@ -74,7 +79,9 @@ def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tupl
 def expected(attention: Any, hf_config: Any, positions: Tensor) -> tuple[Tensor, float]:
     """Attention in float64 to the positions [T, topk] given, and which part of these transformers would select."""
     dense = DeepseekV3Attention(hf_config, 0).double()
-    dense.load_state_dict({name: weight.double() for name, weight in attention.state_dict().items() if not name.startswith("indexer.")})
+    dense.load_state_dict(
+        {name: weight.double() for name, weight in attention.state_dict().items() if not name.startswith("indexer.")}
+    )
     outputs, num_same, num_selected, first = [], 0, 0, 0
     for request, (cached, new) in enumerate(BATCH):
         hidden, length = draw(request).double()[None], cached + new
@@ -109,7 +116,9 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         context_workspace_tokens=2048,
     )
     sharded = [
-        dataclasses.replace(alone, decode_context_parallel_size=tp, dcp_comm_backend=backend, cp_kv_cache_interleave_size=2**number)
+        dataclasses.replace(
+            alone, decode_context_parallel_size=tp, dcp_comm_backend=backend, cp_kv_cache_interleave_size=2**number
+        )
         for number, backend in enumerate(backends)
     ]
     found = []
@@ -135,7 +144,8 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
 
 
 FORMATS = pytest.mark.parametrize(
-    ("kv_cache_dtype", "index_cache_dtype", "hadamard"), [("auto", "auto", False), ("fp8_ds_mla", "fp8", False), ("auto", "fp8", True)]
+    ("kv_cache_dtype", "index_cache_dtype", "hadamard"),
+    [("auto", "auto", False), ("fp8_ds_mla", "fp8", False), ("auto", "fp8", True)],
 )
 
 

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from launchers import GENERATE, Command, free_port, run_together, torchrun
-from models import save_tiny
+
+from tests.support.launchers import GENERATE, Command, free_port, run_together, torchrun
+from tests.support.models import save_tiny
 
 NUM_GPUS = [pytest.param(number, marks=getattr(pytest.mark, f"gpu_{number}")) for number in (4, 8)]
 
@@ -27,9 +28,25 @@ def generate(num_gpus: int, directory: Path, out: str) -> list[object]:
 
 
 def agents(program: list[object], num_local: int, directory: Path) -> list[Command]:
-    """NCCL takes the ranks of an agent for a host (NCCL_HOSTID), so that between agents nothing but the network is left to it."""
-    options = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--local-addr", "localhost"]
-    shared = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{directory}/nccl.%p"}
+    """NCCL takes the ranks of an agent for a host (NCCL_HOSTID), so that between agents nothing but the network is left
+    to it.
+    """
+    options = [
+        "--nnodes",
+        2,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{free_port()}",
+        "--local-addr",
+        "localhost",
+    ]
+    shared = {
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_FILE": f"{directory}/nccl.%p",
+    }
     return [
         (
             torchrun(program, num_local, *options),

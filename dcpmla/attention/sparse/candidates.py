@@ -1,8 +1,9 @@
 """Candidates: a token's score and position in one int64, so that comparing two of them is the total order of selection.
 
-Score descending, then position ascending: whatever the number of ranks, and in whatever order candidates come together, the same ones are
-selected. Layout: the score's bits, made comparable as an integer, over 2^31 - 1 - position. No 32-bit half is ever -1, which marks memory
-that `direct` waits for.
+Score descending, then position ascending: whatever the number of ranks, and in whatever order candidates come
+together, the same ones are selected. Layout: the score's bits, made comparable as an integer, over 2^31 - 1 - position.
+No 32-bit half is ever
+-1, which marks memory that `direct` waits for.
 """
 
 import torch

@@ -22,8 +22,8 @@ _WORKSPACE_BYTES = 128 << 20  # of scores, and of all ranks' candidates
 class Indexer(nn.Module):
     """Scores all tokens before each token, and selects the best.
 
-    Every rank holds all of it and computes the same queries. Keys are cached where their token's latent is, so each rank scores its own
-    tokens; one exchange brings its best ones to all, and each makes the same choice.
+    Every rank holds all of it and computes the same queries. Keys are cached where their token's latent is, so each
+    rank scores its own tokens; one exchange brings its best ones to all, and each makes the same choice.
 
     Args:
         config: of the layer, with an indexer.
@@ -32,24 +32,37 @@ class Indexer(nn.Module):
         exchange: the layer's.
         dtype, device: of the parameters; they hold nothing until `load_weights`.
     Raises:
-        ValueError: an indexer in a layer that does not compress queries; a Hadamard transform of a width that is no power of two.
+        ValueError: an indexer in a layer that does not compress queries; a Hadamard transform of a width that is no
+    power of two.
     Source: DeepSeek-V3.2, section 2.1; names as in its checkpoints.
     """
 
     def __init__(
-        self, config: MLAConfig, dcp: DCPConfig, dcp_rank: int, exchange: Exchange, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: MLAConfig,
+        dcp: DCPConfig,
+        dcp_rank: int,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
         assert config.indexer is not None
         self.config: IndexerConfig = config.indexer
         self.dcp, self.dcp_rank, self.exchange = dcp, dcp_rank, exchange
         if config.q_lora_rank is None:
-            raise ValueError("config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent")
+            raise ValueError(
+                "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent"
+            )
         width, num_heads = self.config.head_dim, self.config.num_heads
         if dcp.index_hadamard and width & (width - 1):
-            raise ValueError(f"index_hadamard (--index-hadamard) takes a power of two; the indexer's head_dim is {width}")
+            raise ValueError(
+                f"index_hadamard (--index-hadamard) takes a power of two; the indexer's head_dim is {width}"
+            )
         self.wq_b = skip_init(nn.Linear, config.q_lora_rank, num_heads * width, bias=False, dtype=dtype, device=device)
-        self.fused_wk_weights_proj = skip_init(nn.Linear, config.hidden_size, width + num_heads, bias=False, dtype=dtype, device=device)
+        self.fused_wk_weights_proj = skip_init(
+            nn.Linear, config.hidden_size, width + num_heads, bias=False, dtype=dtype, device=device
+        )
         self.k_norm = skip_init(nn.LayerNorm, width, dtype=dtype, device=device)
 
     def forward(
@@ -86,7 +99,9 @@ class Indexer(nn.Module):
             tokens = slice(index * tile, (index + 1) * tile)
             self._select(q[tokens], weights[tokens], index_cache, sparse.rows(tokens), selection.rows(tokens))
 
-    def _select(self, q: Tensor, weights: Tensor, index_cache: Tensor, sparse: SparseMetadata, selection: SelectedTokens) -> None:
+    def _select(
+        self, q: Tensor, weights: Tensor, index_cache: Tensor, sparse: SparseMetadata, selection: SelectedTokens
+    ) -> None:
         """Queries [T, H, D] and weights [T, H] -> the selection of T tokens. Collective."""
         topk, size = self.config.topk, self.dcp.decode_context_parallel_size
         layout = self.dcp_rank, size, self.dcp.cp_kv_cache_interleave_size
@@ -99,7 +114,8 @@ class Indexer(nn.Module):
     def workspace_bytes(self, num_tokens: int) -> int:
         """What a step's selection takes at most at a time.
 
-        All tokens' queries, as projected and as scored; of a tile scores, and candidates of this rank, of all ranks, and as they travel.
+        All tokens' queries, as projected and as scored; of a tile scores, and candidates of this rank, of all
+        ranks, and as they travel.
         """
         query_bytes = num_tokens * self.wq_b.out_features * self.wq_b.weight.element_size()
         return 2 * query_bytes + 4 * _WORKSPACE_BYTES
@@ -108,13 +124,24 @@ class Indexer(nn.Module):
         """Raise ValueError unless index_cache is one for this indexer, beside a latent cache of so many blocks."""
         dtype = index_storage_dtype(self.dcp.index_cache_dtype, self.wq_b.weight.dtype)
         shape = num_blocks, self.dcp.block_size, index_row_width(dtype, self.config.head_dim)
-        if index_cache is None or tuple(index_cache.shape) != shape or index_cache.dtype != dtype or not index_cache.is_contiguous():
-            given = None if index_cache is None else f"{index_cache.dtype} {tuple(index_cache.shape)}, strides {index_cache.stride()}"
+        if (
+            index_cache is None
+            or tuple(index_cache.shape) != shape
+            or index_cache.dtype != dtype
+            or not index_cache.is_contiguous()
+        ):
+            given = (
+                None
+                if index_cache is None
+                else f"{index_cache.dtype} {tuple(index_cache.shape)}, strides {index_cache.stride()}"
+            )
             asked = f"index_cache_dtype (--index-cache-dtype) {self.dcp.index_cache_dtype!r}"
             raise ValueError(f"index_cache is {given}; expected {dtype} {shape}, contiguous, for {asked}")
 
     def _tile_tokens(self, num_columns: int) -> int:
-        """Tokens to select for at a time: from numbers that are the same on all ranks, since each tile makes an exchange."""
+        """Tokens to select for at a time: from numbers that are the same on all ranks, since each tile makes an
+        exchange.
+        """
         candidate_bytes = 8 * candidate_width(self.config.topk, num_columns) * self.dcp.decode_context_parallel_size
         return max(1, _WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
 
@@ -130,6 +157,9 @@ class Indexer(nn.Module):
         hidden, q_rank = self.fused_wk_weights_proj.in_features, self.wq_b.in_features
         fill(self.wq_b.weight, read_weight(weights, "wq_b.weight", (num_heads * width, q_rank)))
         down = {"wk": width, "weights_proj": num_heads}
-        fill(self.fused_wk_weights_proj.weight, *(read_weight(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()))
+        fill(
+            self.fused_wk_weights_proj.weight,
+            *(read_weight(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()),
+        )
         fill(self.k_norm.weight, read_weight(weights, "k_norm.weight", (width,)))
         fill(self.k_norm.bias, read_weight(weights, "k_norm.bias", (width,)))

@@ -15,13 +15,14 @@ def selection_mask(positions: Tensor, query_start_loc: Tensor, first_position: T
     """Which keys of a segment each token selects: new tokens or a chunk of context, consecutive tokens of each request.
 
     Args:
-        positions: [T, topk] int32 in each token's request (`SelectedTokens.positions`), none twice, -1 for none; columns lie side by side.
+        positions: [T, topk] int32 in each token's request (`SelectedTokens.positions`), none twice, -1 for none;
+        columns lie side by side.
         query_start_loc: [num_reqs + 1] int32, where each request's tokens start in T.
         first_position: [num_reqs] int32, of each request's first key in the segment.
         num_keys: the most keys of a request in the segment.
     Returns:
-        [T, ceil(num_keys / 32)] int32: bit j % 32 of word j // 32 is set if first_position + j is selected. Behind a request's own keys,
-        where it has fewer than others, bits mean nothing.
+        [T, ceil(num_keys / 32)] int32: bit j % 32 of word j // 32 is set if first_position + j is selected. Behind
+        a request's own keys, where it has fewer than others, bits mean nothing.
     """
     if positions.is_cuda:
         from dcpmla.attention.sparse.kernels import mask as kernels  # triton is there on Linux only

@@ -15,7 +15,8 @@ class SparseMetadata:
         request: [num_tokens] int32, each token's request.
         seq_lens: [num_tokens] int32, tokens of its request at its position and before; 0 for padding.
         local_seq_lens: [num_tokens] int32, those of them on this rank.
-        max_seq_len: no less than any of seq_lens, and the same on all ranks: where it is no more than top-k, nothing is selected.
+        max_seq_len: no less than any of seq_lens, and the same on all ranks: where it is no more than top-k,
+            nothing is selected.
     """
 
     block_table: Tensor
@@ -32,10 +33,12 @@ class SparseMetadata:
 
 @dataclass(frozen=True)
 class SelectedTokens:
-    """The tokens that each token of a step attends to: written by a layer with an indexer, read by it and by layers that reuse it.
+    """The tokens that each token of a step attends to: written by a layer with an indexer, read by it and by layers
+    that reuse it.
 
     Attributes:
-        positions: [T, topk] int32 in the request, -1 behind the last; the same on all DCP ranks, in no order that means anything.
+        positions: [T, topk] int32 in the request, -1 behind the last; the same on all DCP ranks, in no order that
+        means anything.
         slots: [T, topk] int32 cache slots of those that this rank owns, laid side by side; anything behind the last.
         num_slots: [T] int32, how many this rank owns.
     """

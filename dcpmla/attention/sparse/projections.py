@@ -1,7 +1,9 @@
-"""What stands between the indexer's projections, its cache and its scores: norm, RoPE, Hadamard transform, rounding to e4m3.
+"""What stands between the indexer's projections, its cache and its scores: norm, RoPE, Hadamard transform, rounding
+to e4m3.
 
-Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the kernels of
-`attention/sparse/kernels/projections.py`. The rotated dims come first here, unlike in attention's own heads.
+Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs
+run the kernels of `attention/sparse/kernels/projections.py`. The rotated dims come first here, unlike in attention's
+own heads.
 """
 
 import torch
@@ -30,20 +32,26 @@ def finish_index_keys(
 
     Args:
         keys: [T, D], projected from the hidden states; columns lie side by side.
-        index_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`, written at the slots.
+        index_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`, written at
+        the slots.
         slots: [T] int64, -1 where another rank owns the token.
         norm_weight, norm_bias: [D].
         cos_sin: [T, R] float32 as in `apply_rope`, for the first R of D columns; None leaves them as they are.
-        hadamard: transform keys, and queries alike, by a Hadamard matrix over sqrt(D): scores stay, but e4m3 rounds evener values.
+        hadamard: transform keys, and queries alike, by a Hadamard matrix over sqrt(D): scores stay, but e4m3 rounds
+    evener values.
     Source: DeepSeek-V3.2's indexer; rounded to the dtype of keys where transformers' models round.
     """
     if _runs_triton(keys):
         from dcpmla.attention.sparse.kernels import projections as kernels
 
-        kernels.finish_index_keys(keys, index_cache, slots, norm_weight, norm_bias, _NORM_EPS, cos_sin, rope_interleaved, hadamard)
+        kernels.finish_index_keys(
+            keys, index_cache, slots, norm_weight, norm_bias, _NORM_EPS, cos_sin, rope_interleaved, hadamard
+        )
         return
     wide = torch.promote_types(keys.dtype, torch.float32)
-    normed = F.layer_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), norm_bias.to(wide), _NORM_EPS).to(keys.dtype)
+    normed = F.layer_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), norm_bias.to(wide), _NORM_EPS).to(
+        keys.dtype
+    )
     write_index_keys(index_cache, _transform(_rotate(normed, cos_sin, rope_interleaved), hadamard), slots)
 
 
@@ -80,12 +88,17 @@ def finish_index_queries(
 
 
 @finish_index_queries.register_fake
-def _(q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
+) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape, dtype=FP8 if is_fp8 else q.dtype), weights.new_empty(weights.shape, dtype=torch.float32)
 
 
 def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[size, size] of +-1 over sqrt(size), for a power of two: symmetric, and its own inverse. Source: Sylvester's construction."""
+    """[size, size] of +-1 over sqrt(size), for a power of two: symmetric, and its own inverse.
+
+    Source: Sylvester's construction.
+    """
     matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

@@ -2,13 +2,16 @@
 
 from torch import Tensor
 
-from dcpmla.attention.metadata import DecodeMetadata, PrefillMetadata
 from dcpmla.attention.sparse.metadata import SelectedTokens
+from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
 from dcpmla.config import MLAConfig
 
 
-def selected_rows(kv_cache: Tensor, selection: SelectedTokens, workspace: Tensor | None) -> tuple[Tensor, DecodeMetadata]:
-    """What `dcp_mla_decode` takes to attend to selected tokens: each query token is a request, whose pages are the rows selected for it.
+def selected_rows(
+    kv_cache: Tensor, selection: SelectedTokens, workspace: Tensor | None
+) -> tuple[Tensor, DecodeMetadata]:
+    """What `dcp_mla_decode` takes to attend to selected tokens: each query token is a request, whose pages are the
+    rows selected for it.
 
     Args:
         kv_cache: [num_blocks, block_size, width], its blocks one behind the other.
@@ -20,7 +23,8 @@ def selected_rows(kv_cache: Tensor, selection: SelectedTokens, workspace: Tensor
 
 
 def prefers_mha(prefill: PrefillMetadata, config: MLAConfig) -> bool:
-    """Whether masked MHA over all keys costs less than MQA over latents of the selected ones: by products of a query and a key's columns.
+    """Whether masked MHA over all keys costs less than MQA over latents of the selected ones: by products of a
+    query and a key's columns.
 
     The same on all ranks: it follows from global lengths.
     """

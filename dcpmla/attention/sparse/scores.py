@@ -25,7 +25,8 @@ def index_scores(
 ) -> Tensor:
     """sum over heads of weight x ReLU(q . key), for each token's keys on this rank.
 
-    A pair's score is the same whatever else is scored beside it: ranks that hold other tokens, or all of them, rank them alike.
+    A pair's score is the same whatever else is scored beside it: ranks that hold other tokens, or all of them, rank
+    them alike.
 
     Args:
         q: [T, H, D] in the model's dtype, or e4m3 with an fp8 index cache.
@@ -34,7 +35,8 @@ def index_scores(
         block_table, request, seq_lens, local_seq_lens: as in `SparseMetadata`, of these tokens.
         topk: rows with no more than so many seq_lens are not scored: all their tokens are selected.
     Returns:
-        [T, max_blocks x block_size] float32 in the order of this rank's tokens; anything behind local_seq_lens, and in rows not scored.
+        [T, max_blocks x block_size] float32 in the order of this rank's tokens; anything behind local_seq_lens, and
+    in rows not scored.
     Source: DeepSeek-V3.2, equation 1.
     """
     if q.is_cuda and q.element_size() <= 2:

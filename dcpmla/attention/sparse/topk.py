@@ -19,10 +19,12 @@ def local_candidates(
     """The best tokens of this rank: whatever is selected of all ranks' tokens is among them.
 
     Args:
-        scores: [T, N] float32, from `index_scores`; those of rows with at most topk tokens (seq_lens) are not looked at.
+        scores: [T, N] float32, from `index_scores`; those of rows with at most topk tokens (seq_lens) are not
+        looked at.
         seq_lens, local_seq_lens: as in `SparseMetadata`.
     Returns:
-        [T, candidate_width(topk, N)] int64 (`sparse.candidates`), this rank's tokens in ascending order, EMPTY behind them.
+        [T, candidate_width(topk, N)] int64 (`sparse.candidates`), this rank's tokens in ascending order, EMPTY
+        behind them.
     """
     if scores.is_cuda:
         from dcpmla.attention.sparse.kernels import topk as kernels  # triton is there on Linux only
@@ -76,7 +78,9 @@ def choose_tokens(
     index = ownership.local_index(known, dcp_size, interleave)
     blocks = block_table[request.long()].gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1))
     owned = blocks * block_size + index % block_size
-    first = torch.sort(~is_mine, dim=1, stable=True).indices  # those that are mine before the others, each in their order
+    first = torch.sort(
+        ~is_mine, dim=1, stable=True
+    ).indices  # those that are mine before the others, each in their order
     slots.copy_(owned.gather(1, first))
     num_slots.copy_(is_mine.sum(1))
 

@@ -10,7 +10,9 @@ from torch import Tensor
 def shares(lse):
     """LSEs [N] of a row's parts -> their shares of the merged row [N], and its LSE."""
     peak = tl.max(lse, 0)
-    peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf is NaN: a row that is empty everywhere takes weight 0
+    peak = tl.where(
+        peak == -float("inf"), 0.0, peak
+    )  # -inf - -inf is NaN: a row that is empty everywhere takes weight 0
     weight = tl.exp(lse - peak)
     total = tl.sum(weight, 0)
     divisor = tl.where(total != 0, total, 1.0)
@@ -45,7 +47,9 @@ def merge_kernel(
     tl.store(merged_lse_ptr + row, merged_lse)
 
     column = tl.arange(0, COLUMNS)
-    rows_at = out_ptr + part[:, None] * out_stride_part + token * out_stride_token + head * out_stride_head + column[None, :]
+    rows_at = (
+        out_ptr + part[:, None] * out_stride_part + token * out_stride_token + head * out_stride_head + column[None, :]
+    )
     # A part without a share is not read: its payload may be NaN.
     rows = tl.load(rows_at, mask=(share[:, None] != 0) & (column[None, :] < width), other=0.0).to(tl.float32)
     merged = tl.sum(rows * share[:, None], 0)
@@ -96,7 +100,9 @@ def weigh_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program a (token, head of the group): this rank's row times its share, to where the head's owner takes it from."""
+    """One program a (token, head of the group): this rank's row times its share, to where the head's owner takes it
+    from.
+    """
     row = tl.program_id(0).to(tl.int64)
     token, head = row // (SIZE * num_heads), row % (SIZE * num_heads)
     owner, own_row = head // num_heads, token * num_heads + head % num_heads
@@ -109,13 +115,17 @@ def weigh_kernel(
 
     column = tl.arange(0, COLUMNS)
     num_read = tl.where(share != 0, width, 0)  # a row without a share is not read: its payload may be NaN
-    mine = tl.load(out_ptr + token * out_stride_token + head * out_stride_head + column, mask=column < num_read, other=0.0)
+    mine = tl.load(
+        out_ptr + token * out_stride_token + head * out_stride_head + column, mask=column < num_read, other=0.0
+    )
     shares_at = shares_ptr + (owner * num_tokens * num_heads + own_row) * width + column
     tl.store(shares_at, mine.to(shares_ptr.dtype.element_ty) * share, mask=column < width)
 
 
 def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """`comm.nccl.weigh_rows` in one kernel on a GPU, for rows with any strides but contiguous columns, and a contiguous lse."""
+    """`comm.nccl.weigh_rows` in one kernel on a GPU, for rows with any strides but contiguous columns, and a contiguous
+    lse.
+    """
     num_tokens, _, width = out.shape
     size, num_heads = len(lse), out.shape[1] // len(lse)
     shares = out.new_empty(size, num_tokens, num_heads, width, dtype=torch.promote_types(out.dtype, torch.float32))

@@ -1,6 +1,8 @@
-"""The kernel that stores rows where they belong in each peer's memory: no copy behind it, so it is the one for many rows.
+"""The kernel that stores rows where they belong in each peer's memory: no copy behind it, so it is the one for many
+rows.
 
-Unlike the kernels of `slots`, it says with a flag that rows are there: a rank's program p tells programs p of its peers, and awaits them.
+Unlike the kernels of `slots`, it says with a flag that rows are there: a rank's program p tells programs p of its
+    peers, and awaits them.
 """
 
 import triton
@@ -68,11 +70,27 @@ def place_kernel(
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Rows [N, WIDTH] -> row places[n] of a slot in each rank's memory, none where that is -1; without places, row n SIZE + rank."""
+    """Rows [N, WIDTH] -> row places[n] of a slot in each rank's memory, none where that is -1; without places, row n
+    SIZE + rank.
+    """
     epoch = next_epoch(state_ptr)
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
     # What is in the slot may be in use on another rank, until that one comes here.
-    _meet(0, flags_at, epoch, deadline, rank, OPERATION, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, THREADS, PROGRAMS)
+    _meet(
+        0,
+        flags_at,
+        epoch,
+        deadline,
+        rank,
+        OPERATION,
+        addresses_ptr,
+        state_ptr,
+        fault_ptr,
+        SIZE,
+        PEERS,
+        THREADS,
+        PROGRAMS,
+    )
     carrier: tl.constexpr = rows_ptr.dtype.element_ty
     tiles: tl.constexpr = WIDTH // COLUMNS  # COLUMNS divides
     for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * tiles, tl.num_programs(0)):
@@ -87,4 +105,18 @@ def place_kernel(
         at = place[:, None] * WIDTH + column[None, :]
         for step in tl.static_range(SIZE):  # each rank begins with another one
             tl.store(own_address(addresses_ptr, (rank + step) % SIZE, slot_at, carrier) + at, x, mask=mask)
-    _meet(1, flags_at, epoch, deadline, rank, OPERATION, addresses_ptr, state_ptr, fault_ptr, SIZE, PEERS, THREADS, PROGRAMS)
+    _meet(
+        1,
+        flags_at,
+        epoch,
+        deadline,
+        rank,
+        OPERATION,
+        addresses_ptr,
+        state_ptr,
+        fault_ptr,
+        SIZE,
+        PEERS,
+        THREADS,
+        PROGRAMS,
+    )

@@ -1,18 +1,24 @@
-"""Kernels of the one-sided exchange: each rank stores into its peers' memory, and waits for what they store into its own.
+"""Kernels of the one-sided exchange: each rank stores into its peers' memory, and waits for what they store into
+its own.
 
-Data is its own flag. A slot of a rank's memory holds nothing but ones (as integers -1, as rows a NaN that no kernel computes) until a
-peer's element arrives in its place; whoever waits for an element takes it and puts -1 back. So nothing but rows travels, in 16 bytes a
-thread, and no fence is needed: an element is there or it is not. What many read (an LSE, a scale) travels in words of 8 bytes, with the
-exchange's number beside it.
+Data is its own flag. A slot of a rank's memory holds nothing but ones (as integers -1, as rows a NaN that no kernel
+computes) until a peer's element arrives in its place; whoever waits for an element takes it and puts -1 back. So
+nothing but rows
+travels, in 16 bytes a
+thread, and no fence is needed: an element is there or it is not. What many read (an LSE, a scale) travels in words
+of 8 bytes, with the exchange's number beside it.
 
-Exchanges take two slots in turn. A peer writes into a slot again two exchanges later, behind the whole of its exchange before that, for
-which this rank sent something when its own kernel of the slot's last exchange had ended: the slot is free then, and nobody says so.
-The numbers are counted on the device, so that replays of CUDA graphs and eager calls may follow each other.
+Exchanges take two slots in turn. A peer writes into a slot again two exchanges later, behind the whole of its
+exchange before that, for which this rank sent something when its own kernel of the slot's last exchange had ended: the
+slot is free then, and
+nobody says so. The numbers are counted on the device, so that replays of CUDA graphs and eager calls may follow each
+other.
 
-A program is one warp: its threads see the same at the same time, also the clock. (Of several warps, one could go on waiting while
-another gives up.)
+A program is one warp: its threads see the same at the same time, also the clock. (Of several warps, one could go on
+waiting while another gives up.)
 
-Source: the protocol "Lamport" of TensorRT-LLM's all-reduce (two slots do where its sums need three), words like NCCL's LL.
+Source: the protocol "Lamport" of TensorRT-LLM's all-reduce (two slots do where its sums need three), words like
+    NCCL's LL.
 """
 
 import triton
@@ -39,9 +45,11 @@ def next_epoch(state_ptr):
 
 @triton.jit
 def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.constexpr):
-    """Count this exchange, and say when to give it up. In slots, behind the stores of rows: what it waits for should not delay them.
+    """Count this exchange, and say when to give it up. In slots, behind the stores of rows: what it waits for
+    should not delay them.
 
-    A program counts for itself, and its share for those that other launches have and this one does not. After a fault no exchange waits.
+    A program counts for itself, and its share for those that other launches have and this one does not. After a
+    fault no exchange waits.
     """
     tl.debug_barrier()  # where there are several warps: each has loaded the number before one of them counts on
     counter = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, SHARE)
@@ -60,7 +68,9 @@ def give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS: 
 
 @triton.jit
 def find_slot(epoch, slot_bytes):
-    """Where this exchange's rows begin in each rank's memory, and its words: both slots of rows come first, then both of words."""
+    """Where this exchange's rows begin in each rank's memory, and its words: both slots of rows come first, then both
+    of words.
+    """
     return (epoch & 1) * slot_bytes, 2 * slot_bytes + (epoch & 1) * (slot_bytes // 8)
 
 
@@ -88,7 +98,8 @@ def as_word(value, epoch):
 def read_words(words, is_peer, nothing, epoch, REPEAT: tl.constexpr):
     """What the words of an exchange [N] hold, as integers; -1 for one that is not there yet, `nothing` for no peer.
 
-    Every thread loads one: of fewer loads than threads, the compiler makes one more for each use, and words may come in between.
+    Every thread loads one: of fewer loads than threads, the compiler makes one more for each use, and words may
+        come in between.
     """
     at = tl.broadcast_to(words[:, None], [words.shape[0], REPEAT])
     word = tl.load(at, mask=is_peer[:, None], other=as_word(nothing, epoch), volatile=True)
@@ -102,7 +113,9 @@ def as_float(value):
 
 @triton.jit
 def encode(x, type: tl.constexpr, IS_FP8: tl.constexpr):
-    """Rows [N, M], seen as integers, as they travel, and what multiplies them at their end [N]: 1, unless they travel as e4m3."""
+    """Rows [N, M], seen as integers, as they travel, and what multiplies them at their end [N]: 1, unless they travel
+    as e4m3.
+    """
     if IS_FP8:
         wide = x.to(type, bitcast=True).to(tl.float32)
         scale = tl.max(tl.abs(wide), 1) / _FP8_MAX
@@ -145,7 +158,10 @@ def gather_kernel(
     SHARE: tl.constexpr,
     REPEAT: tl.constexpr,
 ):
-    """Rows [T, WIDTH] of each rank -> [T, SIZE, WIDTH]. An item is COLUMNS of a token's row, a program does `items` of them."""
+    """Rows [T, WIDTH] of each rank -> [T, SIZE, WIDTH].
+
+    An item is COLUMNS of a token's row, a program does `items` of them.
+    """
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = gathered_ptr.dtype.element_ty
     carrier: tl.constexpr = tl.int8 if IS_FP8 else q_ptr.dtype.element_ty
@@ -226,9 +242,11 @@ def combine_kernel(
     SHARE: tl.constexpr,
     REPEAT: tl.constexpr,
 ):
-    """Partial rows [T, SIZE h, WIDTH] of each rank -> merged rows [T, h, WIDTH] of the own heads. An item is COLUMNS of one of these.
+    """Partial rows [T, SIZE h, WIDTH] of each rank -> merged rows [T, h, WIDTH] of the own heads. An item is
+    COLUMNS of one of these.
 
-    IS_SENT: the attention kernel has sent the rows (`attention.kernels.hopper_rows`), all that is left is to await and to merge them.
+    IS_SENT: the attention kernel has sent the rows (`attention.kernels.hopper_rows`), all that is left is to await
+        and to merge them.
     """
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = merged_ptr.dtype.element_ty

@@ -1,4 +1,6 @@
-"""Storing what is kept of a tile side by side, in its order: places come from prefix sums, so that they are the same each time."""
+"""Storing what is kept of a tile side by side, in its order: places come from prefix sums, so that they are the same
+each time.
+"""
 
 import triton
 import triton.language as tl
@@ -35,7 +37,9 @@ def _places(is_kept):
 
 @triton.jit
 def scatter(out_ptr, places, values, keys, bound):
-    """A store from where the operands are: Triton's has another layout than its loads, and tiles would go through shared memory."""
+    """A store from where the operands are: Triton's has another layout than its loads, and tiles would go through
+    shared memory.
+    """
     wide: tl.constexpr = values.dtype == tl.int64
     tl.inline_asm_elementwise(
         _STORE_8_BYTES if wide else _STORE_4_BYTES,
@@ -49,7 +53,9 @@ def scatter(out_ptr, places, values, keys, bound):
 
 @triton.jit
 def compact(out_ptr, values, keys, bound):
-    """The values [loads, warps, lanes, width] of 4 or 8 bytes whose keys are no less than the bound -> the head of out; how many."""
+    """The values [loads, warps, lanes, width] of 4 or 8 bytes whose keys are no less than the bound -> the head of out;
+    how many.
+    """
     places, num_kept = _places(keys >= bound)
     scatter(out_ptr, places, values, keys, bound)
     return num_kept

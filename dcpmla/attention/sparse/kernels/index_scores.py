@@ -1,10 +1,12 @@
 """Triton kernel of the indexer's scores with its launcher; `attention/sparse/scores.py` specifies it.
 
-A step is a tile of keys against a tile of tokens. The steps of all tiles of tokens stand in one row that is cut into equal parts, one for
+A step is a tile of keys against a tile of tokens. The steps of all tiles of tokens stand in one row that is cut
+into equal parts, one for
 each program: no length has to be known on the host, and a long request is the work of many.
 
-However many tokens a step takes, a pair's score comes from the same products, added up in the same order: the heads lie on the same lanes,
-and multiplications are not fused with additions, which the compiler would choose anew for each size.
+However many tokens a step takes, a pair's score comes from the same products, added up in the same order: the heads
+lie on the same lanes, and multiplications are not fused with additions, which the compiler would choose anew for each
+size.
 """
 
 import torch
@@ -56,7 +58,9 @@ def _score_keys(
     STAGES: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """Steps [begin, end) over one request's keys; q is [TOKENS HEADS, COLUMNS], lengths [TOKENS] are 0 for tokens of other requests."""
+    """Steps [begin, end) over one request's keys; q is [TOKENS HEADS, COLUMNS], lengths [TOKENS] are 0 for tokens of
+    other requests.
+    """
     key, column = tl.arange(0, KEYS), tl.arange(0, COLUMNS)[None, :]
     longest = tl.max(lengths, 0)
     # Blocks are looked up a step ahead, so that all loads of keys and scales are pipelined.
@@ -128,7 +132,9 @@ def scores_kernel(
         lengths = _lengths(token, seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk)
         request = tl.load(request_ptr + token, mask=lengths > 0, other=-1)
         last = tl.max(request, 0)
-        for each in range(tl.min(tl.where(lengths > 0, request, last), 0), last + 1):  # more than one where requests meet in a tile
+        for each in range(
+            tl.min(tl.where(lengths > 0, request, last), 0), last + 1
+        ):  # more than one where requests meet in a tile
             _score_keys(
                 q,
                 weights,

@@ -1,4 +1,6 @@
-"""Triton kernels around the indexer's projections with their launchers; `attention/sparse/projections.py` specifies them."""
+"""Triton kernels around the indexer's projections with their launchers; `attention/sparse/projections.py` specifies
+them.
+"""
 
 import torch
 import triton
@@ -15,7 +17,9 @@ _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
 
 @triton.jit
 def _rotate(x, cos_sin_ptr, token, is_row, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rows [N, COLUMNS], their first ROPE columns rotated by their tokens' angles in float32; token and is_row are [N, 1]."""
+    """Rows [N, COLUMNS], their first ROPE columns rotated by their tokens' angles in float32; token and is_row are [N,
+    1].
+    """
     column = tl.arange(0, x.shape[1])[None, :]
     if INTERLEAVED:
         pair, is_first, other = column // 2, column % 2 == 0, column ^ 1
@@ -33,7 +37,9 @@ def _rotate(x, cos_sin_ptr, token, is_row, ROPE: tl.constexpr, INTERLEAVED: tl.c
 
 @triton.jit
 def _transform(x, WIDTH: tl.constexpr):
-    """Rows [N, COLUMNS] times `projections.hadamard_matrix`: an entry's sign is the parity of the bits that its row and column share."""
+    """Rows [N, COLUMNS] times `projections.hadamard_matrix`: an entry's sign is the parity of the bits that its row and
+    column share.
+    """
     row, column = tl.arange(0, x.shape[1])[:, None], tl.arange(0, x.shape[1])[None, :]
     bits = row & column
     bits ^= bits >> 8
@@ -97,7 +103,9 @@ def keys_kernel(
     if cache_ptr.dtype.element_ty == tl.uint8:
         keys, scales = _to_index_fp8(keys)
         keys = keys.to(tl.uint8, bitcast=True)
-        tl.store((block_ptr + BLOCK_SIZE * WIDTH).to(tl.pointer_type(tl.float32), bitcast=True) + place, scales, mask=is_mine)
+        tl.store(
+            (block_ptr + BLOCK_SIZE * WIDTH).to(tl.pointer_type(tl.float32), bitcast=True) + place, scales, mask=is_mine
+        )
     tl.store((block_ptr + place * WIDTH)[:, None] + column[None, :], keys, mask=is_mine[:, None] & is_column[None, :])
 
 

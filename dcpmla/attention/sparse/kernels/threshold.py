@@ -1,8 +1,12 @@
-"""The threshold that parts the best of a tile of keys from the others: by counting, since sorting them would cost several times as much.
+"""The threshold that parts the best of a tile of keys from the others: by counting, since sorting them would cost
+several times as much.
 
-Keys are float32 in the registers of one program, NaN what is no key. How many are no less than a guess costs two instructions a key and a
-sum over the program, so what matters is the number of rounds: a sample of the keys gives the first two guesses, the counts the others.
-Guesses are images of numbers in the integers (`order_of`), where neighbours differ by one: any two numbers can be parted.
+Keys are float32 in the registers of one program, NaN what is no key. How many are no less than a guess costs two
+instructions a key and a
+sum over the program, so what matters is the number of rounds: a sample of the keys gives the first two guesses, the
+counts the others. Guesses are images of numbers in the integers (`order_of`), where neighbours differ by one: any two
+numbers can be
+parted.
 """
 
 import triton
@@ -11,7 +15,9 @@ import triton.language as tl
 SAMPLES = tl.constexpr(128)
 LOWEST = tl.constexpr(-0x7F800001)  # of minus infinity
 BEYOND = tl.constexpr(0x7F800001)  # of a NaN: no key is as great
-_DEVIATIONS = tl.constexpr(1.5)  # that guesses lie beside the threshold; wider, more is left between them, narrower, they miss it
+_DEVIATIONS = tl.constexpr(
+    1.5
+)  # that guesses lie beside the threshold; wider, more is left between them, narrower, they miss it
 _INTERPOLATED = tl.constexpr(8)  # rounds, before guesses cut what is left to thirds
 
 
@@ -31,7 +37,9 @@ def number_of(order):
 @triton.jit
 def no_less(numbers, bound):
     """1.0 or 0.0, in one instruction; adding these is one of another pipe."""
-    return tl.inline_asm_elementwise("set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [numbers, bound], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [numbers, bound], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -57,7 +65,9 @@ def _count_both(keys, low, high):
 
 @triton.jit
 def sample_guesses(sample, want, num_sampled):
-    """Orders between which the last of the `want` best probably lies, from [SAMPLES] keys, NaN among them, that stand for num_sampled."""
+    """Orders between which the last of the `want` best probably lies, from [SAMPLES] keys, NaN among them, that stand
+    for num_sampled.
+    """
     sample = tl.where(sample == sample, sample, float("-inf"))
     rank = tl.sum((sample[None, :] > sample[:, None]).to(tl.int32), 1)
     share = want.to(tl.float32) / num_sampled
@@ -70,9 +80,13 @@ def sample_guesses(sample, want, num_sampled):
 
 @triton.jit
 def _between(low, high, part, by_value):
-    """An order between two others, `part` of the way; by_value: of the way between their numbers, where these are finite."""
+    """An order between two others, `part` of the way; by_value: of the way between their numbers, where these are
+    finite.
+    """
     span = (high - low).to(tl.uint32, bitcast=True)
-    guess = low + tl.minimum(tl.maximum((span.to(tl.float32) * part).to(tl.uint32), 1), span - 1).to(tl.int32, bitcast=True)
+    guess = low + tl.minimum(tl.maximum((span.to(tl.float32) * part).to(tl.uint32), 1), span - 1).to(
+        tl.int32, bitcast=True
+    )
     first = number_of(low)
     number = first + (number_of(high) - first) * part
     is_finite = tl.abs(number) < float("inf")
@@ -84,8 +98,10 @@ def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr)
     """Part `want` of more keys from the others. BY_VALUE: keys are spread evenly as numbers, rather than as orders.
 
     Returns:
-        (low, high, from_low, from_high), orders and how many keys are at least these: from_low >= want > from_high; from_low is `want`,
-        or nothing is between low and high, and all keys of this one value are the last of those wanted, and the first of the others.
+        (low, high, from_low, from_high), orders and how many keys are at least these: from_low >= want > from_high;
+        from_low is `want`, or nothing is between low and high, and all keys of this one value are the last of those
+        wanted, and the
+        first of the others.
     """
     low, from_low = tl.cast(LOWEST, tl.int32), num_keys
     high, from_high = tl.cast(BEYOND, tl.int32), tl.cast(0, tl.int32)
@@ -93,8 +109,14 @@ def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr)
     while (from_low != want) & (high - low != 1):
         from_low_guess, from_high_guess = _count_both(keys, low_guess, high_guess)
         is_above, is_below = from_high_guess >= want, from_low_guess < want
-        new_low, new_from_low = tl.where(is_above, high_guess, low_guess), tl.where(is_above, from_high_guess, from_low_guess)
-        new_high, new_from_high = tl.where(is_below, low_guess, high_guess), tl.where(is_below, from_low_guess, from_high_guess)
+        new_low, new_from_low = (
+            tl.where(is_above, high_guess, low_guess),
+            tl.where(is_above, from_high_guess, from_low_guess),
+        )
+        new_high, new_from_high = (
+            tl.where(is_below, low_guess, high_guess),
+            tl.where(is_below, from_low_guess, from_high_guess),
+        )
         low, from_low = tl.where(is_below, low, new_low), tl.where(is_below, from_low, new_from_low)
         high, from_high = tl.where(is_above, high, new_high), tl.where(is_above, from_high, new_from_high)
         left = (from_low - from_high).to(tl.float32)
@@ -118,7 +140,8 @@ def best_of(keys, low_words, num_keys, want, low_guess, high_guess):
         num_keys: how many of the keys are not NaN.
         low_guess, high_guess: orders, see `sample_guesses`.
     Returns:
-        (keys, bound): the best are those no less than the bound, since others that equal it have become NaN. What is equal in both
+        (keys, bound): the best are those no less than the bound, since others that equal it have become NaN. What
+        is equal in both
         words counts as one: with such keys, fewer than `want` may be left.
     """
     low, _, from_low, from_high = _search(keys, num_keys, want, low_guess, high_guess, True)

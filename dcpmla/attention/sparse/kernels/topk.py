@@ -1,7 +1,9 @@
 """Triton kernels of the selection with their launchers; `attention/sparse/topk.py` specifies them.
 
-A program has a tile of a row in registers, finds what parts its best keys from the others (`threshold`), and stores these side by side,
-in the order in which they stood. Rows longer than a tile leave the best of each tile; another launch takes the best of those.
+A program has a tile of a row in registers, finds what parts its best keys from the others (`threshold`), and stores
+these side by side, in the order in which they stood. Rows longer than a tile leave the best of each tile; another
+launch takes the best
+of those.
 """
 
 import math
@@ -13,7 +15,16 @@ from torch import Tensor
 
 from dcpmla.attention.sparse import candidates as packing
 from dcpmla.attention.sparse.kernels.compaction import compact, fill
-from dcpmla.attention.sparse.kernels.threshold import BEYOND, LOWEST, SAMPLES, best_of, count, number_of, order_of, sample_guesses
+from dcpmla.attention.sparse.kernels.threshold import (
+    BEYOND,
+    LOWEST,
+    SAMPLES,
+    best_of,
+    count,
+    number_of,
+    order_of,
+    sample_guesses,
+)
 
 TILE = 16384  # keys of a program
 WARPS = 8  # of a program of up to so many keys: each repeats what follows from the counts, so that more take longer
@@ -24,7 +35,10 @@ _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: a position's d
 
 @triton.jit
 def _load_sample(keys_ptr, num_keys, width):
-    """[SAMPLES] of more than width keys, evenly spread. Copies of each: of fewer loads than threads, the compiler makes one more a use."""
+    """[SAMPLES] of more than width keys, evenly spread.
+
+    Copies of each: of fewer loads than threads, the compiler makes one more a use.
+    """
     index = tl.broadcast_to(((2 * tl.arange(0, SAMPLES) + 1) * num_keys // (2 * SAMPLES))[:, None], [SAMPLES, 4])
     return tl.max(tl.load(keys_ptr + index, mask=index < tl.where(num_keys > width, num_keys, 0), other=0), 1)
 
@@ -67,7 +81,9 @@ def local_kernel(
     num_kept = tl.minimum(num_keys, width)
     if num_keys > 0:
         is_scored = tl.load(seq_lens_ptr + row) > topk
-        num_read = tl.where(is_scored, tl.cdiv(num_keys, VECTOR), 0) * VECTOR  # whole vectors: loads are of so many elements
+        num_read = (
+            tl.where(is_scored, tl.cdiv(num_keys, VECTOR), 0) * VECTOR
+        )  # whole vectors: loads are of so many elements
         sample = _load_sample(scores_ptr, num_keys, width)
         index = tl.arange(0, TILE)
         scores = tl.load(scores_ptr + index, mask=index < num_read, other=0.0)
@@ -77,7 +93,9 @@ def local_kernel(
         bound = tl.cast(float("-inf"), tl.float32)
         if num_keys > width:
             guesses = sample_guesses(sample, num_kept, num_keys)
-            keys, bound = best_of(keys, TILE - 1 - index, num_keys, num_kept, guesses[0], guesses[1])  # later tokens have later positions
+            keys, bound = best_of(
+                keys, TILE - 1 - index, num_keys, num_kept, guesses[0], guesses[1]
+            )  # later tokens have later positions
         at = first + index
         position = at // INTERLEAVE * (DCP_SIZE * INTERLEAVE) + DCP_RANK * INTERLEAVE + at % INTERLEAVE
         compact(out_ptr, _pack(keys, position ^ _LAST_POSITION), keys, bound)
@@ -86,7 +104,9 @@ def local_kernel(
 
 @triton.jit
 def _load_best(candidates_ptr, num_candidates, width, TILE: tl.constexpr, WARPS: tl.constexpr):
-    """(keys, their low words, bound) of a tile of candidates: those no less than the bound are its best, at most `width`."""
+    """(keys, their low words, bound) of a tile of candidates: those no less than the bound are its best, at most
+    `width`.
+    """
     sample = _load_sample(candidates_ptr, num_candidates, width)
     index = tl.arange(0, TILE)
     candidates = _by_thread(tl.load(candidates_ptr + index, mask=index < num_candidates, other=_EMPTY), WARPS, 2)
@@ -103,7 +123,9 @@ def _load_best(candidates_ptr, num_candidates, width, TILE: tl.constexpr, WARPS:
 
 
 @triton.jit
-def cut_kernel(candidates_ptr, out_ptr, num_candidates, stride, width: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr):
+def cut_kernel(
+    candidates_ptr, out_ptr, num_candidates, stride, width: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr
+):
     """A program (row, tile): the best `width` of the tile -> out [T, num_tiles, width]."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
     candidates_ptr += row * stride + first
@@ -134,7 +156,10 @@ def choose_kernel(
     TILE: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """A program a row, which is one tile. Candidates of a failed exchange are anything: what they say is never read beyond the table."""
+    """A program a row, which is one tile.
+
+    Candidates of a failed exchange are anything: what they say is never read beyond the table.
+    """
     row = tl.program_id(0).to(tl.int64)
     positions_ptr += row * topk
     keys, low_words, bound = _load_best(candidates_ptr + row * candidates_stride, num_candidates, topk, TILE, WARPS)
@@ -146,7 +171,9 @@ def choose_kernel(
     is_mine = (position >= 0) & (position // INTERLEAVE % DCP_SIZE == DCP_RANK)
     at = position // (DCP_SIZE * INTERLEAVE) * INTERLEAVE + position % INTERLEAVE
     request = tl.load(request_ptr + row).to(tl.int64)
-    block = tl.load(block_table_ptr + request * table_stride + tl.minimum(at // BLOCK_SIZE, num_blocks - 1), mask=is_mine)
+    block = tl.load(
+        block_table_ptr + request * table_stride + tl.minimum(at // BLOCK_SIZE, num_blocks - 1), mask=is_mine
+    )
     mine = is_mine.to(tl.int32)
     tl.store(slots_ptr + row * topk + tl.cumsum(mine, 0) - mine, block * BLOCK_SIZE + at % BLOCK_SIZE, mask=is_mine)
     tl.store(num_slots_ptr + row, tl.sum(mine, 0))
@@ -228,7 +255,9 @@ def _cut(candidates: Tensor, width: int) -> Tensor:
     tile = _tile(num_candidates, width)
     num_tiles = triton.cdiv(num_candidates, tile)
     out = candidates.new_empty(num_tokens, num_tiles * width)
-    cut_kernel[(num_tokens, num_tiles)](candidates, out, num_candidates, candidates.stride(0), width=width, **_tiling(tile, candidates))
+    cut_kernel[(num_tokens, num_tiles)](
+        candidates, out, num_candidates, candidates.stride(0), width=width, **_tiling(tile, candidates)
+    )
     return out
 
 
@@ -238,6 +267,8 @@ def _tile(num_keys: int, width: int) -> int:
 
 
 def _tiling(tile: int, keys: Tensor) -> dict[str, int]:
-    """Options of a launch over tiles of keys, of which a thread loads 16 bytes at a time, and has registers for 64 or so."""
+    """Options of a launch over tiles of keys, of which a thread loads 16 bytes at a time, and has registers for 64 or
+    so.
+    """
     num_warps = min(max(WARPS, tile // 2048), tile * keys.element_size() // 512, 32)
     return {"TILE": tile, "WARPS": num_warps, "num_warps": num_warps}

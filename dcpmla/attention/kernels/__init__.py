@@ -1,1 +1,0 @@
-"""Triton kernels of attention, each file with its launcher; `attention/reference.py` specifies them."""

@@ -1,0 +1,1 @@
+"""Attention outputs quantized for the projection that takes them."""

@@ -1,0 +1,99 @@
+"""How a quantized output [T, N] lies in memory, in plain torch. This specifies every kernel that writes one.
+
+- fp8: e4m3 values [T, N] that share one scale, which is given (static).
+- fp8 in groups: e4m3 values [T, N], and float32 scales [T, N / G] of the G columns side by side, made from them.
+- NVFP4: e2m1 values, two in a byte [T, N / 2], the first in the lower half; an e4m3 scale for each 16 columns, in
+  the order that matrix products of Blackwell GPUs read (tiles of 128 rows by 4 scales); and a global scale, which is
+  given.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dcpmla.cache.formats import FP8, FP8_MAX
+
+GROUP_SIZES = (64, 128)
+SCALE_LAYOUTS = ("row", "column", "tma")
+NVFP4_GROUP = 16  # values that share a scale
+_SMALLEST_AMAX = 1e-10  # of a group: its scale divides
+_FP4_MAX = 6.0  # of e2m1
+# Halfway between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose codes are 0 to 7: from the first on, behind the second
+# a code is one more.
+_TIES_UP, _TIES_DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
+
+
+def empty_fp8_groups(
+    num_rows: int, width: int, group_size: int, scale_layout: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Values [num_rows, width] and scales [num_rows, width / group_size], to be written.
+
+    Args:
+        scale_layout: of the scales: "row": rows are contiguous; "column": columns are; "tma": columns begin at
+            multiples of 16 bytes.
+    """
+    values = torch.empty(num_rows, width, dtype=FP8, device=device)
+    shape = num_rows, width // group_size
+    strides = {"row": (shape[1], 1), "column": (1, num_rows), "tma": (1, (num_rows + 3) // 4 * 4)}[scale_layout]
+    return values, torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
+
+
+def empty_nvfp4(num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values [num_rows, width / 2] uint8 and scales [num_rows to the next 128, width / 16 to the next 4] e4m3, to be
+    written.
+    """
+    num_scales = width // NVFP4_GROUP
+    shape = (num_rows + 127) // 128 * 128, (num_scales + 3) // 4 * 4
+    # Rows of padding are written with the last row, columns of padding by nobody.
+    new = torch.empty if num_scales % 4 == 0 else torch.zeros
+    return torch.empty(num_rows, width // 2, dtype=torch.uint8, device=device), new(shape, dtype=FP8, device=device)
+
+
+def write_fp8(x: Tensor, first_row: int, values: Tensor, scale: Tensor) -> None:
+    """x * (1 / scale) as e4m3, what is larger than it holds as its largest, into the rows of values from first_row on."""
+    values[first_row : first_row + len(x)] = _clamp(x.float() * (1 / scale))
+
+
+def write_fp8_groups(x: Tensor, first_row: int, values: Tensor, scales: Tensor, ue8m0: bool) -> None:
+    """The rows of values and scales from first_row on.
+
+    Args:
+        ue8m0: scales are raised to the next power of two.
+    Source: the quantization of activations in DeepSeek-V3 (its report, section 3.3), with the scales' bound of
+        vLLM's kernels.
+    """
+    rows = slice(first_row, first_row + len(x))
+    groups = x.float().unflatten(1, (scales.shape[1], -1))
+    s = groups.abs().amax(-1).clamp(min=_SMALLEST_AMAX) / FP8_MAX
+    if ue8m0:
+        mantissa, exponent = torch.frexp(s)  # mantissa in [0.5, 1): log2 would round
+        s = torch.ldexp(torch.ones_like(s), exponent - (mantissa == 0.5).int())
+    values[rows] = _clamp(groups / s[..., None]).flatten(1)
+    scales[rows] = s
+
+
+def write_nvfp4(x: Tensor, first_row: int, values: Tensor, scales: Tensor, global_scale: Tensor) -> None:
+    """The rows of values and scales from first_row on; with the last row of values the scales' rows of padding, as
+    zeros.
+
+    A value is its code's times its scale / global_scale. The sign of what becomes zero is kept.
+    Source: NVFP4 as the kernels of vLLM and the conversions of Blackwell GPUs make it.
+    """
+    end = first_row + len(x)
+    groups = x.float().unflatten(1, (-1, NVFP4_GROUP))
+    s = (global_scale * groups.abs().amax(-1) / _FP4_MAX).clamp(max=FP8_MAX).to(FP8)
+    factor = torch.where(s.float() == 0, 0.0, global_scale / s.float())
+    scaled = (groups * factor[..., None]).flatten(1)
+    size = scaled.abs()
+    code = sum((size >= tie).byte() for tie in _TIES_UP) + sum((size > tie).byte() for tie in _TIES_DOWN)
+    code += 8 * scaled.signbit().byte()
+    values[first_row:end] = code[:, ::2] + 16 * code[:, 1::2]
+    num_padded = (scales.shape[0] if end == len(values) else end) - first_row
+    row = torch.arange(first_row, first_row + num_padded, device=x.device)
+    padded = pad(s.view(torch.uint8), (0, scales.shape[1] - s.shape[1], 0, num_padded - len(x)))
+    swizzled = scales.view(torch.uint8).view(scales.shape[0] // 128, scales.shape[1] // 4, 32, 4, 4)
+    swizzled.permute(0, 3, 2, 1, 4)[row // 128, row % 128 // 32, row % 32] = padded.unflatten(1, (-1, 4))
+
+
+def _clamp(x: Tensor) -> Tensor:
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)

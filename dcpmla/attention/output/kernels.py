@@ -1,0 +1,302 @@
+"""Triton kernels that write quantized outputs: of rows as they are, and of W_UV's product;
+`attention/output/formats.py` specifies them.
+
+In the product a program holds a tile of tokens of one head, in registers from the first product to the last
+rounding, so that its values never stand in memory in 16 bits. Whole groups lie in a tile. GPUs from compute capability
+8.9 on.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dcpmla.attention.output.formats import NVFP4_GROUP
+from dcpmla.attention.triton.descriptors import describe
+from dcpmla.attention.triton.limits import shared_memory
+
+_NVFP4 = tl.constexpr(NVFP4_GROUP)
+_FP8_MAX = tl.constexpr(448.0)
+_ROWS, _COLUMNS = 8, 512  # of a program that quantizes rows as they are
+
+
+@triton.jit
+def _to_fp8(x):
+    return tl.clamp(x, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def _divide(x, s):
+    """x / s, rounded as a division is, without the instructions that one takes for numbers near the ends of float32's
+    range.
+    """
+    inverse = tl.div_rn(1.0, s)
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, s, x), inverse, quotient)
+
+
+@triton.jit
+def _round_as_fp8(x):
+    """Numbers from 0 to 448 rounded to those that e4m3 has, in float32."""
+    small = (x + 16384.0) - 16384.0  # float32 next to 2^14 has e4m3's smallest step, 2^-9
+    bits = x.to(tl.int32, bitcast=True)
+    large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(x < 0.015625, small, large)
+
+
+@triton.jit
+def _fp4_code(x):
+    """The code of the nearest e2m1, ties to the even one: 3 bits of size behind the sign's."""
+    size = tl.minimum(tl.abs(x), 6.0)
+    # Float32 next to 2^22 is whole halves: adding it rounds what is under 1, which e2m1 keeps in halves.
+    small = (size + 4194304.0).to(tl.int32, bitcast=True) & 7
+    # From 1 on a code is the exponent and the first bit of the mantissa.
+    bits = size.to(tl.int32, bitcast=True)
+    large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    return tl.where(size < 1.0, small, large) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _swizzled(row, group, groups_padded):
+    """Where the scale of a row's group lies: tiles of 128 rows by 4 scales."""
+    return (row // 128 * (groups_padded // 4) + group // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4
+
+
+@triton.jit
+def _store(
+    x,
+    first,
+    end,
+    padded_end,
+    first_column,
+    num_columns,
+    width,
+    values_ptr,
+    scales_ptr,
+    scale_ptr,
+    scales_stride_row,
+    scales_stride_group,
+    GROUP: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    """Quantize a tile [ROWS, COLUMNS] float32 from (first, first_column) on; rows from end on, columns behind
+    num_columns are none of it.
+
+    GROUP: 1 for fp8; 16 for nvfp4. padded_end: of nvfp4, scales of the rows between end and it become 0.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    PACKED: tl.constexpr = 2 if GROUP == _NVFP4 else 1
+    row = first + tl.arange(0, ROWS)[:, None]
+    is_row, is_last = row < end, first + ROWS >= end
+    column = tl.arange(0, COLUMNS // PACKED)[None, :]
+    if GROUP == 1:
+        codes = _to_fp8(x * tl.div_rn(1.0, tl.load(scale_ptr)))
+    else:
+        group = tl.arange(0, COLUMNS // GROUP)[None, :]
+        is_group = group < num_columns // GROUP
+        group += first_column // GROUP
+        if GROUP == _NVFP4:
+            # Columns of one byte are parted first: parted later, as codes, Triton 3.6 mixes them up in some layouts.
+            low, high = tl.split(x.reshape(ROWS, COLUMNS // 2, 2))
+            low, high = (
+                low.reshape(ROWS, COLUMNS // GROUP, GROUP // 2),
+                high.reshape(ROWS, COLUMNS // GROUP, GROUP // 2),
+            )
+            amax = tl.maximum(tl.max(tl.abs(low), 2), tl.max(tl.abs(high), 2))
+            global_scale = tl.load(scale_ptr)
+            s = _round_as_fp8(tl.minimum(tl.div_rn(global_scale * amax, 6.0), _FP8_MAX))
+            factor = tl.where(s == 0.0, 0.0, tl.div_rn(global_scale, s))[:, :, None]
+            codes = (_fp4_code(low * factor) | (_fp4_code(high * factor) << 4)).to(tl.uint8).reshape(ROWS, COLUMNS // 2)
+            groups_padded = tl.cdiv(width, 64) * 4
+            tl.store(scales_ptr + _swizzled(row, group, groups_padded), s.to(tl.float8e4nv), mask=is_row & is_group)
+            if is_last:
+                for behind in range(end, padded_end, ROWS):
+                    padding = behind + tl.arange(0, ROWS)[:, None]
+                    zeros = tl.zeros([ROWS, COLUMNS // GROUP], tl.float8e4nv)
+                    tl.store(
+                        scales_ptr + _swizzled(padding, group, groups_padded),
+                        zeros,
+                        mask=(padding < padded_end) & is_group,
+                    )
+        else:
+            x = x.reshape(ROWS, COLUMNS // GROUP, GROUP)
+            s = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 2), 1e-10), _FP8_MAX)
+            if UE8M0:
+                exponent = (s.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # the next one, but for a power of two
+                s = (exponent << 23).to(tl.float32, bitcast=True)
+                scaled = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, :, None]  # its inverse
+            else:
+                scaled = _divide(x, s[:, :, None])
+            codes = _to_fp8(scaled).reshape(ROWS, COLUMNS)
+            tl.store(scales_ptr + row * scales_stride_row + group * scales_stride_group, s, mask=is_row & is_group)
+    at = row * (width // PACKED) + first_column // PACKED + column
+    tl.store(values_ptr + at, codes, mask=is_row & (column < num_columns // PACKED))
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_row", "padded_end", "scales_stride_group"])
+def quantize_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    scale_ptr,
+    num_rows,
+    first_row,
+    padded_end,
+    width,
+    x_stride,
+    scales_stride_row,
+    scales_stride_group,
+    GROUP: tl.constexpr,
+    UE8M0: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program a tile of rows and columns."""
+    first_column = tl.program_id(1) * COLUMNS
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row, column = first + tl.arange(0, ROWS)[:, None], first_column + tl.arange(0, COLUMNS)[None, :]
+    x = tl.load(x_ptr + row * x_stride + column, mask=(row < num_rows) & (column < width), other=0.0)
+    # fmt: off
+    _store(
+        x.to(tl.float32), first_row + first, first_row + num_rows, padded_end, first_column, width - first_column, width,
+        values_ptr, scales_ptr, scale_ptr, scales_stride_row, scales_stride_group, GROUP, UE8M0,
+    )
+    # fmt: on
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_row", "padded_end", "scales_stride_group"])
+def project_kernel(
+    out_desc,
+    w_uv_desc,
+    values_ptr,
+    scales_ptr,
+    scale_ptr,
+    num_tokens,
+    num_heads,
+    first_row,
+    padded_end,
+    scales_stride_row,
+    scales_stride_group,
+    VALUE: tl.constexpr,
+    RANK: tl.constexpr,
+    GROUP: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    """A program a (tile of tokens, head, tile of its columns); all heads of some tokens before the next tokens, whose
+    rows they share.
+    """
+    TOKENS: tl.constexpr = out_desc.block_shape[1]
+    COLUMNS: tl.constexpr = w_uv_desc.block_shape[1]
+    DEPTH: tl.constexpr = w_uv_desc.block_shape[2]
+    NUM_TILES: tl.constexpr = (VALUE + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    first_column, head = program % NUM_TILES * COLUMNS, program // NUM_TILES % num_heads
+    first_token = program // NUM_TILES // num_heads * TOKENS
+    acc = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    for depth in range(0, RANK, DEPTH):
+        latents = out_desc.load([head, first_token, depth]).reshape(TOKENS, DEPTH)
+        w_uv = w_uv_desc.load([head, first_column, depth]).reshape(COLUMNS, DEPTH)
+        acc = tl.dot(latents, w_uv.T, acc, input_precision="ieee")
+    x = acc.to(out_desc.dtype).to(tl.float32)
+    first = first_row + first_token.to(tl.int64)
+    # fmt: off
+    _store(
+        x, first, first_row + num_tokens, padded_end, head * VALUE + first_column, VALUE - first_column, num_heads * VALUE,
+        values_ptr, scales_ptr, scale_ptr, scales_stride_row, scales_stride_group, GROUP, UE8M0,
+    )
+    # fmt: on
+
+
+class Tiling(NamedTuple):
+    """Tokens and columns of the latents in a tile, warps of a program, stages of its pipeline."""
+
+    tokens: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+# The largest tile that leaves enough programs. Few tokens wait for W_UV alone: deep stages have more of it on its way.
+# Measured on H200s.
+_ENOUGH_PROGRAMS = 128  # about a multiprocessor each
+TILINGS = (Tiling(16, 128, 4, 5), Tiling(32, 128, 4, 5), Tiling(64, 64, 4, 4), Tiling(128, 64, 8, 3))
+
+
+def quantize_rows(
+    x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
+) -> None:
+    """`ops.quantize_rows_` in one kernel."""
+    num_rows, width = x.shape
+    if num_rows == 0:
+        return
+    x = x if x.stride(1) == 1 else x.contiguous()
+    quantize_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(width, _COLUMNS))](
+        x,
+        values,
+        scales,
+        scale,
+        num_rows,
+        first_row,
+        _padded_end(first_row + num_rows, values),
+        width,
+        x.stride(0),
+        *_strides(scales),
+        GROUP=_group_of(values, scales),
+        UE8M0=ue8m0,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+    )
+
+
+def project_rows(
+    out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
+) -> None:
+    """`ops.project_rows_` in one kernel."""
+    (num_tokens, num_heads, rank), value = out.shape, w_uv.shape[1]
+    if num_tokens == 0:
+        return
+    columns = min(128, max(16, triton.next_power_of_2(value)))
+    num_tiles = num_heads * triton.cdiv(value, columns)
+    enough = (
+        tiling for tiling in reversed(TILINGS) if triton.cdiv(num_tokens, tiling.tokens) * num_tiles >= _ENOUGH_PROGRAMS
+    )
+    tiling = next((tiling for tiling in enough if tiling.tokens < 2 * num_tokens), TILINGS[0])
+    depth = min(tiling.depth, max(16, triton.next_power_of_2(rank)))
+    stage_bytes = (tiling.tokens + columns) * depth * out.element_size()
+    project_kernel[(triton.cdiv(num_tokens, tiling.tokens) * num_tiles,)](
+        describe(out.transpose(0, 1), [1, tiling.tokens, depth]),
+        describe(w_uv, [1, columns, depth]),
+        values,
+        scales,
+        scale,
+        num_tokens,
+        num_heads,
+        first_row,
+        _padded_end(first_row + num_tokens, values),
+        *_strides(scales),
+        VALUE=value,
+        RANK=rank,
+        GROUP=_group_of(values, scales),
+        UE8M0=ue8m0,
+        num_warps=tiling.num_warps,
+        num_stages=max(1, min(tiling.num_stages, (shared_memory(out.device) - 1024) // stage_bytes)),
+    )
+
+
+def _group_of(values: Tensor, scales: Tensor | None) -> int:
+    """Columns that share a scale, as the kernels know kinds: 1 where one scale is given for all."""
+    if scales is None:
+        return 1
+    return NVFP4_GROUP if values.dtype == torch.uint8 else values.shape[1] // scales.shape[1]
+
+
+def _strides(scales: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if scales is None else scales.stride()
+
+
+def _padded_end(end: int, values: Tensor) -> int:
+    """Up to which row a write that ends before row `end` sets the scales of nvfp4."""
+    return triton.cdiv(end, 128) * 128 if end == len(values) else end

@@ -1,0 +1,240 @@
+"""Operators of torch (`torch.ops.dcpmla`) that quantize attention's output: apart, or as it comes out of W_UV.
+
+`attention/output/formats.py` specifies their bytes and runs on CPUs; GPUs run the kernels of
+`attention/output/kernels.py`. What W_UV gives is rounded to attention's dtype before it is quantized, so both
+ways have one result wherever sums of
+another order round alike. x and out are bfloat16, float16 or float32, and finite. No gradients.
+"""
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.output import formats
+from dcpmla.attention.projections import project_values
+from dcpmla.cache.formats import FP8
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@torch.library.custom_op("dcpmla::quantize_rows_", mutates_args=("values", "scales"))
+def quantize_rows_(
+    x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
+) -> None:
+    """Quantize x [n, N] into the rows from first_row on of a result.
+
+    Args:
+        values, scales: of one of the formats of `attention/output/formats.py`, which they tell: fp8 has no scales,
+        nvfp4 bytes as values.
+        scale: given to fp8 and nvfp4.
+    """
+    _write(x, first_row, values, scales, scale, ue8m0)
+
+
+@torch.library.custom_op("dcpmla::project_rows_", mutates_args=("values", "scales"))
+def project_rows_(
+    out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
+) -> None:
+    """`quantize_rows_` of `project_values(out, w_uv)`: out [n, h, L], w_uv [h, V, L]."""
+    _project(out, w_uv, first_row, values, scales, scale, ue8m0)
+
+
+@torch.library.custom_op("dcpmla::quantize_fp8", mutates_args=())
+def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """x [T, N] -> e4m3 [T, N] of x * (1 / scale), what is larger than e4m3 holds as its largest.
+
+    Args:
+        scale: float32 of one element.
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    values = _empty_fp8(x, scale)
+    _write(x, 0, values, None, scale, False)
+    return values
+
+
+@quantize_fp8.register_fake
+def _empty_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    check_rows(x, 1)
+    check_scale("scale", scale, x.device)
+    return torch.empty(x.shape, dtype=FP8, device=x.device)
+
+
+@torch.library.custom_op("dcpmla::quantize_fp8_groups", mutates_args=())
+def quantize_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """x [T, N] -> e4m3 [T, N] and float32 scales [T, N / G].
+
+    Args:
+        group_size: G, 64 or 128 columns that share a scale: their largest / 448.
+        scale_layout: "row", "column" (strides 1, T) or "tma" (strides 1, T to the next 4).
+        ue8m0: scales are raised to the next power of two.
+    Raises:
+        ValueError: shapes or dtypes that do not fit, another group size or layout.
+    """
+    values, scales = _empty_fp8_groups(x, group_size, scale_layout, ue8m0)
+    _write(x, 0, values, scales, None, ue8m0)
+    return values, scales
+
+
+@quantize_fp8_groups.register_fake
+def _empty_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    check_groups(group_size, scale_layout)
+    check_rows(x, group_size)
+    return formats.empty_fp8_groups(x.shape[0], x.shape[1], group_size, scale_layout, x.device)
+
+
+@torch.library.custom_op("dcpmla::quantize_nvfp4", mutates_args=())
+def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, N] -> pairs of e2m1 [T, N / 2] uint8 and their scales, e4m3 [T to the next 128, N / 16 to the next 4]
+    in tiles of 128 x 4.
+
+    Args:
+        global_scale: float32 of one element: 448 * 6 over the largest value that comes.
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    values, scales = _empty_nvfp4(x, global_scale)
+    _write(x, 0, values, scales, global_scale, False)
+    return values, scales
+
+
+@quantize_nvfp4.register_fake
+def _empty_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    check_rows(x, formats.NVFP4_GROUP)
+    check_scale("global_scale", global_scale, x.device)
+    return formats.empty_nvfp4(x.shape[0], x.shape[1], x.device)
+
+
+@torch.library.custom_op("dcpmla::project_values_fp8", mutates_args=())
+def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor) -> Tensor:
+    """`quantize_fp8` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V].
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    values = _empty_projected_fp8(out, w_uv, scale)
+    _project(out, w_uv, 0, values, None, scale, False)
+    return values
+
+
+@project_values_fp8.register_fake
+def _empty_projected_fp8(out: Tensor, w_uv: Tensor, scale: Tensor) -> Tensor:
+    check_projection(out, w_uv, 1)
+    check_scale("scale", scale, out.device)
+    return torch.empty(out.shape[0], _width(w_uv), dtype=FP8, device=out.device)
+
+
+@torch.library.custom_op("dcpmla::project_values_fp8_groups", mutates_args=())
+def project_values_fp8_groups(
+    out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool
+) -> tuple[Tensor, Tensor]:
+    """`quantize_fp8_groups` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V] and scales
+    [T, h V / G].
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, another group size or layout, a group that would cross heads
+            (V % G != 0).
+    """
+    values, scales = _empty_projected_fp8_groups(out, w_uv, group_size, scale_layout, ue8m0)
+    _project(out, w_uv, 0, values, scales, None, ue8m0)
+    return values, scales
+
+
+@project_values_fp8_groups.register_fake
+def _empty_projected_fp8_groups(
+    out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool
+) -> tuple[Tensor, Tensor]:
+    check_groups(group_size, scale_layout)
+    check_projection(out, w_uv, group_size)
+    return formats.empty_fp8_groups(out.shape[0], _width(w_uv), group_size, scale_layout, out.device)
+
+
+@torch.library.custom_op("dcpmla::project_values_nvfp4", mutates_args=())
+def project_values_nvfp4(out: Tensor, w_uv: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_nvfp4` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V / 2] and its scales.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, a group of 16 that would cross heads.
+    """
+    values, scales = _empty_projected_nvfp4(out, w_uv, global_scale)
+    _project(out, w_uv, 0, values, scales, global_scale, False)
+    return values, scales
+
+
+@project_values_nvfp4.register_fake
+def _empty_projected_nvfp4(out: Tensor, w_uv: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    check_projection(out, w_uv, formats.NVFP4_GROUP)
+    check_scale("global_scale", global_scale, out.device)
+    return formats.empty_nvfp4(out.shape[0], _width(w_uv), out.device)
+
+
+def _write(x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool) -> None:
+    if _runs_triton(x):
+        from dcpmla.attention.output import kernels
+
+        kernels.quantize_rows(x, first_row, values, scales, scale, ue8m0)
+    elif scales is None:
+        assert scale is not None
+        formats.write_fp8(x, first_row, values, scale)
+    elif scale is None:
+        formats.write_fp8_groups(x, first_row, values, scales, ue8m0)
+    else:
+        formats.write_nvfp4(x, first_row, values, scales, scale)
+
+
+def _project(
+    out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
+) -> None:
+    if _runs_triton(out):
+        from dcpmla.attention.output import kernels
+
+        kernels.project_rows(out, w_uv, first_row, values, scales, scale, ue8m0)
+    else:
+        _write(project_values(out, w_uv), first_row, values, scales, scale, ue8m0)
+
+
+def _runs_triton(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)  # older GPUs have no conversion to e4m3
+
+
+def _width(w_uv: Tensor) -> int:
+    return w_uv.shape[0] * w_uv.shape[1]
+
+
+def check_rows(x: Tensor, group: int) -> None:
+    if x.ndim != 2 or x.dtype not in _DTYPES:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; expected [T, N] of bfloat16, float16 or float32")
+    if x.shape[1] % group:
+        raise ValueError(f"x has {x.shape[1]} columns; groups of {group} must divide them")
+
+
+def check_projection(out: Tensor, w_uv: Tensor, group: int) -> None:
+    if out.dtype not in _DTYPES or w_uv.dtype != out.dtype:
+        raise ValueError(
+            f"out is {out.dtype}, w_uv {w_uv.dtype}; expected both in one of bfloat16, float16 and float32"
+        )
+    if out.ndim != 3 or w_uv.ndim != 3 or out.shape[1:] != w_uv.shape[::2]:
+        raise ValueError(
+            f"out has shape {tuple(out.shape)}, w_uv {tuple(w_uv.shape)}; expected [T, h, L] and [h, V, L]"
+        )
+    check_heads(w_uv, group)
+
+
+def check_heads(w_uv: Tensor, group: int) -> None:
+    if w_uv.shape[1] % group:
+        raise ValueError(
+            f"w_uv has {w_uv.shape[1]} rows for a head; groups of {group} must divide them, so that none crosses heads"
+        )
+
+
+def check_scale(name: str, scale: Tensor, device: torch.device) -> None:
+    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
+        raise ValueError(
+            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; expected torch.float32 of one element on {device}"
+        )
+
+
+def check_groups(group_size: int, scale_layout: str) -> None:
+    if group_size not in formats.GROUP_SIZES:
+        raise ValueError(f"group_size is {group_size}; choose one of {', '.join(map(str, formats.GROUP_SIZES))}")
+    if scale_layout not in formats.SCALE_LAYOUTS:
+        raise ValueError(f"scale_layout is {scale_layout!r}; choose one of {', '.join(formats.SCALE_LAYOUTS)}")

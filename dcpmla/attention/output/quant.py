@@ -1,0 +1,110 @@
+"""Attention's output [T, h V], quantized for the next linear as `OutputQuant` says (`attention/output/formats.py`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.output import formats
+from dcpmla.attention.output.ops import (
+    check_groups,
+    check_heads,
+    check_projection,
+    check_rows,
+    check_scale,
+    project_rows_,
+    quantize_rows_,
+)
+from dcpmla.cache.formats import FP8
+
+_KINDS = ("fp8", "fp8_groups", "nvfp4")
+
+
+class QuantizedOutput(NamedTuple):
+    """Of T rows of N columns.
+
+    Attributes:
+        values: e4m3 [T, N]; nvfp4: uint8 [T, N / 2].
+        scales: fp8: the scale given; fp8_groups: float32 [T, N / G] in the layout asked for; nvfp4: e4m3 in the
+            order of `formats.empty_nvfp4`.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OutputQuant:
+    """How attention's output is quantized (`attention/output/formats.py`).
+
+    Attributes:
+        kind: "fp8", "fp8_groups" or "nvfp4".
+        scale: float32 of one element on the output's device, of fp8: a value times it is what it stands for; of
+            nvfp4: the global scale, 448 * 6 over the largest that comes. None for fp8_groups, which make theirs.
+        group_size, scale_layout, ue8m0: of fp8_groups alone: 64 or 128 columns; "row", "column" or "tma"; scales
+    are powers of two.
+    Raises:
+        ValueError: another kind, group size or layout; a scale that is missing, too many, or of another dtype or size.
+    """
+
+    kind: str
+    scale: Tensor | None = None
+    group_size: int = 128
+    scale_layout: str = "row"
+    ue8m0: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ValueError(f"kind is {self.kind!r}; choose one of {', '.join(_KINDS)}")
+        if self.kind == "fp8_groups":
+            check_groups(self.group_size, self.scale_layout)
+            if self.scale is not None:
+                raise ValueError("scale is given for kind 'fp8_groups', which makes its scales; leave it out")
+        elif self.scale is None:
+            raise ValueError(f"scale is None; kind {self.kind!r} needs one, float32 of one element")
+        else:
+            check_scale("scale", self.scale, self.scale.device)
+
+    @property
+    def group(self) -> int:
+        """Columns whose scale is made from them; 1 where it is given."""
+        return {"fp8": 1, "fp8_groups": self.group_size, "nvfp4": formats.NVFP4_GROUP}[self.kind]
+
+    def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedOutput:
+        """A result of so many rows and columns, to be written."""
+        if self.kind == "fp8_groups":
+            return QuantizedOutput(
+                *formats.empty_fp8_groups(num_rows, width, self.group_size, self.scale_layout, device)
+            )
+        if self.kind == "nvfp4":
+            return QuantizedOutput(*formats.empty_nvfp4(num_rows, width, device))
+        assert self.scale is not None
+        return QuantizedOutput(torch.empty(num_rows, width, dtype=FP8, device=device), self.scale)
+
+
+def quantize_parts(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant) -> QuantizedOutput:
+    """One result of parts that follow each other, each written where it belongs.
+
+    Args:
+        parts: [T_i, h, L], attention over latents that W_UV is still to be applied to, or values [T_i, h V].
+        w_uv: [h, V, L].
+    Raises:
+        ValueError: shapes or dtypes that do not fit, a group that would cross heads.
+    """
+    check_heads(w_uv, quant.group)
+    if quant.scale is not None:
+        check_scale("scale", quant.scale, parts[0].device)
+    result = quant.empty(sum(map(len, parts)), w_uv.shape[0] * w_uv.shape[1], parts[0].device)
+    scales = None if quant.kind == "fp8" else result.scales
+    first_row = 0
+    for part in parts:
+        if part.ndim == 3:
+            check_projection(part, w_uv, quant.group)
+            project_rows_(part, w_uv, first_row, result.values, scales, quant.scale, quant.ue8m0)
+        else:
+            check_rows(part, quant.group)
+            quantize_rows_(part, first_row, result.values, scales, quant.scale, quant.ue8m0)
+        first_row += len(part)
+    return result

@@ -1,0 +1,303 @@
+"""Decode attention in portable Triton: for GPUs from sm_80 on, and for sizes that the Hopper kernel does not take.
+
+A program takes a tile of query rows and a part of the work: the key tiles of all requests stand in one row that is
+cut into equal parts, so no length has to be known on the host and no program waits for the longest request. A request
+that a cut goes
+through leaves a partial output from each of its parts; the last part to arrive merges them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dcpmla.attention.triton.limits import shared_memory
+from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_programs
+from dcpmla.cache import formats
+
+_LOG2E = 1.4426950408889634
+_BYTES_OF_64_ROWS = 114_688  # of shared memory, with DeepSeek's widths
+LN2 = tl.constexpr(0.6931471805599453)
+TILE = tl.constexpr(formats.TILE)
+MIN_TILES = tl.constexpr(
+    8
+)  # of a part: the last one to arrive merges them all, so many short ones would cost more than they save
+
+
+@triton.jit
+def _find_request(
+    index, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS: tl.constexpr, IS_RAGGED: tl.constexpr
+):
+    """Of one request or a vector of them: first query token, query rows from this tile of rows on, keys (none where no
+    rows are left).
+    """
+    first = index * query_len
+    if IS_RAGGED:
+        first = tl.load(start_ptr + index)
+        query_len = tl.load(start_ptr + index + 1) - first
+    num_rows = query_len * num_heads - row_tile * ROWS
+    num_keys = tl.load(lens_ptr + tl.maximum(first + query_len - 1, 0))
+    return first, num_rows, tl.where(num_rows > 0, tl.maximum(num_keys, 0), 0)
+
+
+@triton.jit
+def _load_keys(row_ptr, is_key, dtype: tl.constexpr, KEYS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr):
+    """Cache rows of any of `cache.formats` -> kv_c [KEYS, LATENT], k_pe [KEYS, ROPE]; those of fp8 are not multiplied
+    by kv_scale.
+    """
+    mask = is_key[:, None]  # rows behind the last key are not read: they may hold NaN, and 0 x NaN is NaN
+    k_pe_ptr = row_ptr + LATENT
+    if row_ptr.dtype.element_ty == tl.uint8:
+        tile, column = tl.arange(0, LATENT // TILE), tl.arange(0, TILE)
+        values = tl.load(
+            row_ptr[:, None, None] + (tile * TILE)[None, :, None] + column[None, None, :],
+            mask=mask[:, :, None],
+            other=0.0,
+        )
+        scale_ptr = k_pe_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+        scales = tl.load(scale_ptr[:, None] + tile[None, :], mask=mask, other=0.0)
+        products = values.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scales[:, :, None]
+        kv_c = tl.reshape(products.to(dtype), [KEYS, LATENT])
+        k_pe_ptr = (k_pe_ptr + LATENT // TILE * 4).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    else:
+        kv_c = _upcast(tl.load(row_ptr[:, None] + tl.arange(0, LATENT)[None, :], mask=mask, other=0.0), dtype)
+    return kv_c, _upcast(tl.load(k_pe_ptr[:, None] + tl.arange(0, ROPE)[None, :], mask=mask, other=0.0), dtype)
+
+
+@triton.jit
+def _upcast(values, dtype: tl.constexpr):
+    if values.dtype == dtype:
+        return values
+    return values.to(tl.float32).to(dtype)  # e4m3 -> bfloat16 alone does not compile for sm_89
+
+
+@triton.jit
+def _merge_parts(
+    partials_ptr, partial_lse_ptr, first_part, num_parts, row_tile, ROWS: tl.constexpr, LATENT: tl.constexpr
+):
+    """The partial outputs of all parts of a request -> out [ROWS, LATENT], lse [ROWS]."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, LATENT)
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, LATENT], tl.float32)
+    for part in range(0, num_parts):
+        slot = (row_tile * tl.num_programs(0) + first_part + part) * 2 + (part == 0)
+        at = slot * ROWS + row
+        lse = tl.load(partial_lse_ptr + at, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, lse)
+        shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # -inf - -inf is NaN
+        factor, weight = tl.exp(peak - shift), tl.exp(lse - shift)
+        partial = tl.load(partials_ptr + at[:, None] * LATENT + column[None, :], cache_modifier=".cg")
+        acc = acc * factor[:, None] + partial * weight[:, None]
+        total = total * factor + weight
+        peak = new_peak
+    is_any = total != 0
+    total = tl.where(is_any, total, 1.0)
+    return acc / total[:, None], tl.where(is_any, peak + tl.log(total), -float("inf"))
+
+
+# Sizes of a step come and go, as do addresses of layers' scales: a variant for each kind would be compiled while
+# requests wait.
+@triton.jit(
+    do_not_specialize=["table_stride", "block_size", "num_reqs", "query_len", "num_heads"],
+    do_not_specialize_on_alignment=["kv_scale_ptr", "q_scale_ptr"],
+)
+def decode_kernel(
+    q_ptr,
+    cache_ptr,
+    table_ptr,
+    lens_ptr,
+    start_ptr,
+    out_ptr,
+    lse_ptr,
+    counters_ptr,
+    partials_ptr,
+    kv_scale_ptr,
+    q_scale_ptr,
+    q_stride_token,
+    q_stride_head,
+    cache_stride_block,
+    cache_stride_row,
+    table_stride,
+    block_size,
+    num_reqs,
+    query_len,
+    num_heads,
+    scale,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    REQS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+):
+    """Programs (parts, tiles of query rows). scale includes log2(e).
+
+    e4m3 values are exact in 16 bits and multiply as they are: their scales go into the scores' scale, kv_scale into
+        the output, too.
+    """
+    this_part, num_programs, row_tile = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    row, key, column, rope = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, LATENT), tl.arange(0, ROPE)
+    partial_lse_ptr = partials_ptr + num_programs * tl.num_programs(1) * 2 * ROWS * LATENT
+
+    if q_scale_ptr is not None:
+        scale *= tl.load(q_scale_ptr)
+    if kv_scale_ptr is not None:
+        scale *= tl.load(kv_scale_ptr)
+
+    # This program's part of the row of tiles.
+    index = tl.arange(0, REQS)
+    known = tl.minimum(index, num_reqs - 1)
+    _, _, all_keys = _find_request(known, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS, IS_RAGGED)
+    ends = tl.cumsum(tl.where(index < num_reqs, tl.cdiv(all_keys, KEYS), 0), 0)
+    num_tiles = tl.max(ends, 0)
+    size = tl.maximum(tl.cdiv(num_tiles, num_programs), MIN_TILES)
+    start = this_part * size
+    end = tl.minimum(start + size, num_tiles)
+    request = tl.sum((ends <= start).to(tl.int32), 0)
+    begin = tl.max(tl.where(ends <= start, ends, 0), 0)
+
+    for empty in range(this_part, num_reqs, num_programs):  # no part of the row is theirs
+        first, num_rows, num_keys = _find_request(
+            empty, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS, IS_RAGGED
+        )
+        if num_keys == 0:
+            out_row = (first * num_heads + row_tile * ROWS + row).to(tl.int64)
+            zeros = tl.zeros([ROWS, LATENT], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_row[:, None] * LATENT + column[None, :], zeros, mask=row[:, None] < num_rows)
+            tl.store(lse_ptr + out_row, tl.full([ROWS], -float("inf"), tl.float32), mask=row < num_rows)
+
+    while start < end:
+        first, num_rows, num_keys = _find_request(
+            request, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS, IS_RAGGED
+        )
+        stop = tl.minimum(begin + tl.cdiv(num_keys, KEYS), end)
+        if start < stop:
+            is_row = row < num_rows
+            token, head = first + (row_tile * ROWS + row) // num_heads, (row_tile * ROWS + row) % num_heads
+            num_seen = tl.load(lens_ptr + token, mask=is_row, other=0)
+            q_row = q_ptr + token.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head
+            q = tl.load(q_row[:, None] + column[None, :], mask=is_row[:, None], other=0.0)
+            q_pe = tl.load(q_row[:, None] + LATENT + rope[None, :], mask=is_row[:, None], other=0.0)
+            peak = tl.full([ROWS], -float("inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            acc = tl.zeros([ROWS, LATENT], tl.float32)
+            for tile in range(start - begin, stop - begin):
+                position = tile * KEYS + key
+                is_key = position < num_keys
+                block = tl.load(
+                    table_ptr + request.to(tl.int64) * table_stride + position // block_size, mask=is_key, other=0
+                )
+                at = (
+                    cache_ptr
+                    + block.to(tl.int64) * cache_stride_block
+                    + (position % block_size).to(tl.int64) * cache_stride_row
+                )
+                kv_c, k_pe = _load_keys(at, is_key, q.dtype, KEYS, LATENT, ROPE)
+                scores = tl.dot(q_pe, tl.trans(k_pe), tl.dot(q, tl.trans(kv_c))) * scale
+                scores = tl.where(position[None, :] < num_seen[:, None], scores, -float("inf"))
+                new_peak = tl.maximum(peak, tl.max(scores, 1))
+                shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+                factor = tl.exp2(peak - shift)
+                probs = tl.exp2(scores - shift[:, None])
+                total = total * factor + tl.sum(probs, 1)
+                acc = tl.dot(probs.to(q.dtype), kv_c, acc * factor[:, None])
+                peak = new_peak
+            is_any = total != 0
+            total = tl.where(is_any, total, 1.0)
+            out = acc / total[:, None]
+            if kv_scale_ptr is not None:
+                out *= tl.load(kv_scale_ptr)
+            lse = tl.where(is_any, (peak + tl.log2(total)) * LN2, -float("inf"))
+
+            first_part = begin // size
+            num_parts = (begin + tl.cdiv(num_keys, KEYS) - 1) // size - first_part + 1
+            is_last = num_parts == 1
+            if num_parts > 1:
+                at = ((row_tile * num_programs + this_part) * 2 + (start == begin)) * ROWS + row
+                tl.store(partials_ptr + at[:, None] * LATENT + column[None, :], out)
+                tl.store(partial_lse_ptr + at, lse)
+                tl.debug_barrier()  # all threads' rows before the one thread's arrival
+                counter = counters_ptr + row_tile * num_programs + first_part
+                is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
+                tl.debug_barrier()
+                if is_last:
+                    tl.store(counter, 0)  # as it was found
+                    out, lse = _merge_parts(
+                        partials_ptr, partial_lse_ptr, first_part, num_parts, row_tile, ROWS, LATENT
+                    )
+            if is_last:
+                out_row = (first * num_heads + row_tile * ROWS + row).to(tl.int64)
+                tl.store(
+                    out_ptr + out_row[:, None] * LATENT + column[None, :],
+                    out.to(out_ptr.dtype.element_ty),
+                    mask=is_row[:, None],
+                )
+                tl.store(lse_ptr + out_row, lse, mask=is_row)
+            start = stop
+        begin += tl.cdiv(num_keys, KEYS)
+        request += 1
+
+
+def mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    query_start_loc: Tensor | None,
+    max_query_len: int,
+    workspace: Tensor | None,
+    kv_scale: Tensor | None,
+    q_scale: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`dcpmla.mla_decode` in one launch, for the inputs that `backends` allows."""
+    num_tokens, num_heads, width = q.shape
+    out = q.new_empty(num_tokens, num_heads, kv_lora_rank, dtype=dtype)
+    lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    if num_tokens == 0:
+        return out, lse
+    if q_scale is not None:
+        q = q.to(
+            torch.float16
+        )  # exact; keys become float16 in one instruction, and probabilities lose less than in bfloat16
+    workspace = decode_workspace(q.device) if workspace is None else workspace
+    assert workspace is not None
+    num_rows = max_query_len * num_heads
+    max_rows = 64 if shared_memory(q.device) >= _BYTES_OF_64_ROWS else 32
+    rows = min(max_rows, max(16, triton.next_power_of_2(num_rows)))
+    num_row_tiles = triton.cdiv(num_rows, rows)
+    decode_kernel[(max(1, num_programs(workspace, rows) // num_row_tiles), num_row_tiles)](
+        q,
+        kv_cache,
+        block_table,
+        seq_lens,
+        seq_lens if query_start_loc is None else query_start_loc,
+        out,
+        lse,
+        workspace[:COUNTER_WORDS].view(torch.int32),
+        workspace[COUNTER_WORDS:],
+        kv_scale,
+        q_scale,
+        q.stride(0),
+        q.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        block_table.stride(0),
+        kv_cache.shape[1],
+        block_table.shape[0],
+        max_query_len,
+        num_heads,
+        scale * _LOG2E,
+        ROWS=rows,
+        KEYS=32,
+        LATENT=kv_lora_rank,
+        ROPE=width - kv_lora_rank,
+        REQS=triton.next_power_of_2(block_table.shape[0]),
+        IS_RAGGED=query_start_loc is not None,
+        num_warps=4 if rows == 16 and q.dtype == kv_cache.dtype else 8,  # conversions take registers
+        num_stages=2,
+    )
+    return out, lse

@@ -1,0 +1,290 @@
+"""Multi-head attention of a ragged batch of prefill tokens as one Triton kernel; `reference.mha_prefill` specifies it.
+
+One program computes a tile of one request's queries for one head over all keys that they see (FlashAttention-2); a
+mask of bits leaves out others, key by key. The rope part of a key is the same for all heads and is read where it lies,
+so keys are never
+put together in memory.
+Keys and values come through descriptors: by TMA on Hopper, which knows where a tensor ends and fills with zeros;
+Triton turns them into pointers on older GPUs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dcpmla.attention.segments import Segments
+from dcpmla.attention.triton.descriptors import describe
+from dcpmla.attention.triton.limits import shared_memory
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
+SIGN_BIT, MINUS_INF = tl.constexpr(-(1 << 31)), tl.constexpr(-(1 << 23))  # bits of float32
+
+
+@triton.jit
+def _find_tile(start_loc_ptr, num_reqs, slot, BLOCK_M: tl.constexpr):
+    """The request that a slot belongs to, and which of its tiles the slot is.
+
+    Request r has the slots from start[r] // BLOCK_M + r on: as many as it has tiles, or one more. No table, and no
+    word from the host.
+    """
+    low = 0
+    high = num_reqs
+    while low < high - 1:
+        middle = (low + high) // 2
+        if tl.load(start_loc_ptr + middle) // BLOCK_M + middle <= slot:
+            low = middle
+        else:
+            high = middle
+    return low, slot - (tl.load(start_loc_ptr + low) // BLOCK_M + low)
+
+
+@triton.jit
+def _limit(mask_at, num_words, begin, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N], the keys from begin on: inf where the bit is set, -inf where not. mask_at points to each
+    query's first word.
+
+    Scores are cut off there rather than chosen by truth values, which LLVM would pack into words and take out again.
+    """
+    column = tl.arange(0, BLOCK_N)
+    if BLOCK_N < 32:
+        column += begin % 32
+    words = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    # Each thread loads the words of its own rows; which of them a column takes is known when this is compiled.
+    for part in tl.static_range((BLOCK_N + 31) // 32):
+        word = tl.load(mask_at + tl.minimum(begin // 32 + part, num_words - 1))
+        words = tl.where((column // 32 == part)[None, :], word[:, None], words)
+    sign = words << (31 - column % 32)[None, :]
+    return ((sign & SIGN_BIT) ^ MINUS_INF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _attend(
+    acc,
+    peak,
+    total,
+    q_nope,
+    q_pe,
+    k_nope_desc,
+    k_pe_desc,
+    v_desc,
+    mask_at,
+    num_words,
+    head,
+    query,
+    scale_log2,
+    key_start,
+    first,
+    last,
+    num_keys,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Online softmax, base 2, over the keys [first, last).
+
+    MASKED: some lie behind the request's end, or behind a query's bound.
+    """
+    P_TILE: tl.constexpr = k_nope_desc.block_shape[2]
+    V_TILE: tl.constexpr = v_desc.block_shape[2]
+    for begin in range(first, last, BLOCK_N):
+        at = key_start + begin
+        key = begin + tl.arange(0, BLOCK_N)
+        k_nope = k_nope_desc.load([head, at, 0]).reshape(BLOCK_N, P_TILE)
+        k_pe = k_pe_desc.load([at, 0])
+        scores = tl.dot(q_nope, k_nope.T)
+        scores = tl.dot(q_pe, k_pe.T, scores)
+        if MASKED:
+            visible = (key < num_keys)[None, :]
+            if CAUSAL:
+                visible = visible & (key[None, :] <= query[:, None])
+            scores = tl.where(visible, scores, -float("inf"))
+        if mask_at is not None:
+            scores = tl.minimum(scores, _limit(mask_at, num_words, begin, scores.shape[0], BLOCK_N))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+        probs = tl.exp2(scores * scale_log2 - new_peak[:, None])
+        correction = tl.exp2(peak - new_peak)
+        total = total * correction + tl.sum(probs, 1)
+        acc = acc * correction[:, None]
+        v = v_desc.load([head, at, 0]).reshape(BLOCK_N, V_TILE)
+        if MASKED:
+            # Rows behind the request's end are not its own and may hold NaN, which a weight of 0 does not silence.
+            v = tl.where((key < num_keys)[:, None], v, 0.0)
+        acc = tl.dot(probs.to(v.dtype), v, acc)
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_words"])
+def mha_prefill_kernel(
+    q_ptr,
+    k_nope_desc,
+    k_pe_desc,
+    v_desc,
+    mask_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start_loc_ptr,
+    key_start_loc_ptr,
+    num_reqs,
+    num_heads,
+    num_words,
+    scale_log2,
+    q_stride,
+    q_stride_head,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    P_TILE: tl.constexpr,
+    R_TILE: tl.constexpr,
+    V_TILE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program a (slot, head), the last slots first: under a causal bound a request's last tile sees the most keys."""
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    request, tile = _find_tile(query_start_loc_ptr, num_reqs, slot, BLOCK_M)
+    query_start = tl.load(query_start_loc_ptr + request).to(tl.int64)
+    num_queries = (tl.load(query_start_loc_ptr + request + 1) - query_start).to(tl.int32)
+    first_query = tile * BLOCK_M
+    if first_query >= num_queries:
+        return
+    key_start = tl.load(key_start_loc_ptr + request)
+    num_keys = tl.load(key_start_loc_ptr + request + 1) - key_start
+
+    query = first_query + tl.arange(0, BLOCK_M)
+    is_query = query < num_queries
+    p, r, d = tl.arange(0, P_TILE), tl.arange(0, R_TILE), tl.arange(0, V_TILE)
+    q_at = q_ptr + (query_start + query)[:, None] * q_stride + head.to(tl.int64) * q_stride_head
+    q_nope = tl.load(q_at + p[None, :], mask=is_query[:, None] & (p < P)[None, :], other=0.0)
+    q_pe = tl.load(q_at + P + r[None, :], mask=is_query[:, None] & (r < R)[None, :], other=0.0)
+
+    end = num_keys
+    num_unmasked = num_keys // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        end = tl.minimum(num_keys, first_query + BLOCK_M)
+        num_unmasked = (first_query + 1) // BLOCK_N * BLOCK_N
+    acc = tl.zeros([BLOCK_M, V_TILE], tl.float32)
+    peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    mask_at = None
+    if mask_ptr is not None:
+        mask_at = mask_ptr + (query_start + tl.minimum(query, num_queries - 1)) * num_words
+        peak = tl.full([BLOCK_M], LOWEST, tl.float32)  # a query may see none of its first keys, and -inf - -inf is NaN
+    total = tl.zeros([BLOCK_M], tl.float32)
+    # fmt: off
+    acc, peak, total = _attend(
+        acc, peak, total, q_nope, q_pe, k_nope_desc, k_pe_desc, v_desc, mask_at, num_words, head, query,
+        scale_log2, key_start, 0, num_unmasked, num_keys, BLOCK_N, False, CAUSAL,
+    )
+    acc, peak, total = _attend(
+        acc, peak, total, q_nope, q_pe, k_nope_desc, k_pe_desc, v_desc, mask_at, num_words, head, query,
+        scale_log2, key_start, num_unmasked, end, num_keys, BLOCK_N, True, CAUSAL,
+    )
+    # fmt: on
+    if mask_ptr is not None:
+        peak = tl.where(total == 0.0, -float("inf"), peak)
+    # Without keys: acc 0, total 0, peak -inf.
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    lse = (peak + tl.log2(tl.where(total == 0.0, 1.0, total))) / LOG2_E
+    at = (query_start + query) * num_heads + head
+    tl.store(
+        out_ptr + at[:, None] * V + d[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=is_query[:, None] & (d < V)[None, :],
+    )
+    tl.store(lse_ptr + at, lse, mask=is_query)
+
+
+class Tiling(NamedTuple):
+    """Queries and keys of a tile, warps of a program, stages of its pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def shared_memory(self, qk_tile: int, v_tile: int) -> int:
+        """Bytes of what a program holds: its queries, keys and values of each stage, bits of a mask, barriers."""
+        rows = 2 * (self.block_m * qk_tile + self.num_stages * self.block_n * (qk_tile + v_tile))
+        return rows + self.block_m * self.block_n // 8 + 1024
+
+
+# Best first; the last one fits every GPU that computes in bfloat16.
+TILINGS = (
+    Tiling(128, 128, 8, 2),
+    Tiling(128, 64, 8, 2),
+    Tiling(64, 64, 4, 2),
+    Tiling(64, 32, 4, 2),
+    Tiling(32, 16, 4, 2),
+)
+
+
+def select_tiling(qk_tile: int, v_tile: int, shared_memory: int) -> Tiling:
+    """The first that fits into the shared memory of a program, in bytes; tiles are as wide as the next power of 2."""
+    return next((tiling for tiling in TILINGS if tiling.shared_memory(qk_tile, v_tile) <= shared_memory), TILINGS[-1])
+
+
+def mha_prefill(
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    queries: Segments,
+    keys: Segments,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a ragged batch on a GPU of compute capability 8.0 or more. No sync with the host.
+
+    Args:
+        q: [T, h, P + R], bfloat16 or float16.
+        k_nope, k_pe, v: [S, h, P], [S, R], [S, h, V] in the dtype of q, S > 0. Read where they lie if their rows
+            are aligned to 16 bytes; copied first if not.
+        queries, keys: the requests' rows in T, in S.
+        scale: positive.
+        causal: query j of a request sees its first j + 1 keys (there are as many keys as queries); else all.
+        mask: [T, W] int32, contiguous, from `selection_mask`: which of those a query sees; None for all.
+    Returns:
+        out [T, h, V] in the dtype of q, lse [T, h] float32 natural log; (0, -inf) for a query that sees no key.
+    Source: FlashAttention-2.
+    """
+    (num_tokens, num_heads, _), num_reqs = q.shape, len(queries.start_loc) - 1
+    dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
+    p_tile, r_tile, v_tile = (max(16, triton.next_power_of_2(dim)) for dim in dims)
+    tiling = select_tiling(p_tile + r_tile, v_tile, shared_memory(q.device))
+    out = q.new_empty(num_tokens, num_heads, dims[2])
+    lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
+    mha_prefill_kernel[(num_tokens // tiling.block_m + num_reqs, num_heads)](
+        q,
+        describe(k_nope.transpose(0, 1), [1, tiling.block_n, p_tile]),
+        describe(k_pe, [tiling.block_n, r_tile]),
+        describe(v.transpose(0, 1), [1, tiling.block_n, v_tile]),
+        mask,
+        out,
+        lse,
+        queries.start_loc,
+        keys.start_loc,
+        num_reqs,
+        num_heads,
+        None if mask is None else mask.shape[1],
+        scale * LOG2_E.value,
+        *q.stride()[:2],
+        P=dims[0],
+        R=dims[1],
+        V=dims[2],
+        P_TILE=p_tile,
+        R_TILE=r_tile,
+        V_TILE=v_tile,
+        CAUSAL=causal,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    return out, lse

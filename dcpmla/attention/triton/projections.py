@@ -1,0 +1,209 @@
+"""Triton kernels around the projections, each with its launcher; the torch code of `attention/projections.py` specifies
+them.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dcpmla.attention.triton.rope import rotate, store_pairs
+from dcpmla.cache.formats import FP8, check_kv_scale, row_width
+from dcpmla.cache.kernels import k_pe_of, quantize, store_kv_c
+
+_LATENT_COLUMNS = 64  # of W_UK in one program
+# Of W_UK at a time: all at once, a product of float32 would be unrolled into more values than there are registers
+_NOPE_ROWS = 64
+_MAX_TOKENS = 64  # in one program
+
+
+@triton.jit
+def _norm(x_ptr, weight_ptr, column, width, eps):
+    """RMS norm of a row in float32, rounded where transformers rounds: behind the norm, and again behind its weight."""
+    x = tl.load(x_ptr + column, mask=column < width, other=0.0)
+    wide = x.to(tl.float32)
+    x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(x.dtype)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
+    return (x.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def latents_kernel(
+    down_ptr,
+    q_weight_ptr,
+    kv_weight_ptr,
+    cos_sin_ptr,
+    slots_ptr,
+    q_c_ptr,
+    latents_ptr,
+    cache_ptr,
+    down_stride,
+    block_size,
+    cache_stride_block,
+    cache_stride_row,
+    eps,
+    kv_scale,
+    cache_scale_ptr,
+    Q_RANK: tl.constexpr,
+    KV_RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    Q_COLUMNS: tl.constexpr,
+    KV_COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Two programs a token: its latent, and that in the cache's format to its slot; and the norm of its query latent,
+    if it has one.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    down_ptr += token * down_stride
+    if tl.program_id(1) == 0:
+        down_ptr += Q_RANK
+        latents_ptr += token * (KV_RANK + ROPE)
+        column = tl.arange(0, KV_COLUMNS)
+        kv_c = _norm(down_ptr, kv_weight_ptr, column, KV_RANK, eps)
+        kv_c = (kv_c.to(tl.float32) * kv_scale).to(kv_c.dtype)
+        tl.store(latents_ptr + column, kv_c, mask=column < KV_RANK)
+        row = tl.zeros([1, 1], tl.int64)  # k_pe is a tile of one row
+        x, y = rotate(down_ptr + KV_RANK + row, cos_sin_ptr, token + row, row == 0, ROPE, PAIRS, INTERLEAVED)
+        store_pairs(latents_ptr + KV_RANK + row, x, y, row == 0, ROPE, PAIRS, INTERLEAVED)
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            cache_ptr += slot // block_size * cache_stride_block + slot % block_size * cache_stride_row
+            store_kv_c(cache_ptr, kv_c, cache_scale_ptr, KV_RANK, KV_COLUMNS)
+            k_pe_ptr = k_pe_of(cache_ptr, KV_RANK) + row
+            store_pairs(
+                k_pe_ptr, quantize(x, cache_scale_ptr), quantize(y, cache_scale_ptr), row == 0, ROPE, PAIRS, INTERLEAVED
+            )
+    elif q_weight_ptr is not None:
+        q_column = tl.arange(0, Q_COLUMNS)
+        q_c = _norm(down_ptr, q_weight_ptr, q_column, Q_RANK, eps)
+        tl.store(q_c_ptr + token * Q_RANK + q_column, q_c, mask=q_column < Q_RANK)
+
+
+def finish_latents(
+    down: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    q_weight: Tensor | None,
+    kv_weight: Tensor,
+    eps: float,
+    kv_scale: float,
+    cos_sin: Tensor | None,
+    rope_interleaved: bool,
+    cache_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`projections.finish_latents` in one kernel."""
+    num_tokens, kv_rank = len(down), len(kv_weight)
+    q_rank = 0 if q_weight is None else len(q_weight)
+    rope = down.shape[1] - kv_rank - q_rank
+    check_kv_scale(kv_cache.dtype, cache_scale)
+    width = row_width(kv_cache.dtype, kv_rank, rope)
+    if kv_cache.shape[-1] != width:
+        raise ValueError(
+            f"kv_cache has rows of {kv_cache.shape[-1]} {kv_cache.dtype}; latents of {kv_rank} + {rope} take {width}"
+        )
+    q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, kv_rank + rope)
+    latents_kernel[(num_tokens, 1 if q_weight is None else 2)](
+        down,
+        q_weight,
+        kv_weight,
+        None if cos_sin is None else cos_sin.contiguous(),
+        slots.contiguous(),
+        q_c,
+        latents,
+        kv_cache,
+        down.stride(0),
+        kv_cache.shape[1],
+        *kv_cache.stride()[:2],
+        eps,
+        kv_scale,
+        cache_scale,
+        Q_RANK=q_rank,
+        KV_RANK=kv_rank,
+        ROPE=rope,
+        Q_COLUMNS=triton.next_power_of_2(max(1, q_rank)),
+        KV_COLUMNS=triton.next_power_of_2(kv_rank),
+        PAIRS=triton.next_power_of_2(rope // 2),
+        INTERLEAVED=rope_interleaved,
+    )
+    return q_c, latents
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def absorb_kernel(
+    q_ptr,
+    w_uk_ptr,
+    cos_sin_ptr,
+    q_scale_ptr,
+    out_ptr,
+    num_tokens,
+    num_heads,
+    q_stride_token,
+    q_stride_head,
+    w_stride_head,
+    w_stride_row,
+    NOPE: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """A program a (tile of tokens, head, tile of the latent's columns): its part of q_nope W_UK; the last one rotates
+    q_pe instead.
+    """
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    head, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    q_ptr += token * q_stride_token + head * q_stride_head
+    w_uk_ptr += head * w_stride_head
+    out_ptr += (token * num_heads + head) * (RANK + ROPE)
+    is_token = token < num_tokens
+    if tile * COLUMNS < RANK:
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        ql_nope = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        for first in range(0, NOPE, ROWS):
+            row = first + tl.arange(0, ROWS)
+            q_nope = tl.load(q_ptr + row[None, :], mask=is_token & (row[None, :] < NOPE), other=0.0)
+            w_uk_mask = (row[:, None] < NOPE) & (column < RANK)
+            w_uk = tl.load(w_uk_ptr + row[:, None] * w_stride_row + column, mask=w_uk_mask, other=0.0)
+            ql_nope = tl.dot(q_nope, w_uk, ql_nope, input_precision="ieee")
+        ql_nope = quantize(ql_nope.to(q_ptr.dtype.element_ty), q_scale_ptr)
+        tl.store(out_ptr + column, ql_nope, mask=is_token & (column < RANK))
+    else:
+        x, y = rotate(q_ptr + NOPE, cos_sin_ptr, token, is_token, ROPE, PAIRS, INTERLEAVED)
+        store_pairs(
+            out_ptr + RANK, quantize(x, q_scale_ptr), quantize(y, q_scale_ptr), is_token, ROPE, PAIRS, INTERLEAVED
+        )
+
+
+def absorb_query(
+    q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None
+) -> Tensor:
+    """`projections.absorb_query` in one kernel."""
+    num_tokens, num_heads, head_dim = q.shape
+    nope, rank = w_uk.shape[1:]
+    rope = head_dim - nope
+    out = q.new_empty(num_tokens, num_heads, rank + rope, dtype=q.dtype if q_scale is None else FP8)
+    tokens = min(_MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))  # 16: the least that tl.dot takes
+    absorb_kernel[(triton.cdiv(num_tokens, tokens), num_heads, triton.cdiv(rank, _LATENT_COLUMNS) + 1)](
+        q,
+        w_uk,
+        None if cos_sin is None else cos_sin.contiguous(),
+        q_scale,
+        out,
+        num_tokens,
+        num_heads,
+        *q.stride()[:2],
+        *w_uk.stride()[:2],
+        NOPE=nope,
+        RANK=rank,
+        ROPE=rope,
+        PAIRS=triton.next_power_of_2(rope // 2),
+        TOKENS=tokens,
+        ROWS=_NOPE_ROWS,
+        COLUMNS=_LATENT_COLUMNS,
+        INTERLEAVED=rope_interleaved,
+    )
+    return out

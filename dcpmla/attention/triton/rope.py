@@ -1,0 +1,77 @@
+"""Triton kernels of RoPE with their launcher; `attention/rope.py` specifies them."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def rotate(x_ptr, cos_sin_ptr, token, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rows of ROPE columns rotated by their tokens' angles, in float32, or as they are without angles; pointers,
+    token and mask are [N, 1].
+
+    Returns the first and the second element of each pair, [N, PAIRS] both.
+    """
+    pair = tl.arange(0, PAIRS)[None, :]
+    is_pair = mask & (pair < ROPE // 2)
+    if INTERLEAVED:  # whole rows come in wide words
+        column = tl.arange(0, 2 * PAIRS)[None, :]
+        row = tl.load(x_ptr + column, mask=mask & (column < ROPE), other=0.0)
+        x, y = tl.split(tl.reshape(row, [row.shape[0], PAIRS, 2]))
+    else:
+        x = tl.load(x_ptr + pair, mask=is_pair, other=0.0)
+        y = tl.load(x_ptr + ROPE // 2 + pair, mask=is_pair, other=0.0)
+    if cos_sin_ptr is not None:
+        cos = tl.load(cos_sin_ptr + token * ROPE + pair, mask=is_pair, other=0.0)
+        sin = tl.load(cos_sin_ptr + token * ROPE + ROPE // 2 + pair, mask=is_pair, other=0.0)
+        wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
+        x = (wide_x * cos - wide_y * sin).to(x.dtype)
+        y = (wide_y * cos + wide_x * sin).to(y.dtype)
+    return x, y
+
+
+@triton.jit
+def store_pairs(out_ptr, x, y, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """What `rotate` returned, to rows of ROPE columns."""
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * PAIRS)[None, :]
+        tl.store(out_ptr + column, tl.interleave(x, y), mask=mask & (column < ROPE))
+    else:
+        pair = tl.arange(0, PAIRS)[None, :]
+        tl.store(out_ptr + pair, x, mask=mask & (pair < ROPE // 2))
+        tl.store(out_ptr + ROPE // 2 + pair, y, mask=mask & (pair < ROPE // 2))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def rotate_kernel(
+    x_ptr,
+    cos_sin_ptr,
+    num_tokens,
+    stride_token,
+    stride_head,
+    ROPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """A program a (tile of tokens, head), in place."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    x_ptr += token * stride_token + tl.program_id(1).to(tl.int64) * stride_head
+    x, y = rotate(x_ptr, cos_sin_ptr, token, token < num_tokens, ROPE, PAIRS, INTERLEAVED)
+    store_pairs(x_ptr, x, y, token < num_tokens, ROPE, PAIRS, INTERLEAVED)
+
+
+def rotate_(x: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
+    """`projections.rotate_query_` of the rope part [T, h, R], in one kernel."""
+    num_tokens, num_heads, rope = x.shape
+    rotate_kernel[(triton.cdiv(num_tokens, 16), num_heads)](
+        x,
+        cos_sin.contiguous(),
+        num_tokens,
+        *x.stride()[:2],
+        ROPE=rope,
+        PAIRS=triton.next_power_of_2(rope // 2),
+        TOKENS=16,
+        INTERLEAVED=rope_interleaved,
+        num_warps=1,  # in place: all loads of a row come before its stores
+    )

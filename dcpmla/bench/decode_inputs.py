@@ -1,0 +1,226 @@
+"""What `bench decode` gives every kernel: a case's sizes, its rotated inputs, the float64 answer, and the floor that
+the hardware sets.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention import reference
+from dcpmla.attention.workspace import decode_workspace
+from dcpmla.bench.cache_formats import Q_SCALE, fill_randomly, kv_scale_of, scale_tensor, storage_dtype
+from dcpmla.bench.timing import time_operation
+from dcpmla.cache import formats
+
+LATENT_DIM, ROPE_DIM = 512, 64  # what every kernel here is built for
+SCALE = (128 + ROPE_DIM) ** -0.5  # of the heads before absorption: 128 without positions, 64 with
+_ROTATED_BYTES = {"cuda": 512 << 20, "cpu": 1 << 20}  # many times the L2 of an H200, 60 MB
+_MOST_SETS = 256  # nodes of a graph that small caches may cost
+_NUM_NEWEST = 4  # keys of a request that every query finds by its last column
+_QUERY_MARK = 8.0
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """Requests of one length; the new tokens of each are the last ones of its context, so the causal bound cuts
+    into it.
+
+    Attributes:
+        batch: requests.
+        context: cached tokens of each request, the new ones among them.
+        query_len: new tokens of each request.
+        kv_cache_dtype: of `dcpmla.cache.capacity.FORMATS`.
+        decode_query_dtype: "fp8" for e4m3 queries, over an fp8 cache.
+    """
+
+    batch: int
+    context: int
+    num_heads: int
+    query_len: int
+    kv_cache_dtype: str = "bf16"
+    decode_query_dtype: str = "auto"
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the new tokens of all requests."""
+        return self.batch * self.query_len
+
+    @property
+    def flops(self) -> int:
+        """Scores over 576 and values over 512, for the keys that each query token sees."""
+        pairs = self.batch * sum(self.context - later for later in range(self.query_len))
+        return 2 * self.num_heads * pairs * (LATENT_DIM + ROPE_DIM + LATENT_DIM)
+
+    def num_bytes(self, itemsize: int) -> int:
+        """The cache, the queries and the output, each moved once; itemsize is that of what is not quantized."""
+        storage = storage_dtype(self.kv_cache_dtype, torch.bfloat16)
+        row_bytes = formats.row_width(storage, LATENT_DIM, ROPE_DIM) * (
+            itemsize if storage == torch.bfloat16 else storage.itemsize
+        )
+        query_bytes = (LATENT_DIM + ROPE_DIM) * (1 if self.decode_query_dtype == "fp8" else itemsize)
+        return self.batch * self.context * row_bytes + self.num_tokens * self.num_heads * (
+            query_bytes + LATENT_DIM * itemsize
+        )
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches on work that does nothing else: FLOP/s of a matrix product (and of one in e4m3), bytes/s
+    of a read.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    fp8_flops_per_second: float
+
+    def floor_us(self, case: DecodeCase, itemsize: int) -> float:
+        """Microseconds below which no kernel can be."""
+        flops_per_second = self.fp8_flops_per_second if case.decode_query_dtype == "fp8" else self.flops_per_second
+        return max(case.flops / flops_per_second, case.num_bytes(itemsize) / self.bytes_per_second) * 1e6
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Time products of 8192 x 8192 matrices and the maximum over 2 GiB (on CPUs: 256 and 1 MiB).
+
+    A device that does not multiply in e4m3 has the rate of `dtype` for it.
+    """
+    size, num_bytes = (8192, 2 << 30) if device.type == "cuda" else (256, 1 << 20)
+    left, right = torch.randn(2, size, size, device=device).to(dtype)
+    product = fp8_product = time_operation(lambda _: left @ right, device, 2)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        left, right, one = left.to(formats.FP8), right.to(formats.FP8).T, scale_tensor(1.0, device)
+        scaled: dict[str, Any] = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        fp8_product = time_operation(lambda _: torch._scaled_mm(left, right, **scaled), device, 2)
+    words = torch.randint(1 << 30, (num_bytes // 4,), device=device, dtype=torch.int32)
+    read = time_operation(lambda _: words.max(), device, 2)
+    flops, fp8_flops = (2 * size**3 / timing.median_us * 1e6 for timing in (product, fp8_product))
+    return Ceilings(flops, num_bytes / read.median_us * 1e6, fp8_flops)
+
+
+class Caches:
+    """As many caches of `batch` requests as exceed the L2 many times over, each with shuffled blocks and a table of
+    its own.
+
+    Each of a request's newest keys moves the output as much as all others do, so that a causal bound that is missed
+    shows.
+
+    Args:
+        dtype: of latents before they are quantized, and of plain rows.
+        kv_cache_dtype: of `dcpmla.cache.capacity.FORMATS`.
+    Attributes:
+        rows: [num_sets, num_blocks, block_size, row_width].
+        kv_scale: of an fp8 cache, else None.
+        block_tables: [num_sets, batch, max_blocks] int32.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        context: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_cache_dtype: str = "bf16",
+    ) -> None:
+        self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
+        storage = storage_dtype(kv_cache_dtype, dtype)
+        self.kv_scale = kv_scale_of(storage, device)
+        max_blocks = -(-context // block_size)
+        shape = (batch * max_blocks, block_size, formats.row_width(storage, LATENT_DIM, ROPE_DIM))
+        num_sets = min(_MOST_SETS, max(2, -(-_ROTATED_BYTES[device.type] // (math.prod(shape) * storage.itemsize))))
+        self.rows = torch.empty(num_sets, *shape, dtype=storage, device=device)
+        fill_randomly(self.rows, LATENT_DIM, dtype)
+        tables = [torch.randperm(batch * max_blocks, device=device).view(batch, max_blocks) for _ in range(num_sets)]
+        self.block_tables = torch.stack(tables).to(torch.int32)
+        self._mark_newest(context)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _mark_newest(self, context: int) -> None:
+        block_size, device = self.rows.shape[2], self.rows.device
+        newest = torch.arange(max(0, context - _NUM_NEWEST), context, device=device)
+        # The mean of S random values shrinks with sqrt(S), and so does the weight that stands up to it: exp of this
+        # score over S.
+        score = 2.0 + 0.5 * math.log(context)
+        for rows, table in zip(self.rows, self.block_tables.long(), strict=True):
+            blocks = table[:, newest // block_size]
+            latents = torch.randn(*blocks.shape, LATENT_DIM + ROPE_DIM, dtype=self.dtype, device=device)
+            latents[..., -1] = score / (_QUERY_MARK * SCALE)
+            kv_c, k_pe = latents.flatten(0, 1).split([LATENT_DIM, ROPE_DIM], -1)
+            rows[blocks.flatten(), (newest % block_size).repeat(len(blocks))] = formats.encode(
+                kv_c, k_pe, rows.dtype, self.kv_scale
+            )
+
+
+class DecodeInputs:
+    """A case's inputs: call i of a kernel takes set i % num_sets.
+
+    Attributes:
+        dtype: of the output, and of what is not quantized.
+        q: [num_sets, T, H, 576], in `dtype`, or e4m3 with its q_scale, which else is None.
+        seq_lens: [T] int32, the keys that each query token sees.
+        context_lens: [batch] int32; query_start_loc: [batch + 1] int32. For kernels with lengths of requests.
+    """
+
+    def __init__(self, case: DecodeCase, caches: Caches) -> None:
+        self.case, self.caches, self.dtype = case, caches, caches.dtype
+        device = caches.rows.device
+        new: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.q = torch.randn(
+            len(caches), case.num_tokens, case.num_heads, LATENT_DIM + ROPE_DIM, dtype=self.dtype, device=device
+        )
+        self.q[..., -1] = _QUERY_MARK
+        self.q_scale: Tensor | None = None
+        if case.decode_query_dtype == "fp8":
+            self.q_scale = scale_tensor(Q_SCALE, device)
+            self.q = formats.to_fp8(self.q, self.q_scale)
+        self.seq_lens = torch.arange(case.context - case.query_len + 1, case.context + 1, **new).repeat(case.batch)
+        self.context_lens = torch.full((case.batch,), case.context, **new)
+        self.query_start_loc = torch.arange(case.batch + 1, **new) * case.query_len
+        self.workspace = decode_workspace(device)
+
+    @property
+    def block_size(self) -> int:
+        return self.caches.rows.shape[2]
+
+    def at(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, H, 576], kv_cache [num_blocks, block_size, row_width] and block_table [batch, max_blocks] of a call."""
+        number = index % len(self.caches)
+        return self.q[number], self.caches.rows[number], self.caches.block_tables[number]
+
+
+class Answer:
+    """What a call must give for the first and the last request, in float64 from `attention/reference.py`.
+
+    Of inputs as they are, quantized: what errors are left are the kernel's, not those of the format.
+    """
+
+    def __init__(self, inputs: DecodeInputs, index: int) -> None:
+        case, (q, kv_cache, block_table) = inputs.case, inputs.at(index)
+        requests = torch.tensor(sorted({0, case.batch - 1}), device=q.device)
+        self.tokens = (requests[:, None] * case.query_len + torch.arange(case.query_len, device=q.device)).flatten()
+        blocks = block_table[requests]
+        self.out, self.lse = reference.mla_decode(
+            q[self.tokens],
+            kv_cache[blocks.flatten().long()],
+            torch.arange(blocks.numel(), device=q.device, dtype=torch.int32).view_as(blocks),
+            inputs.seq_lens[self.tokens],
+            SCALE,
+            LATENT_DIM,
+            None,
+            case.query_len,
+            kv_scale=inputs.caches.kv_scale,
+            q_scale=inputs.q_scale,
+            dtype=torch.float64,
+        )
+
+    def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
+        """||out - answer|| / ||answer|| and the largest |lse - answer|, of out [T, H, 512] and lse [T, H]; NaN where
+        any is.
+        """
+        error = (out[self.tokens].double() - self.out).norm() / self.out.norm()
+        return float(error), float((lse[self.tokens].double() - self.lse).abs().max())

@@ -1,0 +1,198 @@
+"""Random inputs of the exchange's operations on the ranks of a group, and what each must give, in float64 from all
+ranks' inputs.
+
+Every rank draws everyone's inputs by itself, so that nothing that is under test moves the answers.
+Calls rotate through sets of inputs, one for each timed call; one set more stands behind them, in which shards are
+empty (`Combine`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpmla.comm.exchange import Exchange, tokens_of_rows
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.merge import merge_partials
+from dcpmla.ownership import local_index, owner_rank
+
+_NUM_DRAWN = 131071  # numbers that are drawn before they repeat; a prime: fewer rows than that are all different
+
+
+@dataclass(frozen=True)
+class ExchangeCase:
+    """What one call exchanges, over which group, and how many calls are timed.
+
+    Attributes:
+        num_tokens: new ones of the batch; of `gather_context`, cached ones of all ranks together.
+        num_heads: of the whole group; `gather_context` asks for none.
+        query_dim, latent_dim: width of queries and cached rows, width of partial rows.
+    """
+
+    group: dist.ProcessGroup
+    num_calls: int
+    num_tokens: int
+    num_heads: int
+    query_dim: int
+    latent_dim: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def draw(self, rank: int, index: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Normal numbers of a rank's set, the same wherever they are drawn."""
+        generator, size = torch.Generator().manual_seed(index * self.size + rank), math.prod(shape)
+        drawn = torch.randn(min(size, _NUM_DRAWN), generator=generator).to(self.device, dtype)
+        return drawn.repeat(-(-size // _NUM_DRAWN))[:size].view(shape)
+
+    def sets(self, *shape: int) -> Tensor:
+        """This rank's rows for each call, and one set more."""
+        sets = torch.empty(self.num_calls + 1, *shape, device=self.device, dtype=self.dtype)
+        for index, rows in enumerate(sets):
+            rows.copy_(self.draw(self.rank, index, self.dtype, *shape))
+        return sets
+
+    def of_ranks(self, index: int, *shape: int) -> list[Tensor]:
+        """Every rank's rows of a set, in rank order."""
+        return [self.draw(rank, index, self.dtype, *shape) for rank in range(self.size)]
+
+
+def exchange_of(group: dist.ProcessGroup, device: torch.device, **options: Any) -> Exchange:
+    """The exchange of a group that is as large as its TP group, by fields of DCPConfig. Collective over the group."""
+    size = dist.get_world_size(group)
+    return select_exchange(
+        DCPConfig(tensor_parallel_size=size, decode_context_parallel_size=size, **options), group, device
+    ).exchange
+
+
+class ExchangeInputs(Protocol):
+    """Inputs of one operation.
+
+    Attributes:
+        received_bytes: what a rank must get from the others in one call, whatever the backend.
+    """
+
+    received_bytes: int
+
+    def run(self, exchange: Exchange, index: int) -> tuple[Tensor, ...]:
+        """The operation over a set. Collective over the group."""
+
+    def answer(self, index: int) -> tuple[Tensor, ...]:
+        """What it must give on this rank, float64."""
+
+
+class GatherHeads:
+    """q [T, h, query_dim] a set."""
+
+    def __init__(self, case: ExchangeCase) -> None:
+        self.case, self.q = case, case.sets(case.num_tokens, case.num_heads // case.size, case.query_dim)
+        self.received_bytes = (case.size - 1) * self.q[0].nbytes
+
+    def run(self, exchange: Exchange, index: int) -> tuple[Tensor, ...]:
+        return (exchange.gather_heads(self.q[index]),)
+
+    def answer(self, index: int) -> tuple[Tensor, ...]:
+        return (torch.cat(self.case.of_ranks(index, *self.q.shape[1:]), 1).double(),)
+
+
+class Combine:
+    """out [T, W h, latent_dim] and lse [T, W h] float32 a set."""
+
+    def __init__(self, case: ExchangeCase) -> None:
+        shape = case.num_calls + 1, case.num_tokens, case.num_heads
+        self.case, self.out = case, torch.empty(*shape, case.latent_dim, device=case.device, dtype=case.dtype)
+        self.lse = torch.empty(shape, device=case.device)
+        for index, parts in enumerate(zip(self.out, self.lse, strict=True)):
+            for mine, drawn in zip(parts, self._shard(case.rank, index), strict=True):
+                mine.copy_(drawn)
+        self.received_bytes = (case.size - 1) * (self.out[0].nbytes + self.lse[0].nbytes) // case.size
+
+    def run(self, exchange: Exchange, index: int) -> tuple[Tensor, ...]:
+        return exchange.combine(self.out[index], self.lse[index])
+
+    def answer(self, index: int) -> tuple[Tensor, ...]:
+        case = self.case
+        shards = [
+            [part.chunk(case.size, 1)[case.rank].double() for part in self._shard(rank, index)]
+            for rank in range(case.size)
+        ]
+        out, lse = (torch.stack(parts) for parts in zip(*shards, strict=True))
+        return merge_partials(out, lse)
+
+    def _shard(self, rank: int, index: int) -> tuple[Tensor, Tensor]:
+        """A rank's set.
+
+        In the last one every fourth token has nothing on the first rank, another on the last rank, a third on any.
+        """
+        case, shape = self.case, self.out.shape[1:]
+        out, lse = case.draw(rank, index, case.dtype, *shape), 3 * case.draw(rank, index, torch.float32, *shape[:-1])
+        if index == case.num_calls:
+            for token, is_empty in enumerate((rank == 0, rank == case.size - 1, True)):
+                if is_empty:
+                    out[token::4], lse[token::4] = torch.nan, -torch.inf
+        return out, lse
+
+
+class GatherContext:
+    """rows [N, query_dim] a set, of tokens laid on the ranks in turn, the last ones padded; order [T] and tokens [N]."""
+
+    def __init__(self, case: ExchangeCase) -> None:
+        num_rows = -(-case.num_tokens // case.size)
+        positions = torch.arange(case.num_tokens, device=case.device)
+        self.case, self.rows = case, case.sets(num_rows, case.query_dim)
+        self.order = owner_rank(positions, case.size) * num_rows + local_index(positions, case.size)
+        self.tokens = tokens_of_rows(self.order, num_rows, case.rank)
+        self.received_bytes = (case.size - 1) * self.rows[0].nbytes
+
+    def run(self, exchange: Exchange, index: int) -> tuple[Tensor, ...]:
+        return (exchange.start_context(self.rows[index], self.order, self.tokens)(),)
+
+    def answer(self, index: int) -> tuple[Tensor, ...]:
+        return (
+            torch.stack(self.case.of_ranks(index, *self.rows.shape[1:]), 1)
+            .flatten(0, 1)[: self.case.num_tokens]
+            .double(),
+        )
+
+
+OPERATIONS: dict[str, Callable[[ExchangeCase], ExchangeInputs]] = {
+    "gather_heads": GatherHeads,
+    "combine": Combine,
+    "gather_context": GatherContext,
+}
+
+
+def find_errors(results: Sequence[Tensor], answers: Sequence[Tensor]) -> list[float]:
+    """Of rows, and of their LSE where the results have one."""
+    (rows, *lse), (rows_answer, *lse_answer) = results, answers
+    return [row_error(rows, rows_answer), *map(lse_error, lse, lse_answer)]
+
+
+def row_error(rows: Tensor, answer: Tensor) -> float:
+    """Of rows [..., D], the largest difference beside the row's largest number; inf for another shape, or where a row
+    is not finite.
+    """
+    if rows.shape != answer.shape:
+        return math.inf
+    of_rows = (rows.double() - answer).abs().amax(-1) / answer.abs().amax(-1).clamp(min=1e-30)
+    return float(of_rows.max().nan_to_num(math.inf, math.inf))
+
+
+def lse_error(lse: Tensor, answer: Tensor) -> float:
+    """The largest difference, -inf equal to itself; inf for another shape, or where one alone is not finite."""
+    if lse.shape != answer.shape:
+        return math.inf
+    difference = (lse.double() - answer.double()).where(lse != answer, 0.0)
+    return float(difference.abs().max().nan_to_num(math.inf, math.inf))

@@ -1,0 +1,241 @@
+"""What `bench sparse` gives every operation: a case's sizes, rotated caches, tokens to select from and tokens selected."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpmla import ownership
+from dcpmla.attention.sparse.candidates import EMPTY
+from dcpmla.attention.sparse.metadata import SelectedTokens
+from dcpmla.attention.sparse.scores import index_scores
+from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
+from dcpmla.bench.cache_formats import fill_randomly, kv_scale_of, storage_dtype
+from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, Caches, DecodeCase, DecodeInputs
+from dcpmla.bench.timing import Operation
+from dcpmla.cache import formats
+from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8, write_index_keys
+from dcpmla.comm.exchange import Exchange, LocalExchange
+
+BLOCK_SIZE = 64
+_INDEX_DIM = 128  # of DeepSeek-V3.2 and GLM-5
+_ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 18}  # several times the L2 of an H200, 60 MB
+_MOST_SETS = 512  # nodes of a graph that small sets may cost
+_CHUNK = 1 << 18  # keys drawn at a time
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    """One new token for each of some requests of one length, on one of W = dcp_size ranks.
+
+    Attributes:
+        context: cached tokens of each request on all ranks, the new one among them.
+        topk: tokens that each new token selects.
+    """
+
+    batch: int
+    context: int
+    topk: int
+    dcp_size: int = 1
+    dcp_rank: int = 0
+
+    @property
+    def num_local(self) -> int:
+        """Tokens of a request on this rank."""
+        return ownership.local_seq_lens(self.context, self.dcp_size, self.dcp_rank)
+
+    @property
+    def max_blocks(self) -> int:
+        """Of a request; the same on all ranks."""
+        return -(-self.context // (self.dcp_size * BLOCK_SIZE))
+
+    def block_tables(self, num_sets: int, device: torch.device) -> Tensor:
+        """[num_sets, batch, max_blocks] int32: no block stands in two places."""
+        shape = num_sets, self.batch, self.max_blocks
+        return torch.randperm(num_sets * self.batch * self.max_blocks, device=device).view(shape).to(torch.int32)
+
+
+def _num_sets(set_bytes: int, device: torch.device) -> int:
+    """So many that none is found in the L2 when its turn comes again."""
+    return max(1, min(_MOST_SETS, -(-_ROTATED_BYTES[device.type] // set_bytes)))
+
+
+class SelectionInputs:
+    """Queries of an indexer and its cache, and each operation of a selection over them: call i takes set i % num_sets.
+
+    Args:
+        num_heads: of the indexer.
+        index_cache_dtype: as in `DCPConfig`; dtype is the model's.
+        exchange: the DCP group's; None where there is no group, and the other ranks' candidates are made from this
+    one's. Attributes:
+        operations: by name, in their order, "selection" being all of them; no "gather_candidates" where nothing moves.
+        index_bytes: of the keys that one call scores.
+    """
+
+    def __init__(
+        self,
+        case: SparseCase,
+        num_heads: int,
+        index_cache_dtype: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        exchange: Exchange | None,
+    ) -> None:
+        self.case, self.exchange, self.index_cache_dtype, self.dtype = case, exchange, index_cache_dtype, dtype
+        storage = index_storage_dtype(index_cache_dtype, dtype)
+        width, num_blocks = index_row_width(storage, _INDEX_DIM), case.batch * case.max_blocks
+        self.index_bytes = case.batch * case.num_local * width * storage.itemsize
+        self.num_sets = _num_sets(num_blocks * BLOCK_SIZE * width * storage.itemsize, device)
+        self.index_cache = torch.empty(self.num_sets * num_blocks, BLOCK_SIZE, width, dtype=storage, device=device)
+        for slots in torch.arange(self.index_cache.shape[0] * BLOCK_SIZE, device=device).split(_CHUNK):
+            write_index_keys(self.index_cache, torch.randn(len(slots), _INDEX_DIM, dtype=dtype, device=device), slots)
+        self.block_tables = case.block_tables(self.num_sets, device)
+        self.q = torch.randn(self.num_sets, case.batch, num_heads, _INDEX_DIM, dtype=dtype, device=device)
+        self.weights = torch.randn(self.q.shape[:3], device=device) * (num_heads * _INDEX_DIM) ** -0.5
+        if index_cache_dtype == "fp8":
+            self.q, scales = index_to_fp8(self.q)
+            self.weights *= scales
+        new: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.request = torch.arange(case.batch, **new)
+        self.lens = torch.full((case.batch,), case.context, **new), torch.full((case.batch,), case.num_local, **new)
+        self.selection = SelectedTokens.empty(case.batch, case.topk, device)
+        # What an operation alone takes from those before it. As in a step, it may be found in the L2.
+        self._scores = [self.score(index) for index in range(self.num_sets)]
+        self._candidates = [self.nominate(scores) for scores in self._scores]
+        self._of_ranks = [
+            self._made_up(mine) if exchange is None else exchange.gather_candidates(mine).clone()
+            for mine in self._candidates
+        ]
+
+    @property
+    def operations(self) -> dict[str, Operation]:
+        def over(operation: Callable[[Tensor], object], inputs: list[Tensor]) -> Operation:
+            return lambda index: operation(inputs[index % self.num_sets])
+
+        gather: dict[str, Operation] = {}
+        if self.exchange is not None and not isinstance(self.exchange, LocalExchange):
+            gather["gather_candidates"] = over(self.exchange.gather_candidates, self._candidates)
+        return {
+            "index_scores": self.score,
+            "local_candidates": over(self.nominate, self._scores),
+            **gather,
+            "choose_tokens": lambda index: self.choose(index, self._of_ranks[index % self.num_sets]),
+            "selection": self.select,
+        }
+
+    def score(self, index: int) -> Tensor:
+        number = index % self.num_sets
+        where = self.index_cache, self.block_tables[number], self.request, *self.lens
+        return index_scores(self.q[number], self.weights[number], *where, self.case.topk)
+
+    def nominate(self, scores: Tensor) -> Tensor:
+        case = self.case
+        return local_candidates(scores, *self.lens, case.topk, case.dcp_rank, case.dcp_size, 1)
+
+    def choose(self, index: int, candidates: Tensor) -> None:
+        """Of all ranks' candidates [T, W, k]."""
+        case, selection = self.case, self.selection
+        where = self.block_tables[index % self.num_sets], self.request, BLOCK_SIZE, case.dcp_rank, case.dcp_size, 1
+        choose_tokens(candidates.flatten(1), *where, selection.positions, selection.slots, selection.num_slots)
+
+    def select(self, index: int) -> None:
+        mine = self.nominate(self.score(index))
+        self.choose(
+            index,
+            self._of_ranks[index % self.num_sets] if self.exchange is None else self.exchange.gather_candidates(mine),
+        )
+
+    def difference(self) -> float:
+        """Share of the tokens selected for the last request of the first set that the operators' torch code would not
+        select.
+        """
+        case, last = self.case, slice(-1, None)
+        self.select(0)
+        lens = [numbers[last] for numbers in self.lens]
+        # Over float32 queries a GPU runs the torch code, too; the rest does on CPUs alone.
+        where = self.index_cache, self.block_tables[0], self.request[last], *lens
+        scores = index_scores(self.q[0, last].float(), self.weights[0, last], *where, case.topk).cpu()
+        layout = case.dcp_rank, case.dcp_size, 1
+        candidates = self._of_ranks[0][last].cpu().clone()
+        candidates[:, case.dcp_rank] = local_candidates(
+            scores, *(numbers.cpu() for numbers in lens), case.topk, *layout
+        )
+        expected = SelectedTokens.empty(1, case.topk, "cpu")
+        table, request = self.block_tables[0].cpu(), self.request[last].cpu()
+        choose_tokens(
+            candidates.flatten(1),
+            table,
+            request,
+            BLOCK_SIZE,
+            *layout,
+            expected.positions,
+            expected.slots,
+            expected.num_slots,
+        )
+        pairs = zip(_tokens(self.selection.rows(last)), _tokens(expected), strict=True)
+        return max(len(found ^ wanted) for found, wanted in pairs) / (2 * case.topk)
+
+    def _made_up(self, mine: Tensor) -> Tensor:
+        """[T, W, k] of rank 0's candidates [T, k]: the other ranks' are at the same places, with scores a little
+        higher.
+        """
+        num_ranks = self.case.dcp_size
+        more = torch.randint(1 << 16, (len(mine), num_ranks, mine.shape[1]), device=mine.device)  # under 1 %
+        more[:, 0] = 0
+        rank = torch.arange(num_ranks, device=mine.device)[:, None]
+        return (mine[:, None] + (more << 32) - rank).masked_fill(mine[:, None] == EMPTY, EMPTY)
+
+
+def _tokens(selection: SelectedTokens) -> tuple[set[int], set[int]]:
+    """Positions, and slots on this rank, that one token selected."""
+    return set(selection.positions[0].tolist()), set(selection.slots[0, : int(selection.num_slots)].tolist())
+
+
+class SelectedRows(Caches):
+    """A cache of single rows, as `selected_rows` makes it of blocks, and many selections from it, as its block tables.
+
+    A request's selected tokens are spread over its context, and about topk / W of them, at least one, are on this
+    rank: in every selection as many, and other ones until nearly all had their turn.
+
+    Attributes:
+        blocks: [num_blocks, BLOCK_SIZE, row_width].
+        rows: [num_sets, num_rows, 1, row_width], the same rows in each set.
+        block_tables: [num_sets, batch, topk] int32 slots, -1 behind the last.
+        num_slots: [batch] int32.
+    """
+
+    def __init__(self, case: SparseCase, dtype: torch.dtype, device: torch.device, kv_cache_dtype: str) -> None:
+        self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
+        storage = storage_dtype(kv_cache_dtype, dtype)
+        self.kv_scale = kv_scale_of(storage, device)
+        width, num_blocks = formats.row_width(storage, LATENT_DIM, ROPE_DIM), case.batch * case.max_blocks
+        num_caches = _num_sets(num_blocks * BLOCK_SIZE * width * storage.itemsize, device)
+        num_sets = _num_sets(-(-case.batch * case.topk // case.dcp_size) * width * storage.itemsize, device)
+        self.blocks = torch.empty(num_caches * num_blocks, BLOCK_SIZE, width, dtype=storage, device=device)
+        fill_randomly(self.blocks, LATENT_DIM, dtype)
+        self.rows = self.blocks.view(1, -1, 1, width).expand(num_sets, -1, -1, -1)
+        is_mine = torch.rand(case.batch, case.topk, device=device) * case.dcp_size < 1
+        self.num_slots = is_mine.sum(1).clamp(1, case.num_local).to(torch.int32)
+        self.block_tables = self._select(case, num_sets, case.block_tables(num_caches, device).long())
+
+    def _select(self, case: SparseCase, num_sets: int, tables: Tensor) -> Tensor:
+        stride = case.num_local // int(self.num_slots.max())
+        place = torch.arange(case.topk, device=tables.device)
+        offset = torch.randint(stride, (case.batch, case.topk), device=tables.device)
+        selections = []
+        for number in range(num_sets):
+            turn, table = number // len(tables), tables[number % len(tables)]
+            index = (place * stride + (offset + turn) % stride).clamp(max=case.num_local - 1)
+            slots = table.gather(1, index // BLOCK_SIZE) * BLOCK_SIZE + index % BLOCK_SIZE
+            selections.append(slots.masked_fill(place >= self.num_slots[:, None], -1).to(torch.int32))
+        return torch.stack(selections)
+
+
+class AttentionInputs(DecodeInputs):
+    """Queries of all heads of the group, over the tokens selected for them that this rank owns."""
+
+    def __init__(self, case: SparseCase, num_heads: int, rows: SelectedRows) -> None:
+        super().__init__(DecodeCase(case.batch, case.topk, num_heads, 1, rows.kv_cache_dtype), rows)
+        self.blocks, self.seq_lens = rows.blocks, rows.num_slots

@@ -1,0 +1,134 @@
+"""How long an operation takes on all ranks: in a CUDA graph where one can be captured, else call by call."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dcpmla.runtime.graph import error_on_host_sync
+
+Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can rotate its inputs
+Result = TypeVar("Result")
+CALLS_PER_SAMPLE = 16
+_NUM_WARM_UPS = 3
+_FEWEST_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the median over samples, the slowest rank's."""
+
+    median_us: float
+    in_graph: bool
+
+
+class TimeLimit:
+    """Ends a benchmark between two measurements, on all ranks at once."""
+
+    def __init__(self, seconds: float, device: torch.device) -> None:
+        self._end, self._device = time.monotonic() + seconds, device
+
+    def is_over(self) -> bool:
+        """Whether some rank's clock says so. Collective over the job."""
+        return largest(float(time.monotonic() >= self._end), self._device) > 0
+
+
+def time_operation(
+    operation: Operation,
+    device: torch.device,
+    calls: int = CALLS_PER_SAMPLE,
+    num_samples: int = 30,
+    seconds: float = math.inf,
+) -> Timing:
+    """Time an operation of all ranks. Collective over the job.
+
+    Args:
+        calls: operation(0) ... operation(calls - 1) are one sample.
+        num_samples: fewer, but at least 5, where they would take more than so many seconds.
+    """
+    for index in range(_NUM_WARM_UPS):
+        operation(index % calls)
+    graph = _capture(operation, calls) if device.type == "cuda" else None
+    sample = _sampler(operation, calls, device) if graph is None else _graph_sampler(graph)
+    first = largest(
+        sample(), device
+    )  # a graph's first replay is slower: it only says how many samples there is time for
+    times = []
+    for _ in range(int(min(num_samples, max(_FEWEST_SAMPLES, seconds * 1e6 / first)))):
+        dist.barrier()
+        times.append(sample() / calls)
+    return Timing(largest(statistics.median(times), device), graph is not None)
+
+
+def time_with_result(
+    operation: Callable[[int], Result], device: torch.device, calls: int, num_samples: int, seconds: float = math.inf
+) -> tuple[Timing, Result]:
+    """`time_operation`, and what the last timed call gave: in a graph, what the last replay left there."""
+    results: list[Result] = []
+
+    def launch(index: int) -> None:
+        results[:] = [operation(index)]
+
+    timing = time_operation(launch, device, calls, num_samples, seconds)
+    return timing, results[0]
+
+
+def largest(number: float, device: torch.device) -> float:
+    """Of all ranks' numbers. Collective over the job."""
+    largest = torch.tensor(number, device=device, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def _capture(operation: Operation, calls: int) -> torch.cuda.CUDAGraph | None:
+    """A graph of one sample; None, on every rank, where some rank cannot capture it."""
+    is_free = True
+    torch.cuda.synchronize()  # one stream at a time: the exchange counts its calls
+    with torch.cuda.stream(
+        torch.cuda.Stream()
+    ):  # what a first call on a new stream allocates must not be part of the graph
+        try:
+            with error_on_host_sync():
+                operation(0)
+        except RuntimeError:
+            is_free = False
+    torch.cuda.synchronize()
+    everywhere = torch.tensor(int(is_free), device="cuda")
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    if not everywhere:
+        return None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(calls):
+            operation(index)
+    torch.cuda.synchronize()
+    return graph
+
+
+def _graph_sampler(graph: torch.cuda.CUDAGraph) -> Callable[[], float]:
+    def sample() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    return sample
+
+
+def _sampler(operation: Operation, calls: int, device: torch.device) -> Callable[[], float]:
+    def sample() -> float:
+        start = time.perf_counter()
+        for index in range(calls):
+            operation(index)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e6
+
+    return sample

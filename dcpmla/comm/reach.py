@@ -1,0 +1,183 @@
+"""How GPUs reach each other: NVLinks as NVML tells them, and whether all ranks of a group can store into each other's
+memory.
+"""
+
+import importlib
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch.distributed import ProcessGroup
+
+from dcpmla.parallel.collectives import named
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs.
+
+    Attributes:
+        rank: in the job.
+        host: the same for ranks of one host alone, whatever names other hosts have.
+        gpu: UUID; "" on a CPU.
+        has_symmetric_memory: torch has it for the device.
+    """
+
+    rank: int
+    host: str
+    gpu: str
+    has_symmetric_memory: bool
+
+
+def reach(group: ProcessGroup, device: torch.device) -> str:
+    """What keeps the ranks of a group from one-sided stores into each other's GPU memory over NVLink. Collective
+    over the group.
+
+    Args:
+        device: this rank's; it need not see the GPUs of the others.
+    Returns:
+        "" where nothing does, else a short phrase for people. The same on every rank.
+    """
+    on_gpu = device.type == "cuda"
+    host = f"{socket.gethostname()} {_BOOT_ID.read_text() if _BOOT_ID.exists() else ''}"
+    gpu = gpu_uuid(device) if on_gpu else ""
+    places = _gather(
+        group, Place(dist.get_rank(), host, gpu, on_gpu and symmetric_memory.get_backend(device) is not None)
+    )
+    return judge_places(places) or judge_links(
+        places, _gather(group, find_missing(gpu, [place.gpu for place in places]))
+    )
+
+
+def judge_places(places: Sequence[Place]) -> str:
+    """`reach`'s phrase, as far as places say; "" where each rank has a GPU of its own on the same host."""
+    if not all(place.gpu for place in places):
+        return "the ranks are CPUs"
+    for one, other in combinations(places, 2):
+        if one.host != other.host:
+            return f"ranks {one.rank} and {other.rank} are on different hosts"
+        if one.gpu == other.gpu:
+            return f"ranks {one.rank} and {other.rank} share a GPU"
+    lacking = next((place for place in places if not place.has_symmetric_memory), None)
+    return f"torch has no symmetric memory for the GPU of rank {lacking.rank}" if lacking else ""
+
+
+def judge_links(places: Sequence[Place], missing: Sequence[Sequence[str]]) -> str:
+    """`reach`'s phrase, as far as links say; missing is what `find_missing` gave the i-th rank of its GPU and the
+    j-th's.
+    """
+    for one, of_one in zip(places, missing, strict=True):
+        for other, words in zip(places, of_one, strict=True):
+            if words:
+                return f"the GPUs of ranks {one.rank} and {other.rank} have {words}"
+    return ""
+
+
+def find_missing(mine: str, gpus: Sequence[str]) -> list[str]:
+    """What a GPU lacks to reach each of a host's GPUs over NVLink, "" where nothing: by UUID, for a process may see its
+    own GPU alone.
+    """
+    nvml, visible = Nvml(), [gpu_uuid(index) for index in range(torch.cuda.device_count())]
+
+    def missing(other: str) -> str:
+        if other == mine:
+            return ""
+        if other in visible and not torch.cuda.can_device_access_peer(visible.index(mine), visible.index(other)):
+            return "no peer access to each other"
+        has_nvlink = nvml.has_nvlink(mine, other)
+        if has_nvlink is None:
+            return "no NVLink that NVML tells of (it is asked through the package nvidia-ml-py)"
+        return "" if has_nvlink else "no NVLink between them"
+
+    return [missing(other) for other in gpus]
+
+
+def find_peers(nvml: "Nvml") -> list[list[str]]:
+    """[i][j] how GPU i that this process sees reaches its GPU j: "NVLink", "peer access", "no"; "-" is itself."""
+    gpus = range(torch.cuda.device_count())
+
+    def link(one: int, other: int) -> str:
+        if one == other:
+            return "-"
+        if not torch.cuda.can_device_access_peer(one, other):
+            return "no"
+        return "NVLink" if nvml.has_nvlink(gpu_uuid(one), gpu_uuid(other)) else "peer access"
+
+    return [[link(one, other) for other in gpus] for one in gpus]
+
+
+def gpu_uuid(device: torch.device | int) -> str:
+    """Of a GPU that this process sees, as NVML writes it."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+class Nvml:
+    """NVLinks of the host's GPUs, by UUID, where pynvml is installed and the driver answers (for a MIG slice it does
+    not).
+    """
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError:
+            return
+        self._nvml = nvml
+
+    def num_nvlinks(self, gpu: str) -> int | None:
+        """Active ones of a GPU; None where NVML does not tell."""
+        handle = self._handle(gpu)
+        return (
+            None
+            if handle is None
+            else sum(self._is_active(handle, link) for link in range(self._nvml.NVML_NVLINK_MAX_LINKS))
+        )
+
+    def has_nvlink(self, one: str, other: str) -> bool | None:
+        """Whether two GPUs reach each other over NVLink, directly or through switches; None where NVML does not tell."""
+        handles = self._handle(one), self._handle(other)
+        if any(handle is None for handle in handles):
+            return None
+        try:
+            return (
+                self._nvml.nvmlDeviceGetP2PStatus(*handles, self._nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+                == self._nvml.NVML_P2P_STATUS_OK
+            )
+        except self._nvml.NVMLError:
+            return None
+
+    def _handle(self, gpu: str) -> Any:
+        """None where NVML is silent, or does not know the GPU."""
+        if self._nvml is None:
+            return None
+        try:
+            return self._nvml.nvmlDeviceGetHandleByUUID(gpu)
+        except self._nvml.NVMLError:
+            return None
+
+    def _is_active(self, handle: Any, link: int) -> bool:
+        try:
+            return self._nvml.nvmlDeviceGetNvLinkState(handle, link) == self._nvml.NVML_FEATURE_ENABLED
+        except self._nvml.NVMLError:  # a GPU has fewer links than NVML may count
+            return False
+
+
+def _gather(group: ProcessGroup, mine: _T) -> list[_T]:
+    """Of all ranks of a group, in its order."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    with named("reach", group):
+        dist.all_gather_object(everyone, mine, group=group)
+    return everyone

@@ -1,0 +1,1 @@
+"""How a job starts, is watched and ends."""

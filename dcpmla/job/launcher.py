@@ -1,0 +1,226 @@
+"""Who started this process (torchrun, mpirun, Slurm's srun, or nobody), its place among the ranks, and where they meet.
+
+torchrun's variables win over mpirun's and those over srun's, because each may start the next: torchrun's agents may
+be the tasks of srun or mpirun, mpirun's daemons the tasks of srun. What cannot be such a pair is refused.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from dcpmla.job.mpi import meet_over_mpi
+from dcpmla.job.rendezvous import open_round
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MPIRUN = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)  # Open MPI; MPICH, Intel MPI, Cray
+_SRUN = ("SLURM_PROCID", "SLURM_NTASKS")
+_FIRST_SPECIAL_STEP = (
+    0xFFFFFFF0  # Slurm numbers batch scripts and interactive shells from here: steps that srun did not start
+)
+_PORTS = range(20000, 32000)  # below the range that systems hand out to connections
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the job's.
+
+    Attributes:
+        open_store: (timeout) connects to the store where the ranks meet; collective.
+        address: host and port of that store, None for one process.
+    """
+
+    launcher: str
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local_ranks: int
+    open_store: Callable[[timedelta], dist.Store] = field(repr=False, compare=False)
+    address: tuple[str, int] | None = None
+
+
+def find_place(env: Environment, timeout: timedelta) -> Place:
+    """Read a launcher's variables.
+
+    Under mpirun a collective over MPI, which is initialized for it and finalized (if it was not the caller's).
+    Ranks that do not come within the timeout end the process there.
+
+    Raises:
+        ValueError: variables that are missing, no numbers, out of range, or another launcher's that contradict
+            them; mpirun without mpi4py.
+    """
+    if any(name in env for name in _TORCHRUN):
+        return _torchrun(env)
+    if _is_mpirun(env):
+        return _mpirun(env, timeout)
+    if _is_srun(env):
+        return _srun(env)
+    return Place("one process", 0, 1, 0, 1, _open_own_store)
+
+
+def claimed_rank(env: Environment) -> str | None:
+    """The rank that a launcher's variables claim, unchecked, None without a launcher: for what is said before the ranks
+    have met.
+    """
+    if any(name in env for name in _TORCHRUN):
+        return env.get("RANK", "?")
+    names = [*(rank for rank, _ in _MPIRUN), "PMIX_RANK", *(["SLURM_PROCID"] if _is_srun(env) else [])]
+    return next((env[name] for name in names if name in env), None)
+
+
+def _torchrun(env: Environment) -> Place:
+    missing = [name for name in _TORCHRUN if name not in env]
+    if missing:
+        found = next(name for name in _TORCHRUN if name in env)
+        raise ValueError(
+            f"{found} is set, but not {', '.join(missing)}; set all of {', '.join(_TORCHRUN)} as torchrun does, or none"
+        )
+    num_ranks = _number(env, "WORLD_SIZE", 1)
+    num_local = _number(env, "LOCAL_WORLD_SIZE", 1, num_ranks)
+    rank, local_rank = _number(env, "RANK", 0, num_ranks - 1), _number(env, "LOCAL_RANK", 0, num_local - 1)
+    _check_agents(env, rank, num_ranks)
+    if num_ranks == 1:
+        return Place("torchrun", 0, 1, 0, 1, _open_own_store)
+    if not env.get("MASTER_ADDR"):
+        raise ValueError(
+            f"MASTER_ADDR is not set, but WORLD_SIZE is {num_ranks}; set it to the host of rank 0, as torchrun does"
+        )
+    address = env["MASTER_ADDR"], _number(env, "MASTER_PORT", 1, 65535)
+    return Place(
+        "torchrun", rank, num_ranks, local_rank, num_local, partial(_open_torchrun_store, rank, num_ranks), address
+    )
+
+
+def _check_agents(env: Environment, rank: int, num_ranks: int) -> None:
+    """Another launcher's variables beside torchrun's: its tasks must be torchrun's agents (one a host), or these very
+    ranks.
+    """
+    for rank_name, size_name in _claims(env):
+        size = _number(env, size_name, 1)
+        outer_rank = _number(env, rank_name, 0, size - 1)
+        if size == 1 or env.get("GROUP_WORLD_SIZE") == str(size) or (outer_rank, size) == (rank, num_ranks):
+            continue
+        raise ValueError(
+            f"two launchers contradict each other: RANK is {rank} and WORLD_SIZE {num_ranks}, but {rank_name} is {outer_rank} and "
+            f"{size_name} {size}; start the ranks with one of them, or torchrun once a host (with --nnodes {size})"
+        )
+
+
+def _claims(env: Environment) -> Iterator[tuple[str, str]]:
+    pairs = [*_MPIRUN, *([_SRUN] if _is_srun(env) else [])]
+    yield from (pair for pair in pairs if any(name in env for name in pair))
+
+
+def _is_mpirun(env: Environment) -> bool:
+    """srun sets PMI's and PMIx's variables too (--mpi), but neither Open MPI's nor those of Hydra, the launcher of
+    MPICH and Intel MPI.
+    """
+    own = any(name in env for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID"))
+    return own or (not _is_srun(env) and any(name in env for name in ("PMI_RANK", "PMI_SIZE", "PMIX_RANK")))
+
+
+def _mpirun(env: Environment, timeout: timedelta) -> Place:
+    meeting = meet_over_mpi(env.get("MASTER_ADDR"), "OMPI_COMM_WORLD_SIZE" in env, claimed_rank(env) or "?", timeout)
+    rank, num_ranks = meeting.rank, meeting.num_ranks
+    for rank_name, size_name in _MPIRUN:
+        claimed = env.get(rank_name, str(rank)), env.get(size_name, str(num_ranks))
+        if claimed != (str(rank), str(num_ranks)):
+            raise ValueError(
+                f"mpirun's {rank_name} is {claimed[0]} and {size_name} {claimed[1]}, but mpi4py found rank {rank} of {num_ranks}; "
+                "use the mpirun that belongs to mpi4py's MPI"
+            )
+    if num_ranks == 1:
+        return Place("mpirun", 0, 1, 0, 1, _open_own_store)
+    listener, address = meeting.listener.detach() if meeting.listener else None, (meeting.host, meeting.port)
+    open_store = partial(_open_store, address, rank, num_ranks, listener)
+    return Place("mpirun", rank, num_ranks, meeting.local_rank, meeting.num_local_ranks, open_store, address)
+
+
+def _is_srun(env: Environment) -> bool:
+    """A step that srun started. A batch script has SLURM_PROCID and SLURM_NTASKS as well, but is one process."""
+    step = env.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _srun(env: Environment) -> Place:
+    num_ranks = _number(env, "SLURM_NTASKS", 1)
+    rank = _number(env, "SLURM_PROCID", 0, num_ranks - 1)
+    if env.get("SLURM_STEP_NUM_TASKS", str(num_ranks)) != str(num_ranks):
+        raise ValueError(
+            f"SLURM_NTASKS is {num_ranks}, but SLURM_STEP_NUM_TASKS {env['SLURM_STEP_NUM_TASKS']}; srun sets both to its tasks"
+        )
+    num_local = _num_local_tasks(env, num_ranks)
+    local_rank = _number(env, "SLURM_LOCALID", 0, num_local - 1)
+    if num_ranks == 1:
+        return Place("srun", 0, 1, 0, 1, _open_own_store)
+    address = _srun_meeting_place(env)
+    return Place(
+        "srun", rank, num_ranks, local_rank, num_local, partial(_open_store, address, rank, num_ranks, None), address
+    )
+
+
+def _num_local_tasks(env: Environment, num_ranks: int) -> int:
+    """This node's part of SLURM_STEP_TASKS_PER_NODE, as in 4(x2),3: two nodes of four tasks, then one of three."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "missing"))
+    groups = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group) for group in text.split(",")]
+    if not all(groups):
+        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}; srun sets it to numbers of tasks, as in 4(x2),3")
+    tasks = [int(group[1]) for group in groups if group for _ in range(int(group[2] or 1))]
+    node = _number(env, "SLURM_NODEID", 0, len(tasks) - 1) if len(tasks) > 1 else 0
+    if not 1 <= tasks[node] <= num_ranks:
+        raise ValueError(
+            f"SLURM_STEP_TASKS_PER_NODE is {text!r}, {tasks[node]} tasks on this node; it must be in [1, SLURM_NTASKS {num_ranks}]"
+        )
+    return tasks[node]
+
+
+def _srun_meeting_place(env: Environment) -> tuple[str, int]:
+    """MASTER_ADDR, or the first host of the step's compressed list (`rack[1-2]n[03-05,7],login` starts with
+    rack1n03); MASTER_PORT, or one
+    that follows from job and step, so that two jobs on a host rarely choose the same."""
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
+    host = env.get("MASTER_ADDR") or re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
+    if not host:
+        raise ValueError(
+            "SLURM_STEP_NODELIST is not set; srun sets it to the step's nodes: set MASTER_ADDR to the host of rank 0"
+        )
+    if "MASTER_PORT" in env:
+        return host, _number(env, "MASTER_PORT", 1, 65535)
+    job, step = _number(env, "SLURM_JOB_ID", 0), _number(env, "SLURM_STEP_ID", 0)
+    return host, _PORTS[(job * 16 + step) % len(_PORTS)]
+
+
+def _number(env: Environment, name: str, lowest: int, highest: int | None = None) -> int:
+    text = env.get(name)
+    allowed = f"of at least {lowest}" if highest is None else f"in [{lowest}, {highest}]"
+    if text is None:
+        raise ValueError(f"{name} is not set; it must be a whole number {allowed}")
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < lowest or (highest is not None and int(text) > highest):
+        raise ValueError(f"{name} is {text!r}; it must be a whole number {allowed}")
+    return int(text)
+
+
+def _open_own_store(_: timedelta) -> dist.Store:
+    return dist.HashStore()
+
+
+def _open_torchrun_store(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+    """At MASTER_ADDR and MASTER_PORT; the agent of the first host may serve it, also when it starts the ranks anew."""
+    store: Any = next(dist.rendezvous("env://", rank, num_ranks, timeout=timeout))[0]
+    return open_round(store, rank, num_ranks, timeout)
+
+
+def _open_store(
+    address: tuple[str, int], rank: int, num_ranks: int, listener: int | None, timeout: timedelta
+) -> dist.Store:
+    return dist.TCPStore(*address, num_ranks, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)

@@ -1,0 +1,130 @@
+"""mpirun: MPI tells the ranks who they are and where to meet, and is done before the first tensor moves.
+
+An MPI that stayed would have to be finalized by all ranks together, and a rank that fails would wait there for the
+others.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+_INSTALL = "install both with: pip install 'dcpmla[mpi]'"
+# Ends its parent with a line, unless its input ends in time: the parent's word that all is well, or that it is gone.
+_GUARD = """
+import os, select, signal, sys
+parent, seconds, line = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+if not select.select([0], [], [], seconds)[0]:
+    os.write(2, line.encode())
+    os.kill(parent, signal.SIGKILL)
+"""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A place among MPI's ranks, and where the job's store will be.
+
+    `listener` is rank 0's socket there: the port is held from now on.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local_ranks: int
+    host: str
+    port: int
+    listener: socket.socket | None
+
+
+def meet_over_mpi(host: str | None, wants_open_mpi: bool, rank: str, timeout: timedelta) -> Meeting:
+    """Agree on a free port of rank 0's host. Collective over MPI; ends the process if the others do not come within
+    the timeout.
+
+    Args:
+        host: rank 0's name or address for the others; None takes its host name.
+        wants_open_mpi: whether the mpirun that started this process is Open MPI's.
+        rank: this process, in messages before MPI tells.
+    Raises:
+        ValueError: no mpi4py, no MPI library, another MPI than mpirun's, or one that is finalized.
+    """
+    MPI = _load(wants_open_mpi)
+    with _deadline(rank, timeout), _initialized(MPI):
+        world = MPI.COMM_WORLD
+        local = world.Split_type(MPI.COMM_TYPE_SHARED)
+        listener = _listen() if world.rank == 0 else None
+        own = (host or _own_name(local.size == world.size), listener.getsockname()[1]) if listener else None
+        host, port = world.bcast(own)
+        meeting = Meeting(world.rank, world.size, local.rank, local.size, host, port, listener)
+        local.Free()
+        return meeting
+
+
+def _load(wants_open_mpi: bool) -> Any:
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False  # an MPI that is not mpirun's ends the process when it starts
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(
+            f"mpirun started this process, but mpi4py or its MPI library does not load ({error}); {_INSTALL}"
+        ) from error
+    vendor = MPI.get_vendor()[0]
+    if (vendor == "Open MPI") != wants_open_mpi:
+        started = "Open MPI's" if wants_open_mpi else "not Open MPI's"
+        raise ValueError(
+            f"mpi4py loads {vendor}, but the mpirun that started this process is {started}; use the mpirun that belongs to it"
+        )
+    if MPI.Is_finalized():
+        raise ValueError(
+            "MPI was finalized in this process, and starts once only: initialize it yourself to start from mpirun twice"
+        )
+    return MPI
+
+
+@contextmanager
+def _initialized(MPI: Any) -> Iterator[None]:
+    ours = not MPI.Is_initialized()
+    if ours:
+        MPI.Init()
+    yield
+    if ours:
+        MPI.Finalize()
+
+
+@contextmanager
+def _deadline(rank: str, timeout: timedelta) -> Iterator[None]:
+    """For ranks that wait in MPI: mpirun does not end them when others are gone.
+
+    No thread could: MPI.Init keeps Python's lock.
+    """
+    seconds = timeout.total_seconds()
+    line = (
+        f"\ndcpmla: error: rank {rank} (started by mpirun) did not meet the others within {seconds:.0f} s: they did not start MPI; "
+        "see that all ranks were started, and what they say\n"
+    )
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(seconds), line], stdin=subprocess.PIPE
+    )
+    assert guard.stdin is not None
+    try:
+        yield
+    finally:
+        guard.stdin.close()
+        guard.wait()
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _own_name(alone: bool) -> str:
+    """Of this host; one host needs no name that others can resolve."""
+    return "localhost" if alone else socket.gethostname()

@@ -1,0 +1,335 @@
+"""Ends this process, with one line per job, when something goes wrong on any rank: one that hangs, dies, fails or is
+told to stop.
+"""
+
+import faulthandler
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from dcpmla.job.faults import (
+    RESTART,
+    Fault,
+    Post,
+    Verdict,
+    blame,
+    describe_missing,
+    describe_places,
+    explain,
+    find_missing,
+)
+
+_BEAT = 0.5  # seconds between two posts of a rank
+_LOOK = 2.0  # seconds between two looks at all posts: who has not posted in between is missing
+_GRACE = 5.0  # seconds that the store may take for an answer
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_NO_STORE = f"the job's store does not answer: who holds it, torchrun's agent or rank 0, is gone or stopped: see its log, then {RESTART}"
+_T = TypeVar("_T")
+
+
+class Reported(ValueError):
+    """A user's mistake that a rank has reported already."""
+
+
+class _Operation(NamedTuple):
+    number: int
+    name: str
+    since: float
+    limit: float
+
+
+class _Ending(NamedTuple):
+    fault: Fault
+    code: int
+
+
+class Watchdog:
+    """Around a rank's work: all ranks of the job end when one of them fails, hangs, dies or is told to stop.
+
+    The main thread says what it is about to do with `enter`; every rank enters the same operations in the same
+    order. A thread posts that to the store twice a second, and ends this process
+
+    - when the main thread is in one operation for longer than its limit, unless a rank that it waits for is within
+    a limit of its own,
+    - when an exception leaves the block, or SIGTERM or SIGINT arrives, also while the main thread sits in native code,
+    - when another rank has done so.
+
+    The first rank to claim it prints the line; without a store each rank speaks for itself. A second thread, which
+    never touches the store, takes the signals, and steps in when the store does not answer. It uses no process groups;
+    their own
+    timeouts should be longer.
+    Exit codes: 1 for a fault, 2 for a user's mistake (ValueError), 128 + n for signal n.
+
+    Args:
+        store: of the job's ranks; the watchdog clones the connection.
+        timeout: seconds that an operation may take where `enter` names no limit, and that a rank may be silent.
+    Raises:
+        ValueError: timeout is not positive.
+        Reported: on leaving with a ValueError. Other exceptions end the process there and then.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int, timeout: float) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout (--timeout) is {timeout}; it must be a number of seconds above 0")
+        self._given, self._rank, self._num_ranks, self._timeout = store, rank, num_ranks, timeout
+        self._operation = _Operation(0, "start-up", time.monotonic(), timeout)
+        self._ending: _Ending | None = None
+        self._num_beats, self._answered, self._store_lost = 0, time.monotonic(), False
+        self._beaten, self._resumed, self._spoken = time.monotonic(), -math.inf, False
+        self._left, self._reported, self._wake = threading.Event(), threading.Event(), threading.Event()
+
+    def enter(self, operation: str, timeout: float | None = None) -> None:
+        """Say what the main thread does from now on, and how many seconds that may take, its waits for slower ranks
+        aside.
+        """
+        self._operation = _Operation(
+            self._operation.number + 1, operation, time.monotonic(), self._timeout if timeout is None else timeout
+        )
+
+    def __enter__(self) -> Self:
+        self._main_thread = threading.get_ident()
+        self._store = dist.PrefixStore("watchdog", self._given.clone())  # type: ignore[attr-defined]
+        self._signals, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._signals.settimeout(_BEAT)
+        # Python's handlers wait for the main thread, which may sit in a collective; the C handler writes to the socket
+        # at once.
+        self._old_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._guard)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ValueError):
+            self._end_soon(_Ending(explain(error), 1))
+            threading.Event().wait()  # for the end of the process
+        if isinstance(error, ValueError):
+            self._report(2, " ".join(str(error).split()))
+        self._leave()
+        if isinstance(error, ValueError):
+            raise Reported from error
+
+    def _leave(self) -> None:
+        self._left.set()
+        self._wake.set()
+        self._wakeup.send(bytes(1))  # no signal: wakes the guard
+        for thread in self._threads:
+            thread.join(_GRACE)
+        signal.set_wakeup_fd(self._old_wakeup)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._signals.close()
+        self._wakeup.close()
+
+    # The thread that talks with the store.
+
+    def _talk(self) -> None:
+        while not self._left.is_set():
+            self._beat()
+            self._follow()
+            if self._ending:
+                self._end(self._ending)
+            if self._seconds() > min(self._timeout, self._operation.limit):
+                self._judge()
+            self._wake.wait(_BEAT)
+        self._beat()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _beat(self) -> None:
+        now, self._num_beats = time.monotonic(), self._num_beats + 1
+        if now - self._beaten > self._timeout:
+            self._resumed = now
+        self._beaten = now
+        count, operation, since, limit = self._operation
+        # Native code that keeps the interpreter's lock stops both threads; this timer needs no lock, and says where.
+        with suppress(
+            RuntimeError
+        ):  # it is a thread, and there may be no memory left for one: this rank is about to say so itself
+            faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
+        place, waits = _place(self._main_thread)
+        left, failed = self._left.is_set(), self._ending is not None
+        post = Post(self._num_beats, count, operation, now - since, limit, place, waits, left, failed, time.time())
+        self._ask(lambda: self._store.set(f"post/{self._rank}", json.dumps(asdict(post))), None)
+
+    def _follow(self) -> None:
+        """End this process if another rank has ended the job."""
+        claim = self._ask(lambda: self._store.get("claim") if self._store.check(["claim"]) else None, None)
+        if claim and not self._reported.is_set():
+            _, code, num_alive = json.loads(claim)
+            self._spoken = True
+            self._settle(num_alive)
+            time.sleep(2 * _BEAT)  # the rank with the fault should end first: launchers take the first for the cause
+            self._exit(code)
+
+    def _report(self, code: int, words: str, details: str = "", num_missing: int = 0) -> None:
+        """Say it, if this rank is the first one that has something to say."""
+        self._reported.set()
+        mine = json.dumps([self._rank, code, self._num_ranks - num_missing])
+        claim = self._ask(lambda: self._store.compare_set("claim", "", mine).decode(), mine)
+        # Stopped for so long that the others gave it up and said so, this rank has nothing to add.
+        given_up = time.monotonic() - self._resumed < self._timeout and (self._store_lost or num_missing)
+        if claim == mine and not given_up and not self._spoken:
+            # One write, so that no other rank's words come in between; a progress bar may stand on the line before.
+            os.write(2, f"\n{details}dcpmla: error: {words}\n".encode(errors="replace"))
+        self._spoken = True
+        self._settle(json.loads(claim)[2])
+
+    def _settle(self, num_alive: int) -> None:
+        """Wait until all ranks know: one of them may hold the store, and would take it along."""
+        until = time.monotonic() + _LOOK
+        num_settled = self._ask(lambda: self._store.add("settled", 1), num_alive)
+        while num_settled < num_alive and time.monotonic() < until:
+            time.sleep(_BEAT / 5)
+            num_settled = self._ask(lambda: self._store.add("settled", 0), num_alive)
+
+    def _posts(self) -> list[Post | None]:
+        keys = [f"post/{rank}" for rank in range(self._num_ranks)]
+        there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+        posts = dict(zip(there, self._store.multi_get(there), strict=True))
+        return [Post(**json.loads(posts[key])) if key in posts else None for key in keys]
+
+    def _look(self) -> tuple[list[Post | None], list[int]]:
+        """All posts, and which ranks are missing; takes a few seconds."""
+        before = self._ask(self._posts, None) or []
+        until = time.monotonic() + _LOOK
+        while time.monotonic() < until:
+            time.sleep(_BEAT)
+            self._beat()
+            self._follow()
+        after = self._ask(self._posts, None) or []
+        return after, find_missing(before, after) if before and after else []
+
+    def _ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
+        """What the store answers, or `otherwise` once it is lost: its client does not reconnect."""
+        if self._store_lost:
+            return otherwise
+        try:
+            answer = question()
+        except RuntimeError:
+            self._store_lost = True
+            return otherwise
+        self._answered = time.monotonic()
+        return answer
+
+    # Ends.
+
+    def _seconds(self) -> float:
+        """In the operation so far."""
+        return time.monotonic() - self._operation.since
+
+    def _end_soon(self, ending: _Ending) -> None:
+        self._ending = self._ending or ending
+        self._wake.set()
+
+    def _judge(self) -> None:
+        """This rank takes long: end the job, if a rank is lost, or if it is beyond its limit and no other within one."""
+        operation = self._operation
+        posts, missing = self._look()
+        if posts:
+            verdict = blame(self._rank, posts, missing, self._timeout, time.time())
+        else:
+            words = f"rank {self._rank} {self._waited()} in {operation.name}: {_NO_STORE}"
+            verdict = Verdict(words, excused=self._seconds() < operation.limit)
+        if self._operation is operation and not verdict.excused:
+            self._report(1, verdict.words, num_missing=len(missing))
+            self._exit(1)
+
+    def _end(self, ending: _Ending) -> None:
+        fault, code = ending
+        posts, missing = self._look() if fault.is_consequence else ([], [])
+        advice, details = fault.advice, fault.details
+        if missing:
+            advice, details = describe_missing(missing, posts, time.time()), ""
+        elif fault.is_consequence and self._store_lost:
+            advice, details = _NO_STORE, ""
+        elif fault.is_consequence and code == 1:  # nobody is missing, nobody says why: where the others are tells
+            others = describe_places([None if post is None or post.failed else post for post in posts])
+            advice = "; ".join(filter(None, (others, advice)))
+        self._report(code, f"rank {self._rank} {fault.what} in {self._operation.name}: {advice}", details, len(missing))
+        self._exit(code)
+
+    def _exit(self, code: int) -> NoReturn:
+        if code == 1:
+            write_flight_record(self._rank)
+        os._exit(code)
+
+    def _waited(self) -> str:
+        return f"waited {self._seconds():.0f} s"
+
+    # The thread that never touches the store.
+
+    def _guard(self) -> None:
+        num_silent, answered = 0, self._answered
+        while not self._left.is_set():
+            for number in self._read_signals():
+                fault = Fault(f"was asked to stop ({signal.Signals(number).name})", RESTART, is_consequence=True)
+                self._end_soon(_Ending(fault, 128 + number))
+            # Counted, not timed: after a stop (SIGSTOP) the other thread, too, gets its time first.
+            num_silent = num_silent + 1 if self._answered == answered else 0
+            answered = self._answered
+            if num_silent * _BEAT > _GRACE and not self._store_lost:
+                self._step_in()
+
+    def _read_signals(self) -> list[int]:
+        try:
+            return [number for number in self._signals.recv(64) if number in _SIGNALS]
+        except TimeoutError:
+            return []
+
+    def _step_in(self) -> None:
+        """The other thread hangs: end this process, if it is to end, without the store."""
+        if self._ending or self._spoken or self._seconds() > self._operation.limit:
+            self._store_lost = True
+            fault, code = self._ending or _Ending(Fault(self._waited(), _NO_STORE), 1)
+            self._report(code, f"rank {self._rank} {fault.what} in {self._operation.name}: {_NO_STORE}")
+            os._exit(code)
+
+
+def _place(thread: int) -> tuple[str, bool]:
+    """The line that a thread is at, torch's own left out, and whether it is in a collective there."""
+    frame, waits = sys._current_frames().get(thread), False
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        waits = waits or frame.f_globals["__name__"].startswith("torch.distributed")
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place", waits
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})", waits
+
+
+def write_flight_record(rank: int) -> None:
+    """Write what torch remembers, for its tool `torchfrtrace`, where NCCL would write it at a timeout of its own;
+    without room, do not.
+    """
+    recorder: Any = _distributed_c10d
+    dump = getattr(recorder, "_dump_nccl_trace", recorder._dump_fr_trace)  # NCCL's, or gloo's
+    path = _start_of_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(f"{path.name}{rank}").write_bytes(dump())
+    except (OSError, RuntimeError):
+        pass
+
+
+def _start_of_path() -> Path:
+    """Where torch's own writer puts them, rank to be added: its variable, the older name of it, or its cache directory."""
+    cache = os.environ.get("XDG_CACHE_HOME", f"{os.environ.get('HOME', '/tmp')}/.cache")
+    default = f"{cache}/torch/comm_lib_trace_rank_"
+    return Path(os.environ.get("TORCH_FR_DUMP_TEMP_FILE", os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default)))

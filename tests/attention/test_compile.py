@@ -1,0 +1,178 @@
+"""`torch.compile(layer, fullgraph=True)`: the compiled layer does what the layer does, on one rank and over both
+exchanges.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from dcpmla import DCPConfig, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla.attention.rope import query_factor
+from dcpmla.cache.latent import num_blocks
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import IndexerConfig
+from tests.support.ranks import run_ranks
+
+Batch = Sequence[tuple[int, int]]  # (tokens cached before the step, new tokens) of each request
+DECODES: tuple[Batch, ...] = (((0, 1), (40, 1), (7, 1)), ((5, 1), (21, 1), (0, 1), (30, 1)), ((9, 1), (1, 1)))
+PREFILL: Batch = ((0, 5), (19, 6))
+MIXED: Batch = ((33, 1), (3, 1), (11, 3))
+
+SMALL = MLAConfig(
+    hidden_size=48,
+    num_heads=6,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=4,
+    scale=0.25,
+    attention_bias=True,
+)
+VARIANTS = {
+    "q_lora": SMALL,
+    "no_q_lora_neox": dataclasses.replace(SMALL, q_lora_rank=None, rope_interleaved=False, kv_lora_scale=1.5),
+    "llama_4": dataclasses.replace(SMALL, llama_4_scaling=(0.3, 16)),
+    "sparse": dataclasses.replace(
+        SMALL, indexer=IndexerConfig(num_heads=8, head_dim=16, topk=8, rope_interleaved=False)
+    ),
+}
+DEEPSEEK = MLAConfig(
+    hidden_size=512,
+    num_heads=32,
+    q_lora_rank=192,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    scale=192**-0.5,
+)
+
+
+def make_layer(config: MLAConfig, size: int, backend: str, dtype: torch.dtype, device: str) -> MLAAttention:
+    """A layer of random weights, cut as its ranks are."""
+    dcp = DCPConfig(
+        tensor_parallel_size=size,
+        decode_context_parallel_size=size,
+        dcp_comm_backend=backend,
+        block_size=64 if device == "cuda" else 4,
+    )
+    mesh = init_mesh(size, size)
+    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, device).exchange, dtype, device).eval()
+    generator = torch.Generator(device).manual_seed(mesh.dcp_rank)
+    for name, parameter in layer.named_parameters():
+        replicated = torch.Generator(device).manual_seed(7) if "kv_a" in name or "q_a" in name else generator
+        parameter.data.normal_(mean=float("norm" in name), std=parameter.shape[-1] ** -0.5, generator=replicated)
+    return layer
+
+
+def run_layer(layer: MLAAttention, batch: Batch, forward: Any = None) -> tuple[Tensor, Tensor]:
+    """Outputs [T, hidden] and the cache of a layer, or of `forward` in its place, on a batch with two rows of padding."""
+    config, dcp = layer.config, layer.dcp
+    weight = layer.w_kv_b
+    totals = [cached + new for cached, new in batch]
+    blocks = iter(range(1000))
+    tables = [[next(blocks) for _ in range(num_blocks(total, dcp))] for total in totals]
+    layout: dict[str, Any] = {"dcp": dcp, "dcp_rank": layer.mesh.dcp_rank, "device": weight.device}
+    metadata = StepMetadata.build(
+        [new for _, new in batch], totals, tables, **layout, is_sparse=config.indexer is not None
+    )
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int, dtype: torch.dtype = weight.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(weight.device, dtype)
+
+    cache = random(next(blocks), dcp.block_size, config.latent_dim)
+    cos_sin = random(metadata.num_tokens, config.qk_rope_head_dim, dtype=torch.float32)
+    factor = query_factor(metadata.positions, config.llama_4_scaling, weight.dtype)
+    hidden_states = random(metadata.num_tokens + 2, config.hidden_size)
+    index_cache = None if config.indexer is None else random(len(cache), dcp.block_size, config.indexer.head_dim)
+    with torch.inference_mode():
+        out = (layer if forward is None else forward)(hidden_states, cache, metadata, cos_sin, factor, index_cache)
+    return out[: metadata.num_tokens], cache
+
+
+def check_compiled(
+    config: MLAConfig,
+    size: int,
+    backend: str,
+    batches: Sequence[Batch],
+    dtype: torch.dtype,
+    device: str,
+    compiler: str,
+    tolerance: float,
+) -> int:
+    """Compare each batch; returns the number of graphs that were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layer = make_layer(config, size, backend, dtype, device)
+    compiled = torch.compile(layer, fullgraph=True, backend=compiler)
+    for batch in batches:
+        for got, wanted in zip(run_layer(layer, batch, compiled), run_layer(layer, batch), strict=True):
+            torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decodes_of_all_sizes_share_two_graphs(variant: str) -> None:
+    """The first batch's sizes are taken for constants, from the second on they are not."""
+    (graphs,) = run_ranks(
+        1, check_compiled, VARIANTS[variant], 1, "auto", DECODES, torch.float32, "cpu", "aot_eager", 0.0
+    )
+    assert graphs == 2
+
+
+@pytest.mark.parametrize(("backend", "variant"), [("ag_rs", "q_lora"), ("a2a", "q_lora"), ("ag_rs", "sparse")])
+def test_exchange(backend: str, variant: str) -> None:
+    graphs = run_ranks(
+        2, check_compiled, VARIANTS[variant], 2, backend, (*DECODES, MIXED), torch.float32, "cpu", "aot_eager", 0.0
+    )
+    assert graphs == [3, 3]
+
+
+def test_prefill_and_mixed() -> None:
+    run_ranks(1, check_compiled, SMALL, 1, "auto", (PREFILL, MIXED), torch.float32, "cpu", "aot_eager", 0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batches", [DECODES, (PREFILL,), (MIXED,)], ids=["decode", "prefill", "mixed"])
+def test_on_a_gpu(batches: Sequence[Batch]) -> None:
+    run_ranks(
+        1,
+        check_compiled,
+        DEEPSEEK,
+        1,
+        "auto",
+        batches,
+        torch.bfloat16,
+        "cuda",
+        "inductor",
+        3e-2,
+        device="cuda",
+        timeout=300,
+    )
+
+
+@pytest.mark.gpu_2
+@pytest.mark.parametrize("backend", ["ag_rs", "a2a", "direct"])
+def test_exchange_between_gpus(backend: str) -> None:
+    batches = *DECODES, MIXED
+    run_ranks(
+        2,
+        check_compiled,
+        DEEPSEEK,
+        2,
+        backend,
+        batches,
+        torch.bfloat16,
+        "cuda",
+        "inductor",
+        3e-2,
+        device="cuda",
+        timeout=300,
+    )

@@ -1,0 +1,132 @@
+"""What `mla_decode` refuses: arguments that do not belong together, by their names."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla import mla_decode
+from dcpmla.attention.backends import select_decode
+from tests.attention.test_reference import L, R
+
+
+def decode_arguments() -> dict[str, Any]:
+    return {
+        "q": torch.zeros(2, 3, L + R),
+        "kv_cache": torch.zeros(4, 8, L + R),
+        "block_table": torch.zeros(2, 2, dtype=torch.int32),
+        "seq_lens": torch.ones(2, dtype=torch.int32),
+        "scale": 1.0,
+        "kv_lora_rank": L,
+    }
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        ("q", torch.zeros(2, L + R), "[T, H, kv_lora_rank + rope] with kv_lora_rank 6"),
+        ("q", torch.zeros(2, 3, L - 1), "[T, H, kv_lora_rank + rope] with kv_lora_rank 6"),
+        ("kv_cache", torch.zeros(32, L + R), "[num_blocks, block_size, 10]"),
+        ("kv_cache", torch.zeros(4, 8, L), "[num_blocks, block_size, 10]"),
+        ("q", torch.tensor(0.0), "[T, H, kv_lora_rank + rope] with kv_lora_rank 6"),
+        ("block_table", torch.tensor(0, dtype=torch.int32), "[num_reqs, max_blocks]"),
+        ("block_table", torch.zeros(2, dtype=torch.int32), "[num_reqs, max_blocks]"),
+        ("block_table", torch.zeros(0, 2, dtype=torch.int32), "[num_reqs, max_blocks]"),
+        ("query_start_loc", torch.zeros(2, dtype=torch.int32), "[3], num_reqs + 1"),
+        ("query_start_loc", torch.tensor(0, dtype=torch.int32), "[3], num_reqs + 1"),
+        ("seq_lens", torch.ones(3, dtype=torch.int32), "expected [2]"),
+        ("seq_lens", torch.ones(2, 1, dtype=torch.int32), "expected [2]"),
+    ],
+)
+def test_decode_names_the_wrong_shape(argument: str, value: Tensor, expected: str) -> None:
+    mla_decode(**decode_arguments())
+    with pytest.raises(ValueError, match=f"^{argument} has shape ") as error:
+        mla_decode(**{**decode_arguments(), argument: value})
+    assert str(tuple(value.shape)) in str(error.value)
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "workspace", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(2, 2), torch.zeros(4, device="meta")]
+)
+def test_decode_names_a_wrong_workspace(workspace: Tensor) -> None:
+    with pytest.raises(
+        ValueError, match=f"^workspace is {workspace.dtype} .* on {workspace.device}; it comes from decode_workspace"
+    ):
+        mla_decode(**{**decode_arguments(), "workspace": workspace})
+
+
+def test_decode_names_dtypes_and_scales_that_do_not_belong() -> None:
+    e4m3, one = torch.float8_e4m3fn, torch.ones(1)
+    fp8_cache = {**decode_arguments(), "kv_cache": torch.zeros(4, 8, L + R).to(e4m3), "kv_scale": one}
+    fp8 = {**fp8_cache, "q": torch.zeros(2, 3, L + R).to(e4m3), "q_scale": one, "dtype": torch.float32}
+    alone = "e4m3 queries, and they alone, go with an fp8 cache, q_scale and the output's dtype"
+    assert mla_decode(**fp8)[0].dtype == torch.float32
+    for arguments, message in (
+        (
+            {**fp8, "q_scale": None},
+            f"q has dtype {e4m3}, kv_cache {e4m3}, q_scale is missing and dtype is torch.float32; {alone}",
+        ),
+        ({**fp8, "dtype": None}, f"q has dtype {e4m3}, kv_cache {e4m3}, q_scale is given and dtype is None; {alone}"),
+        (
+            {**fp8, "kv_cache": torch.zeros(4, 8, L + R), "kv_scale": None},
+            f"q has dtype {e4m3}, kv_cache torch.float32, q_scale is given",
+        ),
+        ({**fp8_cache, "q_scale": one}, "q has dtype torch.float32, q_scale is given and dtype is None"),
+        (
+            {**fp8_cache, "dtype": torch.bfloat16},
+            "q has dtype torch.float32, q_scale is missing and dtype is torch.bfloat16",
+        ),
+        ({**fp8_cache, "kv_scale": None}, f"kv_scale is missing for a cache of {e4m3}"),
+        ({**fp8_cache, "kv_scale": one.to("meta")}, "kv_scale is on meta; it must be on q's device, cpu"),
+        ({**fp8, "q_scale": one.to("meta")}, "q_scale is on meta; it must be on q's device, cpu"),
+        ({**fp8, "q_scale": torch.ones(2)}, "q_scale is torch.float32 (2,); expected torch.float32 of one element"),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            mla_decode(**arguments)
+
+
+@pytest.mark.parametrize("kv_lora_rank", [0, -1, L + R + 1])
+def test_decode_names_the_wrong_rank(kv_lora_rank: int) -> None:
+    with pytest.raises(ValueError, match=f"kv_lora_rank {kv_lora_rank}$"):
+        mla_decode(**{**decode_arguments(), "kv_lora_rank": kv_lora_rank})
+
+
+def test_a_device_without_a_backend() -> None:
+    with pytest.raises(ValueError, match=r"^q is on device meta; .*'cpu', 'cuda'"):
+        select_decode(
+            torch.empty(1, 1, L + R, device="meta"), torch.empty(1, 4, L + R, device="meta"), L, torch.float32
+        )
+
+
+def test_decode_names_wrong_query_lens() -> None:
+    arguments = decode_arguments()
+    with pytest.raises(ValueError, match="^q has 2 tokens for 3 requests"):
+        mla_decode(**{**arguments, "block_table": torch.zeros(3, 2, dtype=torch.int32)})
+    with pytest.raises(ValueError, match="^max_query_len is 2; .* 2 / 2 = 1"):
+        mla_decode(**arguments, max_query_len=2)
+    with pytest.raises(ValueError, match="^max_query_len is None; "):
+        mla_decode(**arguments, query_start_loc=torch.zeros(3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan])
+def test_decode_names_a_scale_that_is_not_positive(scale: float) -> None:
+    with pytest.raises(ValueError, match=f"^scale is {scale}; it must be positive"):
+        mla_decode(**{**decode_arguments(), "scale": scale})
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"seq_lens": torch.ones(2, dtype=torch.int64)},
+        {"seq_lens": torch.ones(4, dtype=torch.int32)[::2]},
+        {"block_table": torch.zeros(2, 4, dtype=torch.int32)[:, ::2]},
+        {"query_start_loc": torch.zeros(3, dtype=torch.int64), "max_query_len": 1},
+    ],
+)
+def test_decode_names_numbers_that_kernels_cannot_read(numbers: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(numbers))} has dtype .* it must be int32 with contiguous rows"):
+        mla_decode(**{**decode_arguments(), **numbers})

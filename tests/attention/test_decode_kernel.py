@@ -1,0 +1,355 @@
+"""Decode kernels against the reference in float64 on a GPU; without one, the portable in the interpreter."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dcpmla.attention import backends, reference
+from dcpmla.attention.workspace import COUNTER_WORDS
+from dcpmla.cache import formats
+from tests.support.shared_memory import run_interpreted
+
+triton = pytest.importorskip("triton")
+
+NOWHERE = 2**31 - 1  # a block that no cache has
+KV_SCALE, Q_SCALE = 0.05, 0.03
+
+
+@dataclass
+class Case:
+    """Requests as (query tokens, keys that the last of them sees); each token before sees one less, or fewer where
+    is_sharded.
+    """
+
+    requests: Sequence[tuple[int, int]]
+    num_heads: int = 128
+    block_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    kv_lora_rank: int = 512
+    rope: int = 64
+    format: str = "auto"  # of the cache, as in `DCPConfig.kv_cache_dtype`
+    has_fp8_queries: bool = False
+    is_sharded: bool = False
+    num_programs: int | None = (
+        None  # with room in the workspace, of 64 rows; None: one for each multiprocessor, on a CPU the kernel's own
+    )
+
+    def inputs(self, device: str, seed: int = 0) -> dict[str, Any]:
+        """Of `mla_decode`: random blocks in a cache of bytes 0xFF, NaN in every format's every part, wherever no key
+        is.
+        """
+        generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
+        width = self.kv_lora_rank + self.rope
+        counts = [-(-num_keys // self.block_size) for _, num_keys in self.requests]
+        blocks = draw.sample(range(sum(counts) + 2), sum(counts))
+        storage = formats.storage_dtype(self.format, self.dtype)
+        kv_scale = torch.tensor([KV_SCALE]) if storage == formats.FP8 else None
+        row_bytes = formats.row_width(storage, self.kv_lora_rank, self.rope) * storage.itemsize
+        cache = torch.full((sum(counts) + 2, self.block_size, row_bytes), 0xFF, dtype=torch.uint8).view(storage)
+        table = torch.full((len(counts), max([*counts, 1]) + 1), NOWHERE, dtype=torch.int32)
+        seq_lens: list[int] = []
+        for row, count, (num_queries, num_keys) in zip(table, counts, self.requests, strict=True):
+            mine = [blocks.pop() for _ in range(count)]
+            row[:count] = torch.tensor(mine, dtype=torch.int32)
+            keys = torch.randn(num_keys, width, generator=generator)
+            rows = formats.encode(*keys.split([self.kv_lora_rank, self.rope], -1), storage, kv_scale)
+            for index, block in enumerate(mine):
+                part = rows[index * self.block_size : (index + 1) * self.block_size]
+                cache[block, : len(part)] = part
+            steps = [draw.randint(0, 1) if self.is_sharded else 1 for _ in range(num_queries - 1)]
+            seq_lens += [max(0, num_keys - sum(steps[token:])) for token in range(num_queries)]
+        queries = [num_queries for num_queries, _ in self.requests]
+        start = None if len(set(queries)) == 1 else torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+        workspace = None
+        num_programs = self.num_programs
+        if device == "cuda" and num_programs is None:
+            num_programs = torch.cuda.get_device_properties(device).multi_processor_count
+        if num_programs is not None:
+            workspace = torch.full((COUNTER_WORDS + num_programs * 128 * 513,), torch.nan)
+            workspace[:COUNTER_WORDS] = 0
+        q = torch.randn(len(seq_lens), self.num_heads, width, generator=generator)
+        q_scale = torch.tensor([Q_SCALE]) if self.has_fp8_queries else None
+        tensors = {
+            "q": q.to(self.dtype) if q_scale is None else formats.to_fp8(q, q_scale),
+            "kv_cache": cache,
+            "block_table": table,
+            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+            "query_start_loc": start,
+            "workspace": workspace,
+            "kv_scale": kv_scale,
+            "q_scale": q_scale,
+        }
+        on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+        numbers = {"scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries)}
+        return {**on_device, **numbers, "dtype": self.dtype}
+
+    def answer(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The reference's, in float64 on the same bytes; fp8_ds_mla's products with scales count as rounded to the
+        model's dtype.
+        """
+        exact = {**inputs, "q": inputs["q"].double(), "dtype": torch.float64}
+        if self.format == "fp8_ds_mla":
+            exact["kv_cache"] = formats.decode(inputs["kv_cache"], self.kv_lora_rank, None, self.dtype)
+        return reference.mla_decode(**exact)
+
+
+def check(kernel: Any, case: Case, device: str, tolerance: float = 1e-2, lse_tolerance: float = 1e-4) -> None:
+    """Twice with one workspace: its counters must be as they were."""
+    for seed in range(2):
+        inputs = case.inputs(device, seed)
+        wanted = case.answer(inputs)
+        for _ in range(2 if inputs["workspace"] is not None else 1):
+            compare(kernel(**inputs), wanted, case, tolerance, lse_tolerance)
+            assert inputs["workspace"] is None or not inputs["workspace"][:COUNTER_WORDS].any()
+
+
+def compare(
+    got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], case: Case, tolerance: float, lse_tolerance: float = 1e-4
+) -> None:
+    (out, lse), (exact, exact_lse) = got, wanted
+    assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
+    is_empty = exact_lse == -torch.inf
+    assert not out[is_empty].any(), case
+    assert torch.equal(lse == -torch.inf, is_empty), case
+    torch.testing.assert_close(lse[~is_empty].double(), exact_lse[~is_empty].double(), atol=lse_tolerance, rtol=1e-4)
+    for rows, wrong in zip(
+        exact.split(256, -1), (out.double() - exact).split(256, -1), strict=True
+    ):  # halves: other warps write each
+        error = (wrong.norm(dim=-1) / rows.norm(dim=-1).clamp(min=1e-30)).max()
+        assert error < tolerance, f"{case}: error {error:.1e} of a row"
+
+
+SMALL = {
+    "kv_lora_rank": 32,
+    "rope": 16,
+    "block_size": 16,
+    "dtype": torch.float16,
+}  # the interpreter multiplies bfloat16 as integers
+FP8 = {**SMALL, "format": "fp8"}
+DS_MLA = {**SMALL, "format": "fp8_ds_mla", "kv_lora_rank": 256}
+INTERPRETED = [
+    Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **SMALL),
+    Case([(1, 700)], num_heads=20, num_programs=3, **{**SMALL, "block_size": 1}),
+    Case([(2, 33), (2, 2), (2, 1)], num_heads=4, num_programs=2, **SMALL),
+    Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, **SMALL),
+    Case([(1, 0), (1, 0)], num_heads=1, num_programs=1, **SMALL),
+    Case([(1, 17)], num_heads=70, num_programs=1, kv_lora_rank=64, rope=64, block_size=48, dtype=torch.float16),
+    Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **{**FP8, "block_size": 1}),
+    Case(
+        [(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, has_fp8_queries=True, **FP8
+    ),
+    Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **{**DS_MLA, "block_size": 1}),
+    Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, **DS_MLA),
+]
+
+
+def check_in_the_interpreter() -> None:
+    from dcpmla.attention.triton.decode import mla_decode
+
+    for case in INTERPRETED:
+        check(mla_decode, case, "cpu")
+
+
+def test_the_portable_kernel_in_the_interpreter() -> None:
+    run_interpreted(1, check_in_the_interpreter)
+
+
+def find_backend(name: str) -> backends.DecodeBackend:
+    return next(backend for backend in backends.DECODE_BACKENDS if backend.name == name)
+
+
+def long_case(num_reqs: int, num_keys: int, **more: Any) -> Case:
+    draw = random.Random(num_keys)
+    return Case([(1, draw.randint(num_keys // 2, num_keys)) for _ in range(num_reqs)], **more)
+
+
+# One class of shapes a line: what broke other kernels, and what tiles and splits make special.
+ON_GPU = [
+    Case([(1, 1)]),
+    Case([(1, 0), (1, 63), (1, 64), (1, 65), (1, 0), (1, 128), (1, 4000)]),
+    Case([(1, 0), (1, 0), (1, 0)], num_heads=16),
+    long_case(1, 4096),
+    long_case(1, 65536),
+    long_case(8, 4096),
+    long_case(37, 3000, num_heads=64),
+    long_case(33, 2000, num_heads=16),
+    long_case(300, 300, num_heads=128),
+    long_case(5, 2000, num_heads=96),
+    long_case(5, 2000, num_heads=1),
+    long_case(3, 5000, num_heads=192),
+    long_case(9, 3000, dtype=torch.float16),
+    long_case(9, 3000, block_size=128),
+    long_case(9, 3000, block_size=16),
+    long_case(9, 3000, block_size=48, num_heads=16),
+    Case([(1, 2048)], block_size=1),
+    Case([(1, 0), (1, 63), (1, 64), (1, 65), (1, 1), (1, 2048)], block_size=1),
+    long_case(5, 512, block_size=1, num_heads=16),
+    long_case(200, 300, block_size=1, num_heads=64),
+    long_case(9, 3000, block_size=1, dtype=torch.float16),
+    Case([(2, 4097), (2, 2), (2, 129), (2, 1)]),
+    Case([(4, 3000)] * 9, num_heads=16),
+    Case([(3, 3000), (1, 0), (2, 65), (4, 3), (1, 777)], is_sharded=True),
+    Case([(3, 3000), (1, 0), (2, 65), (4, 3), (1, 777)], num_heads=16, is_sharded=True),
+    Case([(40, 3000)], num_heads=128, is_sharded=True),
+    Case([(1, 3000)] * 5, num_heads=128, num_programs=8),
+]
+FP8_QUERIES: dict[str, Any] = {"format": "fp8", "has_fp8_queries": True}
+QUANTIZED: list[dict[str, Any]] = [{"format": "fp8"}, FP8_QUERIES, {"format": "fp8_ds_mla"}]
+ON_GPU += [replace(case, **kind) for kind in QUANTIZED for case in ON_GPU]
+
+
+def backends_of(case: Case) -> list[str]:
+    """Those made for a case's format; not all of them take its sizes."""
+    if case.has_fp8_queries:
+        return ["hopper-fp8", "triton"]
+    if case.format == "auto":
+        return ["hopper-sparse", "triton"] if case.block_size == 1 else ["hopper", "triton", "flashinfer"]
+    return ["hopper-8bit", "triton"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(case, backend) for case in ON_GPU for backend in backends_of(case)],
+    ids=lambda x: x if isinstance(x, str) else f"{len(x.requests)}x{x.requests[0][1]}x{x.num_heads}-{x.format}",
+)
+def test_kernels_against_float64(case: Case, backend: str) -> None:
+    chosen = find_backend(backend)
+    inputs = case.inputs("cuda")
+    if not chosen.takes(inputs["q"], inputs["kv_cache"], case.kv_lora_rank, case.dtype):
+        assert backend != "triton"
+        pytest.skip(f"{backend} does not take {case}")
+    # e4m3 probabilities are off by 2^-4 at most, a row's error by less; sums of fp8 products keep 13 bits behind the
+    # point or so.
+    check(chosen.load(), case, "cuda", *((0.05, 0.02) if backend == "hopper-fp8" else ()))
+
+
+def test_gpus_and_caches_that_the_portable_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs that do not convert e4m3, and where rows do not align, torch takes what is quantized."""
+    with FakeTensorMode():
+        half, bfloat, fp8 = (
+            torch.empty(3, 16, 576, device="cuda", dtype=dtype)
+            for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+        )
+        ds_mla, odd = (torch.empty(3, 16, width, device="cuda", dtype=torch.uint8) for width in (656, 657))
+    for capability, q, kv_cache, taken in (
+        ((8, 0), half, half, True),
+        ((8, 0), half, bfloat, False),
+        ((8, 9), half, bfloat, False),
+        ((8, 0), bfloat, fp8, False),
+        ((8, 9), bfloat, fp8, True),
+        ((8, 0), fp8, fp8, False),
+        ((8, 9), fp8, fp8, True),
+        ((9, 0), fp8, bfloat, False),
+        ((8, 0), half, ds_mla, False),
+        ((8, 9), half, odd, False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        dtype = torch.bfloat16 if q is fp8 else q.dtype
+        assert (backends.select_decode(q, kv_cache, 512, dtype).name == "triton") == taken, (
+            capability,
+            q.dtype,
+            kv_cache.dtype,
+        )
+
+
+@pytest.mark.gpu
+def test_layers_of_one_cache_and_offsets_past_2_31() -> None:
+    """A cache that is a slice of a larger one, its last block more than 2^31 elements behind its first."""
+    from dcpmla import mla_decode
+
+    num_blocks, num_layers = 20000, 3
+    layers = torch.full((num_blocks, num_layers, 64, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+    assert layers.stride(0) * (num_blocks - 1) > 2**31
+    table = torch.tensor([[num_blocks - 1, 0, 7]], dtype=torch.int32, device="cuda")
+    keys = torch.randn(3, 64, 576, device="cuda").bfloat16()
+    layers[table[0].long(), 1] = keys
+    q, seq_lens = (
+        torch.randn(1, 128, 576, device="cuda").bfloat16(),
+        torch.tensor([150], dtype=torch.int32, device="cuda"),
+    )
+    out, lse = mla_decode(q, layers[:, 1], table, seq_lens, 0.07)
+    small = torch.arange(3, dtype=torch.int32, device="cuda")[None]
+    wanted, wanted_lse = reference.mla_decode(q.double(), keys.double(), small, seq_lens, 0.07, 512, None, 1)
+    compare((out, lse), (wanted, wanted_lse), Case([(1, 150)]), 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [{}, *QUANTIZED])
+def test_a_graph_replays_with_other_lengths(kind: dict[str, Any]) -> None:
+    """One graph serves other lengths and scales than it was captured with, which are the device's, with the same bits
+    as eager calls.
+    """
+    from dcpmla import mla_decode
+    from dcpmla.attention.workspace import decode_workspace
+
+    case = long_case(8, 4096, **kind)
+    inputs = {**case.inputs("cuda"), "workspace": decode_workspace("cuda")}
+    mla_decode(**inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = mla_decode(**inputs)
+    for lens in ([1, 0, 64, 1000, 77, 1, 0, 1500], inputs["seq_lens"].tolist()):
+        inputs["seq_lens"].copy_(torch.tensor(lens, dtype=torch.int32))
+        for scale in (inputs["kv_scale"], inputs["q_scale"]):
+            if scale is not None:
+                scale.mul_(0.7)
+        graph.replay()
+        eager, eager_lse = mla_decode(**inputs)
+        assert torch.equal(out, eager)
+        assert torch.equal(lse, eager_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("hopper", {}),
+        ("hopper-sparse", {"block_size": 1}),
+        ("hopper-fp8", FP8_QUERIES),
+        *(("hopper-8bit", kind) for kind in QUANTIZED[::2]),
+        *(("triton", kind) for kind in [{}, *QUANTIZED]),
+    ],
+)
+def test_nan_of_a_key_is_not_lost(backend: str, kind: dict[str, Any]) -> None:
+    """Not taken for a request without keys: its LSE would say so, and a merge over ranks would drop them without a
+    word.
+    """
+    inputs = long_case(3, 3000, **kind).inputs("cuda")
+    inputs["kv_cache"].view(torch.uint8)[inputs["block_table"][1, 2], 5 % inputs["kv_cache"].shape[1], :2] = 0xFF
+    out, lse = find_backend(backend).load()(**inputs)
+    assert lse.isnan().any(-1).tolist() == out.isnan().any(-1).any(-1).tolist() == [False, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", [slice(0, 576), slice(4, 580), slice(8, 584)])
+def test_queries_and_caches_that_are_views(part: slice) -> None:
+    """Rows that TMA cannot address go to another kernel."""
+    from dcpmla import mla_decode
+
+    case = long_case(3, 3000)
+    inputs = case.inputs("cuda")
+    wide = {
+        name: torch.full((*inputs[name].shape[:-1], 584), torch.nan, dtype=torch.bfloat16, device="cuda")
+        for name in ("q", "kv_cache")
+    }
+    for name, tensor in wide.items():
+        tensor[..., part] = inputs[name]
+    out, lse = mla_decode(**{**inputs, **{name: tensor[..., part] for name, tensor in wide.items()}})
+    compare((out, lse), case.answer(inputs), case, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [{}, *QUANTIZED])
+def test_the_operator_on_a_gpu(kind: dict[str, Any]) -> None:
+    from dcpmla.attention.workspace import decode_workspace
+
+    inputs = {**long_case(5, 2000, **kind).inputs("cuda"), "workspace": decode_workspace("cuda")}
+    names = [argument.name for argument in torch.ops.dcpmla.mla_decode.default._schema.arguments]
+    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, tuple(inputs[name] for name in names))

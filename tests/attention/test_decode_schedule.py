@@ -1,0 +1,317 @@
+"""How decode kernels share the work: the Hopper kernel's own schedule and merge run in torch, the portable kernel in
+the interpreter.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.attention.test_decode_kernel import SMALL, Case, check
+from tests.support.shared_memory import run_interpreted
+
+triton = pytest.importorskip("triton")
+
+ROWS, LATENT, HALF = 4, 4, 2  # as small as the schedule can tell; a tile has one key
+MOST_PARTS = 14
+
+
+class Pointer:
+    """An element of a flat tensor, or a tensor of them."""
+
+    def __init__(self, memory: Tensor, index: Tensor | int = 0) -> None:
+        self.memory, self.index, self.dtype = memory, index, SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offset: Tensor | int) -> "Pointer":
+        return Pointer(self.memory, self.index + offset)
+
+    def at(self, mask: Tensor) -> Tensor:
+        index = torch.as_tensor(self.index)
+        return torch.where(mask, index, 0).long() if mask.ndim else index.long()
+
+
+def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+    mask = torch.tensor(True) if mask is None else mask
+    values = pointer.memory[pointer.at(mask)]
+    return torch.where(mask, values, torch.tensor(other, dtype=values.dtype))
+
+
+def _store(pointer: Pointer, values: Tensor | int, mask: Tensor | bool = True) -> None:
+    index, values, mask = torch.broadcast_tensors(*map(torch.as_tensor, (pointer.index, values, mask)))
+    pointer.memory[index[mask].long()] = values[mask].to(pointer.memory.dtype)
+
+
+def _add_atomically(pointer: Pointer, value: int, **_: str) -> Tensor:
+    old = pointer.memory[pointer.index].clone()
+    pointer.memory[pointer.index] += value
+    return old
+
+
+def _pair(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    return lambda left, right: function(torch.as_tensor(left), torch.as_tensor(right))
+
+
+def split_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
+    """The functions of `hopper_split` and `hopper_merge` over torch tensors, in a grid of programs whose present one is
+    `program`.
+    """
+    from dcpmla.attention.hopper import merge as hopper_merge
+    from dcpmla.attention.hopper import rows as hopper_rows
+    from dcpmla.attention.hopper import split as hopper_split
+
+    program = [0, 0]
+    language = SimpleNamespace(
+        int32=torch.int32,
+        int64=torch.int64,
+        float32=torch.float32,
+        constexpr=None,
+        BlockedLayout=lambda *_: None,
+        SliceLayout=lambda *_: None,
+        arange=lambda start, end, layout: torch.arange(start, end),
+        zeros=lambda shape, *_: torch.zeros(shape),
+        full=lambda shape, value, *_: torch.full(shape, value),
+        minimum=_pair(torch.minimum),
+        maximum=_pair(torch.maximum),
+        cdiv=lambda number, divisor: (number + divisor - 1) // divisor,
+        where=lambda mask, left, right: torch.where(torch.as_tensor(mask), left, right),
+        associative_scan=lambda values, axis, _: values.cumsum(axis),
+        max=lambda values, axis: values.amax(axis),
+        sum=lambda values, axis: values.sum(axis),
+        expand_dims=lambda values, axis: values.unsqueeze(axis),
+        convert_layout=lambda values, _: values,
+        log2=torch.log2,
+        load=_load,
+        store=_store,
+        atomic_add=_add_atomically,
+        program_id=lambda axis: program[axis],
+        num_programs=lambda axis: grid[axis],
+    )
+    functions = {**vars(hopper_split), **vars(hopper_rows), **vars(hopper_merge)}
+    values = {name: getattr(value, "value", value) for name, value in functions.items()}
+    names: dict[str, Any] = {
+        **values,
+        "gl": language,
+        "ROWS": ROWS,
+        "KEYS": 1,
+        "LATENT": LATENT,
+        "HALF": HALF,
+        "GROUP": 1,
+    }
+    for name, value in functions.items():
+        if hasattr(value, "fn"):
+            names[name] = FunctionType(value.fn.__code__, names)
+    names |= {
+        "barrier": lambda: None,
+        "exp2": torch.exp2,
+        "uniform": lambda number: number,
+        "_in_order": lambda rows, _: rows,
+    }
+    names |= {
+        "_read": _reader(),
+        "mbarrier": SimpleNamespace(arrive=lambda opened, count: opened.append(count), wait=_check_open),
+    }
+    return SimpleNamespace(**names, program=program)
+
+
+def _reader() -> Callable[[Pointer], Tensor]:
+    """Of counters; a loop that goes on reading one is waiting for parts that never arrive."""
+    reads = Counter[int]()
+
+    def read(counter: Pointer) -> Tensor:
+        reads[int(counter.index)] += 1
+        assert reads[int(counter.index)] <= 2 * MOST_PARTS, "waits for parts that never arrive"
+        return counter.memory[counter.index].clone()
+
+    return read
+
+
+def _check_open(opened: list[int], phase: int) -> None:
+    assert (len(opened), phase) == (1, 0), "a merge that no one opened, or opened twice"
+
+
+class Doors:
+    """`merge_ready` of a program."""
+
+    def __init__(self) -> None:
+        self.opened: tuple[list[int], list[int]] = ([], [])
+
+    def index(self, merge: int) -> list[int]:
+        return self.opened[merge]
+
+
+@dataclass
+class Batch:
+    """Query tokens, each with the number of keys that it sees; a row of scores and values a key."""
+
+    queries: list[int]
+    seq_lens: Tensor
+    num_heads: int
+    scores: Tensor
+    values: Tensor
+
+    @classmethod
+    def draw(cls, requests: list[tuple[int, int]], num_heads: int) -> "Batch":
+        seq_lens = [max(0, keys - behind) for queries, keys in requests for behind in reversed(range(queries))]
+        generator = torch.Generator().manual_seed(len(seq_lens))
+        most = max([1, *seq_lens])
+        scores = torch.randn(len(seq_lens) * num_heads, most, generator=generator) * 3
+        values = torch.randn(len(requests), most, LATENT, generator=generator)
+        return cls([queries for queries, _ in requests], torch.tensor([*seq_lens, 0]), num_heads, scores, values)
+
+    def attend(self, request: int, first_row: int, num_rows: int, keys: slice) -> tuple[Tensor, Tensor]:
+        """Output and LSE of rows over some of their request's keys."""
+        rows = torch.arange(first_row, first_row + num_rows)
+        position = torch.arange(keys.start, keys.stop)
+        scores = self.scores[rows][:, position].masked_fill(
+            position >= self.seq_lens[rows // self.num_heads, None], -torch.inf
+        )
+        lse = scores.logsumexp(1)
+        return (scores - lse.nan_to_num(neginf=0.0)[:, None]).exp() @ self.values[request][position], lse
+
+
+def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """All programs' segments, then all programs' merges, as the roles do both.
+
+    Gives out, LSE, counters, and the tiles of each program.
+    """
+    start_loc = torch.tensor([0, *batch.queries]).cumsum(0)
+    query_len = max(batch.queries)
+    grid = num_parts, -(-query_len * batch.num_heads // ROWS)
+    split = split_in_torch(grid)
+    num_slots = grid[0] * grid[1] * 2
+    out, lse = torch.full((len(batch.scores) * LATENT,), torch.nan), torch.full((len(batch.scores),), torch.nan)
+    partials, partial_lse = (
+        torch.full((num_slots * ROWS * LATENT,), torch.nan),
+        torch.full((num_slots * ROWS,), torch.nan),
+    )
+    counters = torch.zeros(grid[0] * grid[1], dtype=torch.int32)
+    dest = Pointer(out), Pointer(lse), None
+    outputs = dest, *map(Pointer, (partials, partial_lse, counters))
+    lens, starts = Pointer(batch.seq_lens), Pointer(start_loc)
+    num_reqs = len(batch.queries)
+    shape = query_len, batch.num_heads
+    works, tiles = {}, []
+    for part, row_tile in programs(grid):
+        split.program[:] = part, row_tile
+        num_tiles = split.look_up_all(lens, starts, num_reqs, *shape, row_tile, max(32, num_reqs), is_ragged)
+        work = (*split.cut(num_tiles, num_reqs), lens, starts, *shape)
+        request, begin, start, end, size, granule = work[:6]
+        last, last_begin, mine = 0, 0, 0
+        while start < end:
+            first, num_rows, num_keys = split.find_request(request, lens, starts, *shape, row_tile, is_ragged)
+            stop = min(begin + num_keys, end)
+            if start < stop:
+                first_row = int(first * batch.num_heads + row_tile * ROWS)
+                count = min(int(num_rows), ROWS)
+                piece, piece_lse = batch.attend(
+                    int(request), first_row, count, slice(int(start - begin), int(stop - begin))
+                )
+                if stop - start == num_keys:
+                    out.view(-1, LATENT)[first_row : first_row + count], lse[first_row : first_row + count] = (
+                        piece,
+                        piece_lse,
+                    )
+                else:
+                    at = int(split.find_slot(start // size, start == begin, row_tile)) * ROWS
+                    assert partial_lse[at].isnan(), "a place for a partial output is taken twice"
+                    partial_lse[at : at + count] = piece_lse
+                    for half in range(2):
+                        place = split.partial_at(at // ROWS, half, torch.arange(count)[:, None], torch.arange(HALF))
+                        partials[place] = piece[:, half * HALF :][:, :HALF]
+                    for _ in range(2):
+                        split.arrive(outputs[3], begin // size, row_tile)
+                mine += int(stop - start)
+                last, last_begin, start = request, begin, stop
+            begin, request = split.next_begin(begin, num_keys, granule), request + 1
+            start = max(start, begin)
+        works[part, row_tile] = last, last_begin, work
+        tiles.append(mine)
+    doors = {program: Doors() for program in works}
+    for part, row_tile in programs(grid):
+        split.program[:] = part, row_tile
+        split.await_cut(*works[part, row_tile], outputs[3], doors[part, row_tile], row_tile, is_ragged)
+    for part, row_tile in programs(grid):
+        split.program[:] = part, row_tile
+        for half in range(2):
+            split.merge_cut(half, *works[part, row_tile], outputs, doors[part, row_tile], row_tile, is_ragged, False)
+    return out.view(-1, LATENT), lse, counters, tiles
+
+
+def programs(grid: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    return ((part, row_tile) for row_tile in range(grid[1]) for part in range(grid[0]))
+
+
+requests = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40)), min_size=1, max_size=7)
+
+
+@given(requests=requests, num_heads=st.integers(1, 9), num_parts=st.integers(1, MOST_PARTS), is_uniform=st.booleans())
+@example(
+    requests=[(1, 5), (1, 5), (1, 5)], num_heads=4, num_parts=4, is_uniform=True
+)  # a part that goes on with one and begins another
+@example(requests=[(1, 40)], num_heads=4, num_parts=14, is_uniform=True)  # more rows than parts of them
+@example(
+    requests=[(1, 20), (1, 3), (1, 20)], num_heads=4, num_parts=8, is_uniform=True
+)  # gaps, so that no part has two requests
+@example(requests=[(1, 7)] * 7, num_heads=4, num_parts=3, is_uniform=True)  # whole requests
+@example(requests=[(1, 4), (1, 0), (1, 4)], num_heads=1, num_parts=4, is_uniform=True)  # cuts where a request ends
+@example(requests=[(1, 0), (4, 3), (0, 7), (2, 20), (0, 0)], num_heads=3, num_parts=5, is_uniform=False)
+@settings(max_examples=100, deadline=None)
+def test_the_hopper_kernels_split_and_merge(
+    requests: list[tuple[int, int]], num_heads: int, num_parts: int, is_uniform: bool
+) -> None:
+    """Every row once, from every key that it sees; about as many tiles for each program; counters as they were."""
+    if is_uniform:
+        requests = [(requests[0][0], keys) for _, keys in requests]
+    batch = Batch.draw(requests, num_heads)
+    out, lse, counters, tiles = run(batch, num_parts, is_ragged=not is_uniform)
+    assert not counters.any()
+    for row_tile in range(len(tiles) // num_parts):
+        mine = tiles[row_tile * num_parts : (row_tile + 1) * num_parts]
+        assert max(mine) <= max(2, -(-sum(mine) // num_parts) + 4)
+    first_row = 0
+    for request, num_queries in enumerate(batch.queries):
+        num_rows = num_queries * num_heads
+        rows = slice(first_row, first_row + num_rows)
+        last = first_row // num_heads + num_queries - 1
+        if num_rows and (num_keys := int(batch.seq_lens[last])):  # those without keys are another function's
+            wanted, wanted_lse = batch.attend(request, first_row, num_rows, slice(0, num_keys))
+            torch.testing.assert_close(out[rows], wanted, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(lse[rows], wanted_lse, atol=1e-5, rtol=1e-4)
+        first_row += num_rows
+
+
+INTERPRETED = st.builds(
+    Case,
+    requests=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 300)), min_size=1, max_size=5),
+    num_heads=st.sampled_from([1, 3, 16, 20, 33]),
+    is_sharded=st.booleans(),
+    num_programs=st.integers(1, 2),
+    **{name: st.just(value) for name, value in SMALL.items()},
+)
+
+
+def check_in_the_interpreter() -> None:
+    from dcpmla.attention.triton import decode as mla_decode
+
+    @given(case=INTERPRETED, min_tiles=st.sampled_from([1, 2, 8]))
+    @example(case=Case([(1, 320)] * 3, num_heads=3, num_programs=1, **SMALL), min_tiles=8)  # two cut requests in a part
+    @example(
+        case=Case([(1, 300), (1, 100)], num_heads=20, num_programs=2, **SMALL), min_tiles=1
+    )  # many parts of a request
+    @settings(max_examples=8, deadline=None)
+    def check_one(case: Case, min_tiles: int) -> None:
+        mla_decode.MIN_TILES = mla_decode.tl.constexpr(min_tiles)
+        check(mla_decode.mla_decode, case, "cpu")
+
+    check_one()
+
+
+def test_the_portable_kernels_schedule_in_the_interpreter() -> None:
+    run_interpreted(1, check_in_the_interpreter)

@@ -1,0 +1,214 @@
+"""Triton kernels that write and read quantized caches and queries, byte for byte against `cache/formats.py`.
+
+They run on a GPU, in Triton's interpreter without one (`test_small_kernels`), and are compiled for Hopper.
+"""
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla.attention import projections
+from dcpmla.cache.formats import FP8, decode, row_width, to_fp8
+from dcpmla.cache.latent import decode_rows, read_latents, write_latents
+from tests.attention.test_small_kernels import (
+    BLOCK_SIZE,
+    DTYPES,
+    LATENTS,
+    NUM_BLOCKS,
+    ODD,
+    QUERY,
+    TYPES,
+    compile_for_hopper,
+    latents_case,
+    on,
+    query_case,
+)
+
+POISON = 0xA5
+ROW_OF_NAN = 1
+TILES = (24, 384, 6, 12, 5, 3)  # Lq, L, R, P, V, h with a latent of three tiles
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    return x.cpu().view(torch.uint8)
+
+
+def random_rows(num_rows: int, storage: torch.dtype, rank: int, rope: int) -> Tensor:
+    """Rows of any bytes that a cache may hold; scales and k_pe of fp8_ds_mla are numbers."""
+    generator = torch.Generator().manual_seed(num_rows)
+    codes = torch.randint(256, (num_rows, row_width(storage, rank, rope)), dtype=torch.uint8, generator=generator)
+    if storage == FP8:
+        return codes.view(FP8)
+    numbers = (
+        torch.rand(num_rows, rank // 128, generator=generator),
+        torch.randn(num_rows, rope, generator=generator).bfloat16(),
+    )
+    codes[:, rank:] = torch.cat([part.view(torch.uint8) for part in numbers], -1)
+    return codes
+
+
+def quantized_case(
+    sizes: tuple[int, ...], storage: torch.dtype, dtype: torch.dtype, scale: float, interleaved: bool
+) -> list[Any]:
+    """Arguments of `finish_latents` over a cache of poison, with a row of zeros and one of NaN."""
+    arguments = latents_case(sizes, [3, 27, -1, 0, 6], dtype, True, interleaved)
+    q_rank, rank, rope, *_ = sizes
+    cache = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, row_width(storage, rank, rope)), POISON, dtype=torch.uint8)
+    arguments[0][0, q_rank:], arguments[0][ROW_OF_NAN, q_rank] = 0, torch.nan
+    arguments[1], arguments[-1] = cache.view(storage)[:, 1], torch.tensor([scale]) if storage == FP8 else None
+    return arguments
+
+
+def check_cache_rows(device: str) -> None:
+    """The cache holds what `encode` makes of the latents that the kernel returns, NaN where they have it; nothing else
+    of it changes.
+    """
+    from dcpmla.attention.triton.projections import finish_latents
+
+    formats = (ODD, FP8, 0.01), (ODD, FP8, 30.0), (TILES, torch.uint8, 0.0)  # saturates; rounds to denormals
+    for (sizes, storage, scale), (dtype, interleaved) in itertools.product(
+        formats, zip(DTYPES, (True, False, True), strict=True)
+    ):
+        arguments, rank = quantized_case(sizes, storage, dtype, scale, interleaved), sizes[1]
+        moved = on(device, arguments)
+        latents, cached = finish_latents(*moved)[1].cpu(), moved[1]._base.cpu()
+        _, cache, slots, *_, kv_scale = arguments
+        at_nan = slots[ROW_OF_NAN] // BLOCK_SIZE, 1, slots[ROW_OF_NAN] % BLOCK_SIZE
+        assert torch.equal(decode(cached[at_nan], rank, kv_scale, torch.float32).isnan(), latents[ROW_OF_NAN].isnan())
+        others = torch.where(torch.arange(len(slots)) == ROW_OF_NAN, -1, slots)
+        write_latents(cache, latents[:, :rank], latents[:, rank:], others, kv_scale)
+        cache._base[at_nan] = cached[at_nan]
+        assert torch.equal(bytes_of(cached), bytes_of(cache._base))
+
+
+def check_fp8_queries(device: str) -> None:
+    """Rounded to q's dtype first: codes are those of the query that the kernel makes without a scale."""
+    from dcpmla.attention.triton.projections import absorb_query
+
+    dtypes = (
+        DTYPES if device == "cuda" else (torch.float32, torch.float16)
+    )  # the interpreter multiplies bfloat16's bits, as integers
+    scale = torch.tensor([0.004])
+    for dtype, interleaved in itertools.product(dtypes, (True, False)):
+        arguments = on(device, query_case(ODD, 19, dtype, True, interleaved))
+        codes, query = absorb_query(*arguments[:-1], scale.to(device)), absorb_query(*arguments)
+        assert (codes.dtype, query.dtype) == (FP8, dtype)
+        assert torch.equal(bytes_of(codes), bytes_of(to_fp8(query.cpu(), scale)))
+        assert (codes.float().abs() == 448).any()
+
+
+def check_reading(device: str) -> None:
+    from dcpmla.cache import kernels
+
+    for storage, (rank, rope) in itertools.product((FP8, torch.uint8), ((384, 6), (512, 64))):
+        kv_scale = torch.tensor([0.37]) if storage == FP8 else None
+        cache = random_rows(NUM_BLOCKS * 2 * BLOCK_SIZE, storage, rank, rope).unflatten(0, (NUM_BLOCKS, 2, BLOCK_SIZE))[
+            :, 1
+        ]
+        slots = torch.tensor([3, 3, 0, 27, 9, 14, 22, 1, 6, 13, 20])
+        rows, wanted = kernels.read_rows(*on(device, [cache, slots])), read_latents(cache, slots)
+        assert torch.equal(bytes_of(rows), bytes_of(wanted))
+        on_device = None if kv_scale is None else kv_scale.to(device)
+        for dtype in DTYPES:
+            decoded = kernels.decode_rows(rows, rank, on_device, dtype)
+            assert decoded.dtype == dtype
+            torch.testing.assert_close(
+                decoded.cpu(), decode(wanted, rank, kv_scale, dtype), rtol=0, atol=0, equal_nan=True
+            )
+        assert kernels.decode_rows(rows[:0], rank, on_device, torch.float32).shape == (0, rank + rope)
+
+
+def check_refusals(device: str) -> None:
+    from dcpmla.attention.triton.projections import finish_latents
+    from dcpmla.cache import kernels
+
+    arguments = on(device, quantized_case(ODD, FP8, torch.float32, 1.0, True))
+    with pytest.raises(ValueError, match="kv_scale is missing for a cache of torch.float8_e4m3fn"):
+        finish_latents(*arguments[:-1], None)
+    with pytest.raises(ValueError, match=r"kv_cache has rows of 45 torch.float8_e4m3fn; latents of 40 \+ 6 take 46"):
+        finish_latents(arguments[0], arguments[1][..., :-1], *arguments[2:])
+    with pytest.raises(ValueError, match="kv_scale is given for a cache of torch.uint8"):
+        kernels.decode_rows(
+            torch.zeros(1, 656, dtype=torch.uint8, device=device), 512, torch.ones(1, device=device), torch.float32
+        )
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    check_cache_rows("cuda")
+    check_fp8_queries("cuda")
+    check_reading("cuda")
+    check_refusals("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", [FP8, torch.uint8])
+def test_a_chunk_through_the_operators(storage: torch.dtype) -> None:
+    """DeepSeek's widths, a chunk of 65,536 rows read in any order and decoded."""
+    cache = random_rows(1024 * 64, storage, 512, 64).unflatten(0, (1024, 64))
+    kv_scale = torch.tensor([0.37]) if storage == FP8 else None
+    slots = torch.randperm(1024 * 64, generator=torch.Generator().manual_seed(0))
+    rows = read_latents(cache.cuda(), slots.cuda())
+    assert torch.equal(bytes_of(rows), bytes_of(read_latents(cache, slots)))
+    for dtype in (*DTYPES, torch.float64):
+        decoded = decode_rows(rows, 512, None if kv_scale is None else kv_scale.cuda(), dtype)
+        torch.testing.assert_close(
+            decoded.cpu(), decode_rows(rows.cpu(), 512, kv_scale, dtype), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def check_operators(device: str) -> None:
+    """Schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    for sizes, storage in ((ODD, FP8), (TILES, torch.uint8)):
+        arguments = quantized_case(sizes, storage, torch.float32, 0.01, True)
+        arguments[0].nan_to_num_()
+        if storage != FP8:  # which torch's check of the schema cannot compare
+            checks.append("test_schema")
+        rows = [arguments[1], torch.tensor([3, 0])]
+        torch.library.opcheck(projections.finish_latents, on(device, arguments), test_utils=checks)
+        torch.library.opcheck(read_latents, on(device, rows), test_utils=checks)
+        codes = [read_latents(*rows), sizes[1], arguments[-1], torch.bfloat16]
+        torch.library.opcheck(decode_rows, on(device, codes), test_utils=checks)
+    query = [*query_case(ODD, 3, torch.float32, True, False)[:-1], torch.tensor([0.01])]
+    torch.library.opcheck(projections.absorb_query, on(device, query))
+
+
+def test_operators() -> None:
+    check_operators("cpu")
+
+
+@pytest.mark.gpu
+def test_operators_on_a_gpu() -> None:
+    check_operators("cuda")
+
+
+def test_kernels_compile_for_hopper() -> None:
+    """Rows move 16 bytes a thread, but for the one row of a token; conversions and the division are the exact ones."""
+    pytest.importorskip("triton")
+    from dcpmla.attention.triton.projections import absorb_kernel, latents_kernel
+    from dcpmla.cache.kernels import decode_kernel, read_kernel
+
+    latents = [
+        compile_for_hopper(latents_kernel, "bf16", LATENTS, **TYPES, cache_ptr="*fp8e4nv"),
+        compile_for_hopper(latents_kernel, "bf16", {**LATENTS, "cache_scale_ptr": None}, **TYPES, cache_ptr="*u8"),
+    ]
+    queries = compile_for_hopper(absorb_kernel, "bf16", QUERY, **TYPES, out_ptr="*fp8e4nv")
+    for ptx in (*latents, queries):
+        assert "div.rn.f32" in ptx
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    copied = compile_for_hopper(read_kernel, "u8", {"WIDTH": 656, "ROWS": 4, "COLUMNS": 1024}, **TYPES)
+    widths = {"RANK": 512, "ROPE": 64, "ROWS": 8, "RANK_COLUMNS": 512, "ROPE_COLUMNS": 64}
+    decoded = [
+        compile_for_hopper(decode_kernel, "bf16", widths, **TYPES, rows_ptr="*fp8e4nv"),
+        compile_for_hopper(decode_kernel, "bf16", {**widths, "scale_ptr": None}, **TYPES, rows_ptr="*u8"),
+    ]
+    assert all("cvt.rn.f16x2.e4m3x2" in ptx for ptx in decoded)
+    for ptx in (queries, copied, *decoded):
+        assert "ld.global.v4.b32" in ptx
+        assert "st.global.v4.b32" in ptx
+        assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)

@@ -1,0 +1,367 @@
+"""Layers over caches of 8 bits, under every DCP size: against float64 on dequantized rows; where their scales come
+from.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dcpmla import (
+    DCPConfig,
+    LatentCache,
+    MLAAttention,
+    MLAConfig,
+    StepMetadata,
+    dcp_mla_prefill,
+    init_mesh,
+    merge_partials,
+    mla_decode,
+)
+from dcpmla.attention import layer as layer_module
+from dcpmla.attention.scales import KV_SCALE_NAMES, calculate_scale_, missing_scales, read_scale
+from dcpmla.attention.step import PrefillMetadata
+from dcpmla.cache.formats import FP8, decode, encode, row_width, storage_dtype, to_fp8
+from dcpmla.cache.latent import num_blocks, read_latents
+from dcpmla.comm.exchange import LocalExchange
+from dcpmla.comm.select import select_exchange
+from dcpmla.integrations.checkpoint import Checkpoint
+from tests.support.models import random_model, tiny_config
+from tests.support.ranks import run_ranks
+from tests.test_ownership import deal_slots
+
+L, R = 128, 8  # the narrowest latent that fp8_ds_mla takes
+FORMATS = (("fp8", "auto"), ("fp8", "fp8"), ("fp8_ds_mla", "auto"))  # kv_cache_dtype, decode_query_dtype
+KV_SCALE, Q_SCALE = 0.03, 0.25
+
+
+def config_of_layer(kv_lora_rank: int = L, qk_rope_head_dim: int = R) -> Any:
+    config = tiny_config("deepseek_v3")
+    config.kv_lora_rank, config.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
+    return config
+
+
+def layout(tp: int, dcp: int, interleave: int, kv_format: tuple[str, str], **changes: Any) -> DCPConfig:
+    """Chunks of context as small as can be."""
+    kv_cache_dtype, decode_query_dtype = kv_format
+    if kv_cache_dtype == "fp8" and "calculate_kv_scales" not in changes:
+        changes = {"kv_cache_scale": KV_SCALE, **changes}
+    config = DCPConfig(
+        tensor_parallel_size=tp,
+        decode_context_parallel_size=dcp,
+        cp_kv_cache_interleave_size=interleave,
+        kv_cache_dtype=kv_cache_dtype,
+        decode_query_dtype=decode_query_dtype,
+        **{"block_size": max(4, interleave), **changes},
+    )
+    return dataclasses.replace(config, context_workspace_tokens=2 * config.chunk_alignment)
+
+
+# A step: (request, tokens cached, new tokens), decodes first. Prompts in chunks, beside decodes; decodes of a first
+# token, and of many.
+Step = Sequence[tuple[int, int, int]]
+STEPS: tuple[Step, ...] = (
+    ((0, 0, 23), (1, 0, 5)),
+    ((1, 5, 1), (2, 0, 1), (0, 23, 18)),
+    ((0, 41, 1), (1, 6, 1), (2, 1, 1)),
+)
+TOTALS = (42, 7, 2)
+
+
+def check_layer(weights: dict[str, Tensor], config: MLAConfig, dcp: DCPConfig, device: str = "cpu") -> None:
+    """A layer's steps, on GPUs in bfloat16; what each caches and gives."""
+    mesh, dtype = (
+        init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size),
+        next(iter(weights.values())).dtype,
+    )
+    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, device).exchange, dtype, device)
+    layer.load_weights({**weights, "attn.q_scale": torch.tensor(Q_SCALE)})
+    cache = LatentCache(LatentCache.plan(config, dcp, 1, list(TOTALS), dtype), torch.device(device))[0]
+    cache.view(torch.uint8).fill_(0xFF)  # NaN in every format
+    free = iter(range(cache.shape[0] - 1, -1, -1))
+    tables = [[next(free) for _ in range(num_blocks(total, dcp))] for total in TOTALS]
+    hidden = [
+        torch.randn(total, config.hidden_size, generator=torch.Generator().manual_seed(total)).to(dtype)
+        for total in TOTALS
+    ]
+    kv_scale, q_scale = (None if scale is None else scale.cpu() for scale in (layer.kv_scale, layer.q_scale))
+    for step in STEPS:
+        requests, cached, new = zip(*step, strict=True)
+        ends = [start + count for start, count in zip(cached, new, strict=True)]
+        metadata = StepMetadata.build(new, ends, [tables[i] for i in requests], dcp, mesh.dcp_rank, device)
+        rows = torch.cat([hidden[i][end - count : end] for i, end, count in zip(requests, ends, new, strict=True)])
+        with torch.no_grad():
+            out = layer(rows.to(device), cache, metadata).cpu().double()
+        wanted = []
+        for request, start, count in step:
+            shards = everybodys_rows(cache, mesh.dcp_group, start + count, tables[request], dcp)
+            decoded = decode(shards, config.kv_lora_rank, kv_scale, torch.float64)
+            wanted.append(attend(weights, config, hidden[request][: start + count].double(), decoded, count, q_scale))
+        if dtype == torch.bfloat16:
+            # Kernels may round the probabilities of fp8 queries' products to e4m3, too.
+            assert (out - torch.cat(wanted)).norm() < (3e-2 if q_scale is None else 8e-2) * torch.cat(wanted).norm()
+        else:
+            # Queries computed in another order may round to the next code of e4m3, one in a million.
+            atol, rtol = (1e-5, 1e-4) if q_scale is None else (1e-3, 1e-2)
+            torch.testing.assert_close(out, torch.cat(wanted), atol=atol, rtol=rtol)
+
+
+def everybodys_rows(cache: Tensor, group: Any, num_tokens: int, blocks: list[int], dcp: DCPConfig) -> Tensor:
+    """A sequence's rows as the ranks hold them, [num_tokens, width]."""
+    caches: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(caches, cache.view(torch.uint8).cpu(), group=group)
+    size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
+    places = deal_slots(num_tokens, blocks, dcp.block_size, size, interleave)
+    rows = [caches[rank].flatten(0, 1)[slot] for rank, slot in places]
+    return torch.stack(rows).view(cache.dtype)
+
+
+def attend(
+    weights: dict[str, Tensor], config: MLAConfig, hidden: Tensor, cached: Tensor, num_new: int, q_scale: Tensor | None
+) -> Tensor:
+    """The layer in float64 on a sequence's hidden states: a decode over what is cached, a prefill over that and its own
+    latents.
+    """
+    absorbed, latents = queries_and_latents(weights, config, hidden)
+    absorbed, is_prefill = absorbed[-num_new:], num_new > 1
+    own = latents[len(latents) - num_new :] if is_prefill else cached[len(cached) - num_new :]
+    assert (
+        cached - latents
+    ).norm() < 2**-4 * latents.norm()  # they are this sequence's, each to a relative error of 2^-4
+    assert not torch.equal(cached, latents)
+    keys = torch.cat([cached[: len(cached) - num_new], own])
+    if q_scale is not None and not is_prefill:
+        absorbed = to_fp8(absorbed, q_scale).double() * q_scale
+    w_uv = weights["kv_b_proj.weight"].double().unflatten(0, (config.num_heads, -1))[:, config.qk_nope_head_dim :]
+    values = torch.einsum("thl,hvl->thv", over_latents(absorbed, keys, config), w_uv)
+    return values.flatten(1) @ weights["o_proj.weight"].double().T + weights["o_proj.bias"].double()
+
+
+def queries_and_latents(weights: dict[str, Tensor], config: MLAConfig, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, hidden] -> absorbed queries [T, heads, L + R] and latents [T, L + R], in float64."""
+    w = {name.removesuffix(".weight"): weight.double() for name, weight in weights.items()}
+    down = hidden @ w["kv_a_proj_with_mqa"].T + w["kv_a_proj_with_mqa.bias"]
+    q_c = norm(hidden @ w["q_a_proj"].T + w["q_a_proj.bias"], w["q_a_layernorm"])
+    q_nope, q_pe = (
+        (q_c @ w["q_b_proj"].T).unflatten(-1, (config.num_heads, -1)).tensor_split([config.qk_nope_head_dim], -1)
+    )
+    w_uk = w["kv_b_proj"].unflatten(0, (config.num_heads, -1))[:, : config.qk_nope_head_dim]
+    absorbed = torch.cat([torch.einsum("thp,hpl->thl", q_nope, w_uk), q_pe], -1)
+    kv_c, k_pe = down.tensor_split([config.kv_lora_rank], -1)
+    return absorbed, torch.cat([norm(kv_c, w["kv_a_layernorm"]), k_pe], -1)
+
+
+def over_latents(q: Tensor, keys: Tensor, config: MLAConfig) -> Tensor:
+    """Absorbed queries [T, h, L + R] of a sequence's last tokens over its latents [S, L + R], causal -> [T, h, L]."""
+    scores = torch.einsum("thd,sd->ths", q, keys) * config.scale
+    is_later = torch.arange(len(keys)) > torch.arange(len(keys) - len(q), len(keys))[:, None]
+    return torch.einsum(
+        "ths,sl->thl", scores.masked_fill(is_later[:, None], -math.inf).softmax(-1), keys[:, : config.kv_lora_rank]
+    )
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def check_layers(size: int) -> None:
+    weights, config = (
+        random_model(config_of_layer()).model.layers[0].self_attn.state_dict(),
+        MLAConfig.from_hf(config_of_layer()),
+    )
+    for kv_format, interleave in itertools.product(FORMATS, (1, 2, 16)):
+        check_layer(weights, config, layout(size, size, interleave, kv_format))
+    if size == 2:
+        check_calculated_scales(weights, config)
+        check_old_gpus(config)
+        layer_module.PROJECT_FIRST_TOKENS = 2  # among the numbers of decodes in these steps
+        for kv_format, q_replicate in itertools.product(FORMATS, (False, True)):
+            changes = {"dcp_q_replicate": q_replicate, "dcp_project_before_merge": True, "dcp_comm_backend": "ag_rs"}
+            check_layer(weights, config, layout(2, 2, 2, kv_format, **changes))
+    if size == 4:
+        check_layer(weights, config, layout(4, 2, 2, ("fp8_ds_mla", "auto")))
+        check_layer(weights, config, layout(4, 1, 1, ("fp8", "fp8")))
+
+
+def check_layers_on_gpus(size: int) -> None:
+    """DeepSeek's widths of a row, with all exchanges."""
+    hf_config = config_of_layer(512, 64)
+    weights = {
+        name: weight.bfloat16()
+        for name, weight in random_model(hf_config).model.layers[0].self_attn.state_dict().items()
+    }
+    for kv_format, backend in itertools.product(FORMATS, ("ag_rs", "direct") if size > 1 else ("auto",)):
+        dcp = layout(size, size, 2, kv_format, dcp_comm_backend=backend, block_size=64)
+        check_layer(weights, MLAConfig.from_hf(hf_config), dcp, "cuda")
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)])
+def test_layers_on_gpus(size: int) -> None:
+    run_ranks(size, check_layers_on_gpus, size, device="cuda", timeout=300)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_layers(size: int) -> None:
+    run_ranks(size, check_layers, size)
+
+
+def check_calculated_scales(weights: dict[str, Tensor], config: MLAConfig) -> None:
+    """From the first step that has a prompt's tokens, once, of all ranks' values; before anything is cached."""
+    mesh, dcp = init_mesh(2, 2), layout(2, 2, 1, ("fp8", "fp8"), calculate_kv_scales=True)
+    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
+    layer.load_weights(weights)
+    assert layer.kv_scale is not None
+    assert layer.q_scale is not None
+    addresses = layer.kv_scale.data_ptr(), layer.q_scale.data_ptr()
+    cache = LatentCache(LatentCache.plan(config, dcp, 1, [20], torch.float32), torch.device("cpu"))[0]
+    tables = [list(range(len(cache)))]
+    hidden = 5 * torch.randn(20, config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def run(start: int, end: int) -> list[float]:
+        with torch.no_grad():
+            layer(hidden[start:end], cache, StepMetadata.build([end - start], [end], tables, dcp, mesh.dcp_rank))
+        assert layer.kv_scale is not None
+        assert layer.q_scale is not None
+        return [float(layer.kv_scale), float(layer.q_scale)]
+
+    assert run(0, 1) == [1, 1]  # a decode
+    scales = run(1, 12)
+    absorbed, latents = queries_and_latents(weights, config, hidden[1:12].double())
+    assert scales == pytest.approx([float(values.abs().max()) / 200 for values in (latents, absorbed)], rel=1e-5)
+    assert run(12, 20) == scales
+    assert (layer.kv_scale.data_ptr(), layer.q_scale.data_ptr()) == addresses
+    rows = everybodys_rows(cache, mesh.dcp_group, 12, tables[0], dcp)[1:]
+    decoded = decode(rows, L, layer.kv_scale, torch.float64)
+    torch.testing.assert_close(decoded, latents, atol=2**-10 * scales[0], rtol=2**-4)
+    nothing = torch.full((1,), 5.0)
+    calculate_scale_(nothing, torch.zeros(3, 4), mesh.tp_group)
+    assert float(nothing) == 1
+
+
+def check_old_gpus(config: MLAConfig) -> None:
+    """They are refused before anything is allocated."""
+    with patch("torch.cuda.get_device_capability", return_value=(8, 0)):
+        for name in ("fp8", "fp8_ds_mla"):
+            dcp, mesh = layout(2, 2, 1, (name, "auto")), init_mesh(2, 2)
+            message = rf"kv_cache_dtype \(--kv-cache-dtype\) is '{name}', which needs GPUs of compute capability 8.9; choose auto"
+            with pytest.raises(ValueError, match=message):
+                MLAAttention(config, dcp, mesh, LocalExchange(), torch.float32, "cuda")
+
+
+class AllRanks(LocalExchange):
+    """The exchange of a group whose ranks are all here: gathers the context from everybody's cache, chunk after chunk."""
+
+    def __init__(self, caches: Sequence[Tensor], steps: Sequence[StepMetadata]) -> None:
+        self.caches, self.chunks = (
+            caches,
+            zip(*(step.prefill.context_chunks for step in steps if step.prefill), strict=True),
+        )
+
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        pieces = zip(self.caches, next(self.chunks), strict=True)
+        everybody = torch.cat([read_latents(cache, piece.local_slots).view(torch.uint8) for cache, piece in pieces])
+        return lambda: everybody[order].view(rows.dtype)
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 16])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_ranks_in_one_process(size: int, interleave: int) -> None:
+    """A decode and two prefills over a context that is dealt to simulated ranks."""
+    config, query_lens, seq_lens, num_heads = MLAConfig.from_hf(config_of_layer()), [1, 6, 3], [37, 75, 3], 2
+    generator = torch.Generator().manual_seed(size)
+    latents = [torch.randn(seq_len, L + R, generator=generator) for seq_len in seq_lens]
+    w_uk, w_uv = (torch.randn(num_heads, width, L, generator=generator) for width in (8, 4))
+    q = torch.randn(sum(query_lens), num_heads, 8 + R, generator=generator)
+    absorbed = torch.cat([torch.einsum("thp,hpl->thl", q[..., :8], w_uk), q[..., 8:]], -1)
+    for kv_format in FORMATS:
+        dcp = layout(size, size, interleave, kv_format)
+        storage = storage_dtype(dcp.kv_cache_dtype, torch.float32)
+        kv_scale = torch.tensor([KV_SCALE]) if storage == FP8 else None
+        q_scale = torch.tensor([Q_SCALE]) if kv_format[1] == "fp8" else None
+        rows = [encode(sequence[:, :L], sequence[:, L:], storage, kv_scale) for sequence in latents]
+        free = iter(range(1000))
+        tables = [[next(free) for _ in range(num_blocks(seq_len, dcp))] for seq_len in seq_lens]
+        caches = [
+            torch.full((next(free), dcp.block_size, row_width(storage, L, R)), 0xFF, dtype=torch.uint8)
+            for _ in range(size)
+        ]
+        for sequence, table, seq_len, new in zip(rows, tables, seq_lens, (0, 6, 3), strict=True):
+            places = deal_slots(seq_len - new, table, dcp.block_size, size, interleave)
+            for row, (rank, slot) in zip(sequence.view(torch.uint8), places, strict=False):
+                caches[rank].flatten(0, 1)[slot] = row
+        caches = [cache.view(storage) for cache in caches]
+        steps = [StepMetadata.build(query_lens, seq_lens, tables, dcp, rank) for rank in range(size)]
+        decoded = [decode(sequence, L, kv_scale, torch.float64) for sequence in rows]
+
+        decode_q = absorbed[:1] if q_scale is None else to_fp8(absorbed[:1], q_scale)
+        parts = [
+            decode_on(step, decode_q, cache, config.scale, kv_scale, q_scale)
+            for step, cache in zip(steps, caches, strict=True)
+        ]
+        outs, lses = zip(*parts, strict=True)
+        out, _ = merge_partials(torch.stack(outs), torch.stack(lses))
+        wanted_q = decode_q.double() * (1 if q_scale is None else q_scale)
+        torch.testing.assert_close(out.double(), over_latents(wanted_q, decoded[0], config), atol=1e-5, rtol=1e-5)
+
+        keys = [torch.cat([decoded[1][:-6], latents[1][-6:].double()]), latents[2].double()]
+        attended = [
+            over_latents(part.double(), key, config) for part, key in zip(absorbed[1:].split([6, 3]), keys, strict=True)
+        ]
+        wanted = torch.einsum("thl,hvl->thv", torch.cat(attended), w_uv.double())
+        own, w_kv_b = torch.cat([latents[1][-6:], latents[2]]), torch.cat([w_uk, w_uv], 1)
+        for rank in {0, size - 1}:
+            what = (
+                q[1:],
+                own[:, :L],
+                own[:, L:],
+                caches[rank],
+                w_kv_b,
+                prefill_of(steps[rank]),
+                config.scale,
+                AllRanks(caches, steps),
+            )
+            out, _ = dcp_mla_prefill(*what, kv_scale)
+            torch.testing.assert_close(out.double(), wanted, atol=1e-5 * float(wanted.abs().max()), rtol=1e-5)
+
+
+def decode_on(
+    step: StepMetadata, q: Tensor, cache: Tensor, scale: float, kv_scale: Tensor | None, q_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One rank's part of a decode."""
+    assert step.decode is not None
+    what = q, cache, step.decode.block_table, step.decode.local_seq_lens, scale, L
+    return mla_decode(*what, kv_scale=kv_scale, q_scale=q_scale, dtype=torch.float32)
+
+
+def prefill_of(step: StepMetadata) -> PrefillMetadata:
+    assert step.prefill is not None
+    return step.prefill
+
+
+def test_scales_of_a_checkpoint(tmp_path: Path) -> None:
+    save_file(
+        {"a.attn.k_scale": torch.tensor(0.5), "b.k_proj.k_scale": torch.tensor([0.25])}, tmp_path / "model.safetensors"
+    )
+    checkpoint = Checkpoint(tmp_path)
+    assert [read_scale(checkpoint.weights(prefix), KV_SCALE_NAMES) for prefix in ("a.", "b.", "c.")] == [0.5, 0.25, 1]
+    dcp = layout(1, 1, 1, ("fp8", "fp8"), kv_cache_scale=None)
+    for prefix, missing in (("a.", {"q_scale"}), ("c.", {"kv_scale", "q_scale"})):
+        assert missing_scales(checkpoint.weights(prefix), dcp) == missing
+        assert missing_scales(checkpoint.weights(prefix), dataclasses.replace(dcp, kv_cache_scale=0.5)) == {"q_scale"}
+        assert not missing_scales(checkpoint.weights(prefix), dataclasses.replace(dcp, calculate_kv_scales=True))
+    for tensor, message in (
+        (torch.ones(3), r"tensor k_scale has shape \(3,\); the scale of a layer is one number"),
+        (torch.zeros(1), r"tensor k_scale is 0.0; it must be a finite number above 0"),
+        (torch.tensor(math.inf), r"tensor k_scale is inf; it must be a finite number above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_scale({"k_scale": tensor}, KV_SCALE_NAMES)

@@ -1,0 +1,296 @@
+"""The plain-torch prefill against softmax attention written out in float64, alone and over a context sharded on
+simulated ranks.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
+from dcpmla.attention import prefill, reference
+from dcpmla.attention.prefill_backends import select_prefill
+from dcpmla.attention.segments import Segments
+from dcpmla.cache.latent import read_latents, write_latents
+from dcpmla.comm.exchange import LocalExchange
+from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
+from tests.test_ownership import deal_slots
+
+
+def starts(lens: Sequence[int]) -> list[int]:
+    return [sum(lens[:count]) for count in range(len(lens) + 1)]
+
+
+def segments(lens: Sequence[int]) -> Segments:
+    return Segments(tuple(starts(lens)), torch.tensor(starts(lens), dtype=torch.int32))
+
+
+def naive_prefill(
+    q: Tensor, k: Tensor, v: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Requests one by one, queries one by one."""
+    outs, lses = [], []
+    for q_i, k_i, v_i in zip(q.split(list(query_lens)), k.split(list(key_lens)), v.split(list(key_lens)), strict=True):
+        for index, query in enumerate(q_i):
+            visible = index + 1 if causal else len(k_i)
+            out, lse = attend_heads(query, k_i[:visible], v_i[:visible], SCALE)
+            outs.append(out)
+            lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def ragged(
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    num_heads: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(sum(query_lens), num_heads, P + R), (sum(key_lens), num_heads, P + R), (sum(key_lens), num_heads, V)]
+    q, k, v = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    query_lens=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    num_heads=st.integers(1, 3),
+    causal=st.booleans(),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_prefill(query_lens: list[int], num_heads: int, causal: bool, seed: int, data: st.DataObject) -> None:
+    """Ragged; where not causal, any number of keys, none included."""
+    count = len(query_lens)
+    key_lens = query_lens if causal else data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    q, k, v = ragged(query_lens, key_lens, num_heads, seed)
+    k[..., P:] = k[:, :1, P:]  # every head has the same rope part
+    backend = select_prefill(q, k[:, 0, P:], v)
+    assert backend.name == "torch"
+    got = backend.load()(q, k[..., :P], k[:, 0, P:], v, segments(query_lens), segments(key_lens), SCALE, causal)
+    assert got[0].shape == (sum(query_lens), num_heads, V)
+    check_close(got, naive_prefill(q, k, v, query_lens, key_lens, causal))
+
+
+def test_no_backend_for_a_device() -> None:
+    q = torch.empty(1, 2, P + R, device="meta")
+    with pytest.raises(ValueError, match="q is on device meta; prefill kernels exist for 'cpu', 'cuda'"):
+        select_prefill(q, q[:, 0], q)
+
+
+@pytest.mark.parametrize("max_scores", [1, 7, 40, 100])
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, causal: bool, max_scores: int) -> None:
+    query_lens, key_lens = [5, 13, 1, 8], [5, 13, 1, 8] if causal else [3, 0, 11, 20]
+    q, k, v = ragged(query_lens, key_lens, 2)
+    wanted = naive_prefill(q, k, v, query_lens, key_lens, causal)
+    sizes = []
+    softmax = reference._softmax
+    monkeypatch.setattr(reference, "_softmax", lambda scores: (sizes.append(scores.numel()), softmax(scores))[1])
+    monkeypatch.setattr(reference, "_MAX_SCORES", max_scores)
+    check_close(reference.mha_prefill(q, k, v, starts(query_lens), starts(key_lens), SCALE, causal), wanted)
+    assert max(sizes) <= max(max_scores, 2 * max(key_lens))  # one query's row is the least there is
+    assert len(sizes) > len(query_lens)
+
+
+def test_prefill_of_requests_without_keys() -> None:
+    q, k, v = ragged([3, 2], [0, 0], 2)
+    out, lse = reference.mha_prefill(q, k, v, [0, 3, 5], [0, 0, 0], SCALE, False)
+    assert torch.equal(out, torch.zeros(5, 2, V))
+    assert torch.equal(lse, torch.full((5, 2), -math.inf))
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float64, 1e-12)])
+def test_prefill_keeps_the_dtype_and_rounds_once(dtype: torch.dtype, rtol: float) -> None:
+    q, k, v = ragged([20, 3], [20, 3], 2, dtype=dtype)
+    out, lse = reference.mha_prefill(q, k, v, [0, 20, 23], [0, 20, 23], SCALE, True)
+    wanted, wanted_lse = naive_prefill(q, k, v, [20, 3], [20, 3], True)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-12 if dtype == torch.float64 else 1e-5, rtol=rtol)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=0)
+
+
+def test_a_later_key_changes_no_earlier_query() -> None:
+    q, k, v = ragged([8], [8], 2)
+    before, before_lse = reference.mha_prefill(q, k, v, [0, 8], [0, 8], SCALE, True)
+    k[5:], v[5:] = 100 * torch.randn_like(k[5:]), 100.0
+    after, after_lse = reference.mha_prefill(q, k, v, [0, 8], [0, 8], SCALE, True)
+    torch.testing.assert_close((after[:5], after_lse[:5]), (before[:5], before_lse[:5]), atol=1e-6, rtol=0)
+    assert (after[5:] - before[5:]).abs().amin() > 1e-3
+
+
+class AllRanks:
+    """The exchange of a group whose ranks are all here: gathers the context from everybody's cache, chunk after chunk."""
+
+    name = "all ranks"
+
+    def __init__(self, caches: Sequence[Tensor], steps: Sequence[StepMetadata]) -> None:
+        chunks = [step.prefill.context_chunks for step in steps if step.prefill is not None]
+        self.chunks: Iterator[list[Tensor]] = (
+            [read_latents(cache, piece.local_slots) for cache, piece in zip(caches, pieces, strict=True)]
+            for pieces in zip(*chunks, strict=True)
+        )
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        everybody = next(self.chunks)
+        assert any(torch.equal(rows.nan_to_num(7.0), theirs.nan_to_num(7.0)) for theirs in everybody)
+        return lambda: torch.cat(everybody)[order]
+
+    def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 16, 16), (8, 1, 4)]
+)
+@pytest.mark.parametrize("num_chunks_worth", [1, 3])
+def test_prefill_over_a_sharded_context(size: int, interleave: int, block_size: int, num_chunks_worth: int) -> None:
+    """Cached context on all ranks, chunk by chunk, then the new tokens: attention over the whole sequence, causal where
+    it is new.
+    """
+    query_lens, context_lens, num_heads = [4, 3, 6], [37, 0, 2], 2
+    seq_lens = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
+    dcp = DCPConfig(
+        tensor_parallel_size=size,
+        decode_context_parallel_size=size,
+        cp_kv_cache_interleave_size=interleave,
+        block_size=block_size,
+    )
+    dcp = replace(dcp, context_workspace_tokens=2 * num_chunks_worth * dcp.chunk_alignment)
+    counts = [len(range(0, seq_len, block_size * size)) for seq_len in seq_lens]
+    tables = [list(range(sum(counts[:i]), sum(counts[: i + 1])))[::-1] for i in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    latents = [torch.randn(seq_len, L + R, generator=generator) for seq_len in seq_lens]
+    caches = [torch.full((sum(counts), block_size, L + R), torch.nan) for _ in range(size)]
+    for sequence, context_len, table in zip(latents, context_lens, tables, strict=True):
+        for token, (rank, slot) in enumerate(deal_slots(context_len, table, block_size, size, interleave)):
+            write_latents(
+                caches[rank], sequence[token : token + 1, :L], sequence[token : token + 1, L:], torch.tensor([slot])
+            )
+    q = torch.randn(sum(query_lens), num_heads, P + R, generator=generator)
+    w_kv_b = torch.randn(num_heads, P + V, L, generator=generator)
+    wanted = naive_context_prefill(q, latents, w_kv_b, query_lens)
+    steps = [StepMetadata.build(query_lens, seq_lens, tables, dcp, rank) for rank in range(size)]
+    new = torch.cat([sequence[len(sequence) - query :] for sequence, query in zip(latents, query_lens, strict=True)])
+    for cache, step in zip(caches, steps, strict=True):
+        assert step.prefill is not None
+        got = dcp_mla_prefill(q, new[:, :L], new[:, L:], cache, w_kv_b, step.prefill, SCALE, AllRanks(caches, steps))
+        check_close(got, wanted, atol=1e-4)
+
+
+def naive_context_prefill(
+    q: Tensor, latents: Sequence[Tensor], w_kv_b: Tensor, query_lens: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Each new token over its whole sequence up to itself, keys and values up-projected head by head in float64."""
+    outs, lses = [], []
+    for queries, sequence in zip(q.split(list(query_lens)), latents, strict=True):
+        kv_c, k_pe = sequence.double().split([L, R], -1)
+        keys = torch.stack([torch.cat([kv_c @ head[:P].T, k_pe], -1) for head in w_kv_b.double()], 1)
+        values = torch.stack([kv_c @ head[P:].T for head in w_kv_b.double()], 1)
+        for index, query in enumerate(queries):
+            visible = len(sequence) - len(queries) + index + 1
+            out, lse = attend_heads(query, keys[:visible], values[:visible], SCALE)
+            outs.append(out)
+            lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def test_many_context_chunks_round_once() -> None:
+    """bfloat16 over 64 chunks of context is as near to float64 as over one."""
+    tokens, context = 4, 1024
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(tokens, 2, P + R, generator=generator).bfloat16()
+    latents = torch.randn(context + tokens, L + R, generator=generator).bfloat16()
+    w_kv_b = torch.randn(2, P + V, L, generator=generator).bfloat16()
+    cache = latents[:context].unflatten(0, (-1, 16)).contiguous()
+    table = [list(range(context // 16 + 1))]
+
+    def run(dtype: torch.dtype, workspace: int) -> Tensor:
+        dcp = DCPConfig(block_size=16, context_workspace_tokens=workspace)
+        prefill = StepMetadata.build([tokens], [context + tokens], table, dcp, 0).prefill
+        assert prefill is not None
+        new = latents[context:].to(dtype)
+        out, _ = dcp_mla_prefill(
+            q.to(dtype), new[:, :L], new[:, L:], cache.to(dtype), w_kv_b.to(dtype), prefill, SCALE, LocalExchange()
+        )
+        return out.double()
+
+    exact = run(torch.float64, context)
+    errors = [float((run(torch.bfloat16, workspace) - exact).norm() / exact.norm()) for workspace in (context, 16)]
+    assert errors[1] < 1.5 * errors[0]
+
+
+class Watched(LocalExchange):
+    """Writes down what is done, and how many results of gathers are alive as the next thing is done."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.results: list[weakref.ref[Tensor]] = []
+        self.num_started = 0
+
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        number, finish = self.num_started, super().start_context(rows, order, tokens)
+        self.write(f"start {number}")
+        self.num_started += 1
+
+        def finish_watched() -> Tensor:
+            self.write(f"wait {number}")
+            result = finish()
+            self.results.append(weakref.ref(result))
+            return result
+
+        return finish_watched
+
+    def write(self, what: str) -> None:
+        self.done.append(f"{what}, {sum(result() is not None for result in self.results)} alive")
+
+
+def test_chunks_begin_ahead_and_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather runs under the attention before it; of keys and values, and of gathered rows, one chunk's are there at a
+    time.
+    """
+    exchange, alive, most_alive = Watched(), list[weakref.ref[Tensor]](), list[int]()
+    up_project = prefill.up_project
+
+    def watched(*args: Any) -> tuple[Tensor, Tensor]:
+        exchange.write("attend")
+        k_nope, v = up_project(*args)
+        assert k_nope._base is v._base is not None
+        alive.append(weakref.ref(k_nope._base))
+        most_alive.append(sum(reference() is not None for reference in alive))
+        return k_nope, v
+
+    monkeypatch.setattr(prefill, "up_project", watched)
+    dcp = DCPConfig(block_size=4, context_workspace_tokens=16)
+    step = StepMetadata.build([3], [40], [list(range(10))], dcp, 0).prefill
+    assert step is not None
+    latents, cache, w_kv_b = torch.randn(3, L + R), torch.randn(10, 4, L + R), torch.randn(2, P + V, L)
+    with torch.no_grad():
+        dcp_mla_prefill(torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache, w_kv_b, step, SCALE, exchange)
+    assert most_alive == [1] * (1 + 3)
+    assert exchange.done == [
+        "start 0, 0 alive",
+        "attend, 0 alive",
+        "wait 0, 0 alive",
+        "start 1, 1 alive",
+        "attend, 1 alive",
+        "wait 1, 0 alive",
+        "start 2, 1 alive",
+        "attend, 1 alive",
+        "wait 2, 0 alive",
+        "attend, 1 alive",
+    ]

@@ -1,0 +1,355 @@
+"""Norms, RoPE, cache rows and absorbed projections: the torch code against transformers, the Triton kernels against
+the torch code.
+
+Kernels run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
+"""
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3RMSNorm,
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_interleave,
+)
+
+from dcpmla.attention import projections
+from dcpmla.cache.latent import read_latents
+from dcpmla.comm.nccl import merge_rows, weigh_rows
+from tests.support.shared_memory import run_interpreted
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 7
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 4e-3,
+}  # the interpreter truncates, at each of three roundings
+DTYPES = tuple(TOLERANCE)
+# Lq, L, R, P, V, h: DeepSeek-V3's, no query latent, nothing a power of two.
+DEEPSEEK, NO_Q_LORA, ODD = (1536, 512, 64, 128, 128, 16), (0, 512, 64, 128, 128, 16), (24, 40, 6, 12, 5, 3)
+LONG = (0, 72, 16, 140, 5, 3)  # latents and heads longer than a tile of W_UK
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cut(x: Tensor) -> Tensor:
+    """The same rows with NaN behind each: a slice of something wider."""
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 8), torch.nan)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def latents_case(
+    sizes: tuple[int, ...], slots: list[int], dtype: torch.dtype, rope: bool, interleaved: bool
+) -> list[Any]:
+    """Arguments of `finish_latents`: strided rows, a cache of NaN that is one layer of several."""
+    q_rank, rank, width, *_ = sizes
+    num_tokens = len(slots)
+    cache = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, rank + width), torch.nan, dtype=dtype)[:, 1]
+    q_weight = 0.5 + randn(q_rank, dtype=dtype, seed=1).abs() if q_rank else None
+    cos_sin = randn(num_tokens, width, seed=2) if rope else None
+    down = cut(randn(num_tokens, q_rank + rank + width, dtype=dtype, seed=3))
+    return [
+        down,
+        cache,
+        torch.tensor(slots, dtype=torch.int64),
+        q_weight,
+        0.5 + randn(rank, dtype=dtype, seed=4).abs(),
+        1e-3,
+        1.7,
+        cos_sin,
+        interleaved,
+        None,
+    ]
+
+
+def query_case(sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, rope: bool, interleaved: bool) -> list[Any]:
+    """Arguments of `absorb_query`: rows cut out, W_UK as it lies over W_UV."""
+    _, rank, width, nope, value, heads = sizes
+    cos_sin = randn(num_tokens, width, seed=2) if rope else None
+    w_uk = (randn(heads, nope + value, rank, dtype=dtype, seed=5) / nope**0.5)[:, :nope]
+    return [cut(randn(num_tokens, heads, nope + width, dtype=dtype, seed=6)), w_uk, cos_sin, interleaved, None]
+
+
+def on(device: str, arguments: list[Any]) -> list[Any]:
+    """Copies on a device with the strides they had."""
+
+    def move(x: Tensor) -> Tensor:
+        base = x if x._base is None else x._base
+        return base.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
+
+    return [move(x) if isinstance(x, Tensor) else x for x in arguments]
+
+
+def assert_near(got: Tensor, wanted: Tensor) -> None:
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    tolerance = TOLERANCE[wanted.dtype]
+    torch.testing.assert_close(got.double().cpu(), wanted.double(), atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
+    from dcpmla.attention.triton import projections as kernels
+
+    for size, dtype, rope, interleaved in itertools.product(sizes, DTYPES, (True, False), (True, False)):
+        arguments = latents_case(size, [3, -1, 27, -1, 0], dtype, rope, interleaved)
+        moved = on(device, arguments)
+        wanted, got = projections.finish_latents(*arguments), kernels.finish_latents(*moved)
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert_near(mine, theirs)
+        assert_near(moved[1], arguments[1])  # NaN stays wherever no slot points
+        assert moved[1]._base[:, 0].isnan().all()
+        assert int((~moved[1].isnan()).any(-1).sum()) == 3
+
+
+def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None:
+    from dcpmla.attention.triton import projections as kernels
+    from dcpmla.attention.triton.rope import rotate_
+
+    dtypes = (
+        DTYPES if device == "cuda" else (torch.float32, torch.float16)
+    )  # the interpreter multiplies bfloat16's bits, as integers
+    for size, dtype, rope, interleaved in itertools.product(sizes, dtypes, (True, False), (True, False)):
+        arguments = query_case(size, num_tokens, dtype, rope, interleaved)
+        assert_near(kernels.absorb_query(*on(device, arguments)), projections.absorb_query(*arguments))
+        if rope:
+            (q, _, cos_sin, *_), nope = on(device, arguments), size[3]
+            rotate_(q[..., nope:], cos_sin, interleaved)
+            projections.rotate_query_(arguments[0], cos_sin.cpu(), interleaved)
+            assert_near(q, arguments[0])
+
+
+def check_rows(device: str, width: int) -> None:
+    from dcpmla.cache.kernels import read_rows
+
+    for dtype in (torch.float64, *DTYPES):
+        cache = randn(NUM_BLOCKS, 3, BLOCK_SIZE, width, dtype=dtype)[:, 1]
+        slots = torch.tensor([3, 3, 0, 27, 9])
+        (moved,) = on(device, [cache])
+        assert torch.equal(read_rows(moved, slots.to(device)).cpu(), read_latents(cache, slots))
+        assert read_rows(moved, slots[:0].to(device)).shape == (0, width)
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    check_latents("cuda", DEEPSEEK, NO_Q_LORA, ODD)
+    for num_tokens in (0, 1, 17, 130):
+        check_queries("cuda", num_tokens, DEEPSEEK, ODD, LONG)
+    check_rows("cuda", 576)
+    check_rows("cuda", 7)
+
+
+@pytest.mark.gpu
+def test_operators_run_the_kernels_and_match_the_torch_code() -> None:
+    """The doors of the package, on CUDA tensors; float64 stays torch's."""
+    for dtype in (*DTYPES, torch.float64):
+        tolerance = TOLERANCE.get(dtype, 1e-6)
+        arguments, queries = (
+            latents_case(DEEPSEEK, [5, -1, 0], dtype, True, True),
+            query_case(DEEPSEEK, 3, dtype, True, True),
+        )
+        moved = on("cuda", arguments)
+        out, w_uv = randn(3, 16, 512, dtype=dtype), (randn(16, 256, 512, dtype=dtype) / 512**0.5)[:, 128:]
+        wanted = [
+            *projections.finish_latents(*arguments),
+            projections.absorb_query(*queries),
+            projections.project_values(out, w_uv),
+        ]
+        got = [
+            *projections.finish_latents(*moved),
+            projections.absorb_query(*on("cuda", queries)),
+            projections.project_values(*on("cuda", [out, w_uv])),
+        ]
+        slots = torch.tensor([5, 0])
+        wanted.append(read_latents(arguments[1], slots))
+        got.append(read_latents(moved[1], slots.cuda()))
+        for mine, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+def test_offsets_past_2_to_the_31() -> None:
+    num_blocks = 2**31 // (64 * 576) + 2
+    cache = torch.empty(num_blocks, 64, 576, dtype=torch.bfloat16, device="cuda")
+    cache[-1], cache[0] = torch.nan, torch.nan
+    arguments = on("cuda", latents_case(NO_Q_LORA, [num_blocks * 64 - 1], torch.bfloat16, True, True))
+    _, latents = projections.finish_latents(arguments[0], cache, *arguments[2:])
+    assert torch.equal(cache[-1, -1], latents[0])
+    assert torch.equal(read_latents(cache, arguments[2]), latents)
+    assert cache[-1, :-1].isnan().all()
+    assert cache[0].isnan().all()
+
+
+def check_in_the_interpreter() -> None:
+    check_latents("cpu", ODD, (0, *ODD[1:]))
+    check_queries("cpu", 5, ODD)
+    check_queries("cpu", 19, LONG)
+    check_rows("cpu", 7)
+
+
+def check_formats_in_the_interpreter() -> None:
+    from tests.attention.test_format_kernels import check_cache_rows, check_fp8_queries, check_reading, check_refusals
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    check_cache_rows("cpu")
+    check_fp8_queries("cpu")
+    check_reading("cpu")
+    check_refusals("cpu")
+
+
+@pytest.mark.parametrize("check", [check_in_the_interpreter, check_formats_in_the_interpreter])
+def test_kernels_in_the_interpreter(check: Callable[[], None]) -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check)
+
+
+def compile_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], **types: str) -> str:
+    """PTX of a kernel whose pointers are to dtype where nothing else is said, and like the strides multiples of 16."""
+    from triton import compile as triton_compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def type_of(name: str) -> str:
+        return "constexpr" if name in constants else types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
+
+    aligned = [
+        (at,)
+        for at, name in enumerate(kernel.arg_names)
+        if name not in constants and ("ptr" in name or "stride" in name)
+    ]
+    attributes = {at: [["tt.divisibility", 16]] for at in aligned}
+    source = ASTSource(
+        kernel, {name: type_of(name) for name in kernel.arg_names}, constexprs=constants, attrs=attributes
+    )
+    ptx = str(triton_compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+    assert "sm_90a" in ptx
+    return ptx
+
+
+ROPE = {"ROPE": 64, "PAIRS": 32, "INTERLEAVED": True}
+LATENTS = {"KV_RANK": 512, "KV_COLUMNS": 512, "Q_RANK": 1536, "Q_COLUMNS": 2048, **ROPE}
+QUERY = {"NOPE": 128, "RANK": 512, "TOKENS": 64, "ROWS": 64, "COLUMNS": 64, **ROPE}
+TYPES = {
+    **{"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32", "kv_scale": "fp32"},
+    **dict.fromkeys(("cache_scale_ptr", "q_scale_ptr", "scale_ptr"), "*fp32"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_kernels_compile_for_hopper(dtype: str) -> None:
+    """Tiles of rows move 16 bytes a thread."""
+    pytest.importorskip("triton")
+    from dcpmla.attention.triton.projections import absorb_kernel, latents_kernel
+    from dcpmla.attention.triton.rope import rotate_kernel
+    from dcpmla.cache.kernels import read_kernel
+
+    without_q_lora = {"Q_RANK": 0, "Q_COLUMNS": 1, "q_weight_ptr": None, "cos_sin_ptr": None}
+    for nothing in ({}, without_q_lora):
+        compile_for_hopper(latents_kernel, dtype, {**LATENTS, "cache_scale_ptr": None, **nothing}, **TYPES)
+    for kernel, constants in (
+        (absorb_kernel, {"q_scale_ptr": None, **QUERY}),
+        (rotate_kernel, {"TOKENS": 16, **ROPE}),
+        (read_kernel, {"WIDTH": 576, "ROWS": 4, "COLUMNS": 1024}),
+    ):
+        ptx = compile_for_hopper(kernel, dtype, constants, **TYPES)
+        assert "ld.global.v4.b32" in ptx
+        assert "st.global.v4.b32" in ptx
+        assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_rounds_as_transformers(dtype: torch.dtype) -> None:
+    theirs = DeepseekV3RMSNorm(40, eps=1e-3).to(dtype)
+    theirs.weight.data = 0.5 + randn(40, dtype=dtype).abs()
+    x = cut(randn(9, 40, dtype=dtype, seed=1))
+    assert torch.equal(projections.rms_norm(x, theirs.weight.data, 1e-3), theirs(x).detach())
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_latents_are_transformers(interleaved: bool) -> None:
+    """Norms and rotation as its attention does them, and each row where its slot says."""
+    q_rank, rank, width, *_ = ODD
+    slots = [3, -1, 27, -1, 0]
+    arguments = latents_case(ODD, slots, torch.float32, True, interleaved)
+    down, cache, _, q_weight, kv_weight, eps, scale, cos_sin, *_ = arguments
+    q_c, latents = projections.finish_latents(*arguments)
+    norms = {}
+    for weight in (q_weight, kv_weight):
+        norms[weight] = DeepseekV3RMSNorm(len(weight), eps)
+        norms[weight].weight.data = weight
+    k_pe = down[None, None, :, q_rank + rank :]
+    cos, sin = (torch.cat([part, part], -1)[None] for part in cos_sin.chunk(2, -1))
+    rotate = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
+    rotated = rotate(k_pe, k_pe, cos, sin)[0][0, 0]
+    if interleaved:  # transformers leaves pairs split into halves
+        rotated = torch.stack(rotated.chunk(2, -1), -1).flatten(-2)
+    torch.testing.assert_close(q_c, norms[q_weight](down[:, :q_rank]).detach())
+    torch.testing.assert_close(latents[:, :rank], scale * norms[kv_weight](down[:, q_rank : q_rank + rank]).detach())
+    torch.testing.assert_close(latents[:, rank:], rotated)
+    for row, slot in zip(latents, slots, strict=True):
+        assert slot < 0 or torch.equal(cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE], row)
+    assert int((~cache.isnan()).any(-1).sum()) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_absorbed_scores_and_values_are_those_of_whole_keys(dtype: torch.dtype) -> None:
+    """(q_nope W_UK) kv_c = q_nope (W_UK kv_c), and W_UV (p kv_c) = p (W_UV kv_c)."""
+    _, rank, width, nope, value, heads = ODD
+    q, w_uk, cos_sin, *_ = query_case(ODD, 5, dtype, True, True)
+    kv_c, w_uv = randn(5, rank, dtype=dtype, seed=7), randn(heads, value, rank, dtype=dtype, seed=8)
+    absorbed = projections.absorb_query(q, w_uk, cos_sin, True, None)
+    rotated = q.clone()
+    projections.rotate_query_(rotated, cos_sin, True)
+    assert torch.equal(rotated[..., :nope], q[..., :nope])
+    assert torch.equal(absorbed[..., rank:], rotated[..., nope:])
+    torch.testing.assert_close(
+        torch.einsum("thl,sl->ths", absorbed[..., :rank], kv_c),
+        torch.einsum("thp,hpl,sl->ths", q[..., :nope], w_uk, kv_c),
+    )
+    weights = randn(5, heads, 5, dtype=dtype, seed=9)
+    values = projections.project_values(torch.einsum("ths,sl->thl", weights, kv_c), w_uv)
+    torch.testing.assert_close(values.view(5, heads, value), torch.einsum("ths,hvl,sl->thv", weights, w_uv, kv_c))
+
+
+def check_operators(device: str) -> None:
+    """Schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
+    for slots in ([3, -1, 0], []):
+        for sizes, rope in itertools.product((ODD, (0, *ODD[1:])), (True, False)):
+            torch.library.opcheck(
+                projections.finish_latents, on(device, latents_case(sizes, slots, torch.float32, rope, True))
+            )
+        mixed = latents_case(ODD, slots, torch.bfloat16, True, True)
+        mixed[3], mixed[4] = mixed[3].float(), mixed[4].float()  # the weights of the norms
+        torch.library.opcheck(projections.finish_latents, on(device, mixed))
+        queries = on(device, query_case(ODD, len(slots), torch.float32, True, False))
+        torch.library.opcheck(projections.absorb_query, queries)
+        torch.library.opcheck(projections.rotate_query_, [queries[0], *queries[2:4]])
+        values = [randn(len(slots), 3, 40), randn(3, 17, 40)[:, 12:]]
+        torch.library.opcheck(projections.project_values, on(device, values))
+        rows = [randn(NUM_BLOCKS, 2, BLOCK_SIZE, 7)[:, 1], torch.tensor(slots, dtype=torch.int64).abs()]
+        torch.library.opcheck(read_latents, on(device, rows))
+        for num_heads in (1, 3):
+            received = randn(
+                2, len(slots), num_heads, 16
+            )  # rows with their LSE behind them, as the exchange receives them
+            torch.library.opcheck(merge_rows, on(device, [received[..., :8], received[..., 8]]))
+            torch.library.opcheck(
+                weigh_rows,
+                on(device, [cut(randn(len(slots), 2 * num_heads, 8)), randn(2, len(slots), 2 * num_heads), 1]),
+            )
+
+
+def test_operators() -> None:
+    check_operators("cpu")
+
+
+@pytest.mark.gpu
+def test_operators_on_a_gpu() -> None:
+    check_operators("cuda")

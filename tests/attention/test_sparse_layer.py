@@ -1,0 +1,264 @@
+"""The layer with an indexer, against transformers' DeepSeek-V3.2 and GLM-5 attention: mixed batches, every cut of the
+cache.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla.attention import layer as layer_module
+from dcpmla.attention.sparse import indexer as indexer_module
+from dcpmla.attention.sparse import scores as scores_module
+from dcpmla.attention.sparse.metadata import SelectedTokens
+from dcpmla.cache.latent import num_blocks
+from dcpmla.comm.select import select_exchange
+from tests.attention.test_layer import layout
+from tests.support.models import random_model, tiny_config
+from tests.support.ranks import run_ranks
+
+TOPK = 24
+PADDING = 3
+# (tokens cached before the step, new tokens): decodes of one token and of three, below top-k, at it and beyond;
+# prefills likewise.
+BATCH = ((0, 1), (23, 1), (24, 1), (70, 1), (41, 3), (0, 9), (0, 40), (30, 6), (66, 17))
+Weights = dict[str, Tensor]
+
+
+def hidden_states(num_tokens: int, request: int) -> Tensor:
+    return torch.randn(num_tokens, 48, generator=torch.Generator().manual_seed(request))
+
+
+def rope(hf_config: Any, num_tokens: int) -> tuple[Tensor, Tensor]:
+    return DeepseekV3RotaryEmbedding(hf_config)(torch.empty(0), torch.arange(num_tokens)[None])  # type: ignore[no-any-return]
+
+
+def causal_mask(num_tokens: int) -> Tensor:
+    return torch.full((num_tokens, num_tokens), -torch.inf).triu(1)[None, None]
+
+
+def run_layers(
+    layers: list[MLAAttention], hf_config: Any, dcp: DCPConfig, padding: int
+) -> tuple[list[Tensor], SelectedTokens]:
+    """Fill the caches with what each request has cached, as one prefill; then the batch as one step, which all
+    layers see alike.
+
+    Returns each layer's output of the new tokens and padding, and what was selected last.
+    """
+    total = [cached + new for cached, new in BATCH]
+    plan = LatentCache.plan(
+        layers[0].config, dcp, len(layers), total, torch.float32, sum(layer.indexer is not None for layer in layers)
+    )
+    cache = LatentCache(plan, torch.device("cpu"))
+    for memory in (*cache.layers, *cache.index_layers):
+        memory.view(torch.uint8).fill_(0xFF)  # a NaN, in every format
+    blocks = iter(range(plan.num_blocks - 1, -1, -1))
+    tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in total]
+    cos, sin = (part[0, :, : part.shape[-1] // 2] for part in rope(hf_config, max(total)))
+    cos_sin = torch.cat([cos, sin], -1)
+
+    def step(
+        query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int
+    ) -> tuple[list[Tensor], SelectedTokens]:
+        kept = [tables[i] for i in requests]
+        metadata = StepMetadata.build(
+            query_lens, seq_lens, kept, dcp, layers[0].mesh.dcp_rank, max_decode_query_len=3, is_sparse=True
+        )
+        rows = [
+            hidden_states(total[i], i)[seq - query : seq]
+            for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)
+        ]
+        hidden = torch.cat([*rows, torch.full((padding, 48), torch.nan)])
+        selection, outputs, index_layers = (
+            SelectedTokens.empty(metadata.num_tokens, TOPK, "cpu"),
+            [],
+            iter(cache.index_layers),
+        )
+        for memory in (selection.positions, selection.slots, selection.num_slots):
+            memory.fill_(2**31 - 1)
+        for layer, kv_cache in zip(layers, cache.layers, strict=True):
+            index_cache = None if layer.indexer is None else next(index_layers)
+            outputs.append(layer(hidden, kv_cache, metadata, cos_sin[metadata.positions], None, index_cache, selection))
+        return outputs, selection
+
+    filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
+    step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled, 0)
+    return step([new for _, new in BATCH], total, list(range(len(BATCH))), padding)
+
+
+def new_layer(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, weights: Weights, skip_topk: bool = False) -> MLAAttention:
+    config = MLAConfig.from_hf(hf_config)
+    exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
+    layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu", skip_topk)
+    layer.load_weights(weights)
+    return layer
+
+
+def expected(hf_config: Any) -> list[Tensor]:
+    """Of each of the model's first two attention layers, outputs of the new tokens of all requests, laid end to end."""
+    modules = [decoder.self_attn for decoder in random_model(hf_config).model.layers[:2]]
+    outputs: list[list[Tensor]] = [[] for _ in modules]
+    for request, (cached, new) in enumerate(BATCH):
+        hidden, reused = hidden_states(cached + new, request)[None], {}
+        for module, rows in zip(modules, outputs, strict=True):
+            positions = torch.arange(cached + new)[None]
+            out = module(
+                hidden, rope(hf_config, cached + new), causal_mask(cached + new), position_ids=positions, **reused
+            )
+            reused = {"prev_topk_indices": out[2]} if len(out) == 3 else {}
+            rows.append(out[0][0, -new:])
+    return [torch.cat(rows) for rows in outputs]
+
+
+def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
+    """Layers of a model in each layout: by masked MHA in prefill, and by selected rows."""
+    hf_config._attn_implementation = "eager"
+    model = random_model(hf_config).model
+    # Prefills come by sevens, of which the last two tokens project behind the merge.
+    layer_module.PROJECT_FIRST_TOKENS, layer_module._ABSORBED_TOKENS = 6, 7
+    indexer_module._WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = (
+        1 << 14,
+        1 << 14,
+    )  # tokens are scored, and selected for, in several turns
+    with torch.no_grad():
+        wanted = expected(hf_config)
+        for dcp in layouts:
+            mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+            shared = [kind == "shared" for kind in getattr(hf_config, "indexer_types", ["full"] * 2)[:2]]
+            layers = [
+                new_layer(hf_config, dcp, mesh, model.layers[i].self_attn.state_dict(), skip)
+                for i, skip in enumerate(shared)
+            ]
+            for is_mha in (True, False):
+                layer_module.prefers_mha = lambda *_, is_mha=is_mha: is_mha
+                outputs, selection = run_layers(layers, hf_config, dcp, PADDING)
+                for out, rows in zip(outputs, wanted, strict=True):
+                    torch.testing.assert_close(out[: len(rows)], rows, atol=1e-5, rtol=1e-4)
+                    assert out.isfinite().all()  # padding took nothing from the rows behind num_tokens
+                assert (
+                    mesh.dcp_rank == 0 or (selection.num_slots == 0).any()
+                )  # the first decode's one token is the first rank's
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [
+        ("deepseek_v32", [layout(1, 1)]),
+        ("glm_moe_dsa", [layout(3, 3, 2, "ag_rs")]),
+        (
+            "deepseek_v32",
+            [layout(4, 4, 4, "a2a"), dataclasses.replace(layout(4, 2, 2, "ag_rs"), dcp_project_before_merge=True)],
+        ),
+        ("glm_moe_dsa", [layout(8, 8, 1, "ag_rs"), layout(8, 8, 4, "a2a")]),
+    ],
+    ids=["V3.2 on 1", "GLM-5 on 3", "V3.2 on 4", "GLM-5 on 8"],
+)
+def test_mixed_batch(family: str, layouts: list[DCPConfig]) -> None:
+    run_ranks(layouts[0].tensor_parallel_size, check_layouts, tiny_config(family), layouts)
+
+
+def check_equal_scores(hf_config: Any, layouts: list[DCPConfig]) -> None:
+    """With head weights of zero all scores are equal: each token attends to the first top-k of its request, on any
+    number of ranks.
+    """
+    weights: Weights = dict(random_model(hf_config).model.layers[0].self_attn.state_dict())
+    weights["indexer.weights_proj.weight"] = torch.zeros_like(weights["indexer.weights_proj.weight"])
+    hf_config._attn_implementation, hf_config.rope_interleave = "eager", True
+    dense = DeepseekV3Attention(hf_config, 0)
+    dense.load_state_dict({name: weight for name, weight in weights.items() if not name.startswith("indexer.")})
+    rows = []
+    with torch.no_grad():
+        for request, (cached, new) in enumerate(BATCH):
+            mask = causal_mask(cached + new)
+            mask[..., TOPK:] = -torch.inf
+            rows.append(
+                dense(hidden_states(cached + new, request)[None], rope(hf_config, cached + new), mask)[0][0, -new:]
+            )
+        for dcp in layouts:
+            mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+            (out,), _ = run_layers([new_layer(hf_config, dcp, mesh, weights)], hf_config, dcp, 0)
+            torch.testing.assert_close(out, torch.cat(rows), atol=1e-5, rtol=1e-4)
+
+
+def test_equal_scores() -> None:
+    run_ranks(4, check_equal_scores, tiny_config("deepseek_v32"), [layout(4, 4, 2), layout(4, 1)])
+
+
+def select_in_formats(hf_config: Any, dcp: DCPConfig) -> list[Tensor]:
+    """Positions selected by exact keys and queries, by transformed ones, by fp8, and by both; sorted."""
+    weights: Weights = dict(random_model(hf_config).model.layers[0].self_attn.state_dict())
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    found = []
+    for dtype, hadamard in (("auto", False), ("auto", True), ("fp8", False), ("fp8", True)):
+        formats = dataclasses.replace(dcp, index_cache_dtype=dtype, index_hadamard=hadamard)
+        with torch.no_grad():
+            _, selection = run_layers([new_layer(hf_config, formats, mesh, weights)], hf_config, formats, 0)
+        found.append(selection.positions.sort(1).values)
+    return found
+
+
+def test_formats_of_the_index_cache() -> None:
+    alone = run_ranks(1, select_in_formats, tiny_config("deepseek_v32"), layout(1, 1))[0]
+    for ranks in run_ranks(3, select_in_formats, tiny_config("deepseek_v32"), layout(3, 3, 2)):
+        for positions, others in zip(alone, ranks, strict=True):
+            assert torch.equal(positions, others)  # whatever the format, the number of ranks does not show
+    exact, transformed, *rounded = (
+        torch.zeros(len(rows), 128).scatter(1, rows.clamp(min=0).long(), 1.0) for rows in alone
+    )
+    assert torch.equal(exact, transformed)
+    for chosen in rounded:
+        assert 0.9 < (exact * chosen).sum() / exact.sum() < 1  # rounding shows, a little
+
+
+def check_mistakes(hf_config: Any) -> None:
+    dcp, mesh = layout(1, 1), init_mesh(1, 1)
+    weights: Weights = dict(random_model(hf_config).model.layers[0].self_attn.state_dict())
+    layer, reusing = (new_layer(hf_config, dcp, mesh, weights, skip) for skip in (False, True))
+    dense, sparse = (
+        StepMetadata.build([30], [30], [list(range(8))], dcp, 0, is_sparse=is_sparse) for is_sparse in (False, True)
+    )
+    hidden, cache, index_cache, cos_sin = (
+        torch.zeros(30, 48),
+        torch.zeros(8, 4, 24),
+        torch.zeros(8, 4, 16),
+        torch.zeros(30, 8),
+    )
+    with pytest.raises(ValueError, match="metadata has no sparse part, .*; build it with is_sparse"):
+        layer(hidden, cache, dense, cos_sin, None, index_cache)
+    with pytest.raises(
+        ValueError, match=r"index_cache is None; expected torch.float32 \(8, 4, 16\), .* \(--index-cache-dtype\) 'auto'"
+    ):
+        layer(hidden, cache, sparse, cos_sin)
+    with pytest.raises(
+        ValueError, match=r"index_cache is torch.uint8 \(8, 4, 20\), strides .*; expected torch.float32 \(8, 4, 16\)"
+    ):
+        layer(hidden, cache, sparse, cos_sin, None, torch.zeros(8, 4, 20, dtype=torch.uint8))
+    with pytest.raises(
+        ValueError, match=r"kv_cache has strides \(192, 24, 1\); sparse attention takes blocks that lie one behind the"
+    ):
+        layer(hidden, torch.zeros(16, 4, 24)[::2], sparse, cos_sin, None, index_cache)
+    with pytest.raises(
+        ValueError, match="selection is None; a layer with skip_topk needs what a layer before it selected"
+    ):
+        reusing(hidden, cache, sparse, cos_sin)
+    with pytest.raises(ValueError, match=r"selection is of \(29, 24\); expected \(30, 24\), tokens and topk"):
+        reusing(hidden, cache, sparse, cos_sin, None, None, SelectedTokens.empty(29, TOPK, "cpu"))
+    with pytest.raises(ValueError, match="checkpoint: tensor wk.weight is missing"):
+        layer.load_weights({name: weight for name, weight in weights.items() if name != "indexer.wk.weight"})
+    with pytest.raises(ValueError, match="config has an indexer, but q_lora_rank is None"):
+        MLAAttention(
+            dataclasses.replace(layer.config, q_lora_rank=None), dcp, mesh, layer.exchange, torch.float32, "cpu"
+        )
+    odd = dataclasses.replace(layer.config, indexer=dataclasses.replace(layer.config.indexer, head_dim=24))
+    with pytest.raises(
+        ValueError, match=r"index_hadamard \(--index-hadamard\) takes a power of two; the indexer's head_dim is 24"
+    ):
+        MLAAttention(odd, dataclasses.replace(dcp, index_hadamard=True), mesh, layer.exchange, torch.float32, "cpu")
+
+
+def test_mistakes_are_named() -> None:
+    run_ranks(1, check_mistakes, tiny_config("deepseek_v32"))

@@ -1,0 +1,219 @@
+"""`bench exchange` on two ranks: its rows, its check of what backends give, its mistakes."""
+
+import json
+import re
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpmla.__main__ import build_parser, main
+from dcpmla.bench.exchange import is_right, measured, world_sizes
+from dcpmla.bench.exchange_inputs import OPERATIONS, ExchangeCase
+from dcpmla.bench.exchange_peers import load_vllm_direct
+from dcpmla.comm.nccl import AllToAll
+from tests.support.fake_peers import write_exchange_peer
+from tests.support.launchers import run_forked, run_together, torchrun, unattended
+from tests.support.ranks import run_ranks
+
+WIDTH, VALUE_WIDTH, HEADS = 40, 16, 4
+EXCHANGE = [
+    "bench",
+    "exchange",
+    "--heads",
+    f"{HEADS},{2 * HEADS}",
+    "--row-width",
+    str(WIDTH),
+    "--value-width",
+    str(VALUE_WIDTH),
+]
+
+
+def received_bytes(op: str, tokens: int, heads: int | None, row_width: int) -> int:
+    """What a rank of two gets from the other one, in float32."""
+    if op == "gather_context":
+        return -(-tokens // 2) * (WIDTH + 64) * 4
+    assert heads is not None
+    return tokens * heads // 2 * 4 * (WIDTH + 64 if op == "gather_heads" else row_width + 1)
+
+
+WRONG_ON_ONE_RANK = """
+import sys
+from dcpmla.__main__ import main
+from dcpmla.bench.exchange_peers import load_vllm_direct
+from dcpmla.comm.nccl import AllToAll
+
+def combine(self, out, lse, right=AllToAll.combine):
+    merged, merged_lse = right(self, out, lse)
+    return merged + self.rank, merged_lse
+
+AllToAll.combine = combine
+sys.exit(main())
+"""
+
+
+def test_two_ranks_measure_and_check_each_operation(tmp_path: Path) -> None:
+    """One backend gives wrong rows on rank 1 alone: it is reported, and the rest as well.
+
+    A peer only merges, and not all sizes.
+    """
+    program, out, plot, peers = (tmp_path / name for name in ("program.py", "exchange.json", "exchange.png", "peers"))
+    program.write_text(WRONG_ON_ONE_RANK)
+    peers.mkdir()
+    options = [
+        "--tokens",
+        "1,257",
+        "--backends",
+        "ag_rs,a2a",
+        "--peers",
+        write_exchange_peer(peers),
+        "--json",
+        out,
+        "--plot",
+        plot,
+    ]
+    result, _ = run_forked(unattended([program, *EXCHANGE, *options, "--commit", "abc"], 2))
+    content = json.loads(out.read_text())
+    assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
+    rows = {(row["op"], row["backend"], row["variant"], row["tokens"], row["heads"]): row for row in content["rows"]}
+    assert len(rows) == len(content["rows"])
+    merges = [*product(("ag_rs", "a2a"), ("", "pbm"), (1, 257)), ("vllm_direct", "", 1)]
+    gathers = list(product(("ag_rs", "a2a"), [""], (1, 257)))
+    assert set(rows) == {
+        *(("gather_heads", *gather, heads) for gather in gathers for heads in (HEADS, 2 * HEADS)),
+        *(("combine", *merge, heads) for merge in merges for heads in (HEADS, 2 * HEADS)),
+        *(("gather_context", *gather, None) for gather in gathers),
+    }
+    for (op, backend, variant, tokens, heads), row in rows.items():
+        width = VALUE_WIDTH if variant == "pbm" else WIDTH
+        assert (row["row_width"], row["world_size"], row["dtype"]) == (width, 2, "float32")
+        assert (row["in_graph"], row["wire_us"]) == (False, None)
+        assert row["median_us"] > 0
+        assert row["gb_per_s"] == pytest.approx(
+            received_bytes(op, tokens, heads, width) / row["median_us"] / 1e3, abs=6e-4
+        )
+        assert is_right(row) == ((op, backend) != ("combine", "a2a"))
+        if op == "combine":
+            assert row["max_error"] > (0.1 if backend == "a2a" else 0)  # float32 against float64
+    lines = [line for line in result.stdout.splitlines() if line.startswith("combine")]
+    assert [" a2a " in line for line in lines] == [line.endswith("WRONG") for line in lines]
+    assert (
+        "ag_rs: 0 of 14 results wrong\na2a: 8 of 14 results wrong\nvllm_direct: 0 of 2 results wrong\n" in result.stdout
+    )
+    skipped = "skipped: combine vllm_direct of 2 ranks, 257 tokens, 4 heads: vllm_direct takes 256 tokens at most\n"
+    assert result.stdout.count(skipped) == 1
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("variant", ["", "fp8"])
+def test_rows_in_fp8_may_be_coarser(variant: str) -> None:
+    """The same of gathers, which are exact otherwise."""
+    row = {"op": "gather_heads", "variant": variant, "dtype": "bfloat16", "max_error": 0.06}
+    assert is_right(row) == (variant == "fp8")
+    assert not is_right({**row, "max_error": 0.07})
+    assert not is_right({**row, "max_error": None})
+
+
+def test_peers_that_cannot_be_had(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which has no direct/peer_direct.py; give the directory that has it"):
+        load_vllm_direct(tmp_path)
+    write_exchange_peer(tmp_path, "of another version")
+    with pytest.raises(ValueError, match=r"--peers is .*, whose direct/ cannot be loaded here: undefined symbol$"):
+        load_vllm_direct(tmp_path)
+
+
+class _Reordered(AllToAll):
+    """Heads and context out of order; rows merged by equal weights, beside the right LSE."""
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        return super().gather_heads(q).flip(1)
+
+    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return super().combine(out, torch.zeros_like(lse))[0], super().combine(out, lse)[1]
+
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        finish = super().start_context(rows, order, tokens)
+        return lambda: finish().roll(1, 0)
+
+
+class _Careless(AllToAll):
+    """One head for all; empty shards' payload let through; the own rows for everybody's."""
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        return super().gather_heads(q)[:, :1]
+
+    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        merged, merged_lse = super().combine(out, lse)
+        return merged + 0 * out[:, : merged.shape[1]], merged_lse
+
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        return lambda: rows[order % len(rows)]
+
+
+def rows_of_exchanges() -> list[tuple[str, str, bool]]:
+    group = dist.group.WORLD
+    assert group is not None
+    case = ExchangeCase(group, 1, 5, HEADS, WIDTH + 64, WIDTH, torch.device("cpu"), torch.float32)
+    found = []
+    for exchange in (AllToAll(group), _Reordered(group), _Careless(group)):
+        for op, make in OPERATIONS.items():
+            inputs = make(case)
+            row = measured(case, inputs, exchange, 450.0)
+            assert row["wire_us"] == pytest.approx(inputs.received_bytes / 450e3, abs=6e-4)
+            found.append((type(exchange).__name__, op, is_right({"op": op, "variant": "", **row})))
+    return found
+
+
+def test_wrong_results_are_found() -> None:
+    ranks = run_ranks(2, rows_of_exchanges)
+    assert ranks[0] == ranks[1]
+    assert [is_right for _, _, is_right in ranks[0]] == [True] * 3 + [False] * 6, ranks[0]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "message"),
+    [
+        (1, [], "bench exchange measures 2 ranks or more, but 1 was started"),
+        (4, ["--world-sizes", "2,3"], "--world-sizes has 3; it must be 2 or more, and divide the 4 ranks"),
+        (4, ["--world-sizes", "1"], "--world-sizes has 1; it must be 2 or more"),
+        (4, ["--heads", "64,6"], "--heads has 6; a group of 4 ranks must divide it"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(num_ranks: int, options: list[str], message: str) -> None:
+    args = build_parser().parse_args(["bench", "exchange", *options])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        world_sizes(args, num_ranks)
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "bench exchange measures 2 ranks or more, but 1 was started"),
+        (["--backends", "a2a,mpi"], "'mpi' is not an exchange; choose from auto, ag_rs, a2a"),
+        (["--tokens", "1,0"], "'0' is not a whole number of at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXCHANGE, "--device", "cpu", *options]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+@pytest.mark.gpu_2
+def test_two_gpus_in_graphs(tmp_path: Path) -> None:
+    out = tmp_path / "exchange.json"
+    options = ["--tokens", "1,64,512", "--backends", "ag_rs,a2a", "--json", out]
+    (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "exchange", *options], 2), {})])
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 3 * 2 * (2 * 3 + 1)
+    for row in rows:
+        assert row["in_graph"]
+        assert 0 < row["median_us"] < 1e5
+        assert is_right(row), row

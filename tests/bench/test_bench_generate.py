@@ -1,0 +1,138 @@
+"""`dcpmla bench generate`: whole batches are timed, in each mode, and written as rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcpmla.__main__ import main
+from dcpmla.bench import generate as bench_generate
+from dcpmla.bench.generate import _plot
+from dcpmla.runtime.graph import DecodeGraph
+from tests.support.models import save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny("deepseek_v3", directory)
+    return directory
+
+
+def bench(model: Path, **changes: object) -> int:
+    values: dict[str, object] = {
+        "model": model,
+        "device": "cpu",
+        "batch": "1,3",
+        "input_len": 9,
+        "output_len": 6,
+        "block_size": 8,
+    }
+    options = [
+        str(item) for name, value in (values | changes).items() for item in (f"--{name.replace('_', '-')}", value)
+    ]
+    return main(["bench", "generate", *options])
+
+
+def test_without_graphs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    assert bench(model, json=out, plot=plot, commit="abc", batch="3,1,3") == 0
+    content = json.loads(out.read_text())
+    assert (content["commit"], content["machine"]) == ("abc", "1 x CPU")
+    assert [(row["mode"], row["batch"]) for row in content["rows"]] == [("eager", 3), ("eager", 1)]
+    for row in content["rows"]:
+        assert row["tokens_per_second"] * row["median_us"] == pytest.approx(row["batch"] * 1e6, rel=0.05)
+        expected = {
+            "model": model.name,
+            "tp": 1,
+            "dcp": 1,
+            "dtype": "float32",
+            "input_len": 9,
+            "output_len": 6,
+            "block_size": 8,
+        }
+        expected |= {"kv_cache_dtype": "float32", "decode_query_dtype": "auto"}
+        assert {name: row[name] for name in expected} == expected
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n")
+    assert "     3  " in capsys.readouterr().out
+
+
+def test_both_modes_in_one_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole batches only, every mode its own; where there is no GPU, a graph that is not captured stands for one."""
+    decodes: list[tuple[str, bool]] = []
+    build_engine = bench_generate.build_engine
+
+    def build(*arguments: Any) -> Any:
+        engine, selection = build_engine(*arguments)
+        token = torch.tensor(0)
+        engine.graph = DecodeGraph(
+            engine.model.decode, token, engine.cache, engine.dcp, engine.mesh, 3, engine.max_model_len
+        )
+        enter = engine.on_step
+        engine.on_step = lambda line: (
+            (enter(line), decodes.append((line.partition("(")[2][:10], "graph" in line))) if line[0] == "d" else None
+        )
+        return engine, selection
+
+    monkeypatch.setattr(bench_generate, "build_engine", build)
+    out = tmp_path / "out.json"
+    assert bench(model, json=out) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["mode"], row["batch"]) for row in rows] == [("graph", 1), ("eager", 1), ("graph", 3), ("eager", 3)]
+    for requests in ("1 requests", "3 requests"):
+        assert decodes.count((requests, True)) == decodes.count((requests, False)) == 5
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith(("1 ", "3 "))]
+    by_batch = {(row["mode"], row["batch"]): row for row in rows}
+    for batch, eager, graph, ratio, _ in table:
+        both = [by_batch[mode, int(batch)]["median_us"] for mode in ("eager", "graph")]
+        assert [eager, graph] == [f"{us / 1e3:.3f}" for us in both]
+        assert ratio == f"{both[0] / both[1]:.2f}"
+
+
+def test_plot_of_both_modes(tmp_path: Path) -> None:
+    base = {"model": "m", "tp": 8, "dcp": 8, "dtype": "bfloat16", "input_len": 512}
+    modes = [(mode, batch) for mode in ("graph", "eager") for batch in (1, 2, 4)]
+    rows = [base | {"mode": mode, "batch": batch, "median_us": 9.0, "tokens_per_second": 3.0} for mode, batch in modes]
+    _plot(tmp_path / "out.svg", rows)
+    assert all(label in (tmp_path / "out.svg").read_text() for label in ("graph", "eager", "m, tp 8, dcp 8"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": "2,0"}, "argument --batch: '0' is not a whole number of at least 1"),
+        ({"output_len": 1}, "--output-len is 1; it must be at least 2"),
+        (
+            {"input_len": 251},
+            "--input-len is 251 and --output-len 6, together 257 tokens; with --max-model-len 256 at most",
+        ),
+        ({"max_num_seqs": 2}, "--batch has 3; raise --max-num-seqs and --max-num-batched-tokens, which allow 2"),
+        (
+            {"kv_cache_memory_bytes": 8 * 8 * 192},
+            "cache: 3 requests need 9 blocks, but there is room for 8; lower --batch",
+        ),
+        (
+            {"output_len": 2, "max_num_batched_tokens": 9},
+            "--output-len is 2: with a batch of 3 the first requests end before",
+        ),
+        ({"plot": "out.docx"}, "--plot is out.docx; its ending must be one of"),
+    ],
+)
+def test_mistakes(
+    changes: dict[str, object],
+    message: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bench(model, **changes) == 2
+    assert f"dcpmla: error: {message}" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())

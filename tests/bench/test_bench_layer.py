@@ -1,0 +1,307 @@
+"""`bench layer` on two ranks, its parts against whole steps, what it says of DCP against the definitions, its
+geometries.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dcpmla.__main__ import main
+from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
+from dcpmla.bench.crossover import crossovers
+from dcpmla.bench.geometries import GEOMETRIES
+from dcpmla.bench.layer_stack import PARTS, LayerStack
+from dcpmla.bench.timing import TimeLimit, time_operation
+from dcpmla.config import MLAConfig
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.planning.measured import read_rows
+from dcpmla.planning.weights import read_model
+from tests.support.launchers import run_forked, run_together, torchrun, unattended
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+UNSHARDED = ("total", "projections", "attention", "output")
+TINY = ["bench", "layer", "--geometry", "tiny", "--num-layers", "2"]
+
+
+def test_two_ranks_measure_each_part(tmp_path: Path) -> None:
+    out, plot = tmp_path / "layer.json", tmp_path / "layer.png"
+    few, many = 1, PROJECT_FIRST_TOKENS
+    loads = ["--batch", f"{few},{many}", "--context", "70,100000000000"]
+    options = ["-tp", 2, "-dcp", "2,1", "--variants", ",pbm,q_replicate,fp8", *loads]
+    program = ["-m", "dcpmla", *TINY, *options, "--json", out, "--plot", plot, "--commit", "abc"]
+    result, _ = run_forked(unattended(program, 2))
+    content = json.loads(out.read_text())
+    assert list(content) == ["commit", "machine", "versions", "rows", "crossover"]
+    assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
+    found = {
+        (row["dcp"], row["dcp_comm_backend"], row["variant"], row["batch"], row["part"]): row for row in content["rows"]
+    }
+    parts_of = {
+        **{(1, "none", "", batch): UNSHARDED for batch in (few, many)},
+        **{(2, "a2a", "", batch): ("total", *PARTS) for batch in (few, many)},
+        **{
+            (2, "a2a", "q_replicate", batch): ("total", "projections", "attention", "combine", "output")
+            for batch in (few, many)
+        },
+        (2, "a2a", "pbm", many): ("total", *PARTS),
+    }
+    assert set(found) == {(*setting, part) for setting, parts in parts_of.items() for part in parts}
+    assert len(found) == len(content["rows"])
+
+    def beside_attention(*setting: Any) -> float:
+        return float(found[*setting, "total"]["median_us"] - found[*setting, "attention"]["median_us"])
+
+    for *setting, part in found:
+        row = found[*setting, part]
+        assert (row["geometry"], row["tp"], row["num_layers"], row["context"], row["in_graph"]) == (
+            "tiny",
+            2,
+            2,
+            70,
+            False,
+        )
+        assert row["median_us"] > 0
+        assert ("added_us_per_layer" in row) == (part == "total" and setting[0] == 2)
+        if part == "total":
+            parts = sum(found[*setting, other]["median_us"] for other in PARTS if (*setting, other) in found)
+            assert row["sum_of_parts_us"] == pytest.approx(parts, abs=0.3)
+        if part == "total" and setting[0] == 2:
+            added = (beside_attention(*setting) - beside_attention(1, "none", "", setting[-1])) / 2
+            assert row["added_us_per_layer"] == pytest.approx(added, abs=0.1)
+            assert f"adds {row['added_us_per_layer']:,.1f} a layer" in result.stdout
+    layouts = [(2, "a2a", variant, "bf16", "auto") for variant in ("", "q_replicate", "pbm")]
+    assert [tuple(entry.values())[:5] for entry in content["crossover"]] == layouts
+    assert content["crossover"] == crossovers(content["rows"])
+    too_few = f": a step of fewer than {many} tokens does not project before it merges\n"
+    assert result.stdout.count(f"skipped: dcp 2 a2a pbm, {few} x 70{too_few}") == 1
+    assert result.stdout.count("skipped: dcp ") == 2 + 7  # contexts too long, for each layout that a batch has
+    assert result.stdout.count("is faster than tp 2: ") == 3
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    read_rows(content, "layer.json")  # the planner takes it
+
+
+@pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
+def test_caches_and_queries_of_every_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "layer.json"
+    options = ["--batch", "2", "--context", "70", "--kv-cache-dtype", "fp8_ds_mla,fp8,bf16", "--json", str(out)]
+    assert main([*TINY, "--device", "cpu", *options]) == 0
+    content = json.loads(out.read_text())
+    found = [(row["kv_cache_dtype"], row["decode_query_dtype"], row["part"]) for row in content["rows"]]
+    assert found == [
+        (*dtypes, part) for dtypes in (("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8")) for part in UNSHARDED
+    ]
+    assert all(row["median_us"] > 0 for row in content["rows"])
+    report = capsys.readouterr().out
+    assert "skipped: dcp 1, fp8_ds_mla cache, 2 x 70: kv_cache_dtype" in report  # the tiny latent has no 128 columns
+    assert "\ndcp 1, fp8 cache and queries " in report
+    read_rows(content, "layer.json")  # the planner takes it
+
+
+Cut = tuple[int, int, dict[str, Any]]  # tp, dcp, fields of DCPConfig
+
+
+def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
+    """Operators of a whole step, and of its parts together, without views and what the residual adds."""
+    config = MLAConfig.from_hf(GEOMETRIES["tiny"]())
+    found = []
+    with torch.inference_mode():
+        for tp, dcp, options in cuts:
+            stack = LayerStack(config, init_mesh(tp, dcp), 2, PROJECT_FIRST_TOKENS, 70, CPU, torch.float32, **options)
+            runs = dict(
+                zip(PARTS, (stack.project, stack.gather, stack.attend, stack.combine, stack.finish), strict=True)
+            )
+            with _Operators() as whole:
+                stack.step()
+            with _Operators() as parts:
+                for part in stack.parts:
+                    runs[part]()
+            found.append((whole.names - Counter({"aten.add.Tensor": 2}), parts.names))
+    return found
+
+
+class _Operators(TorchDispatchMode):
+    """Counts what is computed or moved; views are neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(
+            result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
+        )
+        if not is_view:
+            self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_parts_are_the_step() -> None:
+    """Same operators, same number of times: nothing is left out, nothing measured twice."""
+    options: list[dict[str, Any]] = [
+        {"dcp_comm_backend": "ag_rs"},
+        {},
+        {"dcp_q_replicate": True},
+        {"dcp_project_before_merge": True},
+    ]
+    quantized = {"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8"}
+    cuts: list[Cut] = [(2, 1, {}), *((2, 2, option) for option in (*options, quantized))]
+    for cut, (whole, parts) in zip(cuts, run_ranks(2, parts_of_steps, cuts)[0], strict=True):
+        assert whole == parts, cut
+        assert {"dcpmla.mla_decode.default", "c10d.allreduce_.default"} <= whole.keys()
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-dcp", "3"], "decode_context_parallel_size (-dcp) is 3; it must divide tensor_parallel_size (-tp) 1"),
+        (["-tp", "2"], "tensor_parallel_size (-tp) is 2, but 1 ranks were started"),
+        (["--dcp-comm-backend", "a2a,mpi"], "'mpi' is not an exchange; choose from auto, ag_rs, a2a"),
+        (["--variants", ",bf8"], "'bf8' is not a variant; choose from pbm, q_replicate, fp8, or an empty name"),
+        (
+            ["--dcp-comm-backend", "a2a", "--variants", "fp8"],
+            "--variants has 'fp8', but --dcp-comm-backend is a2a; direct alone",
+        ),
+        (["--kv-cache-dtype", "bf16,e5m2"], "'e5m2' is not a cache format; choose from bf16, fp8, fp8_ds_mla"),
+        (["--geometry", "deepseek-v9"], "invalid choice: 'deepseek-v9'"),
+        (["--plot", "/nowhere/out.png"], "--plot is /nowhere/out.png"),
+    ],
+)
+def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--device", "cpu", *options]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "billions"), [("deepseek-v3", 671), ("kimi-k2", 1026), ("v2-lite", 15.7)])
+def test_geometries_are_the_published_ones(name: str, billions: float) -> None:
+    """By the parameters of their checkpoints."""
+    model = read_model(GEOMETRIES[name]())
+    assert sum(
+        parameter.count * torch.Size(parameter.shape).numel() for parameter in model.parameters
+    ) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+# ---- its parts
+
+TIMES = st.dictionaries(st.tuples(st.integers(1, 3), st.sampled_from([8, 16, 24])), st.integers(1, 3), min_size=1)
+
+
+def rows_of(times: dict[int, dict[tuple[int, int], int]], kv_cache_dtype: str = "bf16") -> list[dict[str, Any]]:
+    """Total times by DCP size, batch and context."""
+    names = {"dcp_comm_backend": "a2a", "variant": "", "kv_cache_dtype": kv_cache_dtype, "decode_query_dtype": "auto"}
+    return [
+        {"part": part, "dcp": dcp, **names, "batch": batch, "context": context, "median_us": time * factor}
+        for dcp, loads in times.items()
+        for (batch, context), time in loads.items()
+        for part, factor in (("total", 1), ("attention", -1))
+    ]
+
+
+@given(TIMES, TIMES)
+def test_from_the_crossover_on_every_load_is_faster(
+    plain: dict[tuple[int, int], int], sharded: dict[tuple[int, int], int]
+) -> None:
+    both = plain.keys() & sharded.keys()
+    found = crossovers(rows_of({1: plain, 4: sharded}))
+    if not both:
+        assert not found
+        return
+    ((entry),) = found
+
+    def expected(totals: dict[tuple[int, int], int]) -> int | None:
+        """By trying every total."""
+        fits = [
+            total
+            for total in totals.values()
+            if all(sharded[load] < plain[load] for load in totals if totals[load] >= total)
+        ]
+        return min(fits, default=None)
+
+    assert entry["tokens"] == expected({load: load[0] * load[1] for load in both})
+    batches = sorted({batch for batch, _ in both})
+    assert entry["context_at_batch"] == {
+        str(batch): expected({load: load[1] for load in both if load[0] == batch}) for batch in batches
+    }
+
+
+def test_without_plain_tp_there_is_no_crossover() -> None:
+    assert crossovers(rows_of({2: {(1, 8): 1}})) == []
+
+
+def test_crossovers_are_between_caches_of_the_same_format() -> None:
+    rows = rows_of({1: {(1, 8): 3}, 2: {(1, 8): 2}}) + rows_of({1: {(1, 8): 1}, 2: {(1, 8): 2}}, "fp8")
+    assert [(entry["kv_cache_dtype"], entry["tokens"]) for entry in crossovers(rows)] == [("bf16", 8), ("fp8", None)]
+    assert crossovers(rows_of({1: {(1, 8): 3}}) + rows_of({2: {(1, 8): 2}}, "fp8")) == []
+
+
+def limits_of_ranks() -> tuple[bool, bool, int]:
+    """Whether time is over where it is over on rank 1 alone, and nowhere; the samples that little time leaves of many."""
+    rank, calls = torch.distributed.get_rank(), []
+    time_operation(calls.append, CPU, calls=1, num_samples=100, seconds=0.0)
+    return TimeLimit(1000 * (1 - rank), CPU).is_over(), TimeLimit(1000, CPU).is_over(), len(calls)
+
+
+def test_time_is_over_on_all_ranks_at_once() -> None:
+    assert (
+        run_ranks(2, limits_of_ranks) == [(True, False, 3 + 1 + 5)] * 2
+    )  # warm-ups, one to see how long it takes, samples
+
+
+@pytest.mark.gpu
+def test_one_gpu_in_graphs(tmp_path: Path) -> None:
+    out = tmp_path / "layer.json"
+    options = ["--geometry", "v2-lite", "--num-layers", "2", "--batch", "1,8", "--context", "1024,8192"]
+    options += ["--kv-cache-dtype", "bf16,fp8,fp8_ds_mla"]  # fp8 with both kinds of queries: four layouts
+    (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 1), {})])
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 4 * 4 * len(UNSHARDED)
+    for row in rows:
+        assert row["in_graph"]
+        assert 0 < row["median_us"] < 1e5
+
+
+@pytest.mark.gpu_2
+def test_two_gpus_in_graphs(tmp_path: Path) -> None:
+    out = tmp_path / "layer.json"
+    loads = ["--batch", f"1,{PROJECT_FIRST_TOKENS}", "--context", "1024"]
+    options = [
+        "--geometry",
+        "v2-lite",
+        "--num-layers",
+        "2",
+        "-tp",
+        "2",
+        "-dcp",
+        "1,2",
+        "--variants",
+        ",pbm,q_replicate,fp8",
+        *loads,
+    ]
+    options += ["--kv-cache-dtype", "bf16,fp8", "--decode-query-dtype", "fp8"]
+    (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 2), {})])
+    content = json.loads(out.read_text())
+    assert all(row["in_graph"] for row in content["rows"])
+    totals = [row for row in content["rows"] if row["part"] == "total"]
+    of_dtype = [
+        Counter((row["dcp_comm_backend"], row["variant"]) for row in totals if row["kv_cache_dtype"] == name)
+        for name in ("bf16", "fp8")
+    ]
+    steps = of_dtype[0]
+    assert of_dtype[1] == steps
+    of_backend = {"": 2, "pbm": 1, "q_replicate": 2}  # one of the batches projects first
+    expected = {("none", ""): 2, **{("a2a", variant): number for variant, number in of_backend.items()}}
+    if ("direct", "") in steps:  # where the GPUs have NVLink
+        expected |= {("direct", variant): number for variant, number in {**of_backend, "fp8": 2}.items()}
+    assert steps == expected
+    assert len(content["crossover"]) == 2 * (len(expected) - 1)

@@ -1,0 +1,283 @@
+"""Blocks against a set of what is out, plans against what is allocated, rows against what was written."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dcpmla import DCPConfig, LatentCache, MLAConfig
+from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.capacity import capacity_table
+from dcpmla.cache.latent import num_blocks, read_latents, write_latents
+from tests.support.models import tiny_config
+from tests.test_ownership import deal_slots, shuffled_blocks
+
+
+class Blocks(RuleBasedStateMachine):
+    """Any sequence of calls: a block is out once at most, a refused call changes nothing, nothing leaks."""
+
+    @initialize(size=st.integers(1, 12))
+    def start(self, size: int) -> None:
+        self.size, self.allocator = size, BlockAllocator(size, 4)
+        self.held: list[list[int]] = []
+
+    @property
+    def out(self) -> list[int]:
+        return [block for blocks in self.held for block in blocks]
+
+    @rule(count=st.integers(0, 14))
+    def allocate(self, count: int) -> None:
+        free = self.size - len(self.out)
+        if count > free:
+            with pytest.raises(
+                ValueError, match="never fit" if count > self.size else f"only {free} of {self.size} blocks are free"
+            ):
+                self.allocator.allocate(count)
+            return
+        blocks = self.allocator.allocate(count)
+        assert len(blocks) == len(set(blocks)) == count
+        assert set(blocks) <= set(range(self.size)) - set(self.out)
+        self.held.append(blocks)
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        if self.held:
+            self.allocator.free(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule(data=st.data())
+    def free_part(self, data: st.DataObject) -> None:
+        if any(self.held):
+            blocks = data.draw(st.sampled_from([blocks for blocks in self.held if blocks]))
+            self.allocator.free([blocks.pop(data.draw(st.integers(0, len(blocks) - 1)))])
+
+    @rule(block=st.integers(-2, 13), data=st.data())
+    def free_what_is_not_out(self, block: int, data: st.DataObject) -> None:
+        """Together with blocks that are out: all or none."""
+        with_it = data.draw(st.sampled_from([*self.held, []]))
+        if block in self.out:
+            with pytest.raises(ValueError, match="given twice"):
+                self.allocator.free([block, block])
+        else:
+            with pytest.raises(ValueError, match=rf"\[{block}\] are not allocated"):
+                self.allocator.free([*with_it, block])
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        if hasattr(self, "allocator"):
+            assert self.allocator.num_free == self.size - len(self.out)
+
+
+TestBlocks = Blocks.TestCase
+TestBlocks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_all_blocks_can_be_out_again_and_again() -> None:
+    allocator = BlockAllocator(5, 4)
+    for _ in range(3):
+        blocks = allocator.allocate(5)
+        assert sorted(blocks) == list(range(5))
+        allocator.free(random.Random(0).sample(blocks, 5))
+
+
+def test_ranks_that_make_the_same_calls_get_the_same_blocks() -> None:
+    first, second = BlockAllocator(9, 4), BlockAllocator(9, 4)
+    for count, give_back in [(3, 0), (2, 1), (4, 2), (3, 0)]:
+        blocks = first.allocate(count)
+        assert blocks == second.allocate(count)
+        first.free(blocks[:give_back])
+        second.free(blocks[:give_back])
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_allocator_without_blocks(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"^num_blocks is {size}; it must be at least 1$"):
+        BlockAllocator(size, 4)
+
+
+def make_dcp(size: int = 1, interleave: int = 1, block_size: int = 4) -> DCPConfig:
+    return DCPConfig(
+        tensor_parallel_size=size,
+        decode_context_parallel_size=size,
+        cp_kv_cache_interleave_size=interleave,
+        block_size=block_size,
+    )
+
+
+@pytest.fixture(scope="module")
+def config() -> MLAConfig:
+    return MLAConfig.from_hf(tiny_config("deepseek_v3"))
+
+
+# kv_cache_dtype, what the model computes in; what its cache holds: dtype, elements and bytes of a row of 128 + 8
+# values.
+FORMATS = [
+    ("auto", torch.float32, torch.float32, 136, 544),
+    ("auto", torch.bfloat16, torch.bfloat16, 136, 272),
+    ("bf16", torch.bfloat16, torch.bfloat16, 136, 272),
+    ("fp8", torch.float32, torch.float8_e4m3fn, 136, 136),
+    ("fp8_ds_mla", torch.bfloat16, torch.uint8, 148, 148),
+]
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "dtype", "storage", "width", "row_bytes"), FORMATS)
+@pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 4), (3, 2), (8, 1)])
+def test_plan_is_what_is_allocated(
+    config: MLAConfig,
+    size: int,
+    interleave: int,
+    kv_cache_dtype: str,
+    dtype: torch.dtype,
+    storage: torch.dtype,
+    width: int,
+    row_bytes: int,
+) -> None:
+    seq_lens = [1, 7, 8, 9, 100]
+    dcp = replace(make_dcp(size, interleave), kv_cache_dtype=kv_cache_dtype)
+    plan = LatentCache.plan(replace(config, kv_lora_rank=128), dcp, 3, seq_lens, dtype)
+    cache = LatentCache(plan, torch.device("cpu"))
+    layers = [cache[layer] for layer in range(3)]
+    assert sum(layer.nbytes for layer in layers) == plan.bytes_per_rank
+    assert size * plan.bytes_per_rank == plan.bytes_total
+    assert len({layer.data_ptr() for layer in layers}) == 3
+    assert {layer.dtype for layer in layers} == {storage}
+    assert {tuple(layer.shape) for layer in layers} == {(plan.num_blocks, 4, width)}
+    assert plan.bytes_per_token == 3 * row_bytes
+    assert plan.tokens_per_gb == 10**9 // (3 * row_bytes) * size
+    assert plan.tokens_per_rank == layers[0].flatten(0, 1).shape[0]
+    assert plan.tokens_total == size * plan.tokens_per_rank
+    assert plan.num_blocks == sum(
+        len(range(0, seq_len, 4 * size)) for seq_len in seq_lens
+    )  # every sequence opens its own blocks
+
+
+def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
+    """The table's numbers, next to the bytes of tensors that are there."""
+    plans = capacity_table(replace(config, kv_lora_rank=128), 2, 10**6, (1, 4))
+    assert [(plan.dtype, plan.dcp_size) for plan in plans] == [
+        (storage, size) for storage in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8) for size in (1, 4)
+    ]
+    for plan in plans:
+        layers = LatentCache(plan, torch.device("cpu")).layers
+        num_bytes = sum(layer.nbytes for layer in layers)
+        assert num_bytes <= 10**6 < num_bytes + num_bytes // plan.num_blocks  # not one block more
+        assert plan.tokens_total == plan.dcp_size * layers[0].shape[0] * layers[0].shape[1]
+        assert (
+            plan.tokens_total * 1000
+            <= plan.tokens_per_gb
+            < (plan.tokens_total + plan.dcp_size * plan.block_size) * 1000
+        )
+    assert len(capacity_table(config, 2, 10**6, (1, 4))) == 4  # a latent of 16 does not split into fp8_ds_mla's groups
+
+
+def test_a_format_that_the_model_cannot_have(config: MLAConfig) -> None:
+    with pytest.raises(
+        ValueError, match=r"kv_cache_dtype \(--kv-cache-dtype\) is 'bf16', but the model computes in torch.float32"
+    ):
+        LatentCache.plan(config, replace(make_dcp(), kv_cache_dtype="bf16"), 1, [1], torch.float32)
+    with pytest.raises(ValueError, match="fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 16"):
+        LatentCache.plan(config, replace(make_dcp(), kv_cache_dtype="fp8_ds_mla"), 1, [1], torch.float32)
+
+
+@pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 4), (3, 2), (5, 1)])
+def test_blocks_of_a_sequence_are_enough_and_none_too_many(size: int, interleave: int) -> None:
+    dcp = make_dcp(size, interleave)
+    for seq_len in range(0, 4 * 4 * size):
+        count = num_blocks(seq_len, dcp)
+        deal_slots(seq_len, list(range(count)), 4, size, interleave)  # fails where a rank's blocks run out
+        if count:
+            with pytest.raises(StopIteration):
+                deal_slots(seq_len, list(range(count - 1)), 4, size, interleave)
+
+
+def test_plan_speaks_in_numbers(config: MLAConfig) -> None:
+    """2 layers x 1024 tokens x (16 + 8) elements of 2 bytes = 96 KiB a rank."""
+    text = str(LatentCache.plan(config, make_dcp(4, block_size=64), 2, [4096], torch.bfloat16))
+    for number in (
+        "4,096 tokens",
+        "16 blocks of 64",
+        "4 DCP ranks",
+        "1,024 tokens",
+        "0.1 MiB a rank",
+        "0.4 MiB in total",
+    ):
+        assert number in text
+
+
+def test_sequences_without_tokens_still_give_a_cache(config: MLAConfig) -> None:
+    plan = LatentCache.plan(config, make_dcp(2), 1, [0, 0], torch.float32)
+    assert LatentCache(plan, torch.device("cpu"))[0].shape[0] >= 1
+
+
+@pytest.mark.parametrize("seq_lens", [[], [5, -1]])
+def test_lengths_that_are_none(config: MLAConfig, seq_lens: list[int]) -> None:
+    with pytest.raises(ValueError, match="^seq_lens is .*must be a list of lengths that are not negative"):
+        LatentCache.plan(config, make_dcp(), 1, seq_lens, torch.float32)
+
+
+def test_a_plan_that_cannot_fit_is_refused_before_it_is_allocated(
+    config: MLAConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    plan = LatentCache.plan(config, make_dcp(2), 1, [2**40], torch.float32)
+    with pytest.raises(ValueError, match=r"do not fit into the [\d,]+ bytes free on cpu") as error:
+        LatentCache(plan, torch.device("cpu"))
+    assert f"{plan.bytes_per_rank:,} bytes" in str(error.value)
+    assert all(option in str(error.value) for option in ("--max-model-len", "--max-new-tokens", "-dcp"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_come_back_as_written_and_no_others_change(dtype: torch.dtype) -> None:
+    kv_cache = torch.full((6, 4, 10), torch.nan, dtype=dtype)
+    kv_c, k_pe = torch.randn(7, 8), torch.randn(7, 2)
+    slots = torch.tensor(random.Random(1).sample(range(24), 7))
+    write_latents(kv_cache, kv_c, k_pe, slots)
+    expected = torch.cat([kv_c, k_pe], -1).to(dtype)
+    assert torch.equal(read_latents(kv_cache, slots), expected)
+    order = torch.tensor([3, 3, 0])
+    assert torch.equal(read_latents(kv_cache, slots[order]), expected[order])
+    for token, slot in enumerate(slots.tolist()):
+        assert torch.equal(kv_cache[slot // 4, slot % 4], expected[token])
+    untouched = torch.ones(24, dtype=torch.bool).index_fill(0, slots, False)
+    assert kv_cache.view(24, 10)[untouched].isnan().all()
+
+
+def test_writing_again_replaces_and_writing_nothing_changes_nothing() -> None:
+    kv_cache = torch.zeros(2, 2, 3)
+    slots = torch.tensor([2, 1])
+    write_latents(kv_cache, torch.ones(2, 2), torch.ones(2, 1), slots)
+    write_latents(kv_cache, torch.full((1, 2), 5.0), torch.full((1, 1), 6.0), slots[:1])
+    write_latents(kv_cache, torch.empty(0, 2), torch.empty(0, 1), slots[:0])
+    assert kv_cache.view(4, 3).tolist() == [[0, 0, 0], [1, 1, 1], [5, 5, 6], [0, 0, 0]]
+    assert read_latents(kv_cache, slots[:0]).shape == (0, 3)
+
+
+def test_shards_together_hold_the_sequence() -> None:
+    """Written by the deal, read by the deal: each rank's cache has its tokens and NaN elsewhere."""
+    blocks = shuffled_blocks(3, seed=4)
+    blocks = [sorted(blocks).index(block) for block in blocks]
+    kv = torch.randn(50, 6)
+    places = deal_slots(50, blocks, 8, 3, 4)
+    caches = [torch.full((3, 8, 6), torch.nan) for _ in range(3)]
+    for rank, kv_cache in enumerate(caches):
+        mine = [token for token, (owner, _) in enumerate(places) if owner == rank]
+        slots = torch.tensor([places[token][1] for token in mine])
+        write_latents(kv_cache, kv[mine, :4], kv[mine, 4:], slots)
+        assert int((~kv_cache.isnan()).any(-1).sum()) == len(mine)
+    rows = torch.stack([read_latents(caches[rank], torch.tensor([slot]))[0] for rank, slot in places])
+    assert torch.equal(rows, kv)
+
+
+def test_a_cache_that_is_a_slice_of_a_larger_one_is_written() -> None:
+    layer = torch.zeros(3, 2, 4, 6)[:, 1]
+    write_latents(layer, torch.ones(2, 4), torch.full((2, 2), 2.0), torch.tensor([0, 5]))
+    assert layer[0, 0].tolist() == layer[1, 1].tolist() == [1, 1, 1, 1, 2, 2]
+    assert layer.sum() == 16
+    assert torch.equal(read_latents(layer, torch.tensor([5, 1])), torch.stack([layer[1, 1], layer[0, 1]]))

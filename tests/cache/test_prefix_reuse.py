@@ -1,0 +1,138 @@
+"""Blocks found again by their tokens: always the right ones, never one that somebody writes, the least recently held
+forgotten first.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dcpmla.cache.blocks import BlockAllocator
+
+BLOCK = 2
+
+
+class Reuse(RuleBasedStateMachine):
+    """Sequences of few different tokens come and go; a plain dict knows what stands in every block."""
+
+    @initialize(size=st.integers(1, 8))
+    def start(self, size: int) -> None:
+        self.size, self.allocator = size, BlockAllocator(size, BLOCK)
+        self.content: dict[int, Sequence[int]] = {}  # block -> all tokens up to its end
+        self.held: list[list[int]] = []
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=9))
+    def admit(self, tokens: list[int]) -> None:
+        found = self.allocator.find(tokens)
+        assert [self.content[block] for block in found] == [
+            tokens[: (index + 1) * BLOCK] for index in range(len(found))
+        ]
+        self.allocator.share(found)
+        num_new = -(-len(tokens) // BLOCK) - len(found)
+        if num_new > self.allocator.num_free:
+            self.allocator.free(found)
+            return
+        blocks = found + self.allocator.allocate(num_new)
+        assert len(set(blocks)) == len(blocks)
+        assert not set(blocks[len(found) :]) & {block for held in self.held for block in held}
+        for block in blocks[len(found) :]:
+            self.content[block] = ()
+        for index in range(len(found), len(tokens) // BLOCK):
+            self.content[blocks[index]] = tokens[: (index + 1) * BLOCK]
+            previous = blocks[index - 1] if index else None
+            self.allocator.remember(blocks[index], previous, tokens[index * BLOCK : (index + 1) * BLOCK])
+        assert len(self.allocator.find(tokens)) == len(tokens) // BLOCK
+        self.held.append(blocks)
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        if self.held:
+            self.allocator.free(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        if hasattr(self, "allocator"):
+            assert self.allocator.num_free == self.size - len({block for held in self.held for block in held})
+
+
+TestReuse = Reuse.TestCase
+TestReuse.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def hold(allocator: BlockAllocator, tokens: list[int]) -> list[int]:
+    """Blocks of a new sequence of full blocks, remembered."""
+    blocks = allocator.allocate(len(tokens) // BLOCK)
+    for index, block in enumerate(blocks):
+        allocator.remember(block, blocks[index - 1] if index else None, tokens[index * BLOCK : (index + 1) * BLOCK])
+    return blocks
+
+
+def test_the_least_recently_held_goes_first_and_the_end_before_the_beginning() -> None:
+    allocator = BlockAllocator(6, BLOCK)
+    first, second = hold(allocator, [1, 1, 1, 2]), hold(allocator, [2, 1, 2, 2])
+    allocator.free(first)
+    allocator.free(second)
+    assert allocator.allocate(2) == [4, 5]  # empty ones before any that may be of use
+    assert allocator.find([1, 1, 1, 2]) == first
+    allocator.allocate(1)
+    assert allocator.find([1, 1, 1, 2]) == first[:1]
+    allocator.share(second)
+    allocator.free(second)
+    allocator.allocate(1)
+    assert allocator.find([1, 1, 1, 2]) == []
+    assert allocator.find([2, 1, 2, 2, 9]) == second
+
+
+def test_blocks_that_hold_nothing_to_be_found_go_first() -> None:
+    allocator = BlockAllocator(6, BLOCK)
+    known, unknown = hold(allocator, [1, 2, 3, 4]), allocator.allocate(1)
+    twin = hold(allocator, [1, 2])  # found in the first one's place
+    allocator.free(known)
+    allocator.free([*twin, *unknown])  # used last of all
+    assert {*allocator.allocate(4)} == {4, 5, *twin, *unknown}
+    assert allocator.find([1, 2, 3, 4]) == known
+
+
+def test_a_shared_block_stays_until_the_last_holder_goes() -> None:
+    allocator = BlockAllocator(2, BLOCK)
+    blocks = hold(allocator, [1, 2, 3, 4])
+    allocator.share(blocks[:1])
+    allocator.free(blocks)
+    assert allocator.num_free == 1
+    assert allocator.allocate(1) == blocks[1:]
+    with pytest.raises(ValueError, match="only 0 of 2 blocks are free"):
+        allocator.allocate(1)
+    allocator.free(blocks[:1])
+    assert allocator.find([1, 2, 3, 4]) == blocks[:1]
+
+
+def test_the_same_tokens_after_others_are_another_content() -> None:
+    allocator = BlockAllocator(8, BLOCK)
+    blocks = hold(allocator, [1, 2, 3, 4])
+    assert allocator.find([3, 4]) == []
+    assert allocator.find([1, 2, 1, 2]) == blocks[:1]
+    assert allocator.find([1]) == []
+
+
+def test_two_that_computed_the_same_share_what_follows() -> None:
+    allocator = BlockAllocator(8, BLOCK)
+    first, twin = hold(allocator, [1, 2]), hold(allocator, [1, 2])
+    (after,) = allocator.allocate(1)
+    allocator.remember(after, twin[0], [3, 4])
+    assert allocator.find([1, 2, 3, 4]) == [*first, after]
+    allocator.free([*twin, after])
+    assert allocator.find([1, 2, 3, 4]) == [*first, after]
+
+
+def test_tokens_of_a_large_vocabulary() -> None:
+    allocator = BlockAllocator(4, BLOCK)
+    blocks = hold(allocator, [163_000, 1 << 40])
+    assert allocator.find([163_000, 1 << 40]) == blocks
+    assert allocator.find([163_000, 1]) == []
+
+
+def test_block_tokens() -> None:
+    with pytest.raises(ValueError, match="block_tokens is 0; it must be at least 1"):
+        BlockAllocator(4, 0)

@@ -1,0 +1,169 @@
+"""`doctor`: what it finds on one rank and on two, and that it tells a broken kernel and a broken exchange from right
+ones.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpmla.__main__ import main
+from dcpmla.attention import backends, prefill_backends, reference
+from dcpmla.bench.geometries import GEOMETRIES
+from dcpmla.cli import self_tests
+from dcpmla.cli.self_tests import SelfTest
+from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
+from dcpmla.config import MLAConfig
+from tests.support.launchers import run_forked, run_together, torchrun, unattended
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "doctor.json"
+    assert main(["doctor", "--device", "cpu", "--json", str(out)]) == 0
+    content = json.loads(out.read_text())
+    assert content["ok"]
+    assert [test["name"] for test in content["self_tests"]] == ["decode", "prefill"]
+    assert set(content["exchanges"].values()) == {"none"}
+    assert content["latencies"] == []
+    lines = capsys.readouterr().out.splitlines()
+    assert "exchange: none (the cache is not sharded, nothing moves)" in lines
+    assert lines[-1] == "all well: 2 self-tests passed on every rank"
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "doctor.json"
+    result, silent = run_forked(unattended(["-m", "dcpmla", "doctor", "--device", "cpu", "--json", out], 2))
+    content = json.loads(out.read_text())
+    assert (content["ok"], content["dtype"]) == (True, "float32")
+    assert [(facts["rank"], facts["device"], facts["decode"], facts["prefill"]) for facts in content["ranks"]] == [
+        (0, "cpu", "torch", "torch"),
+        (1, "cpu", "torch", "torch"),
+    ]
+    assert content["ranks"][1]["versions"]["torch"] == torch.__version__
+    assert content["exchanges"] == {"auto": "a2a", "ag_rs": "ag_rs", "a2a": "a2a"}
+    for test in content["self_tests"]:
+        assert not test["failures"]
+        assert 0 < test["largest_error"] < 1e-5  # float32 against float64 is never all equal
+    assert [test["name"] for test in content["self_tests"]] == ["decode", "prefill", "exchange a2a", "exchange ag_rs"]
+    found = [(row["backend"], row["num_tokens"], row["num_heads"], row["in_graph"]) for row in content["latencies"]]
+    assert found == [(backend, num_tokens, 16, False) for backend in ("a2a", "ag_rs") for num_tokens in (1, 32, 256)]
+    assert all(row["median_us"] > 0 for row in content["latencies"])
+    assert result.stdout.count("rank 1: cpu of ") == 1
+    assert silent.stdout == ""  # said once, by the first rank
+    assert result.stdout.endswith("all well: 4 self-tests passed on every rank\n")
+
+
+def misses_last_key(
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, *more: Any
+) -> tuple[Tensor, Tensor]:
+    return reference.mla_decode(q, kv_cache, block_table, torch.where(seq_lens == 300, 299, seq_lens), *more)
+
+
+def has_no_compiler(*_: object) -> tuple[Tensor, Tensor]:
+    raise RuntimeError("Failed to find C compiler.\nset CC")
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_broken_kernels_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "doctor.json"
+    decode = backends.DecodeBackend("hasty", lambda *_: True, lambda: misses_last_key)
+    prefill = prefill_backends.PrefillBackend("bare", lambda *_: True, lambda: has_no_compiler)
+    monkeypatch.setattr(backends, "DECODE_BACKENDS", (decode,))
+    monkeypatch.setattr(prefill_backends, "PREFILL_BACKENDS", (prefill,))
+    assert main(["doctor", "--device", "cpu", "--json", str(out)]) == 1
+    said = capsys.readouterr().out
+    assert "kernels: decode hasty, prefill bare" in said
+    assert "self-test of decode: FAILED: rank 0: out differs by " in said
+    assert "self-test of prefill: FAILED: rank 0: RuntimeError: Failed to find C compiler.\n" in said
+    assert said.endswith("FAILED: decode, prefill\n")
+    content = json.loads(out.read_text())
+    assert not content["ok"]
+    assert [test["largest_error"] is None for test in content["self_tests"]] == [False, True]
+
+
+class _Deaf(AllToAll):
+    """Rank 1 takes its own shard for the whole, and lets an empty one's payload through."""
+
+    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        merged, merged_lse = super().combine(out, lse)
+        heads = slice(self.rank * merged.shape[1], (self.rank + 1) * merged.shape[1])
+        return (merged, merged_lse) if self.rank != 1 else (out[:, heads], merged_lse)
+
+
+class _Swapped(AllGatherReduceScatter):
+    def gather_heads(self, q: Tensor) -> Tensor:
+        return super().gather_heads(q).flip(1)
+
+
+def judged(exchange: Exchange, dtype: torch.dtype) -> SelfTest:
+    config, group = MLAConfig.from_hf(GEOMETRIES["deepseek-v3"]()), dist.group.WORLD
+    assert group is not None
+    return self_tests.judge("it", self_tests.exchange_errors(exchange, group, config, CPU, dtype), dtype)
+
+
+def check_exchanges() -> list[list[SelfTest]]:
+    """Of the right ones, of those that are not."""
+    group = dist.group.WORLD
+    right = [
+        judged(kind(group), dtype)
+        for kind in (AllToAll, AllGatherReduceScatter)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    return [right, [judged(kind(group), torch.float32) for kind in (_Deaf, _Swapped)]]
+
+
+def test_broken_exchanges_are_told() -> None:
+    ranks = run_ranks(2, check_exchanges)
+    for right, _ in ranks:
+        assert [outcome.failure for outcome in right] == ["", "", "", ""]
+    deaf, swapped = zip(*(wrong for _, wrong in ranks), strict=True)
+    assert [bool(outcome.failure) for outcome in deaf] == [False, True]
+    assert "combine differs by inf" in deaf[1].failure
+    assert deaf[1].largest_error is None
+    assert all(outcome.failure.startswith("gather_heads differs by ") for outcome in swapped)
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_json_in_a_missing_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "none" / "doctor.json"
+    assert main(["doctor", "--device", "cpu", "--json", str(path)]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    words = "where no file can be written (No such file or directory); give a path in a writable directory"
+    assert said.err == f"\ndcpmla: error: --json is {path}, {words}\n"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "doctor.json"
+    run_together([([sys.executable, "-m", "dcpmla", "doctor", "--device", "cuda", "--json", out], {})])
+    content = json.loads(out.read_text())
+    (facts,) = content["ranks"]
+    assert (content["ok"], content["dtype"]) == (True, "bfloat16")
+    assert facts["name"] == torch.cuda.get_device_name(0)
+    assert facts["decode"] in ("hopper", "triton")
+    assert {"nccl", "cuda", "cuda driver"} <= set(facts["versions"])
+    assert len(facts["peers"]) == torch.cuda.device_count()
+    assert [row[index] for index, row in enumerate(facts["peers"])] == ["-"] * len(facts["peers"])
+
+
+@pytest.mark.gpu_2
+def test_on_two_gpus(tmp_path: Path) -> None:
+    out = tmp_path / "doctor.json"
+    run_together([(torchrun(["-m", "dcpmla", "doctor", "--device", "cuda", "--json", out], 2), {})])
+    content = json.loads(out.read_text())
+    assert [test["name"] for test in content["self_tests"]] == ["decode", "prefill", "exchange a2a", "exchange ag_rs"]
+    assert all(row["in_graph"] and row["num_heads"] == 128 for row in content["latencies"])
+    assert [facts["peers"] is None for facts in content["ranks"]] == [False, True]

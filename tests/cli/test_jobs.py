@@ -1,0 +1,261 @@
+"""Jobs of `dcpmla generate`: lines of prompts in, lines of outputs out, and a rerun that goes on where the last run
+ended.
+"""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.__main__ import main
+from dcpmla.cli.output_lines import open_output_lines
+from tests.support.models import VOCAB_SIZE
+
+pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
+
+
+def run_job(model: Path, directory: Path, *options: object) -> int:
+    files = ["--prompt-file", directory / "in.jsonl", "--output-file", directory / "out.jsonl"]
+    return main(["generate", *map(str, ["--model", model, "--device", "cpu", "--block-size", 8, *files, *options])])
+
+
+def write_lines(path: Path, lines: list[Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+PROMPTS = [
+    {"id": "a", "prompt_token_ids": [5, 6, 7]},
+    {"id": 7, "prompt_token_ids": [9], "max_new_tokens": 2},
+    {"id": "7", "prompt_token_ids": list(range(1, 30)), "temperature": 2.0, "top_k": 50},
+    {"id": "seeded", "prompt_token_ids": [5, 6, 7], "temperature": 2.0, "seed": 4},
+]
+
+
+def test_outputs_are_those_of_the_prompts_alone(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path / "in.jsonl", PROMPTS)
+    assert run_job(model, tmp_path, "--max-new-tokens", 6, "--max-num-seqs", 2, "--max-num-batched-tokens", 10) == 0
+    outputs = {output["id"]: output for output in read_lines(tmp_path / "out.jsonl")}
+    assert set(outputs) == {"a", 7, "7", "seeded"}
+    assert set(outputs["a"]) == {
+        "id",
+        "token_ids",
+        "text",
+        "finish_reason",
+        "queue_seconds",
+        "time_to_first_token",
+        "time_per_token",
+    }
+    assert [len(outputs[name]["token_ids"]) for name in ("a", 7, "7", "seeded")] == [6, 2, 6, 6]
+    for prompt in PROMPTS:
+        single = tmp_path / "single"
+        single.mkdir(exist_ok=True)
+        lines = [{"id": f"other {index}", "prompt_token_ids": [1]} for index in range(PROMPTS.index(prompt))]
+        write_lines(single / "in.jsonl", [*lines, prompt])  # in its own line: a prompt's stream comes from its line
+        (single / "out.jsonl").unlink(missing_ok=True)
+        assert run_job(model, single, "--max-new-tokens", 6) == 0
+        assert {output["id"]: output["token_ids"] for output in read_lines(single / "out.jsonl")}[
+            prompt["id"]
+        ] == outputs[prompt["id"]]["token_ids"]
+
+
+NEEDLE = Path(__file__).parents[2] / "examples" / "needle" / "model"
+QUESTION = "amber-ant 123; amber-apple 456; amber-ant?"
+
+
+def test_stops_come_from_the_options_and_from_the_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The model answers 123 123 123 ..."""
+    write_lines(
+        tmp_path / "in.jsonl",
+        [
+            {"id": "option", "prompt": QUESTION},
+            {"id": "line", "prompt": QUESTION, "stop": "23 123 1"},
+            {"id": "lines", "prompt": QUESTION, "stop": ["456", "23 123 1", "123 12"]},
+            {"id": "none", "prompt": QUESTION, "stop": [], "max_new_tokens": 3},
+            {"id": "begun", "prompt": QUESTION, "stop": "123 456", "max_new_tokens": 2},
+        ],
+    )
+    assert run_job(NEEDLE, tmp_path, "--stop", "456", "--stop", "3 1") == 0
+    outputs = {output["id"]: output for output in read_lines(tmp_path / "out.jsonl")}
+    assert {
+        name: (output["text"], len(output["token_ids"]), output["finish_reason"]) for name, output in outputs.items()
+    } == {
+        "option": ("12", 2, "stop"),
+        "line": ("1", 3, "stop"),
+        "lines": ("", 2, "stop"),
+        "none": ("123 123 123", 3, "length"),
+        "begun": ("123 123", 2, "length"),
+    }
+
+
+def test_sampling_options_reach_the_requests(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """So hot that only what keeps the best token alone gives the greedy answer; and one of its tokens ends it."""
+
+    def tokens(*options: object) -> list[int]:
+        out = tmp_path / "out.json"
+        more = ["--prompt-ids", "5,6,7", "--max-new-tokens", 6, "--json", out, *options]
+        assert main(["generate", *map(str, ["--model", model, "--device", "cpu", *more])]) == 0
+        return json.loads(out.read_text())["outputs"][0]["token_ids"]
+
+    greedy = tokens()
+    assert tokens("--temperature", 50) != greedy
+    assert tokens("--temperature", 50, "--top-k", 1) == greedy
+    assert tokens("--temperature", 50, "--top-p", 1e-6) == greedy
+    assert tokens("--stop-token-ids", f"{VOCAB_SIZE - 2},{greedy[3]}") == greedy[: greedy.index(greedy[3]) + 1]
+
+
+def test_a_rerun_adds_what_is_missing(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
+    write_lines(tmp_path / "in.jsonl", PROMPTS)
+    assert run_job(model, tmp_path) == 0
+    whole = {output["id"]: output["token_ids"] for output in read_lines(out)}
+    first, second, *_ = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(first + second[:-5])  # as a crash leaves it
+    assert run_job(model, tmp_path) == 0
+    assert out.read_bytes().startswith(first)
+    lines = read_lines(out)
+    assert len(lines) == 4
+    assert {line["id"]: line["token_ids"] for line in lines} == whole
+    assert f"{out} has 1 of 4 outputs already" in capfd.readouterr().out
+    before = out.read_bytes()
+    assert (
+        run_job(model, tmp_path, "--gpu-memory-utilization", 7) == 0
+    )  # nothing is missing: the model is not even loaded
+    assert out.read_bytes() == before
+
+
+BAD_LINES = {
+    "cut off": ('{"id": "b", "prompt_tok', "not a JSON object (Unterminated string"),
+    "a list": ("[1, 2]", "a JSON object is expected, not list"),
+    "no id": ('{"prompt_token_ids": [1]}', '"id" is null; it must be there, a string or a whole number'),
+    "id": ('{"id": 1.5, "prompt_token_ids": [1]}', '"id" is 1.5; it must be there, a string or a whole number'),
+    "no prompt": ('{"id": 1}', 'give either "prompt", a string, or "prompt_token_ids", a list of whole numbers'),
+    "two prompts": ('{"id": 1, "prompt": "x", "prompt_token_ids": [1]}', 'give either "prompt"'),
+    "not ids": ('{"id": 1, "prompt_token_ids": [1, "x"]}', 'give either "prompt"'),
+    "unknown key": (
+        '{"id": 1, "prompt_token_ids": [1], "temprature": 1}',
+        "'temprature' is not a sampling parameter; allowed are ",
+    ),
+    "value": ('{"id": 1, "prompt_token_ids": [1], "top_p": 7}', "top_p (--top-p) is 7; allowed: a number in (0, 1]"),
+    "token": (
+        f'{{"id": 1, "prompt_token_ids": [{VOCAB_SIZE}]}}',
+        f"the prompt has token id {VOCAB_SIZE}; the model's vocabulary is",
+    ),
+    "long": (
+        f'{{"id": 1, "prompt_token_ids": {[1] * 256}}}',
+        "the prompt has 256 tokens; with --max-model-len 256 at most 255",
+    ),
+    "empty": ('{"id": 1, "prompt_token_ids": []}', "the prompt is empty"),
+    "same id": ('{"id": "a", "prompt_token_ids": [1]}', "id 'a' is also that of line 1; ids must differ"),
+    "half a character": (
+        '{"id": "\\ud800", "prompt_token_ids": [1]}',
+        "\"id\" has '\\ud800' at position 0, which is no character",
+    ),
+    "nested": ('{"id": ' + 5000 * "[", "not a JSON object ("),
+    "text": ('{"id": 1, "prompt": "x"}', '"prompt" needs a tokenizer, and the model\'s does not load'),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named_before_anything_is_done(
+    name: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line, message = BAD_LINES[name]
+    (tmp_path / "in.jsonl").write_text(json.dumps(PROMPTS[0]) + "\n\n" + line)
+    assert run_job(model, tmp_path) == 2
+    errors = capfd.readouterr().err.strip().splitlines()
+    assert len(errors) == 1, errors
+    assert f"in.jsonl, line 3: {message}" in errors[0]
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_files_that_do_not_belong_together(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path / "in.jsonl", PROMPTS)
+    for content, message in [
+        (json.dumps(line("z")) + "\n", "which has id 'z' that --prompt-file has not; give the files of one job"),
+        ("text\n", "whose line 1 is no output of generate; give another file"),
+        (json.dumps(PROMPTS[0]) + "\n", "whose line 1 is no output of generate; give another file"),
+        (json.dumps(line(["a"])) + "\n", "whose line 1 is no output of generate; give another file"),
+        ("notes without an end", "whose last line is no output of generate; give another file"),
+    ]:
+        (tmp_path / "out.jsonl").write_text(content)
+        assert run_job(model, tmp_path) == 2
+        assert message in capfd.readouterr().err
+        assert (tmp_path / "out.jsonl").read_text() == content
+    (tmp_path / "in.jsonl").write_text("\n")
+    assert run_job(model, tmp_path) == 2
+    assert "in.jsonl, which has no prompts" in capfd.readouterr().err
+    (tmp_path / "in.jsonl").unlink()
+    assert run_job(model, tmp_path) == 2
+    assert "in.jsonl, which cannot be read (" in capfd.readouterr().err
+    assert run_job(model, tmp_path, "--output-file", tmp_path / "in.jsonl") == 2
+    assert "are both" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no/out.jsonl", "no file can be written"), (".", "no file can be written"), ("pipe", "not a file")],
+)
+def test_odd_output_files(name: str, message: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=message), open_output_lines(tmp_path / name):
+        pass
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with (
+        open_output_lines(tmp_path / "out"),
+        pytest.raises(ValueError, match="which another run is writing"),
+        open_output_lines(tmp_path / "out"),
+    ):
+        pass
+
+
+def line(request_id: str | int, text: str = "") -> dict[str, Any]:
+    return {"id": request_id, "token_ids": [], "text": text, "finish_reason": "stop"}
+
+
+@given(texts=st.lists(st.text(), max_size=5), cut=st.integers(0, 400))
+@settings(max_examples=60, deadline=None)
+def test_a_file_cut_anywhere_is_whole_lines_again(
+    texts: list[str], cut: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "out"
+    with open_output_lines(path) as lines:
+        for index, text in enumerate(texts):
+            lines.append([line(index, text)])
+    content = path.read_bytes() if texts else b""
+    path.write_bytes(content[:cut])
+    kept = content[:cut].count(b"\n")
+    with open_output_lines(path) as lines:
+        assert lines.ids == set(range(kept))
+        lines.append([line("new", "")])
+    written = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    assert written == [*(line(index, text) for index, text in enumerate(texts[:kept])), line("new", "")]
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "out", os.write
+
+    def write_some(descriptor: int, data: bytes) -> int:
+        if len(data) < 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[: len(data) // 2])
+
+    with open_output_lines(path) as lines:
+        lines.append([line(1)])
+        monkeypatch.setattr(os, "write", write_some)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            lines.append([line(2), line(3)])
+        assert caught.value.filename == str(path)
+        monkeypatch.undo()
+        lines.append([line(4), line(5)])
+    assert read_lines(path) == [line(1), line(4), line(5)]

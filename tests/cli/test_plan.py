@@ -1,0 +1,269 @@
+"""The command `dcpmla plan`: tables, files, mistakes."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from dcpmla.__main__ import main
+from dcpmla.config import MLAConfig
+from dcpmla.planning.weights import ModelSize
+from tests.support.models import tiny_config
+from tests.support.plan_cases import FP8, RESULTS, SCALING, write
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.json"
+    path.write_text(tiny_config("deepseek_v3").to_json_string())
+    return path
+
+
+def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "plan.json", tmp_path / "plan.png"
+    command = f"plan --model {config_file} --machine h200x8 -tp 4,8 -dcp 1,8 --kv-cache-dtype bf16,fp8 --batch 2 --context 200"
+    measured = RESULTS / "h200x4" / "collectives.json"
+    assert main([*command.split(), "--json", str(out), "--plot", str(plot), "--measured", str(measured)]) == 0
+    content = json.loads(out.read_text())
+    assert [(s["tp"], s["dcp"], s["kv_cache_dtype"]) for s in content["settings"]] == [
+        (4, 1, "bf16"),
+        (4, 1, "fp8"),
+        (8, 1, "bf16"),
+        (8, 8, "bf16"),
+        (8, 1, "fp8"),
+        (8, 8, "fp8"),
+    ]
+    keys = {"weight_bytes_per_rank", "kv_bytes_per_token", "kv_tokens_per_rank", "kv_tokens_total", "step_us"}
+    assert all(keys <= set(setting) and "total" in setting["step_us"] for setting in content["settings"])
+    assert content["recommended"]["tp"] in (4, 8)
+    assert [s["exchange"] for s in content["settings"]] == ["none", "none", "none", "direct", "none", "direct"]
+    printed = capfd.readouterr().out
+    assert content["recommended"]["reason"] in printed
+    assert re.search(
+        r"^tp +dcp +exchange +cache .*\n( +[48] +1 +none +.*\n){3} +8 +8 +direct +bf16 ", printed, re.MULTILINE
+    )
+    assert re.search(
+        r"^ *cache +dcp +bytes a token +tokens a GB +tokens on 8 GPUs\n( *(bf16|fp8) +[18] .*\n){4}\n", printed, re.M
+    )
+    assert len(content["measured"]) == len(json.loads(measured.read_text())["rows"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_takes_a_directory_and_prints_a_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tiny_config("longcat_flash").save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "-dcp", "1,4", "--batch", "1", "--context", "1000"]) == 0
+    out = capfd.readouterr().out
+    assert "recommended: tp 8, dcp 1" in out
+    assert "positions end at 256" in out
+    table = [line for line in out.splitlines() if re.match(r"\s*(tp|8)\s+(dcp|\d)", line)]
+    assert len(table) == 3
+    assert len({len(line) for line in table}) == 1
+
+
+def test_command_plans_sparse_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config, out, plot = tmp_path / "config.json", tmp_path / "plan.json", tmp_path / "plan.png"
+    config.write_text(tiny_config("glm_moe_dsa").to_json_string())
+    command = [
+        "plan",
+        "--model",
+        str(config),
+        "-dcp",
+        "1,8",
+        "--kv-cache-dtype",
+        "fp8",
+        "--index-cache-dtype",
+        "fp8",
+        "--context",
+        "200",
+    ]
+    assert main([*command, "--json", str(out), "--plot", str(plot)]) == 0
+    settings = json.loads(out.read_text())["settings"]
+    assert [(s["index_cache_dtype"], s["kv_bytes_per_token"]) for s in settings] == 2 * [
+        ("fp8", 3 * (16 + 8) + 2 * (16 + 4))
+    ]
+    assert all(s["step_us"]["selection"] > 0 for s in settings)
+    printed = capfd.readouterr().out
+    assert re.search(r"^tp .* projections +selection +gather +attention ", printed, re.MULTILINE)
+    assert re.search(r"^cache +index cache +dcp .*\n( *(bf16|fp8) +(bf16|fp8) +[18] .*\n){8}\n", printed, re.MULTILINE)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-tp", "5", "-dcp", "1"], "must divide the model's 24 attention heads"),
+        (["-tp", "4,8", "-dcp", "3"], "must divide tensor_parallel_size (-tp) 8"),
+        (
+            ["-tp", "4", "--num-gpus", "6"],
+            "num_gpus (--num-gpus) is 6; it must be a multiple of tensor_parallel_size (-tp) 4",
+        ),
+        (["--batch", "1" + "0" * 30], "batch (--batch) is far more; it must be in [1, 1,099,511,627,776]"),
+        (["--context", "1" + "0" * 400], "context (--context) is far more"),
+        (["-tp", "1000000000"], "must divide the model's 24 attention heads"),
+        (["-dcp", "0"], "not a whole number of at least 1"),
+        (["--kv-cache-dtype", "int4"], "choose from bf16, fp8, fp8_ds_mla"),
+        (["--kv-cache-dtype", "fp8_ds_mla"], "fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 16"),
+        (
+            ["--index-cache-dtype", "fp8"],
+            "index_cache_dtype (--index-cache-dtype) fp8 goes with sparse MLA (deepseek_v32, glm_moe_dsa)",
+        ),
+        (["--machine", "h100x8"], "choose a preset (h200x8) or a JSON file"),
+        (["--measured", "nowhere.json"], "--measured is nowhere.json"),
+        (["--json", "/nowhere/out.json"], "--json is /nowhere/out.json"),
+        (["--plot", "plan.word"], "its ending must be one of"),
+        (["--model", "nowhere"], "model (--model) is nowhere"),
+        (["--model", "n" * 5000], "no such file or directory"),
+        (["--machine", "n" * 5000], "choose a preset"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    message: str,
+    config_file: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--model", str(config_file), *arguments]) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+    assert captured.out == ""
+    assert not (tmp_path / "plan.word").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"n_routed_experts": 0}, "n_routed_experts is 0"),
+        ({"num_experts_per_tok": 999}, "num_experts_per_tok is 999; the model has 4 experts"),
+        ({"n_shared_experts": -3}, "transformers builds no model of this config"),
+        ({"quantization_config": "fp8"}, "quantization_config 'fp8'"),
+        ({"quantization_config": [1]}, "quantization_config [1]"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
+        ({"quantization_config": {**FP8, "weight_block_size": 128}}, "weight_block_size is 128"),
+        ({"quantization_config": {**FP8, "weight_block_size": [128]}}, "weight_block_size is [128]"),
+        ({"quantization_config": {**FP8, "weight_block_size": [0, 0]}}, "weight_block_size is [0, 0]"),
+        ({"quantization_config": {**FP8, "weight_block_size": ["a", "b"]}}, "weight_block_size is ['a', 'b']"),
+        ({"quantization_config": {**FP8, "modules_to_not_convert": 5}}, "modules_to_not_convert is 5"),
+        ({"quantization_config": {**FP8, "modules_to_not_convert": "lm_head"}}, "modules_to_not_convert is 'lm_head'"),
+    ],
+)
+def test_bad_configs_are_one_line(
+    changes: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(tiny_config("deepseek_v3").to_json_string())
+    assert main(["plan", "--model", write(tmp_path / "config.json", {**config, **changes})]) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_outputs_are_none_of_the_inputs(
+    option: str, config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    measured = tmp_path / "bench.png"
+    measured.write_bytes(SCALING.read_bytes())
+    command = [
+        "plan",
+        "--model",
+        str(config_file),
+        "--measured",
+        str(measured),
+        "--machine",
+        f"h200x8,{measured}",
+        option,
+    ]
+    for read in (config_file, measured):
+        before = read.read_bytes()
+        assert main([*command, str(read)]) == 2
+        assert f"{option} is {read}, which is read" in capfd.readouterr().err
+        assert read.read_bytes() == before
+
+
+def test_json_and_plot_are_two_files(config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out.png")
+    assert main(["plan", "--model", str(config_file), "--json", out, "--plot", out]) == 2
+    assert "--json and --plot are both" in capfd.readouterr().err
+    assert not Path(out).exists()
+
+
+def test_default_dcp_sizes_are_those_that_divide(config_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--model", str(config_file), "-tp", "1,4,6", "--context", "64", "--json", str(out)]) == 0
+    settings = [(s["tp"], s["dcp"]) for s in json.loads(out.read_text())["settings"]]
+    assert settings == [(1, 1), (4, 1), (4, 2), (4, 4), (6, 1), (6, 2), (6, 3), (6, 6)]
+
+
+def test_command_compares_cuts_of_a_cluster(
+    config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    command = [
+        "plan",
+        "--model",
+        str(config_file),
+        "--num-gpus",
+        "96",
+        "-tp",
+        "8,24",
+        "-dcp",
+        "8",
+        "--batch",
+        "960",
+        "--context",
+        "64",
+    ]
+    assert main([*command, "--json", str(out)]) == 0
+    settings = json.loads(out.read_text())["settings"]
+    assert [(s["tp"], s["num_gpus"], s["num_replicas"], s["num_nodes"]) for s in settings] == [
+        (8, 96, 12, 12),
+        (24, 96, 4, 12),
+    ]
+    printed = capfd.readouterr().out
+    assert "96 GPUs in 12 nodes" in printed
+    assert "not measured: they assume a network of 45 GB/s" in printed
+
+
+def test_notes_say_what_the_numbers_rest_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write(
+        tmp_path / "v3.json", {**transformers.DeepseekV3Config(quantization_config=FP8).to_dict(), "dtype": "bfloat16"}
+    )
+    assert main(["plan", "--model", config, "-tp", "8", "-dcp", "8", "--context", "4096"]) == 0
+    notes = [line for line in capfd.readouterr().out.splitlines() if line.startswith("note:")]
+    assert len(notes) == 1
+    assert "best published kernels'" in notes[0]
+    assert "--machine h200x8,SCALING.json" in notes[0]
+    assert (
+        main(
+            ["plan", "--model", config, "--machine", f"h200x8,{SCALING}", "-tp", "32", "-dcp", "8", "--context", "4096"]
+        )
+        == 0
+    )
+    notes = [line for line in capfd.readouterr().out.splitlines() if line.startswith("note:")]
+    assert ["not measured" in notes[0], "tp 32 cuts through" in notes[1], len(notes)] == [True, True, 2]
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plan", "--model", str(config_file), "--plot", str(tmp_path / "plan.png")]) == 2
+    assert "dcpmla[plot]" in capfd.readouterr().err
+
+
+def test_geometry_is_read_once(v3: ModelSize) -> None:
+    assert v3.attention == MLAConfig.from_hf(transformers.DeepseekV3Config())
+    assert (v3.num_attention_layers, v3.num_routed, v3.experts_per_token) == (61, 256, 8)

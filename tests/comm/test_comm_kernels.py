@@ -1,0 +1,180 @@
+"""Triton kernels of the exchange against `merge_partials`: on a GPU, in Triton's interpreter without one, and compiled
+for Hopper.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpmla.comm import nccl
+from tests.comm.test_exchange import expected_merge, partials
+from tests.support.ranks import run_ranks
+from tests.support.shared_memory import run_interpreted
+
+triton = pytest.importorskip("triton")
+
+
+def check_merge_rows(device: str) -> None:
+    from dcpmla.comm.kernels.merge import merge_rows
+
+    for num_parts in (1, 2, 3, 8):
+        for dtype, tolerance in (
+            (torch.float32, 1e-6),
+            (torch.bfloat16, 8e-3),
+            (torch.float16, 1e-3),
+        ):  # the interpreter truncates
+            out, lse = partials(num_parts, dtype)
+            padded = torch.full(
+                (*out.shape[:-1], out.shape[-1] + 8), torch.nan, dtype=dtype
+            )  # rows with something behind them
+            padded[..., :-8] = out
+            merged, merged_lse = merge_rows(
+                padded.to(device)[..., :-8], lse.to(device).transpose(0, 1).contiguous().transpose(0, 1)
+            )
+            wanted, wanted_lse = expected_merge(out, lse)
+            torch.testing.assert_close(merged.double().cpu(), wanted, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(merged_lse.double().cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
+
+
+def check_weigh_rows(device: str) -> None:
+    """What the ranks make of their rows adds up to the merged ones, each owner's apart."""
+    from dcpmla.comm.kernels.merge import weigh_rows
+
+    for size, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float64), (8, torch.float16)):
+        out, lse = partials(size, dtype)
+        padded = torch.full((*out.shape[:-1], out.shape[-1] + 8), torch.nan, dtype=dtype)
+        padded[..., :-8] = out
+        weighed = [weigh_rows(rows[..., :-8], lse.to(device), rank) for rank, rows in enumerate(padded.to(device))]
+        for (shares, merged_lse), (wanted, wanted_lse) in zip(
+            weighed, (nccl.weigh_rows(out[rank], lse, rank) for rank in range(size)), strict=True
+        ):
+            assert shares.dtype == wanted.dtype
+            torch.testing.assert_close(shares.cpu(), wanted, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(merged_lse.cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
+        merged = sum(shares.double().cpu() for shares, _ in weighed)
+        wanted, wanted_lse = expected_merge(out, lse)
+        torch.testing.assert_close(merged.transpose(0, 1).flatten(1, 2), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    check_merge_rows("cuda")
+    check_weigh_rows("cuda")
+
+
+@pytest.mark.parametrize("check", [check_merge_rows, check_weigh_rows])
+def test_kernels_in_the_interpreter(check: Callable[[str], None]) -> None:
+    run_interpreted(1, check, "cpu")
+
+
+def compile_for_hopper(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: str = "", num_warps: int = 4
+) -> str:
+    """The PTX of a kernel whose other arguments are int32; `aligned`, a pattern, matches those that are multiples of
+    16.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    names = [(at, name) for at, name in enumerate(kernel.arg_names) if name not in constants]
+    attributes = {(at,): [["tt.divisibility", 16]] for at, name in names if aligned and re.search(aligned, name)}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
+    assert "sm_90a" in ptx
+    return ptx
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_kernels_compile_for_hopper(dtype: str) -> None:
+    from dcpmla.comm.kernels.merge import merge_kernel, weigh_kernel
+
+    types = {
+        "out_ptr": f"*{dtype}",
+        "lse_ptr": "*fp32",
+        "merged_ptr": f"*{dtype}",
+        "merged_lse_ptr": "*fp32",
+        "shares_ptr": "*fp32",
+    }
+    for kernel, size in ((merge_kernel, "NUM_PARTS"), (weigh_kernel, "SIZE")):
+        compile_for_hopper(kernel, types, {size: 8, "PARTS": 8, "COLUMNS": 512})
+
+
+DIRECT = {"addresses_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64"}
+ALIGNED = "ptr|stride|slot_bytes|_at$"
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize(
+    ("dtype", "carrier", "is_fp8"), [("bf16", "i16", False), ("fp32", "i32", False), ("bf16", "i16", True)]
+)
+def test_slots_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, size: int) -> None:
+    """Rows travel, and are awaited, 16 bytes a thread.
+
+    A word is loaded once for all its uses: it may come in between two loads.
+    """
+    from dcpmla.comm.kernels.slots import combine_kernel, gather_kernel
+
+    peers = triton.next_power_of_2(size)
+    common = {
+        "SIZE": size,
+        "PEERS": peers,
+        "COLUMNS": 128,
+        "IS_FP8": is_fp8,
+        "PROGRAMS": 2048,
+        "SHARE": 4,
+        "REPEAT": 32 // peers,
+    }
+    rows = {"q_ptr": f"*{carrier}", "gathered_ptr": f"*{dtype}", "out_ptr": f"*{carrier}", "merged_ptr": f"*{dtype}"}
+    lses = {"lse_ptr": "*fp32", "merged_lse_ptr": "*fp32"}
+    for kernel, constants, num_words in (
+        (gather_kernel, {"WIDTH": 9216}, 0),
+        (combine_kernel, {"WIDTH": 512, "IS_SENT": False}, 1),
+    ):
+        ptx = compile_for_hopper(kernel, {**DIRECT, **rows, **lses}, {**common, **constants}, ALIGNED, num_warps=1)
+        assert "st.global.v4.b32" in ptx
+        assert "ld.volatile.global.v4.b32" in ptx
+        assert not re.search(r"(st|ld)(\.volatile)?\.global\.b(8|16)\b", ptx)
+        assert ptx.count("ld.volatile.global.b64") == num_words + is_fp8
+        assert ("e4m3x2" in ptx) == is_fp8
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("carrier", ["i16", "i32"])
+def test_place_compiles_for_hopper(carrier: str, size: int) -> None:
+    """Rows travel 16 bytes a thread, between flags that other GPUs see."""
+    from dcpmla.comm.kernels.place import place_kernel
+
+    common = {"SIZE": size, "PEERS": triton.next_power_of_2(size), "THREADS": 128, "PROGRAMS": 2048, "SHARE": 4}
+    context = {"OPERATION": 2, "WIDTH": 576, "ROWS": 16, "COLUMNS": 64}
+    heads = {"OPERATION": 0, "WIDTH": 9216, "ROWS": 1, "COLUMNS": 1024, "places_ptr": None}
+    for constants in (context, heads):
+        ptx = compile_for_hopper(
+            place_kernel, {**DIRECT, "rows_ptr": f"*{carrier}", "places_ptr": "*i64"}, {**common, **constants}, ALIGNED
+        )
+        assert "st.global.v4.b32" in ptx
+        assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
+        assert ptx.count("atom.global.sys.release") == ptx.count("atom.global.sys.acquire") == 2
+    narrow = {"OPERATION": 2, "WIDTH": 196, "ROWS": 256, "COLUMNS": 4}  # 392 bytes: a latent of 256 as fp8_ds_mla
+    compile_for_hopper(
+        place_kernel, {**DIRECT, "rows_ptr": f"*{carrier}", "places_ptr": "*i64"}, {**common, **narrow}, ALIGNED
+    )
+
+
+def check_strides() -> None:
+    """A row is loaded 16 bytes at a time where all strides are multiples of 16 elements; else element by element."""
+    merge, strides = nccl.merge_rows, []
+    nccl.merge_rows = lambda out, lse: (strides.extend(out.stride()[:3]), merge(out, lse))[1]  # type: ignore[assignment]
+    for width, dtype in ((512, torch.bfloat16), (512, torch.float32), (40, torch.float16), (1, torch.bfloat16)):
+        out = torch.randn(2, 3, width).to(dtype)
+        assert torch.equal(nccl.AllToAll(dist.group.WORLD).combine(out, torch.zeros(2, 3))[0], out)
+    assert len(strides) == 12
+    assert all(stride % 16 == 0 for stride in strides)
+
+
+def test_rows_in_transit_are_aligned() -> None:
+    run_ranks(1, check_strides)

@@ -1,0 +1,250 @@
+"""Experts spread whole over the ranks: the tokens of transformers' unsharded models, and what each rank holds."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.latent import LatentCache, num_blocks
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
+from dcpmla.parallel.mesh import DCPMesh, init_mesh
+from tests.integrations.test_checkpoint import save_fp8
+from tests.support.models import FAMILIES, VOCAB_SIZE, random_model, save_tiny, tiny_config
+from tests.support.ranks import run_ranks
+
+ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4")
+NUM_EXPERTS = 8
+PROMPT_LENS = (1, 5, 37)
+NUM_DECODES = 2
+Generated = list[tuple[list[int], Tensor]]  # of each prompt, its new tokens and their logits [NUM_DECODES + 1, vocab]
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
+
+
+def save(family: str, directory: Path, **changes: int) -> Any:
+    config = tiny_config(family)
+    for name, value in {"n_routed_experts": NUM_EXPERTS, **changes}.items():
+        setattr(config, name, value)
+    model = random_model(config)
+    model.save_pretrained(directory)
+    return model
+
+
+def layout(tp: int, dcp: int) -> DCPConfig:
+    return DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=dcp, block_size=4)
+
+
+def load(
+    directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, device_type: str = "cpu"
+) -> tuple[ShardedModel, DCPMesh]:
+    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    selection = select_exchange(dcp, mesh.dcp_group, "cpu")
+    config = load_config(directory)
+    model = load_model(
+        directory, config, dcp, mesh, selection, torch.float32, device, enable_expert_parallel=enable_expert_parallel
+    )
+    return model, mesh
+
+
+def generate(model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh) -> Generated:
+    """A prefill of all prompts and NUM_DECODES greedy steps, straight through the model."""
+    tokens, final_lens = prompts(), [length + NUM_DECODES for length in PROMPT_LENS]
+    cache = LatentCache(
+        LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, final_lens, torch.float32),
+        model.device,
+    )
+    blocks = iter(range(cache.sizes.num_blocks))
+    tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in final_lens]
+    new, logits = list(tokens), []
+    for _ in range(NUM_DECODES + 1):
+        query_lens = [len(ids) for ids in new]
+        metadata = StepMetadata.build(
+            query_lens, [len(ids) for ids in tokens], tables, dcp, mesh.dcp_rank, model.device
+        )
+        token_ids, last_rows = (torch.tensor(ids, device=model.device) for ids in (sum(new, []), query_lens))
+        logits.append(model.step(token_ids, metadata, cache, last_rows.cumsum(0) - 1).cpu())
+        new = [[token] for token in logits[-1].argmax(-1).tolist()]
+        tokens = [ids + more for ids, more in zip(tokens, new, strict=True)]
+    of_prompts = torch.stack(logits, 1)
+    return [(ids[length:], rows) for ids, length, rows in zip(tokens, PROMPT_LENS, of_prompts, strict=True)]
+
+
+def held(model: ShardedModel) -> dict[str, Tensor]:
+    """This rank's part of every parameter outside attention."""
+    parameters = {
+        name: parameter.detach() for name, parameter in model._model.named_parameters() if ".self_attn." not in name
+    }
+    return {name: (part.to_local() if isinstance(part, DTensor) else part).cpu() for name, part in parameters.items()}
+
+
+def run(
+    directory: Path, layouts: list[DCPConfig], enable_expert_parallel: bool = True, device_type: str = "cpu"
+) -> tuple[list[Generated], dict[str, Tensor]]:
+    loaded = [(*load(directory, dcp, enable_expert_parallel, device_type), dcp) for dcp in layouts]
+    return [generate(model, dcp, mesh) for model, mesh, dcp in loaded], held(loaded[0][0])
+
+
+def check_generated(generated: Generated, reference: Any, where: str) -> None:
+    for prompt, (tokens, logits) in zip(prompts(), generated, strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0, msg=lambda text: f"{where}: {text}")
+        assert tokens == expected.argmax(-1).tolist(), where
+
+
+def check_held(parts: list[dict[str, Tensor]], reference: Any, num_experts: int) -> None:
+    """Whole experts in order, every expert on one rank; dense and shared MLPs are slices, routers are everywhere."""
+    num_own, num_checked = num_experts // len(parts), 0
+    for name, whole in reference.named_parameters():
+        if ".experts." in name:
+            whole = whole[:num_experts]  # transformers has weights for zero experts, which are the identity
+            for rank, part in enumerate(parts):
+                assert part[name].shape[0] == num_own, f"{name} on rank {rank}"
+                assert torch.equal(part[name], whole[rank * num_own : (rank + 1) * num_own]), f"{name} on rank {rank}"
+            num_checked += 1
+        elif "_proj" in name and ".self_attn." not in name:
+            assert sum(part[name].numel() for part in parts) == whole.numel(), f"{name} is not cut"
+        elif "gate.weight" in name or "classifier" in name:
+            assert all(torch.equal(part[name], whole) for part in parts), f"{name} is not whole"
+    assert num_checked
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"), [*((family, tp) for family in ARCHITECTURES for tp in (2, 4)), ("longcat_flash", 8)]
+)
+def test_logits_tokens_and_whole_experts(family: str, tp: int, tmp_path: Path) -> None:
+    reference, layouts = save(family, tmp_path), [layout(tp, 1), layout(tp, tp)]
+    results = run_ranks(tp, run, tmp_path, layouts)
+    for rank, (generated, _) in enumerate(results):
+        for dcp, of_layout in zip(layouts, generated, strict=True):
+            check_generated(of_layout, reference, f"rank {rank}, dcp {dcp.decode_context_parallel_size}")
+    check_held([parts for _, parts in results], reference, NUM_EXPERTS)
+
+
+@pytest.mark.gpu_2
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
+def test_on_gpus(family: str, tmp_path: Path) -> None:
+    reference = save(family, tmp_path)
+    results = run_ranks(2, run, tmp_path, [layout(2, 2)], True, "cuda", device="cuda")
+    for generated, _ in results:
+        check_generated(generated[0], reference, "on GPUs")
+    check_held([parts for _, parts in results], reference, NUM_EXPERTS)
+
+
+def test_one_expert_a_rank(tmp_path: Path) -> None:
+    reference = save("deepseek_v3", tmp_path)
+    (*results,) = run_ranks(8, run, tmp_path, [layout(8, 4)])
+    for generated, _ in results:
+        check_generated(generated[0], reference, "one expert a rank")
+    check_held([parts for _, parts in results], reference, NUM_EXPERTS)
+
+
+def test_experts_that_tp_cannot_cut(tmp_path: Path) -> None:
+    """TP must cut every expert and refuses; whole experts need no such thing."""
+    reference = save("glm4_moe_lite", tmp_path, moe_intermediate_size=44, n_routed_experts=6)
+    for generated, _ in run_ranks(3, run, tmp_path, [layout(3, 3)]):
+        check_generated(generated[0], reference, "experts of width 44")
+    for message in run_ranks(3, message_of, load, tmp_path, layout(3, 1), False):
+        assert message == "tensor_parallel_size (-tp) is 3; it must divide the experts' intermediate size 44"
+
+
+@pytest.mark.parametrize("enable_expert_parallel", [False, True])
+def test_longcat_as_published(enable_expert_parallel: bool, tmp_path: Path) -> None:
+    """Zero experts are the identity: published checkpoints have no weights for them, those that transformers writes do."""
+    reference = save("longcat_flash", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    published = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.experts\.(8|9)\.", name)}
+    assert len(published) < len(tensors)
+    save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for generated, _ in run_ranks(2, run, tmp_path, [layout(2, 2)], enable_expert_parallel):
+        check_generated(generated[0], reference, "without weights of zero experts")
+
+
+def test_one_rank_holds_all_experts(tmp_path: Path) -> None:
+    reference = save("longcat_flash", tmp_path)
+    ((generated, parts),) = run_ranks(1, run, tmp_path, [layout(1, 1)])
+    check_generated(generated[0], reference, "one rank")
+    assert parts["model.layers.0.mlp.experts.down_proj"].shape[0] == NUM_EXPERTS
+
+
+def test_fp8_checkpoint(tmp_path: Path) -> None:
+    reference = save_fp8(tmp_path)
+    results = run_ranks(2, run, tmp_path, [layout(2, 2)])
+    for generated, _ in results:
+        check_generated(generated[0], reference, "fp8")
+    assert all(parts["model.layers.1.mlp.experts.down_proj"].shape[0] == 2 for _, parts in results)
+
+
+def message_of(function: Callable[..., Any], *args: Any) -> str:
+    try:
+        function(*args)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "expected"),
+    [
+        (
+            {},
+            3,
+            "--enable-expert-parallel): 8 experts cannot be spread over 3 ranks; tensor_parallel_size (-tp) must be one of 1, 2, 4, 8",
+        ),
+        ({"first_k_dense_replace": 2}, 2, "--enable-expert-parallel): the model has no experts; leave the option out"),
+    ],
+)
+def test_mistakes_are_named(changes: dict[str, int], tp: int, expected: str, tmp_path: Path) -> None:
+    save("deepseek_v3", tmp_path, **changes)
+    for message in run_ranks(tp, message_of, load, tmp_path, layout(tp, 1), True):
+        assert message == f"enable_expert_parallel ({expected}"
+
+
+def implementation_of(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> str:
+    return load(directory, dcp, enable_expert_parallel)[0]._model.config._experts_implementation
+
+
+@pytest.mark.parametrize(
+    ("width", "enable_expert_parallel", "expected"),
+    [(48, False, "grouped_mm"), (48, True, "grouped_mm"), (44, False, "eager"), (44, True, "grouped_mm")],
+)
+def test_experts_are_computed_in_groups(
+    width: int, enable_expert_parallel: bool, expected: str, tmp_path: Path
+) -> None:
+    """Not one after the other, unless slices are too narrow for that: 22 floats are no whole number of 16 bytes."""
+    save("mistral4", tmp_path, moe_intermediate_size=width)
+    assert run_ranks(2, implementation_of, tmp_path, layout(2, 1), enable_expert_parallel) == [expected] * 2
+
+
+def profile(directory: Path, dcp: DCPConfig) -> tuple[int, list[int]]:
+    """Tokens that the experts of one layer see in a dummy run, and the shapes of all logits that it wants."""
+    model, _ = load(directory, dcp, enable_expert_parallel=False)
+    seen: list[int] = []
+    rows: list[int] = []
+    experts = next(module for name, module in model._model.named_modules() if name.endswith(".experts"))
+    experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
+    model._model.lm_head.register_forward_hook(lambda _, __, logits: rows.append(logits.shape[1]))
+    model.profile(50, num_logits=7)
+    return seen[0], rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_profile_runs_all_tokens(family: str, tmp_path: Path) -> None:
+    save_tiny(family, tmp_path)
+    dcp = dataclasses.replace(layout(2, 2), context_workspace_tokens=64)
+    assert run_ranks(2, profile, tmp_path, dcp) == [(50, [7])] * 2

@@ -1,0 +1,140 @@
+"""Decode graphs of whole models where there is no GPU: the same tokens as without, padding that changes nothing, no
+wait for a GPU.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dcpmla.cache.latent import LatentCache
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.transformers import ShardedModel
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.sampling import SamplingParams
+from tests.integrations.test_transformers import prompts
+from tests.support.graph_checks import BATCHES, check_model, check_stack, open_model_on
+from tests.support.models import FAMILIES, save_tiny
+from tests.support.ranks import run_ranks
+
+aten = torch.ops.aten
+
+
+class NoHostSync(TorchDispatchMode):
+    """Fails at what would wait for a GPU.
+
+    (Inside an operator of this package it does not look: on GPUs that is a kernel.)
+    """
+
+    FORBIDDEN = (
+        aten._local_scalar_dense,
+        aten.nonzero,
+        aten.masked_select,
+        aten.equal,
+        aten.is_nonzero,
+        aten._unique2,
+        aten.bincount,
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in self.FORBIDDEN, f"{func} waits for the GPU"
+        if func.overloadpacket == aten.index or (
+            func.overloadpacket == aten.index_put_ and args[2].numel() > 1
+        ):  # one value: a masked fill
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), (
+                f"{func} by a mask waits for the GPU"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list[list[tuple[list[int], Tensor]]]:
+    """On one rank: tokens and logits of the same prompts by an engine without and with a graph."""
+    model, mesh = open_model_on(directory, dcp, enable_expert_parallel, "cpu")
+    results = []
+    for with_graph in (False, True):
+        plan = LatentCache.plan(
+            model.attention_config, dcp, model.num_attention_layers, [80] * 5, torch.float32, model.num_index_layers
+        )
+        cache = LatentCache(plan, model.device)
+        for layer in (*cache.layers, *cache.index_layers):
+            layer.fill_(torch.nan)
+        graph = DecodeGraph(watched(model), torch.tensor(0), cache, dcp, mesh, 5, 80) if with_graph else None
+        engine = Engine(model, cache, dcp, mesh, 80, 1000, max_num_seqs=5, graph=graph)
+        requests = [
+            engine.add(prompt, SamplingParams(max_new_tokens=2 + index), keep_logits=True)
+            for index, prompt in enumerate(prompts())
+        ]
+        list(engine.run())
+        results.append([(request.token_ids, torch.stack(request.logits)) for request in requests])
+    return results
+
+
+def watched(model: ShardedModel) -> Any:
+    def decode(*numbers: Any) -> Tensor:
+        with NoHostSync():
+            return model.decode(*numbers)
+
+    return decode
+
+
+def serve_all(directories: list[Path], dcp: DCPConfig, enable_expert_parallel: bool) -> list[Any]:
+    return [serve(directory, dcp, enable_expert_parallel) for directory in directories]
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp_size", "enable_expert_parallel", "families"),
+    [
+        (1, 1, False, FAMILIES),
+        (2, 2, False, ["deepseek_v2", "longcat_flash", "glm_moe_dsa"]),
+        (2, 1, True, ["deepseek_v3", "longcat_flash"]),
+    ],
+    ids=["one rank", "dcp", "expert parallel"],
+)
+def test_models_with_and_without_graph(
+    tp: int, dcp_size: int, enable_expert_parallel: bool, families: list[str], tmp_path: Path
+) -> None:
+    for family in families:
+        save_tiny(family, tmp_path / family)
+    layout = {"decode_context_parallel_size": dcp_size, "cp_kv_cache_interleave_size": 2, "block_size": 4}
+    dcp = DCPConfig(tensor_parallel_size=tp, context_workspace_tokens=512, **layout)
+    directories = [tmp_path / family for family in families]
+    for results in run_ranks(tp, serve_all, directories, dcp, enable_expert_parallel, timeout=300):
+        for family, (eager, padded) in zip(families, results, strict=True):
+            for (tokens, logits), (other_tokens, other_logits) in zip(eager, padded, strict=True):
+                torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
+                assert other_tokens == tokens, family
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_padding_changes_nothing(tp: int, tmp_path: Path) -> None:
+    """Over caches full of NaN: a whole model, and stacks of layers of other head sizes, one of them sparse."""
+    save_tiny("deepseek_v3", tmp_path)
+    dcp = DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=tp, block_size=4)
+    assert run_ranks(tp, check_stacks, tmp_path, dcp) == [(len(BATCHES),) * 3] * tp
+
+
+def check_stacks(directory: Path, dcp: DCPConfig) -> tuple[int, int, int]:
+    return (
+        check_model(directory, dcp, False, "cpu"),
+        check_stack(dcp, 2, 6, "cpu"),
+        check_stack(dcp, 1, 2, "cpu", topk=24),
+    )
+
+
+def profile_watched(directory: Path) -> str:
+    """Runs transformers' own loop over experts."""
+    model, _ = open_model_on(directory, DCPConfig(), False, "cpu")
+    with NoHostSync(), pytest.raises(AssertionError) as failure:
+        model.profile(3)
+    return str(failure.value)
+
+
+def test_the_watch_sees_what_transformers_does(tmp_path: Path) -> None:
+    save_tiny("longcat_flash", tmp_path)
+    assert run_ranks(1, profile_watched, tmp_path) == ["aten.nonzero.default waits for the GPU"]
+    with NoHostSync(), pytest.raises(AssertionError, match="by a mask waits"):
+        torch.ones(2)[torch.tensor([True, False])]

@@ -1,0 +1,190 @@
+"""Random loads on real ranks: tokens and logits of transformers' unsharded model for every request, and the same
+decisions on all ranks.
+"""
+
+import json
+import random
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpmla.cache.latent import LatentCache
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.loading import load_engine, open_model
+from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.parallel.collectives import PeerFault
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.hash_model import HashModel, alone, alone_ignoring_eos, make_engine
+from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.ranks import run_ranks
+
+MAX_MODEL_LEN = 100
+Outcome = list[tuple[list[int], torch.Tensor, float]]  # tokens, logits, time of the first token
+
+
+def make_load(seed: int, block_tokens: int) -> list[tuple[list[int], int, float]]:
+    """Prompts with common beginnings, new tokens, arrival times."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(1, VOCAB_SIZE - 1) for _ in range(rng.randrange(2 * block_tokens))] for _ in range(2)]
+    load = []
+    for _ in range(8):
+        own = [rng.randrange(1, VOCAB_SIZE - 1) for _ in range(rng.randrange(1, 12))]
+        load.append(((rng.choice(shared) + own)[: MAX_MODEL_LEN - 30], rng.randrange(1, 28), rng.random() * 0.1))
+    return load
+
+
+def serve(directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str) -> list[tuple[Outcome, dict[str, Any]]]:
+    """On one rank: each load's outcome and the engine's totals. Clocks and speeds of the ranks differ."""
+    if dist.get_rank() % 2:
+        clock = time.monotonic
+        time.monotonic = lambda: 2 * clock() + 1000
+    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    selection = select_exchange(dcp, mesh.dcp_group, device)
+    model = load_model(directory, load_config(directory), dcp, mesh, selection, torch.float32, device)
+    results = []
+    for seed in seeds:
+        load = make_load(seed, dcp.virtual_block_size)
+        largest = max(len(prompt) + num_new - 1 for prompt, num_new, _ in load)
+        seq_lens = [largest, dcp.virtual_block_size] if seed % 2 else [largest] * 4  # little room, and more
+        plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32)
+        cache = LatentCache(plan, device)
+        for layer in cache.layers:
+            layer.fill_(torch.nan)
+        engine = Engine(model, cache, dcp, mesh, MAX_MODEL_LEN, (5, 16, 1000)[seed % 3], max_num_seqs=5)
+        requests = [
+            engine.add(prompt, SamplingParams(max_new_tokens=num_new), arrival_time=arrival, keep_logits=True)
+            for prompt, num_new, arrival in sorted(load, key=lambda piece: piece[2])
+        ]
+        while engine.has_requests:
+            engine.step()
+            if dist.get_rank() == 1:
+                time.sleep(random.random() * 0.002)
+        assert engine.allocator.num_free == plan.num_blocks
+        totals = {key: value for key, value in asdict(engine.stats).items() if not key.endswith("seconds")}
+        outcome = [
+            (request.token_ids, torch.stack(request.logits), request.first_token_time or 0.0) for request in requests
+        ]
+        results.append((outcome, totals))
+    return results
+
+
+@pytest.mark.parametrize(("tp", "dcp_size", "interleave"), [(1, 1, 1), (2, 2, 1), (4, 2, 4), (4, 4, 1)])
+def test_a_load_gets_what_its_requests_get_alone(tp: int, dcp_size: int, interleave: int, tmp_path: Path) -> None:
+    check_loads(tp, dcp_size, interleave, tmp_path, "cpu")
+
+
+def check_loads(tp: int, dcp_size: int, interleave: int, directory: Path, device_type: str) -> None:
+    reference = save_tiny("deepseek_v3", directory)
+    dcp = DCPConfig(
+        tensor_parallel_size=tp,
+        decode_context_parallel_size=dcp_size,
+        cp_kv_cache_interleave_size=interleave,
+        block_size=4,
+        context_workspace_tokens=5 * 4 * dcp_size * interleave,
+    )
+    seeds = list(range(6 if tp < 4 else 4))
+    ranks = run_ranks(tp, serve, directory, dcp, seeds, device_type, device=device_type, timeout=300)
+    for number, seed in enumerate(seeds):
+        outcome, totals = ranks[0][number]
+        for others, other_totals in (results[number] for results in ranks[1:]):
+            assert other_totals == totals
+            assert [(tokens, at) for tokens, _, at in others] == [(tokens, at) for tokens, _, at in outcome]
+        load = sorted(make_load(seed, dcp.virtual_block_size), key=lambda piece: piece[2])
+        for (prompt, num_new, _), (tokens, logits, _) in zip(load, outcome, strict=True):
+            with torch.no_grad():
+                expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+            assert tokens == expected.argmax(-1).tolist()
+            assert len(tokens) == num_new or tokens[-1] == VOCAB_SIZE - 1
+    all_totals = [totals for _, totals in ranks[0]]
+    assert sum(totals["num_cached_tokens"] for totals in all_totals) > 0
+    assert sum(totals["num_preemptions"] for totals in all_totals) > 0
+
+
+class OddHashModel(HashModel):
+    """Its best token is another one on every rank but the first."""
+
+    def step(self, *args: Any) -> torch.Tensor:
+        return super().step(*args).roll(dist.get_rank(), dims=-1)
+
+
+def serve_odd_logits(prompts: list[list[int]]) -> list[tuple[list[int], str | None]]:
+    mesh = SimpleNamespace(tp_size=2, tp_rank=dist.get_rank(), dcp_size=1, dcp_rank=0, tp_group=dist.group.WORLD)
+    engine = make_engine(num_blocks=12, max_num_batched_tokens=9, model=OddHashModel(), mesh=mesh)
+    requests = [engine.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in prompts]
+    list(engine.run())
+    return [(request.token_ids, request.finish_reason) for request in requests]
+
+
+class FailingModel(HashModel):
+    """Its third step fails on rank 1, and only that rank knows."""
+
+    def check(self) -> None:
+        if len(self.steps) == 3 and dist.get_rank() == 1:
+            raise PeerFault("nothing came from rank 2")
+
+
+def serve_until_a_step_fails() -> tuple[list[int], str]:
+    """On one rank: the tokens of a request, and the error that ended it."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    mesh = SimpleNamespace(tp_size=2, tp_rank=dist.get_rank(), dcp_size=1, dcp_rank=0, tp_group=group)
+    engine = make_engine(num_blocks=12, model=FailingModel(), mesh=mesh)
+    request = engine.add([1, 2, 3], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    with pytest.raises(RuntimeError) as error:
+        list(engine.run())
+    return request.token_ids, "; ".join([str(error.value), *getattr(error.value, "__notes__", [])])
+
+
+def test_no_rank_takes_tokens_of_a_step_that_failed_on_another() -> None:
+    (first_tokens, first_error), (tokens, error) = run_ranks(2, serve_until_a_step_fails)
+    assert first_tokens == tokens == alone_ignoring_eos([1, 2, 3], 2)
+    assert "agreeing on new tokens failed on rank 0" in first_error
+    assert error == "nothing came from rank 2"
+
+
+def test_the_first_rank_chooses_for_all() -> None:
+    prompts = [[index, *range(index)] for index in range(6)]
+    expected = [alone(prompt, 12) for prompt in prompts]
+    ranks = run_ranks(2, serve_odd_logits, prompts)
+    assert [tokens for tokens, _ in ranks[0]] == expected
+    assert ranks[1] == ranks[0]
+
+
+NEEDLE = Path(__file__).parents[2] / "examples" / "needle" / "model"
+
+
+def load_own_directories(pairs: dict[str, list[Path]]) -> None:
+    """Raise AssertionError unless loading one's own directory of each pair fails, and says which file of it differs."""
+    dcp, mesh = DCPConfig(tensor_parallel_size=2), init_mesh(2, 1)
+    selection = select_exchange(dcp, mesh.dcp_group, "cpu")
+    for name, directories in pairs.items():
+        files = open_model(str(directories[dist.get_rank()]))
+        with pytest.raises(
+            ValueError, match=rf"^{name} of the model's directory differs between ranks: .* on rank 0, .* on rank 1; "
+        ):
+            load_engine(files, dcp, mesh, selection, torch.device("cpu"), seq_lens=[8])
+
+
+def test_ranks_whose_models_differ_end_with_one_message(tmp_path: Path) -> None:
+    """What ends a request, and what its text is, each rank reads from its own directory."""
+    pairs = {}
+    for name, changes in (("generation_config.json", {"eos_token_id": 5}), ("tokenizer.json", {})):
+        other = tmp_path / name
+        other.mkdir()
+        for file in NEEDLE.iterdir():
+            if file.name != name:
+                (other / file.name).symlink_to(file)
+        (other / name).write_text(json.dumps(json.loads((NEEDLE / name).read_text()) | changes))
+        pairs[name] = [NEEDLE, other]
+    run_ranks(2, load_own_directories, pairs)

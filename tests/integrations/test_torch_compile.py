@@ -1,0 +1,236 @@
+"""`OutputQuantFusion`: the graphs it rewrites, those it leaves alone, what it says; results are the model's own, bit
+for bit.
+"""
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import Graph, GraphModule
+
+from dcpmla.attention.output.ops import quantize_fp8, quantize_fp8_groups, quantize_nvfp4
+from dcpmla.attention.projections import project_values
+from dcpmla.integrations.torch_compile import OutputQuantFusion
+from tests.attention.test_compile import DECODES, MIXED, SMALL, Batch, make_layer, run_layer
+from tests.support.ranks import run_ranks
+
+FP8 = torch.float8_e4m3fn
+HEADS, V, LATENT = 2, 128, 16
+Quantize = Callable[[Tensor, Tensor], Sequence[Tensor]]  # of values, with a scale
+
+
+def plain_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.float() * (1 / scale)).clamp(-448, 448).to(FP8)
+
+
+OPERATORS: dict[str, tuple[str, Quantize]] = {  # the fused operator, and what it comes from
+    "fp8": ("project_values_fp8", lambda x, scale: [quantize_fp8(x, scale)]),
+    "groups of 128": ("project_values_fp8_groups", lambda x, _: quantize_fp8_groups(x, 128, "tma", True)),
+    "groups of 64": ("project_values_fp8_groups", lambda x, _: quantize_fp8_groups(x, 64, "row", False)),
+    "nvfp4": ("project_values_nvfp4", lambda x, scale: quantize_nvfp4(x, scale)),
+}
+PLAIN: dict[str, Quantize] = {
+    "plain": lambda x, scale: [plain_fp8(x, scale)],
+    "reciprocal, read elsewhere": lambda x, scale: [
+        (x * (inverse := scale.reciprocal())).clamp(-448.0, 448.0).to(FP8),
+        inverse,
+    ],
+    "scale without dims, factors the other way": lambda x, scale: [
+        ((1.0 / scale[0]) * x.float()).clamp(max=448).clamp(min=-448).to(FP8)
+    ],
+    "inverse read elsewhere": lambda x, scale: [(x.float() * (inverse := 1 / scale)).clamp(-448, 448).to(FP8), inverse],
+    "by head": lambda x, scale: [plain_fp8(x.view(-1, HEADS, V), scale).flatten(1)],
+    "widened, then by head": lambda x, scale: [
+        torch.clamp(x.float().view(-1, HEADS, V) * (1 / scale), -448, 448).to(FP8)
+    ],
+    "operator, by head": lambda x, scale: [quantize_fp8(x.view(-1, V), scale).view(x.shape)],
+}
+LEFT_ALONE: dict[str, Quantize] = {
+    "another user": lambda x, scale: [plain_fp8(x, scale), x + 1],
+    "quantized twice": lambda x, scale: [quantize_fp8(x, scale), *quantize_fp8_groups(x, 128, "row", False)],
+    "joined with prefill's": lambda x, scale: [quantize_fp8(torch.cat([x, torch.ones_like(x)]), scale)],
+    "a part of the rows": lambda x, scale: [quantize_fp8(x[1:], scale)],
+    "scale divides": lambda x, scale: [(x / scale).clamp(-448, 448).to(FP8)],
+    "scale of each column": lambda x, scale: [plain_fp8(x, scale.expand(HEADS * V))],
+    "scale adds a dim": lambda x, scale: [plain_fp8(x, scale.view(1, 1, 1))],
+    "scale in float64": lambda x, scale: [plain_fp8(x, scale[0].double())],
+    "product in bfloat16": lambda x, scale: [(x * (1 / scale[0])).clamp_min(-448).clamp_max(448).to(FP8)],
+    "other bounds": lambda x, scale: [(x.float() * (1 / scale)).clamp(-240, 240).to(FP8)],
+    "other dtype": lambda x, scale: [(x.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e5m2)],
+    "not clamped": lambda x, scale: [(x.float() * (1 / scale)).to(FP8)],
+}
+
+
+def whole_numbers(*shape: int) -> Tensor:
+    """In bfloat16; sums of their products are exact, so their order is all one."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(shape[0])).bfloat16()
+
+
+class Layers(nn.Module):
+    """A projection for each quantization, and that behind it."""
+
+    def __init__(self, quantizations: Sequence[Quantize], value_dim: int = V) -> None:
+        super().__init__()
+        self.w_uv = nn.Parameter(whole_numbers(len(quantizations), HEADS, value_dim, LATENT), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor([0.7]), requires_grad=False)
+        self.quantizations = quantizations
+
+    def forward(self, out: Tensor) -> list[Tensor]:
+        pairs = zip(self.quantizations, self.w_uv, strict=True)
+        return [tensor for quantize, w_uv in pairs for tensor in quantize(project_values(out, w_uv), self.scale)]
+
+
+class Recorded(OutputQuantFusion):
+    """Counts the operators of this package that its graphs end up with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+
+    def __call__(self, graph: Graph) -> None:
+        super().__call__(graph)
+        graph.lint()
+        names = (str(node.target).split(".") for node in graph.nodes)
+        self.operators.update(name[1] for name in names if name[0] == "dcpmla")
+
+    def uuid(self) -> bytes:
+        return uuid4().bytes  # a graph out of inductor's cache would not come by here
+
+
+def as_in_inductor(fusion: OutputQuantFusion) -> Any:
+    """A backend that runs the pass where inductor does, behind its decompositions, and runs the graph as it then is."""
+
+    def run_pass(module: GraphModule, _: object) -> GraphModule:
+        fusion(module.graph)
+        module.recompile()
+        return module
+
+    return aot_autograd(fw_compiler=run_pass, decompositions=select_decomp_table())
+
+
+def run_layers(layers: Layers, in_inductor: bool = False) -> Counter[str]:
+    """Compile them and compare for two numbers of tokens, which share a graph. Returns the operators in it."""
+    torch._dynamo.reset()
+    fusion = Recorded()
+    how: dict[str, Any] = (
+        {"options": {"post_grad_custom_post_pass": fusion}} if in_inductor else {"backend": as_in_inductor(fusion)}
+    )
+    compiled = torch.compile(layers, fullgraph=True, dynamic=True, **how)
+    for num_tokens in (5, 3):
+        out = whole_numbers(num_tokens, HEADS, LATENT).to(layers.scale.device)
+        with torch.inference_mode():
+            assert_same(compiled(out), layers(out))
+    return fusion.operators
+
+
+def assert_same(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Bit for bit, and in memory alike."""
+    for pair in zip(got, wanted, strict=True):
+        (dtype, shape, strides, values), expected = (
+            (x.dtype, x.shape, x.stride(), x.flatten().clone().view(torch.uint8)) for x in pair
+        )
+        assert (dtype, shape, strides) == expected[:3]
+        assert torch.equal(values, expected[3])
+
+
+def assert_said(caplog: pytest.LogCaptureFixture, level: int, part: str) -> None:
+    """Once: two numbers of tokens share a graph."""
+    (record,) = (record for record in caplog.records if record.name.startswith("dcpmla"))
+    assert record.levelno == level
+    assert part in record.message
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_every_layer_is_fused(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    fused, quantize = OPERATORS[kind]
+    with caplog.at_level(logging.INFO, "dcpmla"):
+        assert run_layers(Layers([quantize] * 3)) == {fused: 3}
+    assert_said(caplog, logging.INFO, "in 3 of 3 layers")
+
+
+@pytest.mark.parametrize("spelling", PLAIN)
+def test_fp8_in_plain_torch(spelling: str) -> None:
+    assert run_layers(Layers([PLAIN[spelling]])) == {"project_values_fp8": 1}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_left_alone(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert run_layers(Layers([LEFT_ALONE[case]]))["project_values"] == 1
+    assert_said(caplog, logging.WARNING, "nothing to fuse in a graph with 1 layers")
+
+
+@pytest.mark.parametrize(("kind", "value_dim"), [("groups of 128", 64), ("nvfp4", 8)])
+def test_groups_that_would_cross_heads(kind: str, value_dim: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert run_layers(Layers([OPERATORS[kind][1]], value_dim))["project_values"] == 1
+    assert_said(caplog, logging.WARNING, "nothing to fuse")
+
+
+def test_other_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "dcpmla"):
+        OutputQuantFusion()(Graph())
+    assert not [record for record in caplog.records if record.name.startswith("dcpmla")]
+    with pytest.raises(ValueError, match=r"graph is a GraphModule; .* post_grad_custom_post_pass, .* torch.fx.Graph"):
+        OutputQuantFusion()(GraphModule({}, Graph()))  # type: ignore[arg-type]
+    assert OutputQuantFusion().uuid() == OutputQuantFusion().uuid() != b""
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_in_inductor(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    """All kinds in a graph, beside a layer that has none."""
+    quantizations = [quantize for _, quantize in OPERATORS.values()] + list(PLAIN.values())
+    with caplog.at_level(logging.INFO, "dcpmla"):
+        operators = run_layers(Layers([*quantizations, lambda x, _: [x]]).to(device), in_inductor=True)
+    assert operators == {
+        "project_values_fp8": 8,
+        "project_values_fp8_groups": 2,
+        "project_values_nvfp4": 1,
+        "project_values": 1,
+    }
+    assert_said(caplog, logging.INFO, "in 11 of 12 layers")
+
+
+class Attention(nn.Module):
+    """Layers over one cache, each with a quantization of another kind and a linear behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = dataclasses.replace(SMALL, num_heads=HEADS, v_head_dim=V, attention_bias=False)
+        self.quantizations = OPERATORS["groups of 128"][1], PLAIN["plain"]
+        self.layers = [make_layer(config, 1, "auto", torch.float32, "cpu") for _ in self.quantizations]
+        self.scale = torch.tensor([0.013])
+
+    def forward(self, hidden_states: Tensor, *step: Any) -> Tensor:
+        for layer, quantize in zip(self.layers, self.quantizations, strict=True):
+            values = layer.attend(hidden_states, *step)
+            assert isinstance(values, Tensor)
+            hidden_states = hidden_states + layer.o_proj(quantize(values, self.scale)[0].to(values.dtype))
+        return hidden_states
+
+
+def check_attention(batch: Batch) -> dict[str, int]:
+    """Returns the projections of a compiled step."""
+    model, fusion = Attention(), Recorded()
+    compiled = torch.compile(model, fullgraph=True, backend=as_in_inductor(fusion))
+    # Rows of padding would be joined with W_UV's. The cache is compared too.
+    got, wanted = (run_layer(model.layers[0], batch, lambda x, *step, f=f: f(x[:-2], *step)) for f in (compiled, model))
+    assert_same(got, wanted)
+    return {name: count for name, count in fusion.operators.items() if name.startswith("project_values")}
+
+
+def check_steps() -> None:
+    assert check_attention(DECODES[0]) == {"project_values_fp8": 1, "project_values_fp8_groups": 1}
+    assert check_attention(MIXED) == {"project_values": 2}
+
+
+def test_layers_of_attention() -> None:
+    """In a decode step all are fused; in a step with prefills none is."""
+    run_ranks(1, check_steps)

@@ -1,0 +1,132 @@
+"""The oracle: transformers' own models, unsharded, in float32.
+
+Same logits, same greedy tokens, for every cut of heads and cache.
+"""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpmla.attention import layer
+from dcpmla.cache.latent import LatentCache
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig, divisors
+from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.models import FAMILIES, VOCAB_SIZE, save_tiny
+from tests.support.ranks import run_ranks
+
+PROMPT_LENS = (1, 2, 5, 37, 70)  # shorter than W, one token, and contexts that chunks cut unevenly
+NUM_NEW = 4
+VARIANTS = (
+    (False, False),
+    (True, False),
+    (True, True),
+    (False, False),
+    (False, True),
+    (True, True),
+)  # replicate, project first
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    dcp: DCPConfig
+    max_num_batched_tokens: int
+
+    def __str__(self) -> str:
+        dcp = self.dcp
+        return (
+            f"tp{dcp.tensor_parallel_size} dcp{dcp.decode_context_parallel_size} I{dcp.cp_kv_cache_interleave_size} "
+            f"{dcp.dcp_comm_backend} workspace{dcp.context_workspace_tokens} chunk{self.max_num_batched_tokens}"
+            f"{' q_replicate' * dcp.dcp_q_replicate}{' project_before_merge' * dcp.dcp_project_before_merge}"
+        )
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
+
+
+def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list[tuple[list[int], torch.Tensor]]]:
+    """On one rank: for each case, each prompt's new tokens and their logits [NUM_NEW, vocab]."""
+    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
+    config, results = load_config(directory), []
+    layer.PROJECT_FIRST_TOKENS = 3  # among the numbers of decodes in these steps
+    for case in cases:
+        dcp = case.dcp
+        mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+        selection = select_exchange(dcp, mesh.dcp_group, device)
+        model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
+        seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
+        plan = LatentCache.plan(
+            model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32, model.num_index_layers
+        )
+        cache = LatentCache(plan, device)
+        for rows in (*cache.layers, *cache.index_layers):
+            rows.fill_(torch.nan)  # a row that nobody wrote must not be seen
+        engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)
+        requests = [
+            engine.add(prompt, SamplingParams(max_new_tokens=NUM_NEW), keep_logits=True) for prompt in prompts()
+        ]
+        assert len(list(engine.run())) == len(requests)
+        results.append([(request.token_ids, torch.stack(request.logits)) for request in requests])
+    return results
+
+
+def make_cases(tp: int, dcp_sizes: list[int], interleaves: tuple[int, ...], backends: tuple[str, ...]) -> list[Case]:
+    cases = []
+    for number, (dcp, interleave, backend) in enumerate(itertools.product(dcp_sizes, interleaves, backends)):
+        q_replicate, project_before_merge = VARIANTS[number % len(VARIANTS)]
+        layout = DCPConfig(
+            tensor_parallel_size=tp,
+            decode_context_parallel_size=dcp,
+            cp_kv_cache_interleave_size=interleave,
+            dcp_comm_backend=backend,
+            block_size=16,
+            context_workspace_tokens=65536,
+            dcp_q_replicate=q_replicate,
+            dcp_project_before_merge=project_before_merge,
+        )
+        small = dataclasses.replace(layout, context_workspace_tokens=5 * layout.chunk_alignment)
+        cases.append(Case(small if number % 2 else layout, (7, 1000, 33)[number % 3]))
+    return cases
+
+
+def check(reference: Any, directory: Path, tp: int, cases: list[Case], device_type: str = "cpu") -> None:
+    results = run_ranks(tp, run_cases, directory, cases, device_type, device=device_type, timeout=500)
+    for rank, case_index, index in itertools.product(range(tp), range(len(cases)), range(len(PROMPT_LENS))):
+        tokens, logits = results[rank][case_index][index]
+        prompt, where = prompts()[index], f"rank {rank}, {cases[case_index]}, prompt of {PROMPT_LENS[index]}"
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(
+            logits, expected[: len(tokens)], atol=1e-4, rtol=0, msg=lambda text, where=where: f"{where}: {text}"
+        )
+        assert tokens == expected[: len(tokens)].argmax(-1).tolist(), where
+
+
+ON_FOUR = [
+    family for family in FAMILIES if family not in ("deepseek_v2_no_q_lora", "deepseek_v3_neox")
+]  # as others, but for the query
+
+
+@pytest.mark.parametrize(("tp", "family"), [*itertools.product((1, 2, 3), FAMILIES), *itertools.product([4], ON_FOUR)])
+def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
+    reference = save_tiny(family, tmp_path)
+    # Every interleave and backend at the largest DCP size; smaller sizes once, with the rest alternating.
+    cases = make_cases(tp, [tp], (1, 2, 16), ("ag_rs", "a2a") if tp > 1 else ("auto",))
+    cases += make_cases(tp, divisors(tp)[:-1], (2,), ("auto",))
+    check(reference, tmp_path, tp, cases)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])  # the others cut heads and cache by the same code
+def test_eight_ranks(family: str, tmp_path: Path) -> None:
+    reference = save_tiny(family, tmp_path)
+    check(reference, tmp_path, 8, make_cases(8, [8], (1, 16), ("a2a",)) + make_cases(8, [8, 4], (2,), ("ag_rs",)))

@@ -1,0 +1,115 @@
+"""Faults in words: whom the ranks' last posts blame, and what an exception says to the operator."""
+
+import errno
+import os
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpmla.job.faults import Post, blame, explain, find_missing
+from dcpmla.parallel.collectives import PeerFault
+
+
+def post(**changes: Any) -> Post:
+    return replace(Post(7, 5, "decode step 5", 61.0, 60.0, "engine.py:9 (step)", True, False, False, 1000.0), **changes)
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        (
+            [post(count=4, operation="prefill step 4")],
+            "rank 0 waited 61 s in decode step 5: rank 1 has been in prefill step 4 for 61 s",
+        ),
+        (
+            [post(waits=False, place="app.py:3 (callback)"), post()],
+            "rank 0 waited 61 s .*: rank 1 has been in .* at app.py:3 \\(callback\\)",
+        ),
+        ([post(count=6), post(left=True)], "rank 0 waited 61 s in decode step 5: .*rank 2 left the job"),
+        ([post(count=4), post(count=4), post()], "rank 0 waited 61 s in decode step 5: each of ranks 1, 2 has been in"),
+        (
+            [post(place="b.py:1 (f)"), post(), post()],
+            r"rank 0 waited .*: rank 1 in decode step 5 at b.py:1 \(f\); each of ranks 0, 2, 3 in",
+        ),
+    ],
+)
+def test_blame_names_who_is_behind(others: list[Post], words: str) -> None:
+    verdict = blame(0, [post(), *others], [], 60, 1000.0)
+    assert re.match(words, verdict.words), verdict.words
+    assert not verdict.excused
+
+
+def test_blame_of_oneself() -> None:
+    here = post(waits=False, place="app.py:3 (callback)")
+    for posts in ([here], [here, post()], [here, post(count=6)]):
+        assert blame(0, posts, [], 60, 1000.0).words.startswith(
+            "rank 0 has not come back from decode step 5 for 61 s, at app.py:3 (callback)"
+        )
+
+
+def test_patience() -> None:
+    """With one that is slower, but within its own limit; with one that was silent for less than the timeout; within
+    one's own limit.
+    """
+    assert blame(0, [post(), post(count=4, limit=1800.0)], [], 60, 1000.0).excused
+    assert blame(0, [post(), post(time=950.0)], [1], 60, 1000.0).excused
+    assert not blame(0, [post(), post(time=930.0)], [1], 60, 1000.0).excused
+    assert not blame(0, [post(), None], [1], 60, 1000.0).excused
+    assert blame(0, [post(limit=1800.0), post(count=4)], [], 60, 1000.0).excused
+    assert not blame(0, [post(limit=1800.0), post(time=930.0)], [1], 60, 1000.0).excused
+
+
+def test_missing_are_those_who_stopped_posting() -> None:
+    before = [post(beat=3), post(beat=3), post(beat=3, left=True), None, None]
+    after = [post(beat=4), post(beat=3), post(beat=3, left=True), post(beat=1), None]
+    assert find_missing(before, after) == [1, 4]
+
+
+def chained(error: Exception, cause: Exception) -> Exception:
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "is_consequence"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+            "ran out of memory (OutOfMemoryError: CUDA out",
+            False,
+        ),
+        (chained(RuntimeError("generate failed"), MemoryError()), "ran out of memory (MemoryError", False),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x/out.jsonl"),
+            "could not write /x/out.jsonl (No space left on device)",
+            False,
+        ),
+        (OSError(errno.EFBIG, os.strerror(errno.EFBIG)), "could not write (File too large)", False),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. This is typically"),
+            "lost the others (RuntimeError: Read error: Connection reset by peer)",
+            True,
+        ),
+        (
+            chained(RuntimeError("generate failed"), dist.DistBackendError("NCCL error")),
+            "lost the others (DistBackendError: NCCL",
+            True,
+        ),
+        (PeerFault("rank 1 failed: CUDA out of memory"), "lost another rank (rank 1 failed: CUDA out of memory)", True),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "x"),
+            "failed (FileNotFoundError: No such file or directory: 'x')",
+            False,
+        ),
+    ],
+)
+def test_exceptions_in_words(error: Exception, what: str, is_consequence: bool) -> None:
+    fault = explain(error)
+    assert fault.what.startswith(what), fault.what
+    assert fault.is_consequence is is_consequence

@@ -1,0 +1,343 @@
+"""`generate` on real processes, one of which is killed, stopped, starved or told to stop: all end, with one line,
+outputs whole.
+"""
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.job.test_watchdog import is_stopped, process_status
+from tests.support import faulty
+from tests.support.launchers import free_port
+from tests.support.ranks import start_process
+
+TIMEOUT = 5
+MARGIN = 30  # seconds: the ranks' start, looks at the posts, the store's grace, and a machine with other things to do
+IDS = [f"prompt {index}" for index in range(6)]
+Signal = tuple[int, int]  # number, rank
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: exit codes (-n by signal n), stderr, seconds since the fault (or start), output file, flight
+    records by rank.
+    """
+
+    codes: list[int]
+    text: str
+    seconds: float
+    outputs: bytes
+    flights: dict[int, bytes]
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for line in re.split("[\r\n]", self.text) if "dcpmla: error: " in line]
+
+    @property
+    def ids(self) -> list[str]:
+        assert not self.outputs or self.outputs.endswith(b"\n")
+        return [json.loads(line)["id"] for line in self.outputs.splitlines()]
+
+
+class Job:
+    """A job's directory: prompts, outputs, and what `faulty` leaves."""
+
+    def __init__(self, directory: Path, ids: Sequence[str], last_line: str = "") -> None:
+        self.directory = directory
+        prompts = [
+            {"id": request_id, "prompt_token_ids": [5, 6, 7 + index], "max_new_tokens": 2 if index < 2 else 16}
+            for index, request_id in enumerate(ids)
+        ]
+        (directory / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts) + last_line)
+        self.errors = (directory / "errors").open("ab")
+
+    def arguments(self, model: Path, device: str = "cpu", timeout: int = TIMEOUT) -> list[str]:
+        files = ["--prompt-file", self.directory / "in.jsonl", "--output-file", self.directory / "out.jsonl"]
+        sizes = ["-tp", 2, "-dcp", 2, "--max-num-seqs", 2, "--timeout", timeout]
+        return [str(argument) for argument in ["generate", "--model", model, "--device", device, *files, *sizes]]
+
+    def pids(self) -> dict[int, int]:
+        """The newest process of each rank."""
+        files = sorted(self.directory.glob("pid *"), key=lambda file: file.stat().st_mtime)
+        return {int(rank): int(pid) for rank, pid in (file.name.split()[1:] for file in files)}
+
+    def wait(self, codes: Callable[[], list[int | None]], on_reached: Callable[[], object]) -> Ended:
+        """Until all have an exit code. Ranks that stopped themselves go on when nobody else is left."""
+        since, reached = time.monotonic(), False
+        while None in codes():
+            time.sleep(0.1)
+            if not reached and (self.directory / "reached").exists():
+                since, reached = time.monotonic(), True
+                on_reached()
+            assert time.monotonic() - since < 100, (self.directory / "errors").read_text()
+            for pid in self.pids().values():
+                if sum(code is None for code in codes()) == 1 and is_stopped(pid):
+                    os.kill(pid, signal.SIGCONT)
+        seconds, out = time.monotonic() - since, self.directory / "out.jsonl"
+        assert not [pid for pid in self.pids().values() if process_status(pid) not in (None, psutil.STATUS_ZOMBIE)]
+        text = (self.directory / "errors").read_text()
+        flights = {int(file.name.split()[1]): file.read_bytes() for file in self.directory.glob("flight *")}
+        return Ended(
+            [int(str(code)) for code in codes()], text, seconds, out.read_bytes() if out.exists() else b"", flights
+        )
+
+
+@contextmanager
+def new_job(ids: Sequence[str] = IDS, last_line: str = "") -> Iterator[Job]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield Job(Path(directory), ids, last_line)
+
+
+def direct(
+    model: Path,
+    fault: dict[str, Any] | None = None,
+    send: Signal | None = None,
+    more: Sequence[str] = (),
+    ids: Sequence[str] = IDS,
+    last_line: str = "",
+    device: str = "cpu",
+    timeout: int = TIMEOUT,
+) -> Ended:
+    """Two ranks that no launcher looks after; rank 1 has more arguments."""
+    with new_job(ids, last_line) as job:
+        variables = {
+            "WORLD_SIZE": 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": free_port(),
+            "OMP_NUM_THREADS": 1,
+        }
+        arguments = job.arguments(model, device, timeout)
+        processes = []
+        for rank in range(2):
+            environment = {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            mine = [*arguments, *(more if rank == 1 else [])]
+            processes.append(start_process(_rank, (job.directory, environment, fault or {}, mine)))
+        try:
+            return job.wait(
+                lambda: [process.exitcode for process in processes],
+                lambda: send and os.kill(job.pids()[send[1]], send[0]),
+            )
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _rank(directory: Path, environment: dict[str, str], fault: dict[str, Any], arguments: list[str]) -> None:
+    os.environ.update(environment, TORCH_FR_DUMP_TEMP_FILE=str(directory / "flight "))
+    os.dup2(os.open(directory / "errors", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(faulty.run(directory, fault, arguments))
+
+
+def torchrun(model: Path, fault: dict[str, Any], number: int | None = None, max_restarts: int = 0) -> Ended:
+    """Two ranks of torchrun's, which is sent a signal when the fault begins."""
+    with new_job() as job:
+        options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(max_restarts)]
+        # Fresh interpreters, imports and all, may come seconds apart; none of these faults is found by its time.
+        program = [
+            str(Path(faulty.__file__)),
+            str(job.directory),
+            json.dumps(fault),
+            *job.arguments(model, timeout=4 * TIMEOUT),
+        ]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options, *program],
+            stdout=subprocess.DEVNULL,
+            stderr=job.errors,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_FR_DUMP_TEMP_FILE": str(job.directory / "flight ")},
+        )
+        try:
+            return job.wait(lambda: [process.poll()], lambda: number and process.send_signal(number))
+        finally:
+            process.kill()
+            process.wait()
+
+
+def with_broken_weights(model: Path) -> Ended:
+    """A checkpoint of which a copy was cut off."""
+    with tempfile.TemporaryDirectory() as directory:
+        for file in model.iterdir():
+            content = file.read_bytes()
+            (Path(directory) / file.name).write_bytes(
+                content[: len(content) // 2] if file.suffix == ".safetensors" else content
+            )
+        return direct(Path(directory))
+
+
+def at(when: str, what: str, rank: int = 1) -> dict[str, Any]:
+    return {"rank": rank, "when": when, "what": what}
+
+
+AGAIN = r"run the same command again \(finished outputs are on disk and are kept\)"
+MISSING = (
+    r"rank 1 is missing, last seen \d+ s ago in {}.*; its process or host is gone or stopped: see its log, then "
+    + AGAIN
+)
+LONG_IDS = [f"{index} {20_000 * 'x'}" for index in range(6)]
+JOBS: dict[
+    str, tuple[Callable[[Path], Ended], list[int], str, int]
+] = {  # -> exit codes, what the line says, least number of outputs
+    "killed at launch": (
+        partial(direct, fault=at("launch", "kill")),
+        [1, -9],
+        "rank 0 of 2 .* did not meet the others within 5 s",
+        0,
+    ),
+    "killed at start-up": (
+        partial(direct, fault=at("comparing", "kill")),
+        [1, -9],
+        "rank 0 lost the others .* in comparing arguments: " + MISSING.format("comparing arguments"),
+        0,
+    ),
+    "killed while loading": (
+        partial(direct, fault=at("loading", "kill")),
+        [1, -9],
+        "rank 0 lost the others .* in loading the model: " + MISSING.format("loading the model"),
+        0,
+    ),
+    "killed in prefill": (
+        partial(direct, fault=at("prefill step 2", "kill")),
+        [1, -9],
+        "rank 0 lost the others .* in prefill step 2 .*: " + MISSING.format("prefill step 2"),
+        2,
+    ),
+    "killed in decode": (
+        partial(direct, fault=at("decode step 8", "kill")),
+        [1, -9],
+        "rank 0 lost the others .* in decode step 8 .*: " + MISSING.format("decode step 8"),
+        2,
+    ),
+    "killed at shutdown": (
+        partial(direct, fault=at("shutdown", "kill")),
+        [1, -9],
+        "rank 0 lost the others .* in shutdown: " + MISSING.format("shutdown"),
+        6,
+    ),
+    "first rank killed": (
+        partial(direct, fault=at("decode step 8", "kill", rank=0)),
+        [-9, 1],
+        "rank 1 lost the others .* in decode step 8 .*: the job's store does not answer: .* rank 0, is gone",
+        2,
+    ),
+    "stopped": (
+        partial(direct, fault=at("decode step 8", "stop")),
+        [1, 1],
+        r"rank 0 waited \d+ s in decode step 8 .*: " + MISSING.format("decode step 8"),
+        2,
+    ),
+    "asleep": (
+        partial(direct, fault=at("decode step 8", "sleep")),
+        [1, 1],
+        r"(rank 0 waited .*: )?rank 1 has .* decode step 8 .* for \d+ s, at faulty.py:\d+ \(fail\); see what holds it there, then "
+        + AGAIN,
+        2,
+    ),
+    "unequal arguments": (
+        partial(direct, more=["--max-num-seqs", "3"]),
+        [2, 2],
+        "max_num_seqs differs between ranks: 2 on rank 0, 3 on rank 1; start all ranks with the same",
+        0,
+    ),
+    "out of memory": (
+        partial(direct, fault=at("decode step 8", "allocate")),
+        [1, 1],
+        r"rank 1 ran out of memory \(.*\) in decode step 8 .*: lower --max-num-batched-tokens or --gpu-memory-utilization, or raise -dcp",
+        2,
+    ),
+    "full disk": (
+        partial(direct, fault=at("prefill step 0", "fill", rank=0), ids=LONG_IDS),
+        [1, 1],
+        r"rank 0 could not write /.*out.jsonl \(File too large\) in .* step .*: make room, or raise the limit \(ulimit -f\); then "
+        + AGAIN,
+        2,
+    ),
+    "broken checkpoint": (with_broken_weights, [2, 2], ".*model.safetensors is not a readable safetensors file", 0),
+    "truncated line": (
+        partial(direct, last_line='{"id": "cut", "prompt_to'),
+        [2, 2],
+        r"/.*in.jsonl, line 7: not a JSON object \(.*\); is the line cut off\?",
+        0,
+    ),
+    "one rank terminated": (
+        partial(direct, fault=at("decode step 8", "sleep"), send=(signal.SIGTERM, 0)),
+        [143, 143],
+        r"rank 0 was asked to stop \(SIGTERM\) in decode step 8 .*: " + AGAIN,
+        2,
+    ),
+    "one rank interrupted": (
+        partial(direct, fault=at("decode step 8", "sleep"), send=(signal.SIGINT, 1)),
+        [130, 130],
+        r"rank 1 was asked to stop \(SIGINT\) in decode step 8 .*: " + AGAIN,
+        2,
+    ),
+    "no fault": (direct, [0, 0], "", 6),
+    "killed under torchrun": (
+        partial(torchrun, fault=at("decode step 8", "kill")),
+        [1],
+        r"rank 0 (lost the others|was asked to stop \(SIGTERM\)) .*in decode step 8 .*: "
+        + MISSING.format("decode step 8"),
+        2,
+    ),
+    "torchrun terminated": (
+        partial(torchrun, fault=at("decode step 8", "sleep"), number=signal.SIGTERM),
+        [1],
+        r"rank [01] was asked to stop \(SIGTERM\) in decode step 8 .*: " + AGAIN,
+        2,
+    ),
+    "torchrun interrupted": (
+        partial(torchrun, fault=at("decode step 8", "sleep"), number=signal.SIGINT),
+        [1],
+        r"rank [01] was asked to stop \(SIG(INT|TERM)\) in decode step 8 .*: " + AGAIN,
+        2,
+    ),
+    "restarted": (
+        partial(torchrun, fault=at("decode step 8", "kill"), max_restarts=1),
+        [0],
+        r"rank 0 (lost the others|was asked to stop \(SIGTERM\)) .*: " + MISSING.format("decode step 8"),
+        6,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(model: Path) -> Iterator[dict[str, Future[Ended]]]:
+    """All jobs, a few at a time: most of what they do is wait."""
+    with ThreadPoolExecutor(3) as pool:
+        yield {name: pool.submit(start, model) for name, (start, _, _, _) in JOBS.items()}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_all_end_with_one_line(name: str, jobs: dict[str, Future[Ended]]) -> None:
+    _, codes, line, num_outputs = JOBS[name]
+    ended = jobs[name].result()
+    assert ended.codes == codes, ended.text
+    assert len(ended.lines) == (line != ""), ended.text
+    assert not line or re.search(f"dcpmla: error: {line}", ended.lines[0]), ended.lines[0]
+    assert ended.seconds < TIMEOUT + MARGIN or name == "restarted"
+    assert len(ended.ids) == len(set(ended.ids)) >= num_outputs
+
+
+def test_ranks_leave_their_flight_records(jobs: dict[str, Future[Ended]]) -> None:
+    """The one that waited has its last collective open, the one that slept has it not."""
+    flights = {rank: pickle.loads(flight)["entries"] for rank, flight in jobs["asleep"].result().flights.items()}
+    assert sorted(flights) == [0, 1]
+    assert len(flights[0]) == len(flights[1]) + 1
+    assert "frames" in flights[0][-1]

@@ -1,0 +1,128 @@
+"""Several hosts for real: network namespaces with a virtual cable between them, two ranks on each, the tokens of one
+process.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.launchers import (
+    GENERATE,
+    MEET,
+    MPIRUN,
+    ROOT,
+    Host,
+    mpirun,
+    read_lines,
+    run_together,
+    srun,
+    two_hosts,
+)
+
+SHARDED = ["-tp", 4, "-dcp", 4, "--cp-kv-cache-interleave-size", 2, "--block-size", 8]
+
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="mpirun and mpi4py of extra `mpi` are not installed")
+
+
+@pytest.fixture(scope="module")
+def one_process(model: Path) -> list[list[int]]:
+    run_together([([sys.executable, *GENERATE, *options(model, model / "out.json")], {})])
+    return read_tokens(model / "out.json")
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with ExitStack() as stack:
+        try:
+            pair = stack.enter_context(two_hosts())
+        except OSError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield pair
+
+
+def options(model: Path, out: Path) -> list[object]:
+    prompts = ["--prompt-ids", "5,6,7", "--prompt-ids", ",".join(map(str, range(1, 60)))]
+    return ["--model", model, *prompts, "--max-new-tokens", 6, "--device", "cpu", "--json", out]
+
+
+def read_tokens(file: Path) -> list[list[int]]:
+    return [output["token_ids"] for output in json.loads(file.read_text())["outputs"]]
+
+
+def test_the_hosts_are_two(hosts: tuple[Host, Host]) -> None:
+    """What one listens on, the other reaches by its address only."""
+    listen = "import socket; s = socket.create_server(('', 29400)); s.settimeout(30); print(s.accept()[1][0])"
+    connect = (
+        "import socket, sys, time\n"
+        "def connects(host): return socket.socket().connect_ex((host, 29400)) == 0\n"
+        "while not connects(sys.argv[1]): time.sleep(0.1)\n"
+        "print(connects('localhost'))"
+    )
+    programs = ["-c", listen], ["-c", connect, hosts[0].address]
+    results = run_together(
+        [host.command([sys.executable, *program], {}) for host, program in zip(hosts, programs, strict=True)],
+        timeout=60,
+    )
+    assert [result.stdout.strip() for result in results] == [hosts[1].address, "False"]
+
+
+def test_torchrun(hosts: tuple[Host, Host], model: Path, one_process: list[list[int]], tmp_path: Path) -> None:
+    """Host names do not tell these hosts apart: the agents are told their addresses."""
+    out = tmp_path / "out.json"
+    argv = [ROOT / "launch" / "torchrun_nodes.sh", *options(model, out), *SHARDED]
+    shared = {"NODES": "2", "RANKS": "2", "HEAD": hosts[0].address, "PYTHON": sys.executable}
+    run_together([host.command(argv, {**shared, "LOCAL_ADDR": host.address}) for host in hosts])
+    assert read_tokens(out) == one_process
+
+
+def test_srun(hosts: tuple[Host, Host], model: Path, one_process: list[list[int]], tmp_path: Path) -> None:
+    """Each node's tasks in its namespace; the names in Slurm's list do not resolve here, so MASTER_ADDR says where rank
+    0 is.
+    """
+    out = tmp_path / "out.json"
+    tasks = srun([*GENERATE, *options(model, out), *SHARDED], [2, 2], "n[1-2]", MASTER_ADDR=hosts[0].address)
+    run_together([hosts[int(env["SLURM_NODEID"])].command(argv, env) for argv, env in tasks])
+    assert read_tokens(out) == one_process
+
+
+@needs_mpirun
+def test_mpirun(hosts: tuple[Host, Host], model: Path, one_process: list[list[int]], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    argv = [ROOT / "launch" / "mpirun.sh", *options(model, out), *SHARDED]
+    variables = {"HOSTS": ",".join(host.address for host in hosts), "RANKS": "2", "PYTHON": sys.executable}
+    run_together([hosts[0].command(argv, {**variables, **hydra(hosts, tmp_path)})])
+    assert read_tokens(out) == one_process
+
+
+@needs_mpirun
+def test_mpirun_knows_who_shares_a_host(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    argv = mpirun(MEET, 4, "-hosts", ",".join(host.address for host in hosts), "-ppn", 2)
+    lines = read_lines(run_together([hosts[0].command(argv, hydra(hosts, tmp_path))]))
+    assert [(line["rank"], line["local_rank"], line["sum"]) for line in lines] == [
+        (0, 0, 1111),
+        (1, 1, 1111),
+        (2, 0, 1111),
+        (3, 1, 1111),
+    ]
+    assert {line["origin"] for line in lines} == {"4 ranks, 2 of them on this host, started by mpirun, on CPUs"}
+
+
+def hydra(hosts: tuple[Host, Host], directory: Path) -> dict[str, str]:
+    """mpirun reaches the hosts over "ssh". The ranks meet on the first one, on a port that nobody chose before."""
+    shell = directory / "ssh"
+    cases = "\n".join(f"{host.address}) namespace={host.name} ;;" for host in hosts)
+    skip_options = 'while [ "${1#-}" != "$1" ]; do shift; done'
+    shell.write_text(
+        f'#!/bin/sh\n{skip_options}\ncase "$1" in\n{cases}\nesac\nshift\nexec ip netns exec "$namespace" sh -c "$*"\n'
+    )
+    shell.chmod(0o755)
+    return {
+        "HYDRA_LAUNCHER": "ssh",
+        "HYDRA_LAUNCHER_EXEC": str(shell),
+        "HYDRA_IFACE": "cable",
+        "MASTER_ADDR": hosts[0].address,
+    }

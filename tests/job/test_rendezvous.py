@@ -1,0 +1,70 @@
+"""Ranks that meet, or do not: one that never comes, ones that cannot work together, ones that were told different
+things.
+"""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpmla.job.bootstrap import check_equal_arguments
+from tests.support.launchers import MEET, read_lines, run_forked, srun
+from tests.support.ranks import run_ranks
+
+
+def test_a_rank_that_never_comes() -> None:
+    commands = srun([MEET[0], "2"], [2], "localhost")
+    (result,) = run_forked(commands[:1], check=False, timeout=60)
+    assert "ConnectionError: rank 0 of 2 (started by srun) did not meet the others within 2 s: " in result.stderr
+
+
+def test_ranks_that_cannot_work_together() -> None:
+    """Both say so, rather than wait for each other."""
+    first, (argv, env) = srun(MEET, [2], "localhost")
+    results = run_forked([first, ([*argv, "__version__=1.0"], env)], check=False, timeout=60)
+    for result in results:
+        assert (
+            f"ValueError: torch's version differs between ranks: {torch.__version__} on rank 0, 1.0 on rank 1"
+            in result.stderr
+        )
+
+
+def test_one_process_needs_no_launcher() -> None:
+    (line,) = read_lines(run_forked([([sys.executable, *MEET], {})]))
+    assert (line["origin"], line["sum"], line["neighbour"]) == ("one process, started by no launcher, on CPUs", 1.0, 0)
+    assert line["environment"]["RANK"] is None
+
+
+def check_arguments(cases: list[tuple[list[dict[str, Any]], str]]) -> None:
+    for arguments, message in cases:
+        if not message:
+            check_equal_arguments(arguments[dist.get_rank()])
+            continue
+        with pytest.raises(ValueError, match="differs between ranks") as error:
+            check_equal_arguments(arguments[dist.get_rank()])
+        assert str(error.value).startswith(message), str(error.value)
+
+
+def test_equal_arguments() -> None:
+    same = {"-tp": 4, "--dtype": "auto", "--json": None}
+    long = {"prompt": "x" * 500}
+    cases = [
+        ([same, dict(same), dict(same)], ""),
+        (
+            [same, same, {**same, "-tp": 2}],
+            "-tp differs between ranks: 4 on rank 0, 2 on rank 2; start all ranks with the same",
+        ),
+        (
+            [same, {**same, "--dtype": "float32"}, {**same, "-tp": 2}],
+            "--dtype differs between ranks: 'auto' on rank 0, 'float32' on rank 1",
+        ),
+        ([{}, {"--seed": 1}, {}], "--seed differs between ranks: missing on rank 0, 1 on rank 1"),
+        ([{"--seed": 1}, {"--seed": 1}, {}], "--seed differs between ranks: 1 on rank 0, missing on rank 2"),
+        (
+            [long, long, {"prompt": "x" * 300 + "y" * 200}],
+            f"prompt differs between ranks: ...{'x' * 60}... on rank 0, ...{'x' * 30}{'y' * 30}...",
+        ),
+    ]
+    run_ranks(3, check_arguments, cases)

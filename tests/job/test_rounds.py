@@ -1,0 +1,45 @@
+"""Rounds of a job in one store: ranks that live find each other, whatever dead ones left there."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from dcpmla.job.rendezvous import open_round
+
+LONG = timedelta(seconds=20)
+
+
+def is_shared(stores: list[dist.Store]) -> bool:
+    stores[0].set("key", "value")
+    return all(store.check(["key"]) for store in stores)
+
+
+def test_each_round_is_its_own() -> None:
+    """The second has a rank that comes late, after its dead predecessor's greeting; the third one that came alone and
+    died before.
+    """
+    store = dist.HashStore()
+    with ThreadPoolExecutor(4) as pool:
+
+        def enter(*ranks: int) -> list[Future[dist.Store]]:
+            return [pool.submit(open_round, store, rank, 3, LONG) for rank in ranks]
+
+        rounds = [[entered.result() for entered in enter(0, 1, 2)]]
+        early = enter(0, 1)
+        time.sleep(0.5)
+        assert not early[0].done(), "the first rank took a dead rank's greeting for a living one's"
+        rounds.append([entered.result() for entered in [*early, *enter(2)]])
+        with pytest.raises(dist.DistStoreError):
+            open_round(store, 1, 3, timedelta(seconds=0.2))
+        rounds.append([entered.result() for entered in enter(2, 1, 0)])
+    for number, stores in enumerate(rounds):
+        assert is_shared(stores)
+        assert not any(store.check(["key"]) for later in rounds[number + 1 :] for store in later)
+
+
+def test_who_did_not_come() -> None:
+    with pytest.raises(dist.DistStoreError, match="1 of 2 ranks came"):
+        open_round(dist.HashStore(), 0, 2, timedelta(seconds=0.2))

@@ -1,0 +1,341 @@
+"""The watchdog around real processes on gloo: who dies, hangs or fails, and the one line that comes of it."""
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpmla.job.watchdog import Reported, Watchdog
+from dcpmla.parallel.collectives import PeerFault, named
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.hash_model import HashModel, make_engine
+from tests.support.launchers import free_port
+from tests.support.ranks import start_process
+
+TIMEOUT = 3.0
+MARGIN = 25.0  # the ranks' start, looks at the posts, the store's grace, and a machine with other things to do
+STEP = 0.6  # longer than a beat: the posts name the step
+Work = Callable[[int, Watchdog], object]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: the ranks' exit codes (-n by signal n), what they wrote to stderr, seconds it took."""
+
+    codes: list[int]
+    text: str
+    seconds: float
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for line in self.text.splitlines() if "dcpmla: error: " in line]
+
+
+def run(work: Work, num_ranks: int = 2, store_on_rank_0: bool = False, store_seconds: float = 60) -> Ended:
+    """work(rank, watchdog) on every rank, in processes that nobody looks after; ranks that stopped themselves go on
+    after the others' end.
+
+    The store is rank 0's, or a bystander's who leaves after store_seconds.
+    """
+    port = free_port()
+    store = None if store_on_rank_0 else dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as directory:
+        errors = Path(directory) / "errors"
+        started = time.monotonic()
+        processes = [
+            start_process(_rank, (errors, rank, num_ranks, port, store is None, work)) for rank in range(num_ranks)
+        ]
+        try:
+            while running := [process for process in processes if process.exitcode is None]:
+                wait([process.sentinel for process in running], timeout=0.2)
+                seconds = time.monotonic() - started
+                assert seconds < 60, (
+                    f"ranks {[processes.index(process) for process in running]} did not end: {errors.read_text()}"
+                )
+                if seconds > store_seconds:
+                    store = None
+                if all(is_stopped(process.pid) for process in running):
+                    for process in running:
+                        os.kill(process.pid, signal.SIGCONT)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return Ended([process.exitcode for process in processes], errors.read_text(), seconds)
+
+
+def is_stopped(pid: int) -> bool:
+    return process_status(pid) == psutil.STATUS_STOPPED
+
+
+def process_status(pid: int) -> str | None:
+    """psutil's word, None for a process that is gone: another thread of the tests can reap it at any moment."""
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _rank(errors: Path, rank: int, num_ranks: int, port: int, store_on_rank_0: bool, work: Work) -> None:
+    os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(errors.parent / "flight ")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, num_ranks, is_master=store_on_rank_0 and rank == 0, wait_for_workers=False)
+    try:
+        with Watchdog(store, rank, num_ranks, TIMEOUT) as watchdog:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+            work(rank, watchdog)
+            watchdog.enter("shutdown")
+            dist.barrier()
+    except Reported:
+        sys.exit(2)
+
+
+def step() -> None:
+    with named("all-reduce of a step", dist.group.WORLD):
+        dist.all_reduce(torch.ones(2))
+
+
+def with_fault(fault: Callable[[list[int]], object], at: int, rank: int, watchdog: Watchdog) -> None:
+    """Three steps; in the last one rank `at` has a fault, which gets all ranks' pids, while the others wait in the
+    collective.
+    """
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    for number in range(3):
+        watchdog.enter(f"decode step {number}")
+        if number == 2 and rank == at:
+            time.sleep(STEP)
+            fault(pids)
+        step()
+
+
+def oversleep(_: list[int]) -> None:
+    time.sleep(60)
+
+
+def sleep_with_the_interpreters_lock(_: list[int]) -> None:
+    ctypes.PyDLL(None).sleep(60)
+
+
+def allocate(_: list[int]) -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def fill_disk(_: list[int]) -> None:
+    with open("/dev/full", "w") as file:
+        file.write("x")
+
+
+def bug(_: list[int]) -> None:
+    raise KeyError("no such thing")
+
+
+def mistake(_: list[int]) -> None:
+    raise ValueError("option (--option) is 3;\n  choose 4")
+
+
+def send(number: int, rank: int, pids: list[int]) -> None:
+    """To one rank; then sleep, so that nothing else ends the job."""
+    os.kill(pids[rank], number)
+    time.sleep(60)
+
+
+def mix_up(_: list[int]) -> None:
+    """A collective that the others do not make."""
+    dist.barrier()
+
+
+def leave_apart(rank: int, watchdog: Watchdog) -> None:
+    watchdog.enter("last step")
+    dist.barrier()
+    if rank == 0:
+        time.sleep(TIMEOUT / 2)
+
+
+def take_turns_loading(rank: int, watchdog: Watchdog) -> None:
+    """Rank 1 takes longer than the timeout, and says before that it may: the one that waits has patience."""
+    watchdog.enter("loading", 30)
+    time.sleep(rank * (TIMEOUT + 4))
+    watchdog.enter("first step")
+    step()
+
+
+def load_while_one_is_lost(rank: int, watchdog: Watchdog) -> None:
+    watchdog.enter("loading", 40)
+    time.sleep(STEP)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(30)
+
+
+def go_on(rank: int, watchdog: Watchdog) -> None:
+    for number in range(8):
+        watchdog.enter(f"decode step {number}")
+        time.sleep(0.5)
+        step()
+
+
+class SilentModel(HashModel):
+    """In its third step rank 1 sleeps, and does not send its part of an exchange; the others find that on the device."""
+
+    def check(self) -> None:
+        if len(self.steps) == 3:
+            time.sleep(STEP)
+            if dist.get_rank() == 1:
+                oversleep([])
+            raise PeerFault(
+                f"combine failed on rank {dist.get_rank()} of the group [0, 1, 2]: nothing came from rank 1 for 1 s"
+            )
+
+
+def serve_with_one_silent(rank: int, watchdog: Watchdog) -> None:
+    mesh = SimpleNamespace(tp_size=3, tp_rank=rank, dcp_size=1, dcp_rank=0, tp_group=dist.group.WORLD)
+    engine = make_engine(num_blocks=5, model=SilentModel(), mesh=mesh)
+    engine.on_step = lambda line: watchdog.enter(line, 30)  # patience: who gives up is the exchange
+    engine.add([1, 2, 3], SamplingParams(ignore_eos=True))
+    list(engine.run())
+
+
+MISSING = r"rank 1 is missing, last seen \d+ s ago in decode step 2, at test_watchdog.py:\d+ \(\w+\); its process or host is gone"
+ASLEEP = (
+    r"(been in|not come back from) decode step 2 for \d+ s, at test_watchdog.py:\d+ \(oversleep\); see what holds it"
+)
+NO_STORE = "the job's store does not answer: who holds it, torchrun's agent or rank 0, is gone or stopped"
+JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {  # -> exit codes, what the line says
+    "killed": (
+        partial(run, partial(with_fault, partial(send, signal.SIGKILL, 1), 1)),
+        [1, -9],
+        f"rank 0 lost .* in decode step 2: {MISSING}",
+    ),
+    "killed of three": (
+        partial(run, partial(with_fault, partial(send, signal.SIGKILL, 1), 1), 3),
+        [1, -9, 1],
+        rf"rank [02] lost .* in decode step 2: {MISSING}",
+    ),
+    "stopped": (
+        partial(run, partial(with_fault, partial(send, signal.SIGSTOP, 1), 1)),
+        [1, 1],
+        rf"rank 0 waited \d+ s in decode step 2: {MISSING}",
+    ),
+    "asleep": (
+        partial(run, partial(with_fault, oversleep, 1), 3),
+        [1, 1, 1],
+        rf"(rank [02] waited .*: )?rank 1 has {ASLEEP}",
+    ),
+    "asleep with the store": (
+        partial(run, partial(with_fault, oversleep, 0), store_on_rank_0=True),
+        [1, 1],
+        rf"(rank 1 waited .*: )?rank 0 has {ASLEEP}",
+    ),
+    "holding the interpreter's lock": (
+        partial(run, partial(with_fault, sleep_with_the_interpreters_lock, 1)),
+        [1, 1],
+        rf"rank 0 waited \d+ s in decode step 2: {MISSING}",
+    ),
+    "out of memory": (
+        partial(run, partial(with_fault, allocate, 1), 3),
+        [1, 1, 1],
+        r"rank 1 ran out of memory \(.*can't allocate memory.*\) in decode step 2: lower --max-num-batched-tokens",
+    ),
+    "full disk": (
+        partial(run, partial(with_fault, fill_disk, 1)),
+        [1, 1],
+        r"rank 1 could not write \(No space left on device\) in decode step 2: make room",
+    ),
+    "bug": (
+        partial(run, partial(with_fault, bug, 1), 3),
+        [1, 1, 1],
+        r"rank 1 failed \(KeyError: 'no such thing'\) in decode step 2: a bug",
+    ),
+    "mistake": (partial(run, partial(with_fault, mistake, 1), 3), [2, 2, 2], r"option \(--option\) is 3; choose 4$"),
+    "terminated in a collective": (
+        partial(run, partial(with_fault, partial(send, signal.SIGTERM, 0), 1)),
+        [143, 143],
+        r"rank 0 was asked to stop \(SIGTERM\) in decode step 2: run the same command again",
+    ),
+    "interrupted": (
+        partial(run, partial(with_fault, partial(send, signal.SIGINT, 1), 1), 3),
+        [130, 130, 130],
+        r"rank 1 was asked to stop \(SIGINT\) in decode step 2: run the same command again",
+    ),
+    "killed with the store": (
+        partial(run, partial(with_fault, partial(send, signal.SIGKILL, 0), 0), store_on_rank_0=True),
+        [-9, 1],
+        rf"rank 1 lost the others \(all-reduce of a step failed on rank 1.*\) in decode step 2: {NO_STORE}",
+    ),
+    "other collectives": (
+        partial(run, partial(with_fault, mix_up, 1)),
+        [1, 1],
+        r"rank [01] (waited .* in decode step 2: rank [01] in decode step 2 at .*\((step|mix_up)\)|lost the others)",
+    ),
+    "stopped with the store": (
+        partial(run, partial(with_fault, partial(send, signal.SIGSTOP, 0), 0), store_on_rank_0=True),
+        [1, 1],
+        rf"rank 1 waited \d+ s in decode step 2: {NO_STORE}",
+    ),
+    "lost while loading": (
+        partial(run, load_while_one_is_lost),
+        [1, 1],
+        r"rank 0 waited \d+ s in loading: rank 1 is missing, last seen \d+ s ago in loading",
+    ),
+    "silent in an exchange": (
+        partial(run, serve_with_one_silent, 3),
+        [1, 1, 1],
+        r"rank ([02]) lost another rank \(combine failed on rank \1 of .*: nothing came from rank 1 for 1 s\) in decode step 2 .*: "
+        r"rank 1 in decode step 2 .* at test_watchdog.py:\d+ \(oversleep\); "
+        r"see what holds it, and its log, then run the same command again .*; or raise --dcp-exchange-timeout$",
+    ),
+    "left apart": (partial(run, leave_apart, 3), [0, 0, 0], ""),
+    "loading": (partial(run, take_turns_loading), [0, 0], ""),
+    "lost store": (partial(run, go_on, store_seconds=3), [0, 0], ""),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[dict[str, Future[Ended]]]:
+    """All jobs, a few at a time: most of what they do is wait."""
+    with ThreadPoolExecutor(4) as pool:
+        yield {name: pool.submit(start) for name, (start, _, _) in JOBS.items()}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_rank_ends_with_one_line(name: str, jobs: dict[str, Future[Ended]]) -> None:
+    _, codes, line = JOBS[name]
+    ended = jobs[name].result()
+    assert ended.codes == codes, ended.text
+    assert len(ended.lines) == (line != ""), ended.text
+    assert not line or re.match(f"dcpmla: error: {line}", ended.lines[0]), ended.lines[0]
+    assert ended.seconds < TIMEOUT + MARGIN
+    assert ("Traceback" in ended.text) == (name == "bug"), ended.text
+
+
+def test_timeout_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=r"timeout \(--timeout\) is 0; it must be a number of seconds above 0"):
+        Watchdog(dist.HashStore(), 0, 1, 0)
+
+
+def test_one_process_is_left_as_it_was() -> None:
+    """Signal handlers, threads; and a mistake is reported and passed on."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(Reported), Watchdog(dist.HashStore(), 0, 1, 60):
+        raise ValueError("wrong")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1

@@ -1,0 +1,69 @@
+"""The mesh: who is whose neighbour, own groups handed in, sizes that cannot be."""
+
+import pytest
+import torch.distributed as dist
+
+from dcpmla import DCPMesh, init_mesh
+from dcpmla.job.bootstrap import agree
+from tests.support.ranks import run_ranks
+
+
+def check_grid() -> tuple[int, int, int, int, list[int], list[int]]:
+    mesh = init_mesh(4, 2)
+    ranks = dist.get_process_group_ranks(mesh.tp_group), dist.get_process_group_ranks(mesh.dcp_group)
+    assert mesh.dcp_rank == mesh.tp_rank % mesh.dcp_size
+    return mesh.tp_size, mesh.tp_rank, mesh.dcp_size, mesh.dcp_rank, *ranks
+
+
+def test_grid_with_replicas() -> None:
+    grid = run_ranks(8, check_grid)
+    assert grid[0] == (4, 0, 2, 0, [0, 1, 2, 3], [0, 1])
+    assert grid[3] == (4, 3, 2, 1, [0, 1, 2, 3], [2, 3])
+    assert grid[6] == (4, 2, 2, 0, [4, 5, 6, 7], [6, 7])
+
+
+def check_own_groups() -> None:
+    """A serving stack's groups, made by hand; and some that are cut wrongly."""
+    neighbours = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    strided = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    rank = dist.get_rank()
+    mesh = DCPMesh(dist.group.WORLD, neighbours[rank // 2])
+    assert (mesh.tp_rank, mesh.dcp_rank) == (rank, rank % 2)
+    with pytest.raises(
+        ValueError, match=r"dcp_group has ranks \[[01], [23]\]; for rank . of the TP group .* is \[(0, 1|2, 3)\]"
+    ):
+        DCPMesh(dist.group.WORLD, strided[rank % 2])
+
+
+def test_own_groups() -> None:
+    run_ranks(4, check_own_groups)
+
+
+def check_sizes() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size \(-tp\) is 2, but the job has 3 ranks.*start 2 ranks"):
+        init_mesh(2, 1)
+    with pytest.raises(
+        ValueError, match=r"\(-dcp\) is 2; it must divide tensor_parallel_size \(-tp\) 3: choose 1 or 3"
+    ):
+        init_mesh(3, 2)
+
+
+def test_sizes_that_do_not_divide() -> None:
+    run_ranks(3, check_sizes)
+
+
+def check_agree() -> str:
+    def disagree() -> None:
+        with agree():
+            if dist.get_rank() >= 1:
+                raise ValueError(f"rank {dist.get_rank()} is unhappy")
+
+    with pytest.raises(ValueError, match="rank 1") as error:
+        disagree()
+    with agree():
+        pass
+    return str(error.value)
+
+
+def test_one_rank_s_mistake_is_every_rank_s() -> None:
+    assert run_ranks(3, check_agree) == ["rank 1 is unhappy"] * 3

@@ -1,0 +1,328 @@
+"""The engine under random loads: every request gets the tokens that it gets alone, and no block is lost."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.parallel.collectives import PeerFault
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.hash_model import BLOCK, EOS, VOCAB_SIZE, Clock, HashModel, alone, alone_ignoring_eos, make_engine
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts are a shared beginning and an own end; each arrives after a number of steps."""
+
+    prompts: list[tuple[list[int], int, int]]  # tokens, max_new_tokens, arrives at step
+    num_blocks: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    tokens = st.lists(st.integers(0, EOS - 1), max_size=14)
+    beginnings = draw(st.lists(tokens, min_size=1, max_size=3))
+    prompts = []
+    for _ in range(draw(st.integers(1, 9))):
+        prompt = [*draw(st.sampled_from(beginnings)), *draw(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=9))]
+        prompts.append((prompt, draw(st.integers(1, 14)), draw(st.integers(0, 12))))
+    largest = max(-(-(len(prompt) + num_new - 1) // BLOCK) for prompt, num_new, _ in prompts)
+    num_blocks = largest + draw(st.integers(0, 8))  # from no room for a second request on
+    return Load(prompts, num_blocks, draw(st.sampled_from([1, 3, 7, 64])), draw(st.sampled_from([1, 2, 16])))
+
+
+@given(load=loads())
+@settings(max_examples=250, deadline=None)
+def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
+    engine = make_engine(load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs)
+    requests: dict[int, Request] = {}
+    finished: list[Request] = []
+    num_steps = 0
+    while len(finished) < len(load.prompts):
+        for index, (prompt, num_new, arrival) in enumerate(load.prompts):
+            if index not in requests and (arrival <= num_steps or not engine.has_requests):
+                requests[index] = engine.add(prompt, SamplingParams(max_new_tokens=num_new), request_id=index)
+        finished += engine.step()
+        num_steps += 1
+        check_limits(engine, load)
+    for index, (prompt, num_new, _) in enumerate(load.prompts):
+        request = requests[index]
+        assert request.token_ids == alone(prompt, num_new), (index, request.num_preemptions)
+        assert request.finish_reason == ("stop" if request.token_ids[-1] == EOS else "length")
+    assert sorted(request.request_id for request in finished) == list(range(len(load.prompts)))
+    assert engine.allocator.num_free == load.num_blocks
+    assert not engine.has_requests
+    check_totals(engine, finished)
+
+
+def check_totals(engine: Engine, finished: Sequence[Request]) -> None:
+    model: Any = engine.model
+    stats = engine.stats
+    assert (stats.num_finished, stats.num_steps) == (len(finished), len(model.steps))
+    assert stats.num_new_tokens == sum(len(request.token_ids) for request in finished)
+    assert stats.num_preemptions == sum(request.num_preemptions for request in finished)
+    assert stats.num_cached_tokens == sum(request.num_cached_tokens for request in finished)
+    assert stats.num_prefill_tokens + stats.num_decode_tokens == sum(map(sum, model.steps))
+
+
+def check_limits(engine: Engine, load: Load) -> None:
+    model: Any = engine.model
+    assert sum(model.steps[-1]) <= load.max_num_batched_tokens
+    assert len(engine.scheduler.running) <= load.max_num_seqs
+    held = {block for request in engine.scheduler.running for block in request.block_ids}
+    assert engine.allocator.num_free == load.num_blocks - len(held)
+
+
+def test_the_loads_reach_what_they_are_for() -> None:
+    """Preemption, reuse and chunked prompts happen in such loads: otherwise the test above shows nothing."""
+    engine = make_engine(num_blocks=7, max_num_batched_tokens=7)
+    shared = list(range(9))
+    prompts = [[*shared, 20 + index] for index in range(4)]
+    requests = [engine.add(prompt, SamplingParams(max_new_tokens=12, ignore_eos=True)) for prompt in prompts]
+    list(engine.run())
+    assert engine.stats.num_preemptions > 0
+    assert engine.stats.num_cached_tokens >= 8
+    model: Any = engine.model
+    assert any(len(step) > 1 and max(step) > 1 and min(step) == 1 for step in model.steps)  # decodes beside a chunk
+    assert [len(request.token_ids) for request in requests] == 4 * [12]
+
+
+def test_decodes_come_first_and_prompts_fill_up() -> None:
+    engine = make_engine(num_blocks=50, max_num_batched_tokens=8)
+    engine.add([1, 2, 3], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    engine.step()
+    engine.add(list(range(20)), SamplingParams(max_new_tokens=2, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    model: Any = engine.model
+    assert model.steps == [[3], [1, 7], [1, 7], [1, 6], [1, 1]]
+
+
+def test_the_youngest_gives_way_and_comes_back_first() -> None:
+    engine = make_engine(num_blocks=5)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    old, young, later = (engine.add([index, 1, 2, 3], params) for index in range(3))
+    finished = list(engine.run())
+    assert finished == [old, young, later]
+    assert [request.num_preemptions for request in finished] == [0, 1, 1]
+    assert engine.stats.num_preemptions == 2
+    assert engine.stats.max_num_running == 3
+    assert [request.token_ids for request in finished] == [
+        alone_ignoring_eos([index, 1, 2, 3], 12) for index in range(3)
+    ]
+
+
+def test_a_prefix_is_computed_once() -> None:
+    engine = make_engine(num_blocks=50)
+    prompt = list(range(2 * BLOCK + 1))
+    for expected in (0, 2 * BLOCK, 2 * BLOCK):
+        request = engine.add(prompt, SamplingParams(max_new_tokens=1))
+        list(engine.run())
+        assert request.num_cached_tokens == expected
+    # The last token is always computed, so a prompt of full blocks reuses all but the last.
+    request = engine.add(prompt[:-1], SamplingParams(max_new_tokens=1))
+    list(engine.run())
+    assert request.num_cached_tokens == BLOCK
+    # New tokens are reused as well: the next turn of a conversation.
+    request = engine.add(prompt, SamplingParams(max_new_tokens=2 * BLOCK, ignore_eos=True))
+    list(engine.run())
+    turn = engine.add([*prompt, *request.token_ids, 7], SamplingParams(max_new_tokens=1))
+    list(engine.run())
+    assert turn.num_cached_tokens == 4 * BLOCK
+    assert engine.stats.num_cached_tokens == (0 + 2 + 2 + 1 + 2 + 4) * BLOCK
+
+
+def test_arrival_times_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    engine = make_engine(num_blocks=50)
+    params = SamplingParams(max_new_tokens=1)
+    # Whoever comes first does not wait for those that were added before it.
+    last, now, second, twin = (
+        engine.add([index], params, arrival_time=at) for index, at in enumerate([90.5, None, 30, 30])
+    )
+    steps: list[str] = []
+    engine.on_step = steps.append
+    assert list(engine.run()) == [now, second, twin, last]
+    assert [request.arrival_time for request in (last, now, second)] == [90.5, 1, 30]
+    for request in (last, second):
+        assert request.scheduled_time is not None
+        assert 0 <= request.scheduled_time - request.arrival_time <= 3  # it slept a second at most, and looked twice
+        assert request.metrics()["queue_seconds"] == request.scheduled_time - request.arrival_time
+    assert steps[0].startswith("prefill step 0 (1 requests, 1 tokens)")
+    assert "waiting for the next request" in steps
+
+
+def test_arrivals_keep_their_order_when_the_first_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    engine = make_engine(num_blocks=50)
+    late, first, early = (engine.add([1], SamplingParams(max_new_tokens=1), arrival_time=at) for at in (90, None, 30))
+    engine.abort(first)
+    assert list(engine.run()) == [early, late]
+
+
+def test_times_are_those_of_the_first_token_and_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    engine = make_engine(num_blocks=50)
+    request = engine.add([5], SamplingParams(max_new_tokens=5, ignore_eos=True), arrival_time=0)
+    list(engine.run())
+    assert (request.scheduled_time, request.first_token_time, request.finish_time) == (1, 2, 6)
+    assert request.metrics() == {"queue_seconds": 1, "time_to_first_token": 2, "time_per_token": 1}
+    engine.restart_clock()
+    assert engine.now == 0
+    again = engine.add([5], SamplingParams(max_new_tokens=1))
+    list(engine.run())
+    assert (again.arrival_time, again.finish_time) == (1, 2)
+
+
+def test_a_preempted_request_keeps_when_and_with_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    engine = make_engine(num_blocks=6)
+    old = engine.add([0, 1, 2, 3, 4], SamplingParams(max_new_tokens=16, ignore_eos=True))
+    young = engine.add([1, 1, 2, 3, 4], SamplingParams(max_new_tokens=16, ignore_eos=True))
+    engine.step()
+    computed_at_return = 0
+    while engine.has_requests:
+        engine.step()
+        if young.num_preemptions and young.num_computed_tokens and not computed_at_return:
+            computed_at_return = young.num_computed_tokens
+    assert young.num_preemptions == 1
+    assert (young.scheduled_time, young.first_token_time) == (old.scheduled_time, old.first_token_time) == (1, 2)
+    assert computed_at_return > young.num_cached_tokens == 0
+
+
+class FailingModel(HashModel):
+    """Its third step fails, as a kernel of an exchange does: its results come, and are worth nothing."""
+
+    def check(self) -> None:
+        if len(self.steps) == 3:
+            raise PeerFault("nothing came from rank 1")
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_no_token_of_a_failed_step_is_given_out(with_graph: bool) -> None:
+    engine, given = make_engine(num_blocks=50, model=FailingModel(), with_graph=with_graph), list[int]()
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    request = engine.add([1, 2, 3], params, on_token=lambda request, _: given.append(request.token_ids[-1]))
+    with pytest.raises(PeerFault):
+        list(engine.run())
+    assert given == request.token_ids == alone_ignoring_eos([1, 2, 3], 2)
+
+
+def test_without_requests_a_step_does_nothing() -> None:
+    engine = make_engine(num_blocks=5)
+    assert engine.step() == []
+    assert list(engine.run()) == []
+    assert engine.stats.num_steps == 0
+
+
+def test_new_tokens_end_where_the_model_does() -> None:
+    engine = make_engine(num_blocks=50, max_model_len=10)
+    requests = [engine.add(list(range(num)), SamplingParams(max_new_tokens=50, ignore_eos=True)) for num in (1, 4, 9)]
+    list(engine.run())
+    assert [(len(request.token_ids), request.finish_reason) for request in requests] == [
+        (9, "length"),
+        (6, "length"),
+        (1, "length"),
+    ]
+
+
+@pytest.mark.parametrize(("num_blocks", "is_admitted"), [(5, False), (6, True)])
+def test_a_block_is_left_for_each_that_runs(num_blocks: int, is_admitted: bool) -> None:
+    """Two hold a block each and want another soon; the third asks for two."""
+    engine = make_engine(num_blocks)
+    for index in range(2):
+        engine.add([index, 1, 2], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    engine.step()
+    third = engine.add(list(range(2 * BLOCK)), SamplingParams(max_new_tokens=1))
+    engine.step()
+    assert bool(third.token_ids) == is_admitted
+    list(engine.run())
+    assert engine.stats.num_preemptions == 0
+
+
+def test_who_was_refused_is_searched_for_again_when_blocks_come_free_or_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(num_blocks=5)
+    searches: Counter[int] = Counter()
+    find = engine.allocator.find
+
+    def counted(token_ids: Sequence[int]) -> list[int]:
+        searches[token_ids[0]] += 1
+        return find(token_ids)
+
+    monkeypatch.setattr(engine.allocator, "find", counted)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    requests = [engine.add([1, 1], params), engine.add(4 * [2, 1, 2, 3], replace(params, max_new_tokens=2))]
+    assert list(engine.run()) == requests
+    assert searches == {
+        1: 1,
+        2: 5,
+    }  # when it came, at each of the three blocks that the other one filled, when that one was done
+
+
+def test_seeds_do_not_depend_on_neighbours() -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=50.0, seed=7, ignore_eos=True)
+    engine = make_engine(num_blocks=50)
+    single = engine.add([1, 2], params)
+    list(engine.run())
+    crowded = make_engine(num_blocks=8)
+    requests = [crowded.add([1, 2], replace(params, seed=seed)) for seed in (5, 7, 6, 7)]
+    list(crowded.run())
+    assert crowded.stats.num_preemptions > 0
+    assert requests[1].token_ids == requests[3].token_ids == single.token_ids
+    assert requests[0].token_ids != single.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], SamplingParams(), "prompt is empty"),
+        (
+            [VOCAB_SIZE],
+            SamplingParams(),
+            rf"prompt has token id {VOCAB_SIZE}; the model's vocabulary is \[0, {VOCAB_SIZE}\)",
+        ),
+        (200 * [1], SamplingParams(), "prompt has 200 tokens; with --max-model-len 200 at most 199"),
+        (
+            60 * [1],
+            SamplingParams(max_new_tokens=60),
+            "need 30 blocks of 4 tokens, but the cache has 20; raise --kv-cache-memory-bytes",
+        ),
+        ("text", SamplingParams(), "prompt is a text, but the engine has no tokenizer"),
+        ([1], SamplingParams(stop=("x",)), "stop has strings, but the engine has no tokenizer"),
+        ([1.0, 2.0], SamplingParams(), "prompt must be a text or token ids, whole numbers"),
+        (torch.tensor([1.0, 2.0]), SamplingParams(), "prompt must be a text or token ids, whole numbers"),
+        (torch.tensor([[1, 2]]), SamplingParams(), "prompt must be a text or token ids, whole numbers"),
+        (["1"], SamplingParams(), "prompt must be a text or token ids, whole numbers"),
+        (None, SamplingParams(), "prompt must be a text or token ids, whole numbers"),
+    ],
+)
+def test_refused_requests(prompt: Any, params: SamplingParams, message: str) -> None:
+    engine = make_engine(num_blocks=20)
+    with pytest.raises(ValueError, match=message):
+        engine.add(prompt, params)
+    assert not engine.has_requests
+
+
+def test_a_prompt_may_be_a_tensor() -> None:
+    engine = make_engine(num_blocks=20)
+    request = engine.add(torch.tensor([1, 2, 3]), SamplingParams(max_new_tokens=5))  # type: ignore[arg-type]  # a sequence all the same
+    list(engine.run())
+    assert request.prompt_token_ids == [1, 2, 3]
+    assert request.token_ids == alone([1, 2, 3], 5)
+
+
+@pytest.mark.parametrize("limit", ["max_num_batched_tokens", "max_num_seqs"])
+def test_limits(limit: str) -> None:
+    with pytest.raises(ValueError, match=rf"{limit} \(--{limit.replace('_', '-')}\) is 0; it must be at least 1"):
+        make_engine(20, **{limit: 0})  # type: ignore[arg-type]

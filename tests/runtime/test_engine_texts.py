@@ -1,0 +1,271 @@
+"""Texts, stop strings, and callbacks that abort, add and fail: what a caller sees of a request is what its prompt gives
+alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.hash_model import BLOCK, EOS, Clock, Letters, alone_ignoring_eos, make_engine, next_token
+
+letters = Letters().decode
+PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
+
+
+class CallbackError(Exception):
+    pass
+
+
+def answer(prompt: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
+    """Tokens, text and finish_reason by their definition."""
+    tokens: list[int] = []
+    text = ""
+    while len(tokens) < params.max_new_tokens:
+        tokens.append(next_token([*prompt, *tokens]))
+        if tokens[-1] in params.stop_token_ids or (tokens[-1] == EOS and not params.ignore_eos):
+            return tokens, text, "stop"
+        text += letters(tokens[-1:])
+        starts = [text.find(stop) for stop in params.stop if stop in text]
+        if starts:
+            return tokens, text[: min(starts)], "stop"
+    return tokens, text, "length"
+
+
+def seen(request: Request) -> tuple[list[int], str, str | None]:
+    return request.token_ids, request.text, request.finish_reason
+
+
+def run_one(prompt: str, params: SamplingParams) -> tuple[Request, list[str]]:
+    """The request when it is finished, and its pieces of text."""
+    pieces: list[str] = []
+    engine = make_engine(num_blocks=50, tokenizer=Letters())
+    request = engine.add(prompt, params, on_token=lambda request, piece: pieces.append(piece))
+    assert list(engine.run()) == [request]
+    return request, pieces
+
+
+def test_a_stop_string_ends_the_request_and_is_not_in_its_text() -> None:
+    tokens = alone_ignoring_eos([0, 0], 8)
+    text = letters(tokens)
+    assert (len(text), text.find(text[3:5])) == (8, 3)
+    request, pieces = run_one("AA", replace(PARAMS, stop=("?", text[3:5])))
+    assert seen(request) == (tokens[:5], text[:3], "stop")
+    assert pieces == [*text[:3], "", ""]
+
+
+def test_what_may_have_begun_a_stop_string_is_given_out_at_the_end() -> None:
+    text = letters(alone_ignoring_eos([0, 0], 8))
+    request, pieces = run_one("AA", replace(PARAMS, stop=(text[6:] + "?",)))
+    assert (request.text, request.finish_reason) == (text, "length")
+    assert pieces == [*text[:6], "", text[6:]]
+
+
+def test_a_token_that_ends_the_request_is_not_in_its_text() -> None:
+    tokens = alone_ignoring_eos([0, 0], 8)
+    request, pieces = run_one("AA", replace(PARAMS, stop_token_ids=(tokens[2],), stop=(letters(tokens[1:3]),)))
+    assert seen(request) == (tokens[:3], letters(tokens[:2]), "stop")  # not the stop string's: the token is no text
+    assert pieces == [letters(tokens[:1]), "", letters(tokens[1:2])]
+
+
+@pytest.mark.parametrize("victim", ["older", "itself", "younger", "waiting", "arriving"])
+def test_a_callback_aborts(victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its second token; two more get theirs in the same step, one before it and one after it."""
+    clock = Clock(monkeypatch)
+    engine = make_engine(num_blocks=50, max_num_seqs=3)
+    requests: dict[str, Request] = {}
+
+    def on_token(request: Request, piece: str) -> None:
+        if len(request.token_ids) == 2:
+            engine.abort(requests[victim])
+
+    for index, name in enumerate(["older", "itself", "younger", "waiting"]):
+        requests[name] = engine.add([index], PARAMS, on_token=on_token if name == "itself" else None)
+    requests["arriving"] = engine.add([9], PARAMS, arrival_time=50)
+    aborted = requests[victim]
+    finished = list(engine.run())
+    assert set(finished) == set(requests.values()) - {aborted}
+    assert all(request.token_ids == alone_ignoring_eos(request.prompt_token_ids, 8) for request in finished)
+    num_tokens = 0 if victim in ("waiting", "arriving") else 2
+    assert aborted.token_ids == alone_ignoring_eos(aborted.prompt_token_ids, 8)[:num_tokens]
+    assert (aborted.finish_reason, aborted.finish_time) == ("abort", 3)
+    assert aborted.metrics() == (
+        {"queue_seconds": 0, "time_to_first_token": 1, "time_per_token": 1}
+        if num_tokens
+        else {"queue_seconds": None, "time_to_first_token": None, "time_per_token": None}
+    )
+    assert engine.stats.num_finished == len(finished) == 4
+    assert engine.allocator.num_free == 50
+    assert clock.now < 70
+
+
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_an_abort_of_what_is_finished_changes_nothing(num_new: int) -> None:
+    """Finished a step before, or in the same step and not given to the caller yet."""
+    engine = make_engine(num_blocks=50)
+    short = engine.add([1], replace(PARAMS, max_new_tokens=num_new))
+    long = engine.add(
+        [2], PARAMS, on_token=lambda request, piece: engine.abort(short) if len(request.token_ids) == 2 else None
+    )
+    assert list(engine.run()) == [short, long]
+    assert (len(short.token_ids), short.finish_reason) == (num_new, "length")
+
+
+def test_an_aborted_text_is_whole() -> None:
+    text = letters(alone_ignoring_eos([0, 0], 8))
+    engine = make_engine(num_blocks=50, tokenizer=Letters())
+    request = engine.add("AA", replace(PARAMS, stop=(text[1:3] + "?",)))
+    for _ in range(3):
+        engine.step()
+    assert request.text == text[:1]  # the rest may be the stop string's
+    engine.abort(request)
+    assert request.text == text[:3]
+
+
+def test_a_callback_adds_a_request() -> None:
+    engine = make_engine(num_blocks=50)
+    turns: list[Request] = []
+
+    def next_turn(request: Request, piece: str) -> None:
+        if request.finish_reason and len(turns) < 4:
+            turns.append(engine.add([*request.prompt_token_ids, *request.token_ids], PARAMS, on_token=next_turn))
+
+    turns.append(engine.add([1], PARAMS, on_token=next_turn))
+    assert list(engine.run()) == turns
+    assert sum((turn.token_ids for turn in turns), []) == alone_ignoring_eos([1], 4 * 8)
+
+
+@pytest.mark.parametrize("num_before", [3, 8])
+def test_a_callback_that_fails_leaves_the_engine_as_after_the_step(num_before: int) -> None:
+    """Half-way, and at the last token of all three."""
+    engine = make_engine(num_blocks=50)
+
+    def fail(request: Request, piece: str) -> None:
+        if len(request.token_ids) == num_before:
+            raise CallbackError
+
+    requests = [engine.add([index], PARAMS, on_token=fail if index == 1 else None) for index in range(3)]
+    with pytest.raises(CallbackError):
+        list(engine.run())
+    assert [len(request.token_ids) for request in requests] == 3 * [num_before]
+    assert list(engine.run()) == requests
+    assert [request.token_ids for request in requests] == [alone_ignoring_eos([index], 8) for index in range(3)]
+    assert engine.allocator.num_free == 50
+
+
+def test_a_consumer_may_leave_and_come_back() -> None:
+    engine = make_engine(num_blocks=50)
+    requests = [
+        engine.add([index], replace(PARAMS, max_new_tokens=2 + index // 2)) for index in range(4)
+    ]  # two finish at a time
+    finished = []
+    for _ in requests:
+        for request in engine.run():
+            finished.append(request)
+            break
+    assert finished == requests
+    assert list(engine.run()) == []
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, and what its callback does at one of its tokens."""
+
+    prompt: list[int]
+    params: SamplingParams
+    at: int
+    action: str
+    victim: int
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> Ask:
+    prompt = [*range(draw(st.integers(0, 3 * BLOCK))), *draw(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=6))]
+    text = letters(alone_ignoring_eos(prompt, 14))
+    start = draw(st.integers(0, 13))
+    stop = text[start : start + draw(st.integers(1, 3))] + draw(st.sampled_from(["", "", "?"]))
+    params = SamplingParams(
+        max_new_tokens=draw(st.integers(1, 14)),
+        stop=draw(st.sampled_from([(), (stop,), (stop or "?", *text[-1:])])) if stop else (),
+        stop_token_ids=draw(st.lists(st.integers(0, EOS), max_size=2).map(tuple)),
+        ignore_eos=draw(st.booleans()),
+    )
+    action = draw(st.sampled_from(["add", "abort", "fail", ""]))
+    return Ask(prompt, params, draw(st.integers(1, 6)), action, draw(st.integers(0, 7)))
+
+
+def serve(engine: Engine, load: list[Ask]) -> tuple[list[Request], list[Request], dict[Request, str]]:
+    """All requests, those that the engine gave, and the pieces of each one's text put together."""
+    requests: list[Request] = []
+    finished: list[Request] = []
+    texts: dict[Request, str] = {}
+
+    def add() -> None:
+        ask = load[len(requests)]
+        requests.append(engine.add(ask.prompt, ask.params, on_token=act(ask)))
+
+    def act(ask: Ask) -> Callable[[Request, str], None]:
+        def on_token(request: Request, piece: str) -> None:
+            texts[request] = texts.get(request, "") + piece
+            if len(request.token_ids) != ask.at:
+                return
+            if ask.action == "add" and len(requests) < len(load):
+                add()
+            elif ask.action == "abort":
+                engine.abort(requests[ask.victim % len(requests)])
+            elif ask.action == "fail":
+                raise CallbackError
+
+        return on_token
+
+    for _ in range(-(-len(load) // 2)):
+        add()
+    while True:
+        try:
+            request = next(engine.run(), None)  # a consumer that leaves at each request, and comes back
+        except CallbackError:
+            continue
+        if request is not None:
+            finished.append(request)
+        elif len(requests) < len(load):
+            add()
+        else:
+            return requests, finished, texts
+
+
+@given(
+    load=st.lists(asks(), min_size=1, max_size=8),
+    spare=st.integers(0, 6),
+    budget=st.sampled_from([1, 3, 9, 64]),
+    seqs=st.integers(1, 5),
+)
+@settings(max_examples=250, deadline=None)
+def test_every_request_gives_the_text_that_it_gives_alone(load: list[Ask], spare: int, budget: int, seqs: int) -> None:
+    largest = max(-(-(len(ask.prompt) + ask.params.max_new_tokens - 1) // BLOCK) for ask in load)
+    engine = make_engine(largest + spare, budget, seqs, tokenizer=Letters())
+    requests, finished, texts = serve(engine, load)
+    for ask, request in zip(load, requests, strict=True):
+        tokens, text, reason = answer(ask.prompt, ask.params)
+        is_aborted = request.finish_reason == "abort"
+        assert finished.count(request) == (not is_aborted)
+        if is_aborted:
+            num_tokens = len(request.token_ids)
+            assert seen(request) == (tokens[:num_tokens], letters(tokens[:num_tokens]), "abort")
+            assert num_tokens < len(tokens)
+        else:
+            assert seen(request) == (tokens, text, reason)
+            assert texts.get(request) == text or any(
+                other.action == "fail" for other in load
+            )  # a failure takes its step's other pieces along
+    check_all_is_free(engine)
+
+
+def check_all_is_free(engine: Any) -> None:
+    assert not engine.has_requests
+    assert engine.allocator.num_free == engine.allocator.num_blocks

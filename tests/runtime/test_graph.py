@@ -1,0 +1,283 @@
+"""Decode graphs where there is no GPU: static memory, padding, refusals; that captured steps would hold; the same
+tokens from the engine.
+
+Replays are in multigpu/test_graph_gpu.py: they equal bit for bit the padded steps that run here.
+"""
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.latent import CachePlan, LatentCache
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.graph import CannotCapture, DecodeGraph, batch_sizes
+from dcpmla.runtime.padding import PaddedStep
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from tests.runtime.test_engine import Load, loads
+from tests.support.hash_model import BLOCK, MESH, HashModel, make_engine
+from tests.support.ranks import run_ranks
+
+DCP = DCPConfig(block_size=BLOCK)
+MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 5 * BLOCK
+
+
+def make_cache(device: str = "cpu") -> LatentCache:
+    plan = CachePlan(num_layers=1, num_blocks=40, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1)
+    return LatentCache(plan, torch.device(device))
+
+
+def step_of(seq_lens: list[int], query_lens: list[int] | None = None, **options: Any) -> StepMetadata:
+    tables = [list(range(5 * index, 5 * index + 5)) for index in range(len(seq_lens))]
+    return StepMetadata.build(query_lens or [1] * len(seq_lens), seq_lens, tables, DCP, 0, **options)
+
+
+def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+    """A step that shows all its numbers."""
+    assert metadata.decode is not None
+    numbers = [
+        inputs,
+        metadata.positions,
+        metadata.slot_mapping,
+        metadata.decode.local_seq_lens,
+        metadata.decode.block_table[:, 0],
+    ]
+    return torch.stack([number.double() for number in numbers], -1)
+
+
+def make_graph(step: Any = sums, cache: LatentCache | None = None) -> DecodeGraph:
+    return DecodeGraph(step, torch.tensor(0), cache or make_cache(), DCP, MESH, MAX_NUM_SEQS, MAX_MODEL_LEN)
+
+
+def test_sizes_are_those_of_vllm() -> None:
+    assert batch_sizes(1) == (1,)
+    assert batch_sizes(3) == (1, 2, 3)
+    assert batch_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert batch_sizes(256) == (1, 2, 4, *range(8, 257, 8))
+    assert batch_sizes(300) == (1, 2, 4, *range(8, 257, 8), 272, 288, 300)
+
+
+@given(
+    batches=st.lists(st.lists(st.integers(1, MAX_MODEL_LEN), min_size=1, max_size=MAX_NUM_SEQS), min_size=1, max_size=4)
+)
+@settings(max_examples=50, deadline=None)
+def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
+    cache = make_cache()
+    graph, memory = make_graph(cache=cache), set()
+    padded: list[Tensor] = []
+    graph._step = lambda inputs, metadata, cache: padded.append(sums(inputs, metadata, cache)) or padded[-1]  # type: ignore[func-returns-value]
+    for number, seq_lens in enumerate(batches):
+        metadata = step_of(seq_lens)
+        token_ids = torch.arange(len(seq_lens)) + 10 * number
+        out = graph.run(token_ids, metadata, cache)
+        assert torch.equal(out, sums(token_ids, metadata, cache))
+        memory.add(out.data_ptr())
+        assert len(padded[-1]) == graph.batch_size(len(seq_lens))
+        assert padded[-1][len(seq_lens) :, :4].tolist() == [[0, 0, -1, 0]] * (len(padded[-1]) - len(seq_lens))
+    assert len(memory) == 1
+
+
+def test_hidden_rows_are_padded_with_zeros() -> None:
+    padded = PaddedStep(torch.empty(3, dtype=torch.bfloat16), max_num_seqs=4, max_blocks=5)
+    padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), step_of([1, 2, 3]), 4)
+    padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), step_of([7]), 2)
+    inputs, metadata = padded.rows(2)
+    assert inputs.tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert (metadata.num_tokens, metadata.num_decode_tokens) == (2, 2)
+    assert metadata.slot_mapping.tolist() == [6, -1]
+    assert metadata.decode is not None
+    assert metadata.decode.block_table.shape == (2, 5)
+
+
+def replaced(metadata: StepMetadata, **changes: Any) -> StepMetadata:
+    assert metadata.decode is not None
+    of_decode = {field.name for field in dataclasses.fields(metadata.decode)}
+    decode = dataclasses.replace(
+        metadata.decode, **{name: value for name, value in changes.items() if name in of_decode}
+    )
+    return dataclasses.replace(
+        metadata, decode=decode, **{name: value for name, value in changes.items() if name not in of_decode}
+    )
+
+
+REFUSED = {
+    "a prefill": (step_of([1, 3], [1, 3]), "metadata has prefills"),
+    "two tokens": (
+        step_of([2, 2], [2, 2], max_decode_query_len=2),
+        "metadata has 4 query tokens of 2 requests, at most 2 each",
+    ),
+    "too many": (step_of([1] * 7), r"num_reqs is 7; the decode graph is for 1 to 6 requests \(max_num_seqs\)"),
+    "too long": (
+        StepMetadata.build([1], [MAX_MODEL_LEN + 1], [[*range(6)]], DCP, 0),
+        "block table of 6 columns; .* at most 5, raise max_model_len",
+    ),
+    "another dtype": (
+        replaced(step_of([1]), local_seq_lens=torch.ones(1)),
+        "local_seq_lens is torch.float32 on cpu; .* torch.int32 on cpu",
+    ),
+    "another device": (
+        replaced(step_of([1]), slot_mapping=torch.ones(1, dtype=torch.int64, device="meta")),
+        "slot_mapping is .* on meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_other_steps(name: str) -> None:
+    metadata, message = REFUSED[name]
+    cache = make_cache()
+    with pytest.raises(ValueError, match=message):
+        make_graph(cache=cache).run(torch.zeros(metadata.num_tokens, dtype=torch.int64), metadata, cache)
+
+
+def test_refuses_other_memory() -> None:
+    cache = make_cache()
+    graph = make_graph(cache=cache)
+    token_ids = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="cache is another one"):
+        graph.run(token_ids, step_of([1]), make_cache())
+    with pytest.raises(ValueError, match=r"inputs is torch.int32 on cpu; the decode graph's is torch.int64 on cpu"):
+        graph.run(token_ids.int(), step_of([1]), cache)
+    with pytest.raises(ValueError, match=r"inputs has shape \(2,\); expected \(1,\)"):
+        graph.run_eagerly(token_ids.new_zeros(2), step_of([1]), cache)
+    sparse = LatentCache(dataclasses.replace(cache.sizes, num_index_layers=1, index_row_width=4), torch.device("cpu"))
+    graph = make_graph(cache=sparse)
+    sparse.index_layers[0] = sparse.index_layers[0].clone()
+    with pytest.raises(ValueError, match="cache is another one"):
+        graph.run(token_ids, step_of([1]), sparse)
+    cache.layers[0] = torch.empty_like(cache.layers[0])
+    with pytest.raises(ValueError, match="cache is another one"):
+        graph.run(token_ids, step_of([1]), cache)
+    with pytest.raises(ValueError, match="max_num_seqs is 0"):
+        DecodeGraph(sums, token_ids[0], cache, DCP, MESH, 0, 1)
+    with pytest.raises(ValueError, match="only steps on a GPU can be captured"):
+        graph.capture()
+    assert not graph.is_captured
+
+
+def test_refuses_steps_that_return_other_rows() -> None:
+    cache = make_cache()
+    with pytest.raises(ValueError, match=r"step returned shape \(1, 5\); expected \(2, 5\), a row a request"):
+        make_graph(lambda *numbers: sums(*numbers)[:1], cache).run(
+            torch.zeros(2, dtype=torch.int64), step_of([1, 1]), cache
+        )
+
+
+def test_static_memory_takes_no_history_of_gradients() -> None:
+    padded = PaddedStep(torch.zeros(3), MAX_NUM_SEQS, 5)
+    padded.fill(torch.ones(2, 3, requires_grad=True) * 2, step_of([1, 1]), 2)
+    inputs, _ = padded.rows(2)
+    assert inputs.tolist() == [[2, 2, 2]] * 2
+    assert not inputs.requires_grad
+
+
+def fails(error: RuntimeError) -> Any:
+    def step(*_: Any) -> Tensor:
+        raise error
+
+    return step
+
+
+def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory it ends in order; any other error leaves torch's allocator in a state that nothing can go on from."""
+    for context in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, context, lambda *_, **__: nullcontext())
+    numbers: Any = (None, 2, None, None)
+    too_much = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total capacity of\nMuch more"
+    )
+    found = make_graph(fails(too_much))._capture(*numbers)
+    assert found.startswith("CUDA out of memory. Tried to allocate 9 GiB at test_graph.py:")
+    with pytest.raises(
+        RuntimeError,
+        match=r"graph of 2 requests broke off \(--enforce-eager .*: not permitted at test_graph.py:\d+ \(step\)",
+    ):
+        make_graph(fails(RuntimeError("not permitted")))._capture(*numbers)
+
+
+def reasons() -> list[str]:
+    """Of the last rank alone; then of all but the first; then of none."""
+    graph, rank, found = (
+        DecodeGraph(sums, torch.tensor(0), make_cache(), DCP, init_mesh(3, 1), 1, 1),
+        dist.get_rank(),
+        [],
+    )
+    for first in (2, 1):
+        with pytest.raises(CannotCapture) as failure:
+            graph._agree(f"no memory for {rank}" if rank >= first else "")
+        found.append(str(failure.value))
+    graph._agree("")
+    return found
+
+
+def test_all_ranks_give_the_first_reason() -> None:
+    assert run_ranks(3, reasons) == [["no memory for 2, on rank 2", "no memory for 1, on rank 1"]] * 3
+
+
+def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine for all its steps, and by the graph for its own."""
+    made: list[Tensor] = []
+    for module in ("attention.metadata", "runtime.engine", "runtime.padding"):
+        monkeypatch.setattr(f"dcpmla.{module}.decode_workspace", lambda _: made.append(torch.zeros(1)) or made[-1])
+    model, used = HashModel(), []
+    step = model.step
+    model.step = lambda tokens, metadata, *rest: used.append(metadata.decode) or step(tokens, metadata, *rest)  # type: ignore[method-assign]
+    engine = make_engine(num_blocks=20, max_num_seqs=3, model=model, with_graph=True)
+    engine.add([1, 2, 3], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    engine.step()
+    engine.step()
+    engine.graph = None
+    list(engine.run())
+    of_graph, of_engine = made
+    assert [decode and id(decode.workspace) for decode in used] == [None, id(of_graph), *[id(of_engine)] * 4]
+    assert step_of([1]).decode.workspace is made[2]  # type: ignore[union-attr]
+
+
+def outcomes(load: Load, with_graph: bool) -> list[tuple[list[int], str | None]]:
+    engine = make_engine(load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs, with_graph=with_graph)
+    requests: list[Request] = [
+        engine.add(prompt, SamplingParams(max_new_tokens=num_new, temperature=index % 2, seed=index))
+        for index, (prompt, num_new, _) in enumerate(load.prompts)
+    ]
+    assert len(list(engine.run())) == len(requests)
+    return [(request.token_ids, request.finish_reason) for request in requests]
+
+
+@given(load=loads())
+@settings(max_examples=60, deadline=None)
+def test_engine_with_and_without_graph(load: Load) -> None:
+    assert outcomes(load, with_graph=True) == outcomes(load, with_graph=False)
+
+
+def test_engine_says_which_graph_runs() -> None:
+    model, lines = HashModel(), []
+    engine = make_engine(num_blocks=20, max_num_seqs=3, model=model, with_graph=True)
+    engine.on_step = lines.append  # type: ignore[assignment]
+    for prompt in ([1, 2, 3], [4, 5], [6, 7, 8]):
+        engine.add(prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    list(engine.run())
+    assert lines[-3:] == [
+        "prefill step 0 (3 requests, 8 tokens)",
+        "decode step 1 (3 requests, 3 tokens; decode graph of 3 requests)",
+        "decode step 2 (3 requests, 3 tokens; decode graph of 3 requests)",
+    ]
+
+
+def test_batches_beyond_the_largest_run_eagerly() -> None:
+    engine = make_engine(num_blocks=20, max_num_seqs=3, with_graph=True)
+    engine.graph = DecodeGraph(HashModel().decode, torch.tensor(0), engine.cache, engine.dcp, MESH, 2, 200)
+    sizes = []
+    engine.on_step = lambda line: sizes.append("graph" in line)
+    requests = [engine.add([1, 2, 3], SamplingParams(max_new_tokens=num_new, ignore_eos=True)) for num_new in (3, 4, 4)]
+    list(engine.run())
+    assert sizes[-4:] == [False, False, False, True]
+    assert requests[1].token_ids == requests[2].token_ids

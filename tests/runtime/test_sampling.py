@@ -1,0 +1,265 @@
+"""Sampling against transformers' logits warpers in float64, and against statistics."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from dcpmla.runtime.sampling import SamplingParams, _draw, new_generator, sample
+
+VOCAB = 40
+
+
+def draw(logits: Tensor, params: Sequence[SamplingParams]) -> list[int]:
+    tokens = sample(logits, params, [new_generator(param.seed) for param in params])
+    assert (tokens.dtype, tokens.shape) == (torch.int64, (len(params),))
+    return tokens.tolist()
+
+
+def warped_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """[vocab] float64: transformers' probabilities."""
+    scores = TemperatureLogitsWarper(float(params.temperature))(None, logits.double()[None])
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(None, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(None, scores)
+    return scores.softmax(-1)[0]
+
+
+def uniform(seed: int) -> float:
+    return torch.rand((), dtype=torch.float64, generator=new_generator(seed)).item()
+
+
+def inverse(probs: Tensor, number: float) -> int:
+    """The first token whose cumulative probability exceeds the number, summed exactly."""
+    values = probs.tolist()
+    return next(token for token in range(len(values)) if math.fsum(values[: token + 1]) > number * math.fsum(values))
+
+
+def random_logits(num_rows: int, seed: int, vocab: int = VOCAB) -> Tensor:
+    return 3 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def some_params() -> st.SearchStrategy[SamplingParams]:
+    return st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0, 0.3, 1, 2.5]),
+        top_p=st.floats(0.01, 1),
+        top_k=st.sampled_from([0, 1, 2, 7, VOCAB, 1000]),
+        seed=st.integers(0, 2**64 - 1),
+    )
+
+
+@given(st.integers(0, 1000), some_params())
+def test_tokens_are_those_of_transformers_distribution(logits_seed: int, params: SamplingParams) -> None:
+    logits = random_logits(1, logits_seed)
+    expected = (
+        inverse(warped_probs(logits[0], params), uniform(params.seed))
+        if params.temperature
+        else logits[0].argmax().item()
+    )
+    assert draw(logits, [params]) == [expected]
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.2, 0.5, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 5, VOCAB, 1000])
+def test_kept_tokens_are_those_of_transformers(top_k: int, top_p: float) -> None:
+    """Scores so near each other that many draws see every token left."""
+    logits = random_logits(1, seed=7) / 3
+    params = SamplingParams(temperature=2.0, top_k=top_k, top_p=top_p)
+    drawn = draw(logits.expand(4000, -1), [replace(params, seed=seed) for seed in range(4000)])
+    assert set(drawn) == set(warped_probs(logits[0], params).nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_p=0.8),
+        SamplingParams(temperature=1.5, top_k=6),
+    ],
+    ids=["all", "top-p", "top-k"],
+)
+def test_frequencies(params: SamplingParams) -> None:
+    """One request's draws one after another: chi-square over the tokens left, at most 8 standard deviations above its
+    mean.
+    """
+    num_draws, logits, generator = 20_000, random_logits(1, seed=11, vocab=12) / 3, new_generator(5)
+    tokens = sample(logits.expand(num_draws, -1), [params] * num_draws, [generator] * num_draws)
+    counts, expected = tokens.bincount(minlength=12).double(), num_draws * warped_probs(logits[0], params)
+    kept = expected > 0
+    assert counts[~kept].sum() == 0
+    freedom = int(kept.sum()) - 1
+    assert freedom >= 2
+    assert ((counts - expected)[kept] ** 2 / expected[kept]).sum() < freedom + 8 * math.sqrt(2 * freedom)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.lists(some_params(), min_size=1, max_size=6), st.data())
+def test_a_row_does_not_depend_on_its_neighbours(
+    logits_seed: int, params: list[SamplingParams], data: st.DataObject
+) -> None:
+    logits = random_logits(len(params), logits_seed)
+    alone = [draw(logits[row : row + 1], [params[row]])[0] for row in range(len(params))]
+    order = data.draw(st.permutations(range(len(params))))
+    assert draw(logits[order], [params[row] for row in order]) == [alone[row] for row in order]
+
+
+def test_rows_of_a_large_batch() -> None:
+    """More rows than are drawn at once, greedy ones between them."""
+    logits = random_logits(300, seed=3)
+    params = [SamplingParams(temperature=row % 3, top_k=row % 5, seed=row) for row in range(300)]
+    assert draw(logits, params) == [draw(logits[row : row + 1], [params[row]])[0] for row in range(300)]
+    greedy = list(range(0, 300, 3))
+    assert sample(logits, params, [new_generator(0)] * 300)[greedy].tolist() == logits[greedy].argmax(-1).tolist()
+
+
+def test_each_draw_takes_one_number() -> None:
+    """So the tokens of a request depend on its seed and its own past; greedy rows take none."""
+    generator, logits = new_generator(9), random_logits(1, seed=1)
+    numbers = torch.rand(5, dtype=torch.float64, generator=new_generator(9))
+    params = SamplingParams(temperature=1.0)
+    for number in numbers.tolist():
+        sample(logits, [SamplingParams()], [generator])
+        assert sample(logits, [params], [generator]).tolist() == [inverse(warped_probs(logits[0], params), number)]
+
+
+def test_nearly_equal_logits_give_the_same_tokens() -> None:
+    """What another cut of the model changes: rounding.
+
+    The tokens change where a boundary crosses the number: rarely.
+    """
+    logits = random_logits(2000, seed=5)
+    other = logits + 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(6))
+    params = [SamplingParams(temperature=1.0, top_p=0.95, seed=seed) for seed in range(2000)]
+    different = sum(a != b for a, b in zip(draw(logits, params), draw(other, params), strict=True))
+    assert different <= 4
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-10])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = 1e30 * random_logits(8, seed=2)
+    params = [SamplingParams(temperature=temperature, top_p=0.9, seed=seed) for seed in range(8)]
+    assert draw(logits, params) == logits.argmax(-1).tolist()
+
+
+def test_a_huge_temperature_is_uniform() -> None:
+    params = [SamplingParams(temperature=1e308, seed=seed) for seed in range(50)]
+    assert draw(random_logits(50, seed=2), params) == [int(uniform(seed) * VOCAB) for seed in range(50)]
+
+
+def test_ties() -> None:
+    """Top-k keeps all that tie with its last token, as transformers does; top-p takes the first ids of a tie and no
+    more than it needs.
+    """
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -1.0]]).expand(500, -1)
+    assert set(draw(logits, [SamplingParams(temperature=1.0, top_k=2, seed=seed) for seed in range(500)])) == {
+        1,
+        2,
+        3,
+        4,
+    }
+    assert set(
+        draw(logits, [SamplingParams(temperature=1.0, top_k=2, top_p=0.6, seed=seed) for seed in range(500)])
+    ) == {1, 2}
+    equal = torch.zeros(500, 8)
+    assert set(draw(equal, [SamplingParams(temperature=1.0, top_p=0.375, seed=seed) for seed in range(500)])) == {
+        0,
+        1,
+        2,
+    }
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.9, "top_k": 5}], ids=str)
+def test_tokens_without_probability_are_never_drawn(limits: dict[str, Any]) -> None:
+    logits = torch.full((600, VOCAB), -torch.inf)
+    logits[:, [3, 17]] = torch.tensor([1.0, 1.1])
+    assert set(draw(logits, [SamplingParams(temperature=1.0, seed=seed, **limits) for seed in range(600)])) == {3, 17}
+
+
+@pytest.mark.parametrize("vocab", [4, 1000, 100_000])
+def test_the_ends_of_the_unit_interval(vocab: int) -> None:
+    """The least and the greatest number that can be drawn choose the first and the last token that has a probability."""
+    logits = random_logits(2, seed=4, vocab=vocab)
+    logits[:, [0, vocab - 1]] = -torch.inf
+    assert _draw(logits, [SamplingParams(temperature=1.0)] * 2, [0.0, 1 - 2**-53]).tolist() == [1, vocab - 2]
+
+
+def test_a_row_of_nan_gives_a_token_of_the_vocabulary() -> None:
+    logits = torch.full((2, VOCAB), torch.nan)
+    assert all(0 <= token < VOCAB for token in draw(logits, [SamplingParams(), SamplingParams(temperature=1.0)]))
+
+
+def test_every_bit_of_a_seed_counts() -> None:
+    seeds = [*range(2000), *((1 << bit) - 1 for bit in range(11, 65))]
+    assert len({uniform(seed) for seed in seeds}) == len(seeds)
+
+
+WRONG = [
+    ("max_new_tokens", 0),
+    ("max_new_tokens", 2.0),
+    ("max_new_tokens", True),
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", 10**400),
+    ("temperature", "1"),
+    ("temperature", None),
+    ("temperature", True),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_p", True),
+    ("top_k", -1),
+    ("top_k", 5.0),
+    ("seed", -1),
+    ("seed", 1 << 64),
+    ("seed", 1.0),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", [1]),
+    ("stop", None),
+    ("stop_token_ids", 3),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [1.0]),
+    ("stop_token_ids", [False]),
+    ("ignore_eos", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
+def test_wrong_values_are_named(name: str, value: object) -> None:
+    option = f"--{name.replace('_', '-')}"
+    with pytest.raises(ValueError, match=rf"^{name} \({option}\) is .*; allowed: "):
+        SamplingParams.from_dict({name: value}, SamplingParams())
+
+
+def test_a_string_is_no_tuple_of_strings() -> None:
+    with pytest.raises(ValueError, match="--stop"):
+        SamplingParams(stop="ab")  # type: ignore[arg-type]
+
+
+def test_from_dict_fills_up_with_defaults() -> None:
+    defaults = SamplingParams(temperature=0.5, seed=4, stop=("x",))
+    line = json.loads('{"temperature": 1, "stop": "END", "stop_token_ids": [7, 8], "seed": 18446744073709551615}')
+    assert SamplingParams.from_dict(line, defaults) == SamplingParams(
+        temperature=1, seed=2**64 - 1, stop=("END",), stop_token_ids=(7, 8)
+    )
+    assert SamplingParams.from_dict({"stop": ["a", "b"]}, defaults).stop == ("a", "b")
+    assert SamplingParams.from_dict({}, defaults) == defaults
+
+
+def test_unknown_keys_are_named() -> None:
+    with pytest.raises(
+        ValueError,
+        match="'temprature' is not a sampling parameter; allowed are max_new_tokens, temperature, .*ignore_eos",
+    ):
+        SamplingParams.from_dict({"temprature": 1}, SamplingParams())

@@ -1,0 +1,318 @@
+"""Text in pieces against the whole decode, with small tokenizers of each family."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from dcpmla.runtime.text import TextStream
+
+SENTENCES = [
+    "the quick brown fox jumps over the lazy dog, don't it ?",
+    "naïve café – déjà vu; 3.14 and 2,718",
+    "你好，世界。模型的注意力缓存分布在多个设备上。",
+    "emoji 🦊🐻 and family 👩‍👩‍👧 and flags 🇰🇪🇯🇵",
+    "def f(x):\n    return  x  +  1\n",
+]
+SPECIAL = ["<pad>", "<eos>", "<tool>"]
+BYTES = pre_tokenizers.ByteLevel.alphabet()
+
+
+def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """With special tokens, <tool> one that has no role of its own."""
+    tokenizer.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """As DeepSeek's: most characters beyond ASCII are cut into several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        SENTENCES, trainers.BpeTrainer(vocab_size=330, initial_alphabet=BYTES, show_progress=False)
+    )
+    return wrap(tokenizer)
+
+
+def straddling() -> PreTrainedTokenizerFast:
+    """Byte-level with tokens that end one character and begin the next: 世 is E4 B8 96, ä is C3 A4, 🦊 F0 9F A6 8A."""
+    letter = dict(zip(sorted(range(256), key=lambda byte: ord(byte_letter(byte))), sorted(BYTES), strict=True))
+    pieces = [
+        b"\xb8\x96\xe4",
+        b"\x96\xe4\xb8",
+        b"\xe4\xb8\x96",
+        b"\x96\xe4",
+        b"a\xe4",
+        b"\xa4\xc3",
+        b"\x8a\xf0\x9f",
+        b"\xa6",
+    ]
+    tokens = dict.fromkeys([*BYTES, *("".join(letter[byte] for byte in piece) for piece in pieces)])
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return wrap(tokenizer)
+
+
+def byte_letter(byte: int) -> str:
+    """GPT-2's letter of a byte: itself where it prints, else the next one from U+0100 on."""
+    prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return (
+        chr(byte) if byte in prints else chr(0x100 + [other for other in range(256) if other not in prints].index(byte))
+    )
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As SentencePiece's: a word's token begins with its space, dropped at the start of a text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.train_from_iterator(
+        SENTENCES, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False)
+    )
+    return wrap(tokenizer)
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2's: characters that are not in the vocabulary become tokens of one byte."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocab |= {letter: 257 + index for index, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz")}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", left=1, right=0)]
+    )
+    return wrap(tokenizer)
+
+
+def word_level() -> PreTrainedTokenizerFast:
+    """As the needle model's: words joined with spaces."""
+    words = " ".join(SENTENCES).split()
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {word: index for index, word in enumerate(dict.fromkeys(["<unk>", *words]))}, unk_token="<unk>"
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return wrap(tokenizer)
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    """As BERT's: words cut into pieces that begin with ##."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer.train_from_iterator(
+        SENTENCES, trainers.WordPieceTrainer(vocab_size=150, special_tokens=["<unk>"], show_progress=False)
+    )
+    return wrap(tokenizer)
+
+
+BUILDERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    builder.__name__: builder for builder in (byte_level, straddling, metaspace, byte_fallback, word_level, word_piece)
+}
+FAMILIES = list(BUILDERS)
+
+
+@functools.cache
+def tokenizer_of(family: str) -> Any:
+    return BUILDERS[family]()
+
+
+def whole(family: str, token_ids: Sequence[int]) -> str:
+    return tokenizer_of(family).decode(list(token_ids), skip_special_tokens=True)
+
+
+def texts() -> st.SearchStrategy[str]:
+    """The sentences' characters, any others, and long runs of one."""
+    characters = (
+        st.sampled_from("".join(SENTENCES)) | st.characters(exclude_categories=["Cs"]) | st.sampled_from("世ä🦊 \ufffd")
+    )
+    runs = st.builds(lambda character, num: character * num, characters, st.integers(1, 40))
+    return st.lists(st.sampled_from(SENTENCES) | characters | runs, max_size=8).map("".join)
+
+
+@st.composite
+def token_ids_of(draw: st.DrawFn, family: str) -> list[int]:
+    """Tokens of texts; special ones, those outside of the vocabulary and any others between them; runs of each.
+
+    With byte fallback, where broken characters take back text and \ufffd in a text looks like one, nothing is broken.
+    """
+    tokenizer = tokenizer_of(family)
+    special = st.sampled_from([*tokenizer.convert_tokens_to_ids(SPECIAL), len(tokenizer) + 7])
+    strange = special if family == "byte_fallback" else special | st.integers(0, len(tokenizer) - 1)
+    token_ids: list[int] = []
+    for text in draw(st.lists(texts(), max_size=3)):
+        text = text.replace("\ufffd", "") if family == "byte_fallback" else text
+        token_ids += tokenizer.encode(text, add_special_tokens=False)
+        for _ in range(draw(st.integers(0, 3))):
+            place = draw(st.integers(0, len(token_ids)))
+            token_ids[place:place] = [draw(strange)] * draw(st.sampled_from([1, 2, 5, 40]))
+    return token_ids
+
+
+def streamed(stream: TextStream, token_ids: Sequence[int]) -> list[str]:
+    """The pieces, the last of them from finish()."""
+    pieces = [stream.push([token]) for token in token_ids]
+    assert stream.text == "".join(pieces)
+    pieces.append(stream.finish())
+    assert stream.text == "".join(pieces)
+    return pieces
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """The text before the stop string that is complete first, the longest of those that end together."""
+    for end in range(1, len(text) + 1):
+        complete = [each for each in stop if text[:end].endswith(each)]
+        if complete:
+            return text[: end - max(map(len, complete))], True
+    return text, False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_are_the_whole_text(family: str) -> None:
+    @settings(deadline=None, max_examples=150)
+    @given(token_ids_of(family))
+    def check(token_ids: list[int]) -> None:
+        assert "".join(streamed(TextStream(tokenizer_of(family)), token_ids)) == whole(family, token_ids)
+
+    check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_end_before_a_stop_string(family: str) -> None:
+    @settings(deadline=None, max_examples=150)
+    @given(token_ids_of(family), st.data())
+    def check(token_ids: list[int], data: st.DataObject) -> None:
+        text = whole(family, token_ids)
+        places = st.tuples(st.integers(0, len(text)), st.integers(1, 9)).map(lambda cut: text[cut[0] : cut[0] + cut[1]])
+        stop = data.draw(
+            st.lists((places | st.text("the ab世\ufffd", max_size=3)).filter(bool), min_size=1, max_size=3)
+        )
+        stream = TextStream(tokenizer_of(family), stop)
+        assert ("".join(streamed(stream, token_ids)), stream.stopped) == cut_at_stop(text, stop)
+
+    check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_certain_text_comes_at_once(family: str) -> None:
+    """After each token: all characters that are whole by then."""
+
+    @settings(deadline=None, max_examples=50)
+    @given(token_ids_of(family))
+    def check(token_ids: list[int]) -> None:
+        stream = TextStream(tokenizer_of(family))
+        for num_tokens, token in enumerate(token_ids, 1):
+            stream.push([token])
+            assert stream.text.startswith(whole(family, token_ids[:num_tokens]).rstrip("\ufffd"))
+
+    if family != "byte_fallback":  # its whole decode takes back characters while another one is incomplete
+        check()
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 256), max_size=60))
+def test_text_after_broken_bytes_is_right_again(broken: list[int]) -> None:
+    """With byte fallback, what comes out of the bytes themselves depends on where they were cut."""
+    tail = tokenizer_of("byte_fallback").encode(" the lazy dog", add_special_tokens=False)
+    pieces = streamed(TextStream(tokenizer_of("byte_fallback")), broken + tail)
+    assert "".join(pieces).endswith("the lazy dog")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_tokens_at_once(family: str) -> None:
+    token_ids = [token for text in SENTENCES for token in tokenizer_of(family).encode(text)]
+    stream, one_by_one = TextStream(tokenizer_of(family)), TextStream(tokenizer_of(family))
+    assert stream.push(token_ids) == "".join([one_by_one.push([token]) for token in token_ids])
+    assert stream.push([]) == ""
+
+
+def test_stop_strings_do_not_depend_on_how_the_tokens_come() -> None:
+    token_ids = tokenizer_of("straddling").encode("abcde")
+    for stop, expected in ((["bcd", "c"], "ab"), (["d", "bcd"], "a"), (["e", "cd"], "ab"), (["xa", "f"], "abcde")):
+        stream = TextStream(tokenizer_of("straddling"), stop)
+        assert (
+            stream.push(token_ids)
+            == "".join(streamed(TextStream(tokenizer_of("straddling"), stop), token_ids))
+            == expected
+        )
+
+
+def test_a_character_comes_whole() -> None:
+    token_ids = tokenizer_of("straddling").encode("ä🦊!")
+    assert streamed(TextStream(tokenizer_of("straddling")), token_ids) == ["", "ä", "", "", "", "🦊", "!", ""]
+    assert streamed(TextStream(tokenizer_of("straddling")), token_ids[:4]) == ["", "ä", "", "", "\ufffd"]
+    token_ids = tokenizer_of("byte_fallback").encode("世世")
+    assert streamed(TextStream(tokenizer_of("byte_fallback")), token_ids) == ["", "", "", "世", "", "", "世", ""]
+
+
+def test_what_may_become_a_stop_string_is_held_back() -> None:
+    def pieces(text: str, *stop: str) -> list[str]:
+        stream = TextStream(tokenizer_of("straddling"), stop)
+        return [*streamed(stream, tokenizer_of("straddling").encode(text)), "stopped" if stream.stopped else "ended"]
+
+    assert pieces("abac", "abad") == ["", "", "", "abac", "", "ended"]
+    assert pieces("ababad", "abad") == ["", "", "", "ab", "", "", "", "stopped"]
+    assert pieces("xaby", "ab") == ["x", "", "", "", "", "stopped"]
+    assert pieces("xab", "abc") == ["x", "", "", "ab", "ended"]
+    assert pieces("abcd", "bcd", "c") == ["a", "", "b", "", "", "stopped"]
+    assert pieces("abcd", "cd", "bcd", "d") == ["a", "", "", "", "", "stopped"]
+    assert pieces("ab", "ab") == ["", "", "", "stopped"]
+
+
+def test_nothing_comes_after_the_end() -> None:
+    stream = TextStream(tokenizer_of("straddling"), ["b"])
+    token_ids = tokenizer_of("straddling").encode("abc")
+    assert stream.push(token_ids) == "a"
+    assert (stream.push(token_ids), stream.finish(), stream.text, stream.stopped) == ("", "", "a", True)
+    stream = TextStream(tokenizer_of("straddling"), ["bc"])
+    assert [stream.push(token_ids[:2]), stream.finish(), stream.finish(), stream.text] == ["a", "b", "", "ab"]
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, family: str) -> None:
+        self.tokenizer = tokenizer_of(family)
+        self.num_tokens = 0
+
+    def __call__(self, text: str) -> Any:
+        return self.tokenizer(text)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.num_tokens += len(token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("text", ["the quick brown ", "世", "<eos>", " ", "a<eos>"])
+def test_work_per_token_is_bounded(family: str, text: str) -> None:
+    counting = Counting(family)
+    stream = TextStream(counting)
+    token_ids = tokenizer_of(family).encode(text, add_special_tokens=False) * 500
+    largest = 0
+    for token in token_ids:
+        before = counting.num_tokens
+        stream.push([token])
+        largest = max(largest, counting.num_tokens - before)
+    assert largest <= 80
+    assert counting.num_tokens <= 25 * len(token_ids)
+
+
+@pytest.mark.parametrize("broken", ["\xe4", "\x80"])
+def test_work_per_broken_byte_is_bounded(broken: str) -> None:
+    """A model may be stuck in bytes that never become a character."""
+    counting = Counting("byte_level")
+    stream = TextStream(counting)
+    (token,) = tokenizer_of("byte_level").convert_tokens_to_ids([byte_letter(ord(broken))])
+    pieces = [stream.push([token]) for _ in range(500)]
+    assert counting.num_tokens <= 25 * 500
+    assert len("".join(pieces)) >= 500 - 32
+    assert len(stream.text + stream.finish()) == 500

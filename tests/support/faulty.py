@@ -1,0 +1,67 @@
+"""`dcpmla` on one rank, with a fault to come: python faulty.py DIRECTORY '{"rank": 1, "when": "decode step 6",
+"what": "kill"}' generate
+
+The rank leaves its pid in the directory, and there, under the name "reached", a file when its fault begins.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcpmla.__main__ import main
+from dcpmla.job.watchdog import Watchdog
+
+
+def run(directory: Path, fault: dict[str, Any], arguments: Sequence[str]) -> int:
+    rank = int(os.environ["RANK"])
+    (directory / f"pid {rank} {os.getpid()}").touch()
+    if rank == fault.get("rank") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        _prepare(directory, fault["when"], fault["what"])
+    return main(arguments)
+
+
+def _prepare(directory: Path, when: str, what: str) -> None:
+    """Do `what` as the main thread enters the first operation whose name begins with `when`; "launch" is before all."""
+    if when == "launch":
+        fail(what)
+    enter = Watchdog.enter
+
+    def enter_and_fail(watchdog: Watchdog, operation: str, *limit: Any) -> None:
+        enter(watchdog, operation, *limit)
+        if operation.startswith(when):
+            Watchdog.enter = enter  # type: ignore[method-assign]
+            time.sleep(0.7)  # longer than a beat: the posts know the operation
+            (directory / "reached").touch()
+            fail(what)
+
+    Watchdog.enter = enter_and_fail  # type: ignore[method-assign]
+
+
+def fail(what: str) -> None:
+    match what:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(100)
+        case "allocate":
+            num_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (num_bytes + (64 << 20), resource.RLIM_INFINITY))
+            torch.empty(1 << 30, dtype=torch.uint8)
+        case "fill":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
+
+
+FILE_LIMIT = 50_000  # bytes
+
+if __name__ == "__main__":
+    sys.exit(run(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,244 @@
+"""What must hold of decode graphs on any device: checks that run on every rank of a job, captured on GPUs and padded
+alone on CPUs.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.latent import LatentCache, num_blocks
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.integrations.loading import load_engine, open_model
+from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
+from dcpmla.parallel.mesh import DCPMesh, init_mesh
+from dcpmla.runtime.graph import DecodeGraph, DecodeStep
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.models import VOCAB_SIZE
+
+MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 60
+BATCHES = (5, 1, 3, 2, 4, 5)
+
+
+def device_of(device_type: str) -> torch.device:
+    return torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
+
+
+def open_model_on(
+    directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, device_type: str, dtype: torch.dtype = torch.float32
+) -> tuple[ShardedModel, DCPMesh]:
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    device, config = device_of(device_type), load_config(directory)
+    selection = select_exchange(dcp, mesh.dcp_group, device)
+    return load_model(directory, config, dcp, mesh, selection, dtype, device, enable_expert_parallel), mesh
+
+
+def check_model(
+    directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, device_type: str, in_half: bool = False
+) -> int:
+    """A whole model; returns how many batches were compared.
+
+    In bfloat16 it takes other kernels: of attention, and of experts.
+    """
+    dtype = torch.bfloat16 if in_half else torch.float32
+    model, mesh = open_model_on(directory, dcp, enable_expert_parallel, device_type, dtype)
+    cache = new_cache(
+        model.attention_config, model.num_attention_layers, dcp, model.dtype, model.device, model.num_index_layers
+    )
+    token = torch.zeros((), dtype=torch.int64, device=model.device)
+
+    def draw(num_reqs: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(1, VOCAB_SIZE - 1, (num_reqs,), generator=generator).to(model.device)
+
+    return check_rows(model.decode, token, draw, cache, dcp, mesh, exact_to=None if in_half else 1e-4)
+
+
+def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: str, topk: int | None = None) -> int:
+    """Layers of DeepSeek-V3's head sizes in bfloat16, or of V3.2's; a residual around each; angles are looked up inside
+    the step.
+    """
+    config = MLAConfig(
+        hidden_size=256,
+        num_heads=num_heads,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        scale=192**-0.5,
+        indexer=None if topk is None else IndexerConfig(num_heads=64, head_dim=128, topk=topk, rope_interleaved=False),
+    )
+    mesh, device = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), device_of(device_type)
+    exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
+    torch.manual_seed(dist.get_rank())
+    layers = [MLAAttention(config, dcp, mesh, exchange, torch.bfloat16, device) for _ in range(num_layers)]
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.data.normal_(std=0.05)
+    angles = torch.arange(MAX_MODEL_LEN, device=device)[:, None] * torch.logspace(
+        0, -3, config.qk_rope_head_dim // 2, device=device
+    )
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
+
+    def step(hidden: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+        for layer, kv_cache, index_cache in zip_longest(layers, cache.layers, cache.index_layers):
+            hidden = hidden + layer(hidden, kv_cache, metadata, cos_sin[metadata.positions], index_cache=index_cache)
+        return hidden
+
+    def draw(num_reqs: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(num_reqs, config.hidden_size, generator=generator).to(device, torch.bfloat16)
+
+    row = torch.empty(config.hidden_size, dtype=torch.bfloat16, device=device)
+    return check_rows(
+        step, row, draw, new_cache(config, num_layers, dcp, torch.bfloat16, device), dcp, mesh, exact_to=None
+    )
+
+
+def check_rows(
+    step: DecodeStep,
+    input_like: Tensor,
+    draw: Callable[[int, torch.Generator], Tensor],
+    cache: LatentCache,
+    dcp: DCPConfig,
+    mesh: DCPMesh,
+    exact_to: float | None,
+) -> int:
+    """Replays against the padded step (bit for bit, results and caches) and against the bare one (exact_to), over
+    poisoned caches.
+    """
+    graph = DecodeGraph(step, input_like, cache, dcp, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    skew()
+    if input_like.is_cuda:
+        graph.capture()
+        assert graph.is_captured
+    generator, num_compared = torch.Generator().manual_seed(0), 0
+    for metadata in steps(dcp, mesh, input_like.device, generator, bool(cache.index_layers)):
+        inputs = draw(metadata.num_tokens, generator)
+        before = poison(cache, metadata, dcp, generator)
+        skew()
+        padded, padded_cache = graph.run_eagerly(inputs, metadata, cache).clone(), copies(cache)
+        restore(cache, before)
+        skew()
+        out = graph.run(inputs, metadata, cache)
+        assert bool(out.isfinite().all())
+        same_bits([out, *memory_of(cache)], [padded, *padded_cache])
+        check_written(cache, before, metadata)
+        if exact_to is not None:
+            restore(cache, before)
+            with torch.inference_mode():
+                torch.testing.assert_close(out, step(inputs, metadata, cache), atol=exact_to, rtol=0)
+        num_compared += 1
+    graph.release()
+    assert not graph.is_captured
+    return num_compared
+
+
+def skew() -> None:
+    """Ranks arrive at different times."""
+    time.sleep(random.random() * 0.03 * (dist.get_rank() + 1))
+
+
+def new_cache(
+    config: MLAConfig,
+    num_layers: int,
+    dcp: DCPConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_index_layers: int | None = None,
+) -> LatentCache:
+    return LatentCache(
+        LatentCache.plan(config, dcp, num_layers, [MAX_MODEL_LEN] * MAX_NUM_SEQS, dtype, num_index_layers), device
+    )
+
+
+def memory_of(cache: LatentCache) -> list[Tensor]:
+    return [*cache.layers, *cache.index_layers]
+
+
+def steps(
+    dcp: DCPConfig, mesh: DCPMesh, device: torch.device, generator: torch.Generator, is_sparse: bool
+) -> Iterator[StepMetadata]:
+    """Decodes of requests of random lengths, their blocks all over the cache; the same on all ranks."""
+    blocks = num_blocks(MAX_MODEL_LEN, dcp)
+    for batch in BATCHES:
+        ids = torch.randperm(MAX_NUM_SEQS * blocks, generator=generator).view(MAX_NUM_SEQS, blocks)[:batch]
+        seq_lens = torch.randint(1, MAX_MODEL_LEN + 1, (batch,), generator=generator).tolist()
+        yield StepMetadata.build([1] * batch, seq_lens, ids.tolist(), dcp, mesh.dcp_rank, device, is_sparse=is_sparse)
+
+
+def poison(cache: LatentCache, metadata: StepMetadata, dcp: DCPConfig, generator: torch.Generator) -> list[Tensor]:
+    """NaN wherever nobody has written, random rows of this rank's tokens before the step. Returns copies."""
+    assert metadata.decode is not None
+    for layer in memory_of(cache):
+        layer.fill_(torch.nan)
+        rows = layer.flatten(0, 1)
+        for table, length in zip(
+            metadata.decode.block_table.cpu(), metadata.decode.local_seq_lens.tolist(), strict=True
+        ):
+            slots = (table.long()[:, None] * dcp.block_size + torch.arange(dcp.block_size)).flatten()[:length]
+            rows[slots.to(layer.device)] = torch.randn(length, layer.shape[-1], generator=generator).to(layer)
+    return copies(cache)
+
+
+def copies(cache: LatentCache) -> list[Tensor]:
+    return [layer.clone() for layer in memory_of(cache)]
+
+
+def restore(cache: LatentCache, before: list[Tensor]) -> None:
+    for layer, old in zip(memory_of(cache), before, strict=True):
+        layer.copy_(old)
+
+
+def same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def check_written(cache: LatentCache, before: list[Tensor], metadata: StepMetadata) -> None:
+    """The slots of this rank's tokens, and no others."""
+    mine = metadata.slot_mapping[metadata.slot_mapping >= 0]
+    for layer, old in zip(memory_of(cache), before, strict=True):
+        assert bool(layer.flatten(0, 1)[mine].isfinite().all())
+        expected = old.clone()
+        expected.flatten(0, 1)[mine] = layer.flatten(0, 1)[mine]
+        same_bits([layer], [expected])
+
+
+def serve_loaded(
+    directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, device_type: str
+) -> list[tuple[list[list[int]], bool]]:
+    """Tokens of random prompts by `load_engine`'s engine, and whether it has a captured graph: as it comes, then with
+    enforce_eager.
+    """
+    device, rng, results = device_of(device_type), random.Random(0), []
+    prompts = [[rng.randrange(1, VOCAB_SIZE - 1) for _ in range(rng.randrange(1, 30))] for _ in range(7)]
+    for enforce_eager in (False, True):
+        mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+        options: dict[str, Any] = {
+            "dtype": torch.float32,
+            "max_num_seqs": 5,
+            "seq_lens": [60] * 7,
+            "enforce_eager": enforce_eager,
+        }
+        options |= {"enable_expert_parallel": enable_expert_parallel, "max_num_batched_tokens": 64}
+        engine = load_engine(
+            open_model(str(directory)), dcp, mesh, select_exchange(dcp, mesh.dcp_group, device), device, **options
+        )
+        requests = [
+            engine.add(prompt, SamplingParams(max_new_tokens=4 + 4 * index)) for index, prompt in enumerate(prompts)
+        ]
+        for _ in engine.run():
+            skew()
+        is_captured = engine.graph is not None and engine.graph.is_captured
+        engine.close()
+        results.append(([request.token_ids for request in requests], is_captured))
+    return results

@@ -1,0 +1,159 @@
+"""A model that remembers nothing but the cache, for tests of the engine.
+
+It writes tokens and positions into the cache, reads a request's whole sequence back through the step's metadata,
+and continues it by a hash. A block handed to two requests, lost, or reused wrongly changes the tokens.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dcpmla.runtime.engine as engine_module
+from dcpmla.attention.step import ContextChunk, StepMetadata
+from dcpmla.cache.latent import CachePlan, LatentCache
+from dcpmla.config import DCPConfig
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
+
+VOCAB_SIZE, EOS, BLOCK = 30, 29, 4
+MESH: Any = SimpleNamespace(tp_size=1, tp_rank=0, dcp_size=1, dcp_rank=0, tp_group=None)
+
+
+class HashModel:
+    """Continues a sequence by a hash of all of it, as it stands in the cache."""
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+    vocab_size = VOCAB_SIZE
+    eos_token_ids = frozenset([EOS])
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []  # tokens of each piece of each step
+
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor) -> Tensor:
+        rows = cache[0].view(-1, 2)
+        mine = metadata.slot_mapping >= 0
+        rows[metadata.slot_mapping[mine]] = torch.stack([token_ids, metadata.positions], -1)[mine].float()
+        ends = self._sequences(token_ids, metadata, rows)
+        self.steps.append([num_new for _, num_new in ends.values()])
+        logits = torch.zeros(len(logits_at), VOCAB_SIZE)
+        for row, at in enumerate(logits_at.tolist()):
+            logits[row, next_token(ends[at][0])] = 1
+        return logits
+
+    def check(self) -> None:
+        pass
+
+    def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+        """For a decode graph."""
+        return self.step(token_ids, metadata, cache, torch.arange(len(token_ids)))
+
+    def _sequences(self, token_ids: Tensor, metadata: StepMetadata, rows: Tensor) -> dict[int, tuple[list[int], int]]:
+        """Row of each request's last token -> its sequence, and how many tokens of it are new."""
+        ends: dict[int, tuple[list[int], int]] = {}
+        if metadata.decode is not None:
+            for index, (blocks, length) in enumerate(
+                zip(metadata.decode.block_table, metadata.decode.local_seq_lens, strict=True)
+            ):
+                slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:length]
+                ends[index] = read(rows[slots]), 1
+        if metadata.prefill is not None:
+            starts = metadata.prefill.query_start
+            for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+                assert end - start > 1, "pieces of one token come first: they are decodes"
+                new = slice(metadata.num_decode_tokens + start, metadata.num_decode_tokens + end)
+                context = torch.cat(
+                    [chunk_rows(chunk, rows, index) for chunk in metadata.prefill.context_chunks] or [rows[:0]]
+                )
+                own = torch.stack([token_ids[new], metadata.positions[new]], -1).float()
+                ends[new.stop - 1] = read(torch.cat([context, own])), end - start
+        return ends
+
+
+def chunk_rows(chunk: ContextChunk, rows: Tensor, request: int) -> Tensor:
+    return rows[chunk.local_slots][chunk.order][chunk.key_start[request] : chunk.key_start[request + 1]]
+
+
+def read(rows: Tensor) -> list[int]:
+    """Rows of (token, position) -> tokens; every position must be there, in order."""
+    assert rows[:, 1].tolist() == list(range(len(rows)))
+    return [int(token) for token in rows[:, 0].tolist()]
+
+
+def next_token(sequence: Sequence[int]) -> int:
+    return hashlib.sha256(bytes(sequence)).digest()[0] % VOCAB_SIZE
+
+
+def alone(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < max_new_tokens and EOS not in tokens:
+        tokens.append(next_token([*prompt, *tokens]))
+    return tokens
+
+
+def alone_ignoring_eos(prompt: list[int], num_new: int) -> list[int]:
+    tokens: list[int] = []
+    for _ in range(num_new):
+        tokens.append(next_token([*prompt, *tokens]))
+    return tokens
+
+
+class Letters:
+    """A tokenizer: a token is a character, except for the special one at the end."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - ord("A") for letter in text]}
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids if token != EOS)
+
+
+def make_engine(
+    num_blocks: int,
+    max_num_batched_tokens: int = 64,
+    max_num_seqs: int = 16,
+    max_model_len: int = 200,
+    *,
+    model: HashModel | None = None,
+    mesh: Any = MESH,
+    tokenizer: Letters | None = None,
+    with_graph: bool = False,
+) -> Engine:
+    plan = CachePlan(
+        num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
+    )
+    cache = LatentCache(plan, torch.device("cpu"))
+    cache[0].fill_(torch.nan)
+    dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs))
+    model = model or HashModel()
+    graph = (
+        DecodeGraph(model.decode, torch.tensor(0), cache, dcp, mesh, max_num_seqs, max_model_len)
+        if with_graph
+        else None
+    )
+    return Engine(model, cache, dcp, mesh, max_model_len, max_num_batched_tokens, max_num_seqs, tokenizer, graph=graph)
+
+
+class Clock:
+    """Goes on by a second with each look at it, and by what is slept; an engine that is made after it begins at 0."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = -1.0
+        monkeypatch.setattr(
+            engine_module, "time", SimpleNamespace(monotonic=self.look, perf_counter=self.look_on, sleep=self.sleep)
+        )
+
+    def look(self) -> float:
+        self.now += 1
+        return self.now
+
+    def look_on(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds

@@ -1,0 +1,117 @@
+"""Tiny random checkpoints of every supported family, with nothing left at a value that hides a bug (norms at 1, biases
+at 0).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v2_no_q_lora",
+    "deepseek_v3",
+    "deepseek_v3_neox",
+    "glm4_moe_lite",
+    "longcat_flash",
+    "mistral4",
+    *SPARSE_FAMILIES,
+)
+VOCAB_SIZE = 192  # also the eos id's home: 191 is left out of what prompts use
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "num_attention_heads": 24,  # divides by 1, 2, 3, 4 and 8
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": VOCAB_SIZE - 1,
+    "pad_token_id": None,
+}
+_MOE = {
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 24,
+}
+
+
+# With fewer heads, ReLU gives scores of exactly 0 to many, and who is selected of them is nobody's promise.
+_INDEXER = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 24}
+
+
+def tiny_config(family: str) -> Any:
+    common = {**_COMMON, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}
+    match family:
+        case "deepseek_v2":
+            return transformers.DeepseekV2Config(**common, **_MOE, first_k_dense_replace=1, head_dim=8)
+        case "deepseek_v2_no_q_lora":
+            return transformers.DeepseekV2Config(
+                **{**common, "q_lora_rank": None}, **_MOE, first_k_dense_replace=1, head_dim=8
+            )
+        case "deepseek_v3":
+            return transformers.DeepseekV3Config(**common, **_MOE, first_k_dense_replace=1, attention_bias=True)
+        case "deepseek_v3_neox":
+            return transformers.DeepseekV3Config(
+                **{**common, "q_lora_rank": None}, **_MOE, first_k_dense_replace=1, rope_interleave=False
+            )
+        case "glm4_moe_lite":
+            return transformers.Glm4MoeLiteConfig(**{**common, "rms_norm_eps": 1e-3}, **_MOE)
+        case "longcat_flash":
+            moe = {
+                "num_layers": 2,
+                "ffn_hidden_size": 96,
+                "expert_ffn_hidden_size": 48,
+                "n_routed_experts": 4,
+                "zero_expert_num": 2,
+                "moe_topk": 2,
+            }
+            return transformers.LongcatFlashConfig(**common, **moe, head_dim=8)
+        case "mistral4":
+            rope = {**common["rope_parameters"], "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
+            return transformers.Mistral4Config(**{**common, "rope_parameters": rope}, **_MOE, first_k_dense_replace=1)
+        case "deepseek_v32":
+            return transformers.DeepseekV32Config(**common, **_MOE, **_INDEXER, first_k_dense_replace=1)
+        case "glm_moe_dsa":
+            layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+            return transformers.GlmMoeDsaConfig(**common, **{**_MOE, **layers}, **_INDEXER, first_k_dense_replace=1)
+    raise ValueError(family)
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """A transformers model in float32 with every norm weight and bias drawn at random."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config).eval()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name:
+            tensor.data.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            tensor.data.normal_(0, 0.2)
+    return model
+
+
+def save_tiny(family: str, directory: Path) -> Any:
+    model = random_model(tiny_config(family))
+    model.save_pretrained(directory)
+    return model

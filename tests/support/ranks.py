@@ -1,0 +1,139 @@
+"""Run a function on several ranks: processes that meet over a file (no ports), a timeout, the first failing rank's
+traceback.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Children fork from a clean server that has imported the heavy modules once: a rank starts in milliseconds. PyTorch
+# imports the compiler at the first custom operator, which takes a rank seconds. Triton's interpreter is chosen at
+# import: its ranks have a
+# server of their own.
+_CLI = [f"dcpmla.cli.{command}" for command in ("bench", "doctor", "generate", "plan")]
+_MODELS = ["transformers.conversion_mapping", "transformers.models.deepseek_v3.modeling_deepseek_v3"]
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.testing", "pytest", *_CLI, *_MODELS])
+
+
+def start_process(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """A process that runs target(*args); whoever starts it also kills and joins it.
+
+    multiprocessing looks after all its children whenever any thread starts another, and an exit status can be read
+    once: of two threads that ask for it at the same time, one is told 255. So it gets to know of these children no more
+    than their start.
+    """
+    process = _CONTEXT.Process(target=target, args=args, daemon=True)
+    process.start()
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    return process
+
+
+class _Crashed(AssertionError):
+    """A rank was ended by a signal: native code, which this package has none of on a CPU."""
+
+
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 120
+) -> list[Any]:
+    """Call function(*args) on every rank of a fresh job, torch.distributed initialized; return the ranks'
+    (picklable) results in order.
+
+    Raises:
+        AssertionError: a rank failed, with the traceback of the first that did; or time ran out, naming the ranks
+        that were not done. A crash of native code (seen once: glibc found its heap broken) is warned of and tried once
+        more.
+    """
+    try:
+        return _run_once(num_ranks, function, args, device, timeout)
+    except _Crashed as crash:
+        warnings.warn(f"{crash}; once more", stacklevel=2)
+        return _run_once(num_ranks, function, args, device, timeout)
+
+
+def _run_once(
+    num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], device: str, timeout: float
+) -> list[Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            store = Path(directory) / "store"
+            processes.append(start_process(_run, (sender, rank, num_ranks, store, device, timeout, function, args)))
+            sender.close()
+            pipes.append(receiver)
+        try:
+            return _collect(pipes, processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    while len(results) < len(pipes):
+        missing = [rank for rank in range(len(pipes)) if rank not in results]
+        ready = wait([pipes[rank] for rank in missing], timeout=max(0.0, deadline - time.monotonic()))
+        assert ready, f"ranks {missing} of {len(pipes)} were not done after {timeout} s"
+        for rank in missing:
+            if pipes[rank] in ready:
+                try:
+                    results[rank], error = pickle.loads(pipes[rank].recv_bytes())
+                except EOFError:
+                    processes[rank].join(10)
+                    raise _Crashed(
+                        f"rank {rank} of {len(pipes)} ended without a word, exit code {processes[rank].exitcode}"
+                    ) from None
+                if error and any((process.exitcode or 0) < 0 for process in processes):
+                    raise _Crashed(f"rank {rank} of {len(pipes)} lost a rank that crashed:\n{error}")
+                assert error is None, f"rank {rank} of {len(pipes)} failed:\n{error}"
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _run(
+    sender: Connection,
+    rank: int,
+    num_ranks: int,
+    store: Path,
+    device: str,
+    timeout: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    torch.set_num_threads(1)
+    faulthandler.enable()  # a crash in native code shows where Python was
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=dist.FileStore(str(store), num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout),
+            device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        )
+        result = function(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        outcome = result, None
+    except BaseException:
+        outcome = None, traceback.format_exc()
+    # Plain pickle: the pipe's own would hand tensors over as shared memory of a process that is about to end.
+    sender.send_bytes(pickle.dumps(outcome))

@@ -1,0 +1,88 @@
+"""Memory that ranks on one machine share, in place of GPUs' symmetric memory; jobs whose ranks run kernels in Triton's
+interpreter.
+"""
+
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dcpmla.comm.symmetric import PeerMemory
+from tests.support.ranks import run_ranks
+
+
+def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerMemory:
+    """A file of each rank, mapped by all. Collective over the group."""
+    paths = [""] * dist.get_world_size(group)
+    handle, path = tempfile.mkstemp(dir="/dev/shm")
+    os.truncate(handle, num_bytes)
+    os.close(handle)
+    dist.all_gather_object(paths, path, group=group)
+    mapped = [torch.from_file(each, shared=True, size=num_bytes, dtype=torch.uint8) for each in paths]
+    dist.barrier(group)
+    Path(path).unlink()
+    addresses = torch.tensor([memory.data_ptr() for memory in mapped])
+    return PeerMemory(mapped[dist.get_rank(group)], addresses, mapped)
+
+
+def run_interpreted(num_ranks: int, function: Callable[..., Any], *args: Any) -> None:
+    """`run_ranks` for kernels on CPUs, from a process of its own: Triton decides to interpret when it is imported."""
+    _interpreter().submit(partial(run_ranks, timeout=200), num_ranks, function, *args).result()
+
+
+@cache
+def _interpreter() -> ProcessPoolExecutor:
+    """The same process for all jobs: that it starts, and its server of ranks, takes longer than some of them."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _decide_to_interpret)
+
+
+def _decide_to_interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def delay_kernels(delays: random.Random, chance: float = 0.03) -> None:
+    """On a rank of such a job: the kernels' clock, for which the interpreter has no inline assembler, comes late now
+    and then.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    from dcpmla.comm.kernels import place, slots
+
+    def now() -> Any:
+        time.sleep(0.02 * delays.random() if delays.random() < chance else 0.0005)  # others need the core meanwhile
+        return tl.core.tensor(TensorHandle(np.array([time.monotonic_ns()]), tl.int64), tl.int64)
+
+    slots.now = place.now = now
+    np.seterr(all="ignore")  # what shards without tokens hold
+
+
+def send_rows(out: Tensor, lse: Tensor, slots: PeerMemory, state: Tensor, slot_bytes: int, rank: int) -> None:
+    """What an attention kernel does that stores its rows [T, W h, D] at their owners itself: the first half of
+    `combine`.
+    """
+    number, size = state[:1] + 1, len(slots.addresses)
+    slot, num_rows, width = int(number) % 2, lse.numel() // size, out.shape[-1]
+    for owner, memory in enumerate(slots.owner):
+        rows, lses = (mine.chunk(size, 1)[owner].flatten(0, 1) for mine in (out, lse))
+        is_sent = lses != -torch.inf
+        places = (
+            memory[slot * slot_bytes :]
+            .view(out.dtype)[rank * num_rows * width :][: num_rows * width]
+            .view(num_rows, width)
+        )
+        places[is_sent] = rows.where(~rows.isnan(), torch.nan)[is_sent]  # no kernel computes a NaN of all ones
+        words = memory[2 * slot_bytes + slot * (slot_bytes // 8) :].view(torch.int64)[rank * num_rows :][:num_rows]
+        words.copy_((lses.view(torch.int32).long() & 0xFFFFFFFF) | (number.long() << 32))
