@@ -11,7 +11,7 @@ from dcpmla.attention.segments import Segments
 from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.step import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale, is_quantized
-from dcpmla.cache.latent import decode_rows, read_latents
+from dcpmla.cache.latent import dequantize_rows, read_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
 
@@ -90,7 +90,7 @@ def dcp_mla_prefill(
 
 def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Rows as they were cached -> latents; those of a plain cache are not copied."""
-    return decode_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
+    return dequantize_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
 
 
 def _attend(

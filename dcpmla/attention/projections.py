@@ -20,10 +20,10 @@ def finish_latents(
     q_weight: Tensor | None,
     kv_weight: Tensor,
     eps: float,
-    kv_scale: float,
+    kv_lora_scale: float,
     cos_sin: Tensor | None,
     rope_interleaved: bool,
-    cache_scale: Tensor | None,
+    kv_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Norms of both latents, RoPE of k_pe, and the write of the rows that this rank owns.
 
@@ -32,9 +32,9 @@ def finish_latents(
         kv_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`, written at the slots.
         slots: [T] int64, -1 where another rank owns the token.
         q_weight, kv_weight: [Lq] or None, [L], of the norms.
-        kv_scale: factor of kv_c behind its norm.
+        kv_lora_scale: factor of kv_c behind its norm.
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves k_pe as it is.
-        cache_scale: of an fp8 cache (`formats.encode`), and for that alone.
+        kv_scale: of an fp8 cache (`formats.quantize`), and for that alone.
     Returns:
         q_c [T, Lq] after its norm, latents [T, L + R] as given to the cache: kv_c after its norm, k_pe rotated.
     Source: DeepSeek-V2, section 2.1; norms with the roundings of transformers' models.
@@ -43,14 +43,14 @@ def finish_latents(
         from dcpmla.attention.triton import projections as kernels
 
         return kernels.finish_latents(
-            down, kv_cache, slots, q_weight, kv_weight, eps, kv_scale, cos_sin, rope_interleaved, cache_scale
+            down, kv_cache, slots, q_weight, kv_weight, eps, kv_lora_scale, cos_sin, rope_interleaved, kv_scale
         )
     q_rank = 0 if q_weight is None else len(q_weight)
     q_c, kv_c, k_pe = down.tensor_split((q_rank, q_rank + len(kv_weight)), -1)
-    kv_c = rms_norm(kv_c, kv_weight, eps) * kv_scale
+    kv_c = rms_norm(kv_c, kv_weight, eps) * kv_lora_scale
     if cos_sin is not None:
         k_pe = apply_rope(k_pe, cos_sin, rope_interleaved)
-    write_latents(kv_cache, kv_c, k_pe, slots, cache_scale)
+    write_latents(kv_cache, kv_c, k_pe, slots, kv_scale)
     return q_c.clone() if q_weight is None else rms_norm(q_c, q_weight, eps), torch.cat([kv_c, k_pe], -1)
 
 

@@ -69,7 +69,7 @@ def _decode_tile(
     block_table = block_table.where(
         first_of_block < seq_lens[:, None], 0
     )  # behind a request's last block stands anything
-    kv = formats.decode(kv_cache[block_table.to(torch.int64)].flatten(1, 2), kv_lora_rank, kv_scale, dtype)
+    kv = formats.dequantize(kv_cache[block_table.to(torch.int64)].flatten(1, 2), kv_lora_rank, kv_scale, dtype)
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
     kv = kv.masked_fill(~valid[..., None], 0.0)  # slots that nobody wrote may hold NaN, and 0 x NaN is NaN
     q = q.to(dtype) if q_scale is None else q.to(dtype) * q_scale

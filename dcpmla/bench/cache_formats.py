@@ -75,4 +75,4 @@ def fill_randomly(kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> No
     kv_scale = kv_scale_of(kv_cache.dtype, kv_cache.device)
     for rows in kv_cache.flatten(0, -2).split(_CHUNK):
         latents = torch.randn(len(rows), latent_dim, dtype=dtype, device=rows.device)
-        rows.copy_(formats.encode(latents[:, :kv_lora_rank], latents[:, kv_lora_rank:], rows.dtype, kv_scale))
+        rows.copy_(formats.quantize(latents[:, :kv_lora_rank], latents[:, kv_lora_rank:], rows.dtype, kv_scale))

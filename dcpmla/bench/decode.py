@@ -25,7 +25,7 @@ from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
 from dcpmla.cli.values import positive, positive_list, seconds
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.faults import is_out_of_memory
-from dcpmla.job.launcher import Place
+from dcpmla.job.launcher import LaunchInfo
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Of out or lse, by the queries' dtype; a kernel beyond computes something else. Products in bfloat16 stay under 0.005,
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
             )
 
 
-def _check_alone(place: Place) -> None:
+def _check_alone(place: LaunchInfo) -> None:
     if place.num_ranks != 1:
         raise ValueError(f"bench decode measures one device, but {place.num_ranks} ranks were started; start one")
 

@@ -19,7 +19,7 @@ from dcpmla.bench.timing import Operation, TimeLimit, Timing, time_operation
 from dcpmla.cli.options import LOAD_TIMEOUT, add_job_arguments, join
 from dcpmla.cli.values import positive_list, seconds
 from dcpmla.job.bootstrap import agree
-from dcpmla.job.launcher import Place
+from dcpmla.job.launcher import LaunchInfo
 
 _RANK, _NOPE, _VALUE = 512, 128, 128  # latent, nope and value widths: DeepSeek V2 and V3, Kimi-K2
 _CACHE_BYTES = 1 << 27  # inputs rotate until so many bytes lie between two uses of the same ones: no GPU's L2 is larger
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
             write_results(args.json, rows, 1, device, args.commit)
 
 
-def _check_alone(place: Place) -> None:
+def _check_alone(place: LaunchInfo) -> None:
     if place.num_ranks != 1:
         raise ValueError(f"bench output measures one device, but {place.num_ranks} ranks were started; start one")
 

@@ -22,7 +22,7 @@ from dcpmla.bench.timing import TimeLimit, time_operation
 from dcpmla.cli.options import LOAD_TIMEOUT, add_job_arguments, join
 from dcpmla.cli.values import positive, positive_list, seconds
 from dcpmla.job.bootstrap import agree
-from dcpmla.job.launcher import Place
+from dcpmla.job.launcher import LaunchInfo
 
 _DIMS = (128, 64, 128)  # nope, rope and value widths of a head: DeepSeek V2 and V3, Kimi-K2
 _SCALE = (_DIMS[0] + _DIMS[1]) ** -0.5
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
             _plot(args.plot, rows, f"prefill kernels, {args.num_heads} heads of {_DIMS[0]} + {_DIMS[1]} and {_DIMS[2]}")
 
 
-def _check_alone(place: Place) -> None:
+def _check_alone(place: LaunchInfo) -> None:
     if place.num_ranks != 1:
         raise ValueError(f"bench prefill measures one device, but {place.num_ranks} ranks were started; start one")
 

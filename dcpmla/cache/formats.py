@@ -65,7 +65,7 @@ def check_device(storage: torch.dtype, device: torch.device) -> None:
         )
 
 
-def encode(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
+def quantize(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
     """Latents -> cache rows [N, row_width].
 
     Args:
@@ -90,7 +90,7 @@ def encode(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | 
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
 
 
-def decode(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def dequantize(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Cache rows [..., row_width] -> latents [..., L + R] in `dtype`; products with scales are rounded once.
 
     Args:

@@ -131,8 +131,8 @@ def decode_kernel(
     tl.store(out_ptr + RANK + rope_column, k_pe.to(out_ptr.dtype.element_ty), mask=rope_mask)
 
 
-def decode_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`cache.latent.decode_rows` in one kernel."""
+def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`cache.latent.dequantize_rows` in one kernel."""
     formats.check_kv_scale(rows.dtype, kv_scale)
     rope = formats.rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank)
     out = torch.empty(len(rows), kv_lora_rank + rope, dtype=dtype, device=rows.device)

@@ -7,7 +7,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from dcpmla.cache.formats import decode, encode, format_name, rope_dim_of, row_width, storage_dtype
+from dcpmla.cache.formats import dequantize, format_name, quantize, rope_dim_of, row_width, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
 
@@ -161,7 +161,7 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
     mine = slots >= 0
     slots = slots[mine]
     # By block and offset: a cache that is a slice of a larger one has no flat view.
-    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = encode(
+    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = quantize(
         kv_c[mine], k_pe[mine], kv_cache.dtype, kv_scale
     )
 
@@ -181,17 +181,17 @@ def _(kv_cache: Tensor, slots: Tensor) -> Tensor:
     return kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1])
 
 
-@torch.library.custom_op("dcpmla::decode_rows", mutates_args=())
-def decode_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows [N, width] of an 8-bit cache -> latents [N, L + R] in dtype: `formats.decode`. An operator of torch."""
+@torch.library.custom_op("dcpmla::dequantize_rows", mutates_args=())
+def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows [N, width] of an 8-bit cache -> latents [N, L + R] in dtype: `formats.dequantize`. An operator of torch."""
     if not rows.is_cuda or dtype == torch.float64:
-        return decode(rows, kv_lora_rank, kv_scale, dtype)
+        return dequantize(rows, kv_lora_rank, kv_scale, dtype)
     from dcpmla.cache import kernels
 
-    return kernels.decode_rows(rows, kv_lora_rank, kv_scale, dtype)
+    return kernels.dequantize_rows(rows, kv_lora_rank, kv_scale, dtype)
 
 
-@decode_rows.register_fake
+@dequantize_rows.register_fake
 def _(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return rows.new_empty(
         rows.shape[0], kv_lora_rank + rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank), dtype=dtype

@@ -17,7 +17,7 @@ from dcpmla.cli.output_lines import OutputLines, open_output_lines
 from dcpmla.cli.progress import run_with_bar
 from dcpmla.cli.prompts import Prompt, prompts_from_file, prompts_from_options
 from dcpmla.cli.values import positive, seed, token_ids
-from dcpmla.comm.select import Selection
+from dcpmla.comm.select import ChosenExchange
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.job.bootstrap import agree
 from dcpmla.ownership import local_seq_lens
@@ -149,7 +149,7 @@ def _output_line(request: Request) -> dict[str, object]:
     }
 
 
-def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request], selection: Selection) -> None:
+def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request], selection: ChosenExchange) -> None:
     """Write the files of --json and --logits and print the answers; in any case print what was measured."""
     kv_tokens_per_rank = _kv_tokens_per_rank(engine, requests)
     if args.json:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 
 from dcpmla.cli.values import positive, seconds
-from dcpmla.comm.select import Selection, select_exchange
+from dcpmla.comm.select import ChosenExchange, select_exchange
 from dcpmla.config import (
     DCP_COMM_BACKENDS,
     DCP_EXCHANGE_DTYPES,
@@ -25,8 +25,8 @@ from dcpmla.config import (
     DCPConfig,
 )
 from dcpmla.integrations.loading import ModelFiles, load_engine
-from dcpmla.job.bootstrap import DEVICES, Ranks, check_equal_arguments, place_on, process_groups
-from dcpmla.job.launcher import Place, find_place
+from dcpmla.job.bootstrap import DEVICES, Ranks, assign_device, check_equal_arguments, process_groups
+from dcpmla.job.launcher import LaunchInfo, find_launch_info
 from dcpmla.job.rendezvous import agree_at, meet
 from dcpmla.job.watchdog import Reported, Watchdog
 from dcpmla.parallel.mesh import init_mesh
@@ -178,7 +178,7 @@ def start(args: argparse.Namespace) -> Iterator[Job]:
 
 
 @contextmanager
-def join(args: argparse.Namespace, check: Callable[[Place], object] = lambda _: None) -> Iterator[Job]:
+def join(args: argparse.Namespace, check: Callable[[LaunchInfo], object] = lambda _: None) -> Iterator[Job]:
     """Join the ranks that a launcher started, check that they were asked for the same, and part at the end.
 
     Args:
@@ -192,7 +192,7 @@ def join(args: argparse.Namespace, check: Callable[[Place], object] = lambda _: 
     with _met(args.timeout) as (place, store, watchdog):
         with agree_at(store, place):
             check(place)
-            ranks = place_on(args.device, place)
+            ranks = assign_device(args.device, place)
         _quiet(ranks)
         with process_groups(ranks, store, limit):
             watchdog.enter("comparing arguments")
@@ -213,8 +213,8 @@ def share_mistake(mistake: ValueError) -> None:
 
 
 @contextmanager
-def _met(timeout: float) -> Iterator[tuple[Place, dist.Store, Watchdog]]:
-    place = find_place(os.environ, timedelta(seconds=timeout))
+def _met(timeout: float) -> Iterator[tuple[LaunchInfo, dist.Store, Watchdog]]:
+    place = find_launch_info(os.environ, timedelta(seconds=timeout))
     store = meet(place, timedelta(seconds=timeout))
     try:
         with Watchdog(store, place.rank, place.num_ranks, timeout) as watchdog:
@@ -225,7 +225,7 @@ def _met(timeout: float) -> Iterator[tuple[Place, dist.Store, Watchdog]]:
         raise
 
 
-def _check_num_ranks(tensor_parallel_size: int, place: Place) -> None:
+def _check_num_ranks(tensor_parallel_size: int, place: LaunchInfo) -> None:
     if place.num_ranks != tensor_parallel_size:
         raise ValueError(
             f"tensor_parallel_size (-tp) is {tensor_parallel_size}, but {place.num_ranks} ranks were started; "
@@ -261,7 +261,7 @@ def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> D
 
 def build_engine(
     args: argparse.Namespace, job: Job, dcp: DCPConfig, files: ModelFiles, seq_lens: Sequence[int] | None
-) -> tuple[Engine, Selection]:
+) -> tuple[Engine, ChosenExchange]:
     """Load the model as the options say; rank 0 prints what came of it. Collective."""
     job.watchdog.enter("loading the model", LOAD_TIMEOUT)
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)

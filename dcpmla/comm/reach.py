@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Place:
+class GpuSite:
     """Where a rank runs.
 
     Attributes:
@@ -50,33 +50,31 @@ def reach(group: ProcessGroup, device: torch.device) -> str:
     on_gpu = device.type == "cuda"
     host = f"{socket.gethostname()} {_BOOT_ID.read_text() if _BOOT_ID.exists() else ''}"
     gpu = gpu_uuid(device) if on_gpu else ""
-    places = _gather(
-        group, Place(dist.get_rank(), host, gpu, on_gpu and symmetric_memory.get_backend(device) is not None)
+    sites = _gather(
+        group, GpuSite(dist.get_rank(), host, gpu, on_gpu and symmetric_memory.get_backend(device) is not None)
     )
-    return judge_places(places) or judge_links(
-        places, _gather(group, find_missing(gpu, [place.gpu for place in places]))
-    )
+    return judge_sites(sites) or judge_links(sites, _gather(group, find_missing(gpu, [site.gpu for site in sites])))
 
 
-def judge_places(places: Sequence[Place]) -> str:
-    """`reach`'s phrase, as far as places say; "" where each rank has a GPU of its own on the same host."""
-    if not all(place.gpu for place in places):
+def judge_sites(sites: Sequence[GpuSite]) -> str:
+    """`reach`'s phrase, as far as sites say; "" where each rank has a GPU of its own on the same host."""
+    if not all(site.gpu for site in sites):
         return "the ranks are CPUs"
-    for one, other in combinations(places, 2):
+    for one, other in combinations(sites, 2):
         if one.host != other.host:
             return f"ranks {one.rank} and {other.rank} are on different hosts"
         if one.gpu == other.gpu:
             return f"ranks {one.rank} and {other.rank} share a GPU"
-    lacking = next((place for place in places if not place.has_symmetric_memory), None)
+    lacking = next((site for site in sites if not site.has_symmetric_memory), None)
     return f"torch has no symmetric memory for the GPU of rank {lacking.rank}" if lacking else ""
 
 
-def judge_links(places: Sequence[Place], missing: Sequence[Sequence[str]]) -> str:
+def judge_links(sites: Sequence[GpuSite], missing: Sequence[Sequence[str]]) -> str:
     """`reach`'s phrase, as far as links say; missing is what `find_missing` gave the i-th rank of its GPU and the
     j-th's.
     """
-    for one, of_one in zip(places, missing, strict=True):
-        for other, words in zip(places, of_one, strict=True):
+    for one, of_one in zip(sites, missing, strict=True):
+        for other, words in zip(sites, of_one, strict=True):
             if words:
                 return f"the GPUs of ranks {one.rank} and {other.rank} have {words}"
     return ""

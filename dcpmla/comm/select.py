@@ -14,14 +14,14 @@ from dcpmla.config import DCPConfig
 
 
 @dataclass(frozen=True)
-class Selection:
+class ChosenExchange:
     """An exchange with a sentence for people on how it was chosen."""
 
     exchange: Exchange
     reason: str
 
 
-def select_exchange(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device | str) -> Selection:
+def select_exchange(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device | str) -> ChosenExchange:
     """Build the exchange for a DCP group. Collective over the group, and the same on all its ranks.
 
     Args:
@@ -35,14 +35,14 @@ def select_exchange(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.devic
     )
 
 
-def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Selection:
+def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> ChosenExchange:
     backend = dcp.dcp_comm_backend
     if dist.get_world_size(dcp_group) == 1:
-        return Selection(LocalExchange(), "the cache is not sharded, nothing moves")
+        return ChosenExchange(LocalExchange(), "the cache is not sharded, nothing moves")
     if backend == "ag_rs":
-        return Selection(AllGatherReduceScatter(dcp_group), "asked for")
+        return ChosenExchange(AllGatherReduceScatter(dcp_group), "asked for")
     if backend == "a2a":
-        return Selection(AllToAll(dcp_group), "asked for")
+        return ChosenExchange(AllToAll(dcp_group), "asked for")
     obstacle = _obstacle(dcp_group, device)
     is_fp8 = dcp.dcp_exchange_dtype == "fp8"
     if not obstacle and is_fp8 and torch.cuda.get_device_capability(device) < (8, 9):
@@ -54,7 +54,7 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Se
 
         try:
             direct = DirectExchange(dcp_group, device, timeout=dcp.exchange_timeout, is_fp8=is_fp8)
-            return Selection(
+            return ChosenExchange(
                 direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink"
             )
         except RuntimeError as error:
@@ -71,7 +71,7 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Se
         raise ValueError(
             f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which direct alone carries, but {obstacle}; choose auto"
         )
-    return Selection(AllToAll(dcp_group), f"auto: {obstacle}; one collective a combine where ag_rs needs two")
+    return ChosenExchange(AllToAll(dcp_group), f"auto: {obstacle}; one collective a combine where ag_rs needs two")
 
 
 def _obstacle(group: ProcessGroup, device: torch.device) -> str:

@@ -13,7 +13,7 @@ import transformers
 
 from dcpmla.attention.step import context_workspace_tokens
 from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
-from dcpmla.comm.select import Selection
+from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig, MLAConfig, check_index_options
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
@@ -66,7 +66,7 @@ def load_engine(
     files: ModelFiles,
     dcp: DCPConfig,
     mesh: DCPMesh,
-    selection: Selection,
+    selection: ChosenExchange,
     device: torch.device,
     *,
     dtype: torch.dtype | None = None,

@@ -25,7 +25,7 @@ from dcpmla.attention.sparse.metadata import SelectedTokens
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.exchange import Exchange
-from dcpmla.comm.select import Selection
+from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig, MLAConfig, check_model_type, skips_topk
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.experts import experts_of
@@ -247,7 +247,7 @@ def load_model(
     config: Any,
     dcp: DCPConfig,
     mesh: DCPMesh,
-    selection: Selection,
+    selection: ChosenExchange,
     dtype: torch.dtype | None,
     device: torch.device,
     enable_expert_parallel: bool = False,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcpmla.job.launcher import Place, find_place
+from dcpmla.job.launcher import LaunchInfo, find_launch_info
 from dcpmla.job.rendezvous import meet
 from dcpmla.parallel.collectives import PeerFault
 
@@ -22,7 +22,7 @@ _SHOWN = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks(Place):
+class Ranks(LaunchInfo):
     """This process among the job's. `device` is where its tensors live."""
 
     device: torch.device
@@ -45,15 +45,15 @@ def read_launcher(device: str, timeout: timedelta = timedelta(minutes=1)) -> Ran
     collective under mpirun.
 
     Args:
-        device: as in `place_on`.
+        device: as in `assign_device`.
         timeout: of the ranks' meeting over MPI.
     Raises:
-        ValueError: as `place_on` and `find_place` do.
+        ValueError: as `assign_device` and `find_launch_info` do.
     """
-    return place_on(device, find_place(os.environ, timeout))
+    return assign_device(device, find_launch_info(os.environ, timeout))
 
 
-def place_on(device: str, place: Place) -> Ranks:
+def assign_device(device: str, place: LaunchInfo) -> Ranks:
     """Give a rank its device: the GPU of its number on the host, which must see one for each of its ranks, or its CPUs.
 
     Args:
@@ -136,8 +136,8 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
 
 
 @contextmanager
-def _torchrun_s_variables(place: Place) -> Iterator[None]:
-    """Only for a while: a later `find_place` would take them for torchrun's."""
+def _torchrun_s_variables(place: LaunchInfo) -> Iterator[None]:
+    """Only for a while: a later `find_launch_info` would take them for torchrun's."""
     if place.launcher not in ("mpirun", "srun"):
         yield
         return

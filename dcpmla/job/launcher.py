@@ -31,7 +31,7 @@ Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchInfo:
     """This process among the job's.
 
     Attributes:
@@ -48,7 +48,7 @@ class Place:
     address: tuple[str, int] | None = None
 
 
-def find_place(env: Environment, timeout: timedelta) -> Place:
+def find_launch_info(env: Environment, timeout: timedelta) -> LaunchInfo:
     """Read a launcher's variables.
 
     Under mpirun a collective over MPI, which is initialized for it and finalized (if it was not the caller's).
@@ -64,7 +64,7 @@ def find_place(env: Environment, timeout: timedelta) -> Place:
         return _mpirun(env, timeout)
     if _is_srun(env):
         return _srun(env)
-    return Place("one process", 0, 1, 0, 1, _open_own_store)
+    return LaunchInfo("one process", 0, 1, 0, 1, _open_own_store)
 
 
 def claimed_rank(env: Environment) -> str | None:
@@ -77,7 +77,7 @@ def claimed_rank(env: Environment) -> str | None:
     return next((env[name] for name in names if name in env), None)
 
 
-def _torchrun(env: Environment) -> Place:
+def _torchrun(env: Environment) -> LaunchInfo:
     missing = [name for name in _TORCHRUN if name not in env]
     if missing:
         found = next(name for name in _TORCHRUN if name in env)
@@ -89,13 +89,13 @@ def _torchrun(env: Environment) -> Place:
     rank, local_rank = _number(env, "RANK", 0, num_ranks - 1), _number(env, "LOCAL_RANK", 0, num_local - 1)
     _check_agents(env, rank, num_ranks)
     if num_ranks == 1:
-        return Place("torchrun", 0, 1, 0, 1, _open_own_store)
+        return LaunchInfo("torchrun", 0, 1, 0, 1, _open_own_store)
     if not env.get("MASTER_ADDR"):
         raise ValueError(
             f"MASTER_ADDR is not set, but WORLD_SIZE is {num_ranks}; set it to the host of rank 0, as torchrun does"
         )
     address = env["MASTER_ADDR"], _number(env, "MASTER_PORT", 1, 65535)
-    return Place(
+    return LaunchInfo(
         "torchrun", rank, num_ranks, local_rank, num_local, partial(_open_torchrun_store, rank, num_ranks), address
     )
 
@@ -128,7 +128,7 @@ def _is_mpirun(env: Environment) -> bool:
     return own or (not _is_srun(env) and any(name in env for name in ("PMI_RANK", "PMI_SIZE", "PMIX_RANK")))
 
 
-def _mpirun(env: Environment, timeout: timedelta) -> Place:
+def _mpirun(env: Environment, timeout: timedelta) -> LaunchInfo:
     meeting = meet_over_mpi(env.get("MASTER_ADDR"), "OMPI_COMM_WORLD_SIZE" in env, claimed_rank(env) or "?", timeout)
     rank, num_ranks = meeting.rank, meeting.num_ranks
     for rank_name, size_name in _MPIRUN:
@@ -139,10 +139,10 @@ def _mpirun(env: Environment, timeout: timedelta) -> Place:
                 "use the mpirun that belongs to mpi4py's MPI"
             )
     if num_ranks == 1:
-        return Place("mpirun", 0, 1, 0, 1, _open_own_store)
+        return LaunchInfo("mpirun", 0, 1, 0, 1, _open_own_store)
     listener, address = meeting.listener.detach() if meeting.listener else None, (meeting.host, meeting.port)
     open_store = partial(_open_store, address, rank, num_ranks, listener)
-    return Place("mpirun", rank, num_ranks, meeting.local_rank, meeting.num_local_ranks, open_store, address)
+    return LaunchInfo("mpirun", rank, num_ranks, meeting.local_rank, meeting.num_local_ranks, open_store, address)
 
 
 def _is_srun(env: Environment) -> bool:
@@ -151,7 +151,7 @@ def _is_srun(env: Environment) -> bool:
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
 
-def _srun(env: Environment) -> Place:
+def _srun(env: Environment) -> LaunchInfo:
     num_ranks = _number(env, "SLURM_NTASKS", 1)
     rank = _number(env, "SLURM_PROCID", 0, num_ranks - 1)
     if env.get("SLURM_STEP_NUM_TASKS", str(num_ranks)) != str(num_ranks):
@@ -161,9 +161,9 @@ def _srun(env: Environment) -> Place:
     num_local = _num_local_tasks(env, num_ranks)
     local_rank = _number(env, "SLURM_LOCALID", 0, num_local - 1)
     if num_ranks == 1:
-        return Place("srun", 0, 1, 0, 1, _open_own_store)
+        return LaunchInfo("srun", 0, 1, 0, 1, _open_own_store)
     address = _srun_meeting_place(env)
-    return Place(
+    return LaunchInfo(
         "srun", rank, num_ranks, local_rank, num_local, partial(_open_store, address, rank, num_ranks, None), address
     )
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 if TYPE_CHECKING:  # which itself opens rounds
-    from dcpmla.job.launcher import Place
+    from dcpmla.job.launcher import LaunchInfo
 
 _POLL = 0.05  # seconds
 _GRACE = 5.0  # seconds beyond the timeout that the store's client has to see it itself
 _RETRY = 0.5  # seconds between two look-ups of a host name
 
 
-def meet(place: "Place", timeout: timedelta) -> dist.Store:
+def meet(place: "LaunchInfo", timeout: timedelta) -> dist.Store:
     """Connect to the store where the job's ranks meet.
 
     Raises:
@@ -47,7 +47,7 @@ def meet(place: "Place", timeout: timedelta) -> dist.Store:
     ) from error
 
 
-def _open(place: "Place", timeout: timedelta, outcome: Future[dist.Store]) -> None:
+def _open(place: "LaunchInfo", timeout: timedelta, outcome: Future[dist.Store]) -> None:
     try:
         _resolve(place, time.monotonic() + timeout.total_seconds())
         outcome.set_result(place.open_store(timeout))
@@ -55,7 +55,7 @@ def _open(place: "Place", timeout: timedelta, outcome: Future[dist.Store]) -> No
         outcome.set_exception(error)
 
 
-def _resolve(place: "Place", until: float) -> None:
+def _resolve(place: "LaunchInfo", until: float) -> None:
     """Look rank 0's host up until it is known: torch would print its stack for each try."""
     while place.address:
         try:
@@ -70,12 +70,12 @@ def _resolve(place: "Place", until: float) -> None:
             return
 
 
-def _where(place: "Place") -> str:
+def _where(place: "LaunchInfo") -> str:
     return ":".join(map(str, place.address or ()))
 
 
 @contextmanager
-def agree_at(store: dist.Store, place: "Place") -> Iterator[None]:
+def agree_at(store: dist.Store, place: "LaunchInfo") -> Iterator[None]:
     """Run a block that any rank's ValueError may end: then every rank raises the ValueError of the first rank that
     has one.
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import projections
-from dcpmla.cache.formats import FP8, decode, row_width, to_fp8
-from dcpmla.cache.latent import decode_rows, read_latents, write_latents
+from dcpmla.cache.formats import FP8, dequantize, row_width, to_fp8
+from dcpmla.cache.latent import dequantize_rows, read_latents, write_latents
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,
     DTYPES,
@@ -78,7 +78,9 @@ def check_cache_rows(device: str) -> None:
         latents, cached = finish_latents(*moved)[1].cpu(), moved[1]._base.cpu()
         _, cache, slots, *_, kv_scale = arguments
         at_nan = slots[ROW_OF_NAN] // BLOCK_SIZE, 1, slots[ROW_OF_NAN] % BLOCK_SIZE
-        assert torch.equal(decode(cached[at_nan], rank, kv_scale, torch.float32).isnan(), latents[ROW_OF_NAN].isnan())
+        assert torch.equal(
+            dequantize(cached[at_nan], rank, kv_scale, torch.float32).isnan(), latents[ROW_OF_NAN].isnan()
+        )
         others = torch.where(torch.arange(len(slots)) == ROW_OF_NAN, -1, slots)
         write_latents(cache, latents[:, :rank], latents[:, rank:], others, kv_scale)
         cache._base[at_nan] = cached[at_nan]
@@ -114,12 +116,12 @@ def check_reading(device: str) -> None:
         assert torch.equal(bytes_of(rows), bytes_of(wanted))
         on_device = None if kv_scale is None else kv_scale.to(device)
         for dtype in DTYPES:
-            decoded = kernels.decode_rows(rows, rank, on_device, dtype)
+            decoded = kernels.dequantize_rows(rows, rank, on_device, dtype)
             assert decoded.dtype == dtype
             torch.testing.assert_close(
-                decoded.cpu(), decode(wanted, rank, kv_scale, dtype), rtol=0, atol=0, equal_nan=True
+                decoded.cpu(), dequantize(wanted, rank, kv_scale, dtype), rtol=0, atol=0, equal_nan=True
             )
-        assert kernels.decode_rows(rows[:0], rank, on_device, torch.float32).shape == (0, rank + rope)
+        assert kernels.dequantize_rows(rows[:0], rank, on_device, torch.float32).shape == (0, rank + rope)
 
 
 def check_refusals(device: str) -> None:
@@ -132,7 +134,7 @@ def check_refusals(device: str) -> None:
     with pytest.raises(ValueError, match=r"kv_cache has rows of 45 torch.float8_e4m3fn; latents of 40 \+ 6 take 46"):
         finish_latents(arguments[0], arguments[1][..., :-1], *arguments[2:])
     with pytest.raises(ValueError, match="kv_scale is given for a cache of torch.uint8"):
-        kernels.decode_rows(
+        kernels.dequantize_rows(
             torch.zeros(1, 656, dtype=torch.uint8, device=device), 512, torch.ones(1, device=device), torch.float32
         )
 
@@ -155,9 +157,9 @@ def test_a_chunk_through_the_operators(storage: torch.dtype) -> None:
     rows = read_latents(cache.cuda(), slots.cuda())
     assert torch.equal(bytes_of(rows), bytes_of(read_latents(cache, slots)))
     for dtype in (*DTYPES, torch.float64):
-        decoded = decode_rows(rows, 512, None if kv_scale is None else kv_scale.cuda(), dtype)
+        decoded = dequantize_rows(rows, 512, None if kv_scale is None else kv_scale.cuda(), dtype)
         torch.testing.assert_close(
-            decoded.cpu(), decode_rows(rows.cpu(), 512, kv_scale, dtype), rtol=0, atol=0, equal_nan=True
+            decoded.cpu(), dequantize_rows(rows.cpu(), 512, kv_scale, dtype), rtol=0, atol=0, equal_nan=True
         )
 
 
@@ -173,7 +175,7 @@ def check_operators(device: str) -> None:
         torch.library.opcheck(projections.finish_latents, on(device, arguments), test_utils=checks)
         torch.library.opcheck(read_latents, on(device, rows), test_utils=checks)
         codes = [read_latents(*rows), sizes[1], arguments[-1], torch.bfloat16]
-        torch.library.opcheck(decode_rows, on(device, codes), test_utils=checks)
+        torch.library.opcheck(dequantize_rows, on(device, codes), test_utils=checks)
     query = [*query_case(ODD, 3, torch.float32, True, False)[:-1], torch.tensor([0.01])]
     torch.library.opcheck(projections.absorb_query, on(device, query))
 
@@ -195,7 +197,7 @@ def test_kernels_compile_for_hopper() -> None:
 
     latents = [
         compile_for_hopper(latents_kernel, "bf16", LATENTS, **TYPES, cache_ptr="*fp8e4nv"),
-        compile_for_hopper(latents_kernel, "bf16", {**LATENTS, "cache_scale_ptr": None}, **TYPES, cache_ptr="*u8"),
+        compile_for_hopper(latents_kernel, "bf16", {**LATENTS, "kv_scale_ptr": None}, **TYPES, cache_ptr="*u8"),
     ]
     queries = compile_for_hopper(absorb_kernel, "bf16", QUERY, **TYPES, out_ptr="*fp8e4nv")
     for ptx in (*latents, queries):

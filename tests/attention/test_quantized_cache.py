@@ -30,7 +30,7 @@ from dcpmla import (
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.scales import KV_SCALE_NAMES, calculate_scale_, missing_scales, read_scale
 from dcpmla.attention.step import PrefillMetadata
-from dcpmla.cache.formats import FP8, decode, encode, row_width, storage_dtype, to_fp8
+from dcpmla.cache.formats import FP8, dequantize, quantize, row_width, storage_dtype, to_fp8
 from dcpmla.cache.latent import num_blocks, read_latents
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
@@ -104,7 +104,7 @@ def check_layer(weights: dict[str, Tensor], config: MLAConfig, dcp: DCPConfig, d
         wanted = []
         for request, start, count in step:
             shards = everybodys_rows(cache, mesh.dcp_group, start + count, tables[request], dcp)
-            decoded = decode(shards, config.kv_lora_rank, kv_scale, torch.float64)
+            decoded = dequantize(shards, config.kv_lora_rank, kv_scale, torch.float64)
             wanted.append(attend(weights, config, hidden[request][: start + count].double(), decoded, count, q_scale))
         if dtype == torch.bfloat16:
             # Kernels may round the probabilities of fp8 queries' products to e4m3, too.
@@ -240,7 +240,7 @@ def check_calculated_scales(weights: dict[str, Tensor], config: MLAConfig) -> No
     assert run(12, 20) == scales
     assert (layer.kv_scale.data_ptr(), layer.q_scale.data_ptr()) == addresses
     rows = everybodys_rows(cache, mesh.dcp_group, 12, tables[0], dcp)[1:]
-    decoded = decode(rows, L, layer.kv_scale, torch.float64)
+    decoded = dequantize(rows, L, layer.kv_scale, torch.float64)
     torch.testing.assert_close(decoded, latents, atol=2**-10 * scales[0], rtol=2**-4)
     nothing = torch.full((1,), 5.0)
     calculate_scale_(nothing, torch.zeros(3, 4), mesh.tp_group)
@@ -287,7 +287,7 @@ def test_ranks_in_one_process(size: int, interleave: int) -> None:
         storage = storage_dtype(dcp.kv_cache_dtype, torch.float32)
         kv_scale = torch.tensor([KV_SCALE]) if storage == FP8 else None
         q_scale = torch.tensor([Q_SCALE]) if kv_format[1] == "fp8" else None
-        rows = [encode(sequence[:, :L], sequence[:, L:], storage, kv_scale) for sequence in latents]
+        rows = [quantize(sequence[:, :L], sequence[:, L:], storage, kv_scale) for sequence in latents]
         free = iter(range(1000))
         tables = [[next(free) for _ in range(num_blocks(seq_len, dcp))] for seq_len in seq_lens]
         caches = [
@@ -300,7 +300,7 @@ def test_ranks_in_one_process(size: int, interleave: int) -> None:
                 caches[rank].flatten(0, 1)[slot] = row
         caches = [cache.view(storage) for cache in caches]
         steps = [StepMetadata.build(query_lens, seq_lens, tables, dcp, rank) for rank in range(size)]
-        decoded = [decode(sequence, L, kv_scale, torch.float64) for sequence in rows]
+        decoded = [dequantize(sequence, L, kv_scale, torch.float64) for sequence in rows]
 
         decode_q = absorbed[:1] if q_scale is None else to_fp8(absorbed[:1], q_scale)
         parts = [

@@ -237,8 +237,8 @@ ROPE = {"ROPE": 64, "PAIRS": 32, "INTERLEAVED": True}
 LATENTS = {"KV_RANK": 512, "KV_COLUMNS": 512, "Q_RANK": 1536, "Q_COLUMNS": 2048, **ROPE}
 QUERY = {"NOPE": 128, "RANK": 512, "TOKENS": 64, "ROWS": 64, "COLUMNS": 64, **ROPE}
 TYPES = {
-    **{"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32", "kv_scale": "fp32"},
-    **dict.fromkeys(("cache_scale_ptr", "q_scale_ptr", "scale_ptr"), "*fp32"),
+    **{"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32", "kv_lora_scale": "fp32"},
+    **dict.fromkeys(("kv_scale_ptr", "q_scale_ptr", "scale_ptr"), "*fp32"),
 }
 
 
@@ -252,7 +252,7 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
 
     without_q_lora = {"Q_RANK": 0, "Q_COLUMNS": 1, "q_weight_ptr": None, "cos_sin_ptr": None}
     for nothing in ({}, without_q_lora):
-        compile_for_hopper(latents_kernel, dtype, {**LATENTS, "cache_scale_ptr": None, **nothing}, **TYPES)
+        compile_for_hopper(latents_kernel, dtype, {**LATENTS, "kv_scale_ptr": None, **nothing}, **TYPES)
     for kernel, constants in (
         (absorb_kernel, {"q_scale_ptr": None, **QUERY}),
         (rotate_kernel, {"TOKENS": 16, **ROPE}),

@@ -14,7 +14,7 @@ import torch
 from dcpmla.__main__ import main
 from dcpmla.bench.decode_inputs import SCALE, Answer, Caches, Ceilings, DecodeCase, DecodeInputs
 from dcpmla.bench.decode_kernels import FlashMLA, Ours, load_kernel
-from dcpmla.cache.formats import decode
+from dcpmla.cache.formats import dequantize
 from tests.support.fake_peers import write_peers
 from tests.support.launchers import run_together
 
@@ -219,7 +219,9 @@ def test_answers_see_what_is_wrong(dtypes: tuple[str, str]) -> None:
 def test_latents_are_normal_in_every_format(kv_cache_dtype: str) -> None:
     """And of those of the newest keys the last one is exp's way to make up for the context, unsaturated."""
     caches = Caches(2, 70, 32, torch.float32, CPU, kv_cache_dtype)
-    latents = decode(caches.rows[1][caches.block_tables[1].long()].flatten(1, 2), 512, caches.kv_scale, torch.float32)
+    latents = dequantize(
+        caches.rows[1][caches.block_tables[1].long()].flatten(1, 2), 512, caches.kv_scale, torch.float32
+    )
     assert latents.shape == (2, 96, 576)
     assert float(latents[..., :-1].std()) == pytest.approx(1.0, abs=0.02)
     assert float(latents[:, :66].std()) == pytest.approx(1.0, abs=0.02)

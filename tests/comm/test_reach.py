@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from dcpmla.comm.reach import Nvml, Place, find_peers, judge_links, judge_places, reach
+from dcpmla.comm.reach import GpuSite, Nvml, find_peers, judge_links, judge_sites, reach
 from tests.support.ranks import run_ranks
 
 
@@ -104,20 +104,20 @@ def test_ranks_hear_the_same_of_their_reach() -> None:
 
 def test_places_and_links_are_judged() -> None:
     """A group of ranks 4 to 7; the first that is wrong is named."""
-    places = [Place(rank, "node1 a", f"GPU-{rank}", True) for rank in range(4, 8)]
+    sites = [GpuSite(rank, "node1 a", f"GPU-{rank}", True) for rank in range(4, 8)]
 
     def judged(**changes: object) -> str:
-        return judge_places([*places[:2], replace(places[2], **changes), places[3]])
+        return judge_sites([*sites[:2], replace(sites[2], **changes), sites[3]])
 
     assert judged() == ""
     assert judged(host="node1 b") == "ranks 4 and 6 are on different hosts"
     assert judged(gpu="GPU-5") == "ranks 5 and 6 share a GPU"
     assert judged(gpu="") == "the ranks are CPUs"
     assert judged(has_symmetric_memory=False) == "torch has no symmetric memory for the GPU of rank 6"
-    missing = [["" for _ in places] for _ in places]
-    assert judge_links(places, missing) == ""
+    missing = [["" for _ in sites] for _ in sites]
+    assert judge_links(sites, missing) == ""
     missing[3][1] = "no NVLink between them"
-    assert judge_links(places, missing) == "the GPUs of ranks 7 and 5 have no NVLink between them"
+    assert judge_links(sites, missing) == "the GPUs of ranks 7 and 5 have no NVLink between them"
 
 
 def check_reach_of_gpus() -> tuple[str, list[list[str]]]:

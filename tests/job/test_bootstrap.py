@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpmla.job.bootstrap import place_on, process_groups, read_launcher
-from dcpmla.job.launcher import claimed_rank, find_place
+from dcpmla.job.bootstrap import assign_device, process_groups, read_launcher
+from dcpmla.job.launcher import claimed_rank, find_launch_info
 from tests.support.launchers import (
     GENERATE,
     MEET,
@@ -81,7 +81,7 @@ def change(env: dict[str, str], **changes: str | None) -> dict[str, str]:
     ],
 )
 def test_variables(env: dict[str, str], expected: tuple[Any, ...]) -> None:
-    place = find_place(env, SOON)
+    place = find_launch_info(env, SOON)
     assert (place.launcher, place.rank, place.num_ranks, place.local_rank, place.num_local_ranks) == expected
 
 
@@ -131,7 +131,7 @@ def test_variables(env: dict[str, str], expected: tuple[Any, ...]) -> None:
 )
 def test_contradictions(env: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        find_place(env, SOON)
+        find_launch_info(env, SOON)
     assert message in str(error.value)
 
 
@@ -153,7 +153,7 @@ def test_srun_meets_on_the_first_node(nodes: str, first: str) -> None:
 
 
 def address_of(env: dict[str, str]) -> tuple[str, int]:
-    address = find_place(env, SOON).address
+    address = find_launch_info(env, SOON).address
     assert address is not None
     return address
 
@@ -170,7 +170,7 @@ def test_slurm_s_tasks_per_node(tasks: list[int]) -> None:
     text = ",".join(f"{number}(x{times})" if times > 1 else str(number) for number, times in groups)
     for node, number in enumerate(tasks):
         env = change(SRUN, SLURM_NTASKS=str(sum(tasks)), SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID=str(node))
-        place = find_place({**env, "SLURM_STEP_TASKS_PER_NODE": text}, SOON)
+        place = find_launch_info({**env, "SLURM_STEP_TASKS_PER_NODE": text}, SOON)
         assert place.num_local_ranks == (number if sum(tasks) > 1 else 1)
 
 
@@ -222,7 +222,7 @@ def test_too_few_gpus(asked: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(
             ValueError, match=f"'{asked}', but a rank sees {num_gpus} GPUs for 4 ranks of its host.*{hint}"
         ):
-            place_on(asked, find_place(env, SOON))
+            assign_device(asked, find_launch_info(env, SOON))
 
 
 def check_met(lines: list[dict[str, Any]], local_ranks: list[int], launcher: str) -> None:
@@ -328,7 +328,7 @@ def test_mpirun_without_its_mpi(
     monkeypatch.setitem(sys.modules, "mpi4py", package if mpi else None)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
     with pytest.raises(ValueError, match=message):
-        find_place(env, SOON)
+        find_launch_info(env, SOON)
 
 
 @needs_mpirun

@@ -41,8 +41,8 @@ def latents_kernel(
     cache_stride_block,
     cache_stride_row,
     eps,
-    kv_scale,
-    cache_scale_ptr,
+    kv_lora_scale,
+    kv_scale_ptr,
     Q_RANK: tl.constexpr,
     KV_RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -61,7 +61,7 @@ def latents_kernel(
         latents_ptr += token * (KV_RANK + ROPE)
         column = tl.arange(0, KV_COLUMNS)
         kv_c = _norm(down_ptr, kv_weight_ptr, column, KV_RANK, eps)
-        kv_c = (kv_c.to(tl.float32) * kv_scale).to(kv_c.dtype)
+        kv_c = (kv_c.to(tl.float32) * kv_lora_scale).to(kv_c.dtype)
         tl.store(latents_ptr + column, kv_c, mask=column < KV_RANK)
         row = tl.zeros([1, 1], tl.int64)  # k_pe is a tile of one row
         x, y = rotate(down_ptr + KV_RANK + row, cos_sin_ptr, token + row, row == 0, ROPE, PAIRS, INTERLEAVED)
@@ -69,10 +69,10 @@ def latents_kernel(
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             cache_ptr += slot // block_size * cache_stride_block + slot % block_size * cache_stride_row
-            store_kv_c(cache_ptr, kv_c, cache_scale_ptr, KV_RANK, KV_COLUMNS)
+            store_kv_c(cache_ptr, kv_c, kv_scale_ptr, KV_RANK, KV_COLUMNS)
             k_pe_ptr = k_pe_of(cache_ptr, KV_RANK) + row
             store_pairs(
-                k_pe_ptr, quantize(x, cache_scale_ptr), quantize(y, cache_scale_ptr), row == 0, ROPE, PAIRS, INTERLEAVED
+                k_pe_ptr, quantize(x, kv_scale_ptr), quantize(y, kv_scale_ptr), row == 0, ROPE, PAIRS, INTERLEAVED
             )
     elif q_weight_ptr is not None:
         q_column = tl.arange(0, Q_COLUMNS)
@@ -87,16 +87,16 @@ def finish_latents(
     q_weight: Tensor | None,
     kv_weight: Tensor,
     eps: float,
-    kv_scale: float,
+    kv_lora_scale: float,
     cos_sin: Tensor | None,
     rope_interleaved: bool,
-    cache_scale: Tensor | None,
+    kv_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`projections.finish_latents` in one kernel."""
     num_tokens, kv_rank = len(down), len(kv_weight)
     q_rank = 0 if q_weight is None else len(q_weight)
     rope = down.shape[1] - kv_rank - q_rank
-    check_kv_scale(kv_cache.dtype, cache_scale)
+    check_kv_scale(kv_cache.dtype, kv_scale)
     width = row_width(kv_cache.dtype, kv_rank, rope)
     if kv_cache.shape[-1] != width:
         raise ValueError(
@@ -116,8 +116,8 @@ def finish_latents(
         kv_cache.shape[1],
         *kv_cache.stride()[:2],
         eps,
+        kv_lora_scale,
         kv_scale,
-        cache_scale,
         Q_RANK=q_rank,
         KV_RANK=kv_rank,
         ROPE=rope,

@@ -112,7 +112,7 @@ def as_float(value):
 
 
 @triton.jit
-def encode(x, type: tl.constexpr, IS_FP8: tl.constexpr):
+def quantize(x, type: tl.constexpr, IS_FP8: tl.constexpr):
     """Rows [N, M], seen as integers, as they travel, and what multiplies them at their end [N]: 1, unless they travel
     as e4m3.
     """
@@ -128,7 +128,7 @@ def encode(x, type: tl.constexpr, IS_FP8: tl.constexpr):
 
 
 @triton.jit
-def decode(x, scale, type: tl.constexpr, IS_FP8: tl.constexpr):
+def dequantize(x, scale, type: tl.constexpr, IS_FP8: tl.constexpr):
     """What was encoded, in float32."""
     wide = x.to(tl.float8e4nv if IS_FP8 else type, bitcast=True).to(tl.float32)
     return wide * scale[:, None] if IS_FP8 else wide
@@ -181,7 +181,7 @@ def gather_kernel(
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
         is_column = (column < WIDTH)[None, :]
         x = tl.load(q_ptr + token * token_stride + column[None, :], mask=is_column, other=0)
-        x, scale = encode(x, type, IS_FP8)
+        x, scale = quantize(x, type, IS_FP8)
         mine = rank * num_tokens + token
         at = peer_rows[:, None] + (mine * WIDTH + column)[None, :]
         tl.store(at, tl.broadcast_to(x, [PEERS, COLUMNS]), mask=is_peer[:, None] & is_column)
@@ -209,7 +209,7 @@ def gather_kernel(
             give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask)
         # What is not decoded does not go by way of float32: it may be pairs of bytes.
-        q = decode(x, as_float(scale), type, IS_FP8).to(type) if IS_FP8 else x.to(type, bitcast=True)
+        q = dequantize(x, as_float(scale), type, IS_FP8).to(type) if IS_FP8 else x.to(type, bitcast=True)
         tl.store(gathered_ptr + ((token * SIZE + peer)[:, None] * WIDTH + column[None, :]), q, mask=mask)
 
 
@@ -271,7 +271,7 @@ def combine_kernel(
         # Rows of an empty shard stay here: no one waits for them.
         mask = (lse != -float("inf"))[:, None] & (column < WIDTH)[None, :]
         out_at = (token * out_stride_token + head * out_stride_head)[:, None] + column[None, :]
-        x, scale = encode(tl.load(out_ptr + out_at, mask=mask, other=0), type, IS_FP8)
+        x, scale = quantize(tl.load(out_ptr + out_at, mask=mask, other=0), type, IS_FP8)
         mine = rank * num_rows + row
         tl.store(peer_rows[:, None] + (mine * WIDTH + column)[None, :], x, mask=mask)
         if tile == 0:
@@ -305,7 +305,7 @@ def combine_kernel(
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask & has_row[:, None])
         share, merged_lse = shares(as_float(lse))
         # A share of zero gives zero whatever the row holds.
-        rows = tl.where(share[:, None] != 0, decode(x, as_float(scale), type, IS_FP8), 0.0)
+        rows = tl.where(share[:, None] != 0, dequantize(x, as_float(scale), type, IS_FP8), 0.0)
         merged = tl.sum(rows * share[:, None], 0)
         tl.store(merged_ptr + row * WIDTH + column, merged.to(type), mask=column < WIDTH)
         if tile == 0:
