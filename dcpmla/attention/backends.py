@@ -47,9 +47,9 @@ class SendDecode(Protocol):
         addresses: Tensor,
         state: Tensor,
         rank: int,
-        slot_bytes: int,
+        landing_bytes: int,
     ) -> None:
-        """`Decode` of one query token a request, whose rows go into the slots of `comm.kernels.slots`."""
+        """`Decode` of one query token a request, whose rows go into the landings of `comm.kernels.landings`."""
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ def _mla_decode_and_merge(
     addresses: Tensor,
     state: Tensor,
     fault: Tensor,
-    slot_bytes: int,
+    landing_bytes: int,
     timeout: float,
     group: str,
 ) -> tuple[Tensor, Tensor]:
@@ -255,7 +255,7 @@ def _mla_decode_and_merge(
     """
     from dcpmla.comm import direct_ops  # triton is there on Linux only
 
-    mailbox = addresses, state, fault, slot_bytes, timeout, group
+    mailbox = addresses, state, fault, landing_bytes, timeout, group
     backend = select_decode(q, kv_cache, kv_lora_rank, dtype)
     if backend.load_sender is None:
         what = q, kv_cache, block_table, seq_lens, scale, kv_lora_rank
@@ -267,7 +267,7 @@ def _mla_decode_and_merge(
     if len(q):
         scales = kv_scale, q_scale, dtype
         backend.load_sender()(
-            q, kv_cache, block_table, seq_lens, scale, workspace, *scales, addresses, state, rank, slot_bytes
+            q, kv_cache, block_table, seq_lens, scale, workspace, *scales, addresses, state, rank, landing_bytes
         )
         direct_ops.collect(merged, merged_lse, *mailbox)
     return merged, merged_lse

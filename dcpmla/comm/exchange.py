@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# What `attention.decode` hands to its operator: addresses, state, fault, slot_bytes, timeout, group, as in
+# What `attention.decode` hands to its operator: addresses, state, fault, landing_bytes, timeout, group, as in
 # `comm.direct_ops`.
 Mailbox = tuple[Tensor, Tensor, Tensor, int, float, str]
 
