@@ -22,7 +22,7 @@ def aggregate(cls: Any) -> Any:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name, value in [*zip(fields, args, strict=False), *kwargs.items()]:
-            setattr(self, name, value)
+            setattr(self, name, core.constexpr(None) if value is None else value)
 
     init.__triton_builtin__ = True  # type: ignore[attr-defined]  # kernels may refer to it
     cls.__init__ = init

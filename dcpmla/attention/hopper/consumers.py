@@ -48,7 +48,7 @@ def _clear_past(values, stage, num_keys):
 
 
 @gluon.jit
-def _hand_over(scores, first_key, seen, scale, peak, total, buffers, barriers, num_handed):
+def _hand_over(scores, first_key, seen, scale, peak, total, buffers, probs_ready, probs_free, num_handed):
     """Take a tile's step of the online softmax, and hand its probabilities to the other consumer.
 
     Returns the probabilities as an operand, the factor of what was summed before, and the new peak and total.
@@ -63,10 +63,10 @@ def _hand_over(scores, first_key, seen, scale, peak, total, buffers, barriers, n
     prob = exp2(scores * scale - gl.expand_dims(shift, 1))
     total = total * factor + gl.sum(prob, 1)
     weights = prob.to(buffers.probs.dtype)
-    mbarrier.wait(barriers.probs_free.index(0), (num_handed & 1) ^ 1)
+    mbarrier.wait(probs_free, (num_handed & 1) ^ 1)
     buffers.probs.index(0).store(weights)
     buffers.factors.index(0).store(factor)
-    mbarrier.arrive(barriers.probs_ready.index(0), count=1)
+    mbarrier.arrive(probs_ready, count=1)
     return gl.convert_layout(weights, WEIGHTS), gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), new_peak, total
 
 
@@ -79,6 +79,7 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
     and the wait for memory grows by more than is won.
     """
     batch = work.batch
+    probs_ready, probs_free = barriers.probs_ready.index(0), barriers.probs_free.index(0)
     request, begin, start = work.request, work.begin, work.start
     num_segments, num_done, num_handed, last, last_begin = 0, 0, 0, 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
@@ -86,10 +87,9 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
         first, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
-            lens_ptr = batch.lens_ptr + first
             token = (batch.row_tile * ROWS + row) // batch.num_heads
-            num_seen = gl.load(lens_ptr + token, mask=row < num_rows, other=0)
-            seen = num_seen, gl.load(lens_ptr + batch.row_tile * ROWS // batch.num_heads)
+            num_seen = gl.load(batch.lens_ptr + first + token, mask=row < num_rows, other=0)
+            seen = num_seen, gl.load(batch.lens_ptr + first + batch.row_tile * ROWS // batch.num_heads)
             peak = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
@@ -99,7 +99,7 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
                 stage = num_done % NUM_STAGES
                 scores = warpgroup_mma_wait(0, deps=[start_scores(buffers, barriers, num_done, SCORES)])
                 weights, factor, peak, total = _hand_over(
-                    scores, key, seen, scale, peak, total, buffers, barriers, num_handed
+                    scores, key, seen, scale, peak, total, buffers, probs_ready, probs_free, num_handed
                 )
                 if key + KEYS > num_keys:
                     _clear_past(buffers.k_left, stage, num_keys - key)
@@ -113,9 +113,9 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
             is_any = total != 0
             total = gl.where(is_any, total, 1.0)
             inverse = value_scale / total
-            mbarrier.wait(barriers.probs_free.index(0), (num_handed & 1) ^ 1)
+            mbarrier.wait(probs_free, (num_handed & 1) ^ 1)
             buffers.factors.index(0).store(inverse)
-            mbarrier.arrive(barriers.probs_ready.index(0), count=1)
+            mbarrier.arrive(probs_ready, count=1)
             num_handed += 1
             acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT)), 1)
             lse = gl.where(is_any, (peak * scale + gl.log2(total)) * LN2, -float("inf"))

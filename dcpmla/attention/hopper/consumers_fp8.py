@@ -156,10 +156,9 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
         first, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
-            lens_ptr = batch.lens_ptr + first
             token = (batch.row_tile * ROWS + row) // batch.num_heads
-            num_seen = gl.load(lens_ptr + token, mask=row < num_rows, other=0)
-            seen = num_seen, gl.load(lens_ptr + batch.row_tile * ROWS // batch.num_heads)
+            num_seen = gl.load(batch.lens_ptr + first + token, mask=row < num_rows, other=0)
+            seen = num_seen, gl.load(batch.lens_ptr + first + batch.row_tile * ROWS // batch.num_heads)
             peak = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, TILE))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, TILE))
             key = (start - begin) * KEYS
@@ -252,8 +251,8 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
             first_row = first * batch.num_heads + batch.row_tile * ROWS
             columns = _in_columns(acc * factor)
             if stop - start == gl.cdiv(num_keys, KEYS):
-                columns = columns.permute((1, 0)).reshape([ROWS, 2, 2 * PAIRS]).permute((0, 2, 1))
-                first_columns, last_columns = columns.split()
+                rows = columns.permute((1, 0)).reshape([ROWS, 2, 2 * PAIRS]).permute((0, 2, 1))
+                first_columns, last_columns = rows.split()
                 first_column = half * HALF
                 store_columns(outputs, first_row, num_rows, first_column, first_columns, staging.index(0))
                 barrier()  # all have read the first columns

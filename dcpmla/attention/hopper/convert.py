@@ -135,6 +135,7 @@ def produce_converted(queries, cache, buffers, barriers, counters_ptr, work, IS_
         first, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
+            first_row = first * batch.num_heads + batch.row_tile * ROWS
             table = cache.table_ptr + request.to(gl.int64) * cache.table_stride
             tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
             found = find_keys(tile, table, last_key, cache, BY_KEY)
@@ -142,7 +143,7 @@ def produce_converted(queries, cache, buffers, barriers, counters_ptr, work, IS_
             c0, s0 = _load_quarter(rows_ptr, 0, IS_DS_MLA)
             c1, s1 = _load_quarter(rows_ptr, 1, IS_DS_MLA)
             rope = _load_rope(rows_ptr, cache.row_stride, IS_DS_MLA)
-            load_queries(queries, first * batch.num_heads + batch.row_tile * ROWS, buffers, barriers, num_segments)
+            load_queries(queries, first_row, buffers, barriers, num_segments)
             num_segments += 1
             while tile * KEYS <= last_key:
                 stage, phase = num_loaded % num_stages, (num_loaded // num_stages) & 1

@@ -108,9 +108,9 @@ def decode_kernel(
     work = cut(num_tiles, batch)
     mail = None
     if addresses_ptr is not None:
-        mail = open_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, landing_bytes)
+        mail = open_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, landing_bytes)
     partial_lses_ptr = partials_ptr + gl.num_programs(0) * gl.num_programs(1) * 2 * ROWS * LATENT
-    outputs = Outputs(out_ptr, lse_ptr, mail, partials_ptr, partial_lses_ptr, counters_ptr, num_heads)
+    outputs = Outputs(out_ptr, lse_ptr, mail, partials_ptr, partial_lses_ptr, counters_ptr)
     queries = Tiles(q_desc, q_pe_desc)
     keys = cache_ptr if kv_desc is None else Tiles(kv_desc, k_pe_desc)
     cache = Cache(keys, table_ptr, table_stride, rows_per_block, block_size, ROW_STRIDE, IS_SPARSE)

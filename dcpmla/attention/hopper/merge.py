@@ -23,10 +23,9 @@ def _counter_at(counters_ptr, first_part, row_tile):
 @gluon.jit
 def arrive(counters_ptr, begin, work):
     """Count half a partial output of the request whose tiles begin at `begin` as stored."""
+    first_part = begin // work.size
     barrier()
-    gl.atomic_add(
-        _counter_at(counters_ptr, begin // work.size, work.batch.row_tile), 1, sem="release", scope="gpu"
-    )
+    gl.atomic_add(_counter_at(counters_ptr, first_part, work.batch.row_tile), 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -115,8 +114,7 @@ def _merge_rows(
             part = gl.expand_dims(other + gl.arange(0, PARTS, layout=gl.SliceLayout(0, by_part)), 0)
             known = gl.minimum(part, num_parts - 1)  # a part that is read twice takes weight 0 the second time
             partial = find_partial(first_part + known, known == 0, row_tile)
-            lse = gl.load(outputs.partial_lses_ptr + (partial * ROWS + row))
-            lse = gl.where(part < num_parts, lse, -float("inf"))
+            lse = gl.where(part < num_parts, gl.load(outputs.partial_lses_ptr + (partial * ROWS + row)), -float("inf"))
             at = partial_at(
                 gl.expand_dims(partial, 2), half, gl.expand_dims(row, 2), gl.expand_dims(gl.expand_dims(index, 0), 0)
             )

@@ -41,6 +41,7 @@ class Mail:
     rank: gl.tensor
     own_heads: gl.base_value  # heads of a rank; a constexpr where it is 1
     num_rows: gl.tensor  # rows that each rank sends to an owner
+    num_heads: gl.tensor  # heads of all ranks
 
 
 @aggregate
@@ -57,22 +58,20 @@ class Outputs:
     partials_ptr: gl.tensor  # float32
     partial_lses_ptr: gl.tensor
     counters_ptr: gl.tensor  # int32 [tiles of rows, parts]
-    num_heads: gl.tensor
 
 
 @gluon.jit
-def open_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, landing_bytes):
+def open_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, landing_bytes):
     """Return the `Mail` of the exchange that begins with this launch."""
     epoch = gl.load(state_ptr) + 1
     rows_at, words_at = find_landing(epoch, landing_bytes)
-    return Mail(addresses_ptr, rows_at, words_at, epoch, rank, own_heads, num_rows)
+    return Mail(addresses_ptr, rows_at, words_at, epoch, rank, own_heads, num_rows, num_heads)
 
 
 @gluon.jit
-def _find_owner(outputs, row):
+def _find_owner(mail, row):
     """Return the addresses of the owners of rows of (token, head), and the rows' numbers in the owners' landings."""
-    mail = outputs.mail
-    token, head = row // outputs.num_heads, row % outputs.num_heads
+    token, head = row // mail.num_heads, row % mail.num_heads
     own_row = row_in_landing(mail.rank, mail.num_rows, token * mail.own_heads + head % mail.own_heads)
     return gl.load(mail.addresses_ptr + head // mail.own_heads), own_row.to(gl.int64)
 
@@ -81,7 +80,7 @@ def _find_owner(outputs, row):
 def out_at(outputs, first_row, row, column):
     """Return pointers to columns [1, M] of rows first_row + [N, 1]."""
     if outputs.mail is not None:
-        address, own_row = _find_owner(outputs, first_row + row)
+        address, own_row = _find_owner(outputs.mail, first_row + row)
         address = address + outputs.mail.rows_at + own_row * (LATENT * 2)
         at = gl.multiple_of(address.to(gl.pointer_type(outputs.out_ptr.dtype.element_ty)), [16, 16]) + column
     else:
@@ -106,7 +105,7 @@ def lse_of_row(outputs, lse):
 def store_lse(outputs, first_row, row, lse, mask):
     """Store the LSE of rows first_row + [N]."""
     if outputs.mail is not None:
-        address, own_row = _find_owner(outputs, first_row + row)
+        address, own_row = _find_owner(outputs.mail, first_row + row)
         address = (address + outputs.mail.words_at + own_row * 8).to(gl.pointer_type(gl.int64))
         gl.store(address, as_word(lse, outputs.mail.epoch), mask=mask)
     else:

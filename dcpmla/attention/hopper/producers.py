@@ -102,19 +102,21 @@ def produce_tiles(queries, cache, buffers, barriers, counters_ptr, work):
         first, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
+            first_row = first * batch.num_heads + batch.row_tile * ROWS
             table = cache.table_ptr + request.to(gl.int64) * cache.table_stride
             first_tile, num_tiles = start - begin, stop - start
-            load_queries(queries, first * batch.num_heads + batch.row_tile * ROWS, buffers, barriers, num_segments)
+            load_queries(queries, first_row, buffers, barriers, num_segments)
             num_segments += 1
             for tile in range(0, num_tiles):
                 stage, phase = num_loaded % num_stages, (num_loaded // num_stages) & 1
                 row = _find_row(first_tile + tile, table, cache)
-                left_ready, right_ready = barriers.left_ready.index(stage), barriers.right_ready.index(stage)
                 mbarrier.wait(barriers.left_free.index(stage), phase ^ 1)
+                left_ready = barriers.left_ready.index(stage)
                 mbarrier.expect(left_ready, KEYS * (HALF + ROPE) * size)
                 tma_load(cache.keys.half_desc, [row, 0], left_ready, buffers.k_left.index(stage))
                 tma_load(cache.keys.rope_desc, [row, LATENT], left_ready, buffers.k_pe.index(stage))
                 mbarrier.wait(barriers.right_free.index(stage), phase ^ 1)
+                right_ready = barriers.right_ready.index(stage)
                 mbarrier.expect(right_ready, KEYS * HALF * size)
                 tma_load(cache.keys.half_desc, [row, HALF], right_ready, buffers.k_right.index(stage))
                 num_loaded += 1
@@ -138,10 +140,11 @@ def produce_rows(queries, cache, buffers, barriers, counters_ptr, work):
         first, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
+            first_row = first * batch.num_heads + batch.row_tile * ROWS
             table = cache.table_ptr + request.to(gl.int64) * cache.table_stride
             tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
             found = find_keys(tile, table, last_key, cache, by_key)
-            load_queries(queries, first * batch.num_heads + batch.row_tile * ROWS, buffers, barriers, num_segments)
+            load_queries(queries, first_row, buffers, barriers, num_segments)
             num_segments += 1
             while tile * KEYS <= last_key:
                 stage, phase = num_loaded % num_stages, (num_loaded // num_stages) & 1
