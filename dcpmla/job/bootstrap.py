@@ -53,7 +53,7 @@ def read_launcher(device: str, timeout: timedelta = timedelta(minutes=1)) -> Ran
     return assign_device(device, find_launch_info(os.environ, timeout))
 
 
-def assign_device(device: str, place: LaunchInfo) -> Ranks:
+def assign_device(device: str, launch: LaunchInfo) -> Ranks:
     """Give a rank its device: the GPU of its number on the host, which must see one for each of its ranks, or its CPUs.
 
     Args:
@@ -63,22 +63,22 @@ def assign_device(device: str, place: LaunchInfo) -> Ranks:
     """
     if device not in DEVICES:
         raise ValueError(f"device (--device) is {device!r}; choose one of {', '.join(DEVICES)}")
-    num_gpus, num_local = torch.cuda.device_count(), place.num_local_ranks
+    num_gpus, num_local = torch.cuda.device_count(), launch.num_local_ranks
     if device == "cpu" or (device == "auto" and num_gpus == 0):
         # transformers puts a tensor-parallel model on the accelerator that it sees: now it must see none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return Ranks(**vars(place), device=torch.device("cpu"))
+        return Ranks(**vars(launch), device=torch.device("cpu"))
     if num_gpus < num_local:
         hint = (
             "srun --gpus-per-node, no --gpus-per-task, no --gpu-bind"
-            if place.launcher == "srun"
+            if launch.launcher == "srun"
             else "CUDA_VISIBLE_DEVICES"
         )
         raise ValueError(
             f"device (--device) is {device!r}, but a rank sees {num_gpus} GPUs for {num_local} ranks of its host; start fewer, "
             f"let each see the GPUs of all ({hint}), or use --device cpu"
         )
-    return Ranks(**vars(place), device=torch.device("cuda", place.local_rank))
+    return Ranks(**vars(launch), device=torch.device("cuda", launch.local_rank))
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
         device_id=ranks.device if on_gpu else None,
     )
     try:
-        with _torchrun_s_variables(ranks):
+        with _torchrun_variables(ranks):
             yield
     except ValueError:
         dist.destroy_process_group()
@@ -136,16 +136,16 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
 
 
 @contextmanager
-def _torchrun_s_variables(place: LaunchInfo) -> Iterator[None]:
+def _torchrun_variables(launch: LaunchInfo) -> Iterator[None]:
     """Only for a while: a later `find_launch_info` would take them for torchrun's."""
-    if place.launcher not in ("mpirun", "srun"):
+    if launch.launcher not in ("mpirun", "srun"):
         yield
         return
     numbers = {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.num_ranks,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": place.num_local_ranks,
+        "RANK": launch.rank,
+        "WORLD_SIZE": launch.num_ranks,
+        "LOCAL_RANK": launch.local_rank,
+        "LOCAL_WORLD_SIZE": launch.num_local_ranks,
     }
     os.environ.update({name: str(number) for name, number in numbers.items()})
     try:

@@ -34,7 +34,7 @@ class Post:
         count: operations entered so far. Ranks enter the same ones in the same order, so a lower count is a rank
         behind.
         seconds: in the operation so far. limit: seconds it may take.
-        place: line of code where the main thread was. waits: in a collective there.
+        where: line of code where the main thread was. waits: in a collective there.
         left: the rank has ended in order. failed: it is about to end, for a fault that it has found.
         time: of the post, seconds since the epoch.
     """
@@ -44,7 +44,7 @@ class Post:
     operation: str
     seconds: float
     limit: float
-    place: str
+    where: str
     waits: bool
     left: bool
     failed: bool
@@ -80,7 +80,7 @@ def find_missing(before: Sequence[Post | None], after: Sequence[Post | None]) ->
 def describe_missing(missing: Sequence[int], posts: Sequence[Post | None], now: float) -> str:
     last = posts[missing[0]]
     seen = (
-        f"last seen {max(0.0, now - last.time):.0f} s ago in {last.operation}, at {last.place}"
+        f"last seen {max(0.0, now - last.time):.0f} s ago in {last.operation}, at {last.where}"
         if last
         else "it never came"
     )
@@ -109,18 +109,18 @@ def blame(rank: int, posts: Sequence[Post | None], missing: Sequence[int], timeo
     if mine.seconds < mine.limit:
         return Verdict("", excused=True)
     here = {other: post for other, post in enumerate(posts) if post and not post.left}
-    behind = [other for other, post in here.items() if post.count < mine.count]
+    lagging = [other for other, post in here.items() if post.count < mine.count]
     busy = [other for other, post in here.items() if post.count == mine.count and not post.waits]
-    late = behind or busy
+    late = lagging or busy
     if rank in late and (len(late) < len(here) or len(posts) == 1):
         return Verdict(
-            f"rank {rank} has not come back from {mine.operation} for {mine.seconds:.0f} s, at {mine.place}; {_LOOK}"
+            f"rank {rank} has not come back from {mine.operation} for {mine.seconds:.0f} s, at {mine.where}; {_LOOK}"
         )
     if rank in late or not late:  # nobody stands out
-        return Verdict(waited + describe_places(posts) + f"; {_LOOK}")
+        return Verdict(waited + describe_posts(posts) + f"; {_LOOK}")
     first = here[late[0]]
     words = (
-        f"{waited}{name_ranks(late)} has been in {first.operation} for {first.seconds:.0f} s, at {first.place}; {_LOOK}"
+        f"{waited}{name_ranks(late)} has been in {first.operation} for {first.seconds:.0f} s, at {first.where}; {_LOOK}"
     )
     return Verdict(words, excused=any(here[other].seconds < here[other].limit for other in late))
 
@@ -179,11 +179,11 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def describe_places(posts: Sequence[Post | None]) -> str:
+def describe_posts(posts: Sequence[Post | None]) -> str:
     """Where everyone is, the smallest group first: it is the odd one out."""
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, post in enumerate(posts):
         if post:
-            groups["left the job" if post.left else f"in {post.operation} at {post.place}"].append(rank)
+            groups["left the job" if post.left else f"in {post.operation} at {post.where}"].append(rank)
     smallest = sorted(groups.items(), key=lambda group: len(group[1]))
-    return "; ".join(f"{name_ranks(ranks)} {place}" for place, ranks in smallest[:4])
+    return "; ".join(f"{name_ranks(ranks)} {where}" for where, ranks in smallest[:4])

@@ -5,6 +5,8 @@ be the tasks of srun or mpirun, mpirun's daemons the tasks of srun. What cannot 
 """
 
 import re
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 
 from dcpmla.job.mpi import meet_over_mpi
-from dcpmla.job.rendezvous import open_round
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MPIRUN = (
@@ -26,6 +27,7 @@ _FIRST_SPECIAL_STEP = (
     0xFFFFFFF0  # Slurm numbers batch scripts and interactive shells from here: steps that srun did not start
 )
 _PORTS = range(20000, 32000)  # below the range that systems hand out to connections
+_POLL = 0.05  # seconds
 
 Environment = Mapping[str, str]
 
@@ -162,7 +164,7 @@ def _srun(env: Environment) -> LaunchInfo:
     local_rank = _number(env, "SLURM_LOCALID", 0, num_local - 1)
     if num_ranks == 1:
         return LaunchInfo("srun", 0, 1, 0, 1, _open_own_store)
-    address = _srun_meeting_place(env)
+    address = _srun_address(env)
     return LaunchInfo(
         "srun", rank, num_ranks, local_rank, num_local, partial(_open_store, address, rank, num_ranks, None), address
     )
@@ -183,7 +185,7 @@ def _num_local_tasks(env: Environment, num_ranks: int) -> int:
     return tasks[node]
 
 
-def _srun_meeting_place(env: Environment) -> tuple[str, int]:
+def _srun_address(env: Environment) -> tuple[str, int]:
     """MASTER_ADDR, or the first host of the step's compressed list (`rack[1-2]n[03-05,7],login` starts with
     rack1n03); MASTER_PORT, or one
     that follows from job and step, so that two jobs on a host rarely choose the same."""
@@ -224,3 +226,35 @@ def _open_store(
     address: tuple[str, int], rank: int, num_ranks: int, listener: int | None, timeout: timedelta
 ) -> dist.Store:
     return dist.TCPStore(*address, num_ranks, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)
+
+
+def open_round(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+    """The part of a store that belongs to the ranks that are alive now. Collective.
+
+    A greeting in the store may be from a rank that is dead, and restarts are not counted alike on every host. So
+    rank 0 names the round and answers every greeting; a rank knows the answer to its own by a number that nobody had
+    before.
+
+    Raises:
+        torch.distributed.DistStoreError: not all came in time.
+    """
+    if rank:
+        greeting = uuid.uuid4().hex
+        store.set(f"greeting/{rank}", greeting)
+        store.wait([f"answer/{greeting}"], timeout)
+        name = store.get(f"answer/{greeting}").decode()
+        store.add(f"{name}/met", 1)
+    else:
+        name = uuid.uuid4().hex
+        _answer_greetings(store, name, num_ranks, time.monotonic() + timeout.total_seconds())
+    return dist.PrefixStore(name, store)
+
+
+def _answer_greetings(store: dist.Store, name: str, num_ranks: int, until: float) -> None:
+    greetings = [f"greeting/{rank}" for rank in range(1, num_ranks)]
+    while (num_met := store.add(f"{name}/met", 0)) < num_ranks - 1:
+        if time.monotonic() > until:
+            raise dist.DistStoreError(f"{num_met + 1} of {num_ranks} ranks came")
+        for greeting in store.multi_get([key for key in greetings if store.check([key])]):
+            store.set(f"answer/{greeting.decode()}", name)
+        time.sleep(_POLL)

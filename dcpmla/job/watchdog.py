@@ -28,7 +28,7 @@ from dcpmla.job.faults import (
     Verdict,
     blame,
     describe_missing,
-    describe_places,
+    describe_posts,
     explain,
     find_missing,
 )
@@ -164,9 +164,9 @@ class Watchdog:
             RuntimeError
         ):  # it is a thread, and there may be no memory left for one: this rank is about to say so itself
             faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
-        place, waits = _place(self._main_thread)
+        where, waits = _current_line(self._main_thread)
         left, failed = self._left.is_set(), self._ending is not None
-        post = Post(self._num_beats, count, operation, now - since, limit, place, waits, left, failed, time.time())
+        post = Post(self._num_beats, count, operation, now - since, limit, where, waits, left, failed, time.time())
         self._ask(lambda: self._store.set(f"post/{self._rank}", json.dumps(asdict(post))), None)
 
     def _follow(self) -> None:
@@ -261,7 +261,7 @@ class Watchdog:
         elif fault.is_consequence and self._store_lost:
             advice, details = _NO_STORE, ""
         elif fault.is_consequence and code == 1:  # nobody is missing, nobody says why: where the others are tells
-            others = describe_places([None if post is None or post.failed else post for post in posts])
+            others = describe_posts([None if post is None or post.failed else post for post in posts])
             advice = "; ".join(filter(None, (others, advice)))
         self._report(code, f"rank {self._rank} {fault.what} in {self._operation.name}: {advice}", details, len(missing))
         self._exit(code)
@@ -303,14 +303,14 @@ class Watchdog:
             os._exit(code)
 
 
-def _place(thread: int) -> tuple[str, bool]:
+def _current_line(thread: int) -> tuple[str, bool]:
     """The line that a thread is at, torch's own left out, and whether it is in a collective there."""
     frame, waits = sys._current_frames().get(thread), False
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         waits = waits or frame.f_globals["__name__"].startswith("torch.distributed")
         frame = frame.f_back
     if frame is None:
-        return "an unknown place", waits
+        return "an unknown line", waits
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})", waits
 
 
