@@ -1,6 +1,4 @@
-"""Where the ranks meet before there are process groups: one store, in time or not at all, and what is told there first:
-mistakes.
-"""
+"""The ranks' meeting before there are process groups: connecting to one store in time, and sharing mistakes over it."""
 
 import json
 import socket
@@ -15,7 +13,7 @@ import torch.distributed as dist
 
 from dcpmla.job.launcher import LaunchInfo
 
-_GRACE = 5.0  # seconds beyond the timeout that the store's client has to see it itself
+_GRACE = 5.0  # seconds past the timeout, for the store's client to report it first
 _RETRY = 0.5  # seconds between two look-ups of a host name
 
 
@@ -26,7 +24,7 @@ def meet(launch: LaunchInfo, timeout: timedelta) -> dist.Store:
         ConnectionError: the ranks did not meet in time.
     """
     outcome: Future[dist.Store] = Future()
-    # A thread, because the store's client waits for ever for a listener that is no store and never speaks.
+    # In a thread, because the store's client waits forever for a listener that is not a store and never answers.
     threading.Thread(target=_open, args=(launch, timeout, outcome), daemon=True).start()
     try:
         return outcome.result(timeout.total_seconds() + _GRACE)
@@ -39,7 +37,8 @@ def meet(launch: LaunchInfo, timeout: timedelta) -> dist.Store:
     reason = (str(error).splitlines() or [repr(error)])[0]
     raise ConnectionError(
         f"rank {launch.rank} of {launch.num_ranks} (started by {launch.launcher}) did not meet the others within "
-        f"{timeout.total_seconds():.0f} s: {reason}; see that all ranks were started and reach rank 0's host (MASTER_ADDR, MASTER_PORT)"
+        f"{timeout.total_seconds():.0f} s: {reason}; see that all ranks were started and reach rank 0's host "
+        "(MASTER_ADDR, MASTER_PORT)"
     ) from error
 
 
@@ -52,7 +51,7 @@ def _open(launch: LaunchInfo, timeout: timedelta, outcome: Future[dist.Store]) -
 
 
 def _resolve(launch: LaunchInfo, until: float) -> None:
-    """Look rank 0's host up until it is known: torch would print its stack for each try."""
+    """Look up rank 0's host until it resolves; torch would print its stack for each failed attempt."""
     while launch.address:
         try:
             socket.getaddrinfo(*launch.address)
@@ -72,11 +71,10 @@ def _where(launch: LaunchInfo) -> str:
 
 @contextmanager
 def agree_at(store: dist.Store, launch: LaunchInfo) -> Iterator[None]:
-    """Run a block that any rank's ValueError may end: then every rank raises the ValueError of the first rank that
-    has one.
+    """Run a block in which any rank may raise ValueError: every rank then raises that of the first such rank.
 
-    Collective, over the store; `agree` does the same once process groups are there. A mistake that not all ranks
-    see begins with "rank N:".
+    Collective over the store, as `agree` is over process groups. A mistake that not all ranks see begins with "rank
+    N:".
     """
     mistake: ValueError | None = None
     try:
