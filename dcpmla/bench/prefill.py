@@ -146,9 +146,9 @@ def run(args: argparse.Namespace) -> None:
             _plot(args.plot, rows, f"prefill kernels, {args.num_heads} heads of {_DIMS[0]} + {_DIMS[1]} and {_DIMS[2]}")
 
 
-def _check_alone(place: LaunchInfo) -> None:
-    if place.num_ranks != 1:
-        raise ValueError(f"bench prefill measures one device, but {place.num_ranks} ranks were started; start one")
+def _check_alone(launch: LaunchInfo) -> None:
+    if launch.num_ranks != 1:
+        raise ValueError(f"bench prefill measures one device, but {launch.num_ranks} ranks were started; start one")
 
 
 def _rows(inputs: _Inputs, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:

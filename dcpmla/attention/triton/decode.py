@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs
-from dcpmla.attention.triton.limits import shared_memory
+from dcpmla.attention.triton.device import shared_memory
 from dcpmla.cache import formats
 
 _LOG2E = 1.4426950408889634
@@ -81,8 +81,8 @@ def _merge_parts(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, LATENT], tl.float32)
     for part in range(0, num_parts):
-        slot = (row_tile * tl.num_programs(0) + first_part + part) * 2 + (part == 0)
-        at = slot * ROWS + row
+        index = (row_tile * tl.num_programs(0) + first_part + part) * 2 + (part == 0)
+        at = index * ROWS + row
         lse = tl.load(partial_lse_ptr + at, cache_modifier=".cg")
         new_peak = tl.maximum(peak, lse)
         shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # -inf - -inf is NaN

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.triton.descriptors import describe
-from dcpmla.attention.triton.limits import shared_memory
+from dcpmla.attention.triton.device import describe, shared_memory
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
@@ -25,7 +24,7 @@ SIGN_BIT, MINUS_INF = tl.constexpr(-(1 << 31)), tl.constexpr(-(1 << 23))  # bits
 
 
 @triton.jit
-def _find_tile(start_loc_ptr, num_reqs, slot, BLOCK_M: tl.constexpr):
+def _find_tile(start_loc_ptr, num_reqs, program, BLOCK_M: tl.constexpr):
     """The request that a slot belongs to, and which of its tiles the slot is.
 
     Request r has the slots from start[r] // BLOCK_M + r on: as many as it has tiles, or one more. No table, and no
@@ -35,11 +34,11 @@ def _find_tile(start_loc_ptr, num_reqs, slot, BLOCK_M: tl.constexpr):
     high = num_reqs
     while low < high - 1:
         middle = (low + high) // 2
-        if tl.load(start_loc_ptr + middle) // BLOCK_M + middle <= slot:
+        if tl.load(start_loc_ptr + middle) // BLOCK_M + middle <= program:
             low = middle
         else:
             high = middle
-    return low, slot - (tl.load(start_loc_ptr + low) // BLOCK_M + low)
+    return low, program - (tl.load(start_loc_ptr + low) // BLOCK_M + low)
 
 
 @triton.jit
@@ -146,9 +145,9 @@ def mha_prefill_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One program a (slot, head), the last slots first: under a causal bound a request's last tile sees the most keys."""
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    request, tile = _find_tile(query_start_loc_ptr, num_reqs, slot, BLOCK_M)
+    request, tile = _find_tile(query_start_loc_ptr, num_reqs, program, BLOCK_M)
     query_start = tl.load(query_start_loc_ptr + request).to(tl.int64)
     num_queries = (tl.load(query_start_loc_ptr + request + 1) - query_start).to(tl.int32)
     first_query = tile * BLOCK_M
