@@ -82,7 +82,9 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
                 except EOFError:
                     processes[rank].join(10)
                     raise AssertionError(f"rank {rank} of {len(pipes)} {_ending(processes[rank])}") from None
-                crashed = [f"rank {other} {_ending(process)}; " for other, process in enumerate(processes) if _crashed(process)]
+                crashed = [
+                    f"rank {other} {_ending(process)}; " for other, process in enumerate(processes) if _crashed(process)
+                ]
                 assert error is None, f"{''.join(crashed)}rank {rank} of {len(pipes)} failed:\n{error}"
     return [results[rank] for rank in range(len(pipes))]
 
