@@ -141,14 +141,8 @@ class DirectExchange:
         raise_fault(self._fault, self.timeout, self.group.group_name)
 
     def _memory(self) -> Mailbox:
-        return (
-            self._landings.addresses,
-            self._state,
-            self._fault,
-            self._landing_bytes,
-            self.timeout,
-            self.group.group_name,
-        )
+        memory = self._landings.addresses, self._state, self._fault, self._landing_bytes
+        return Mailbox(*memory, self.timeout, self.group.group_name)
 
     def _new_windows(self, num_windows: int, window_bytes: int) -> "_Windows":
         memory = self._allocate(num_windows * window_bytes + _FLAG_BYTES, self.group, self.device)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dcpmla.attention.sparse.candidates import EMPTY, pack_candidates
 from dcpmla.comm.direct import DirectExchange
-from dcpmla.comm.direct_ops import collect
 from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.merge import merge_partials
 from tests.support.shared_memory import send_rows
@@ -102,7 +101,8 @@ def exchange_once(
     if mailbox and exchange.device.type == "cpu" and own.random() < 0.3:  # to the others it is all one
         send_rows(out[rank], lse[rank], exchange._landings, exchange._state, exchange._landing_bytes, rank)
         merged, merged_lse = torch.empty_like(out[rank, :, heads]), torch.empty_like(lse[rank, :, heads])
-        collect(merged, merged_lse, *mailbox)
+        mailbox.enter(merged)
+        mailbox.collect(merged, merged_lse)
     else:
         merged, merged_lse = exchange.combine(lay_out(out[rank], kinds[1]), lay_out(lse[rank], kinds[2]))
     time.sleep(own.choice((0, 0.02)))
