@@ -64,8 +64,8 @@ def _hand_over(scores, first_key, seen, scale, peak, total, buffers, probs_ready
     total = total * factor + gl.sum(prob, 1)
     weights = prob.to(buffers.probs.dtype)
     mbarrier.wait(probs_free, (num_handed & 1) ^ 1)
-    buffers.probs.index(0).store(weights)
-    buffers.factors.index(0).store(factor)
+    buffers.probs.store(weights)
+    buffers.factors.store(factor)
     mbarrier.arrive(probs_ready, count=1)
     return gl.convert_layout(weights, WEIGHTS), gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), new_peak, total
 
@@ -114,7 +114,7 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
             total = gl.where(is_any, total, 1.0)
             inverse = value_scale / total
             mbarrier.wait(probs_free, (num_handed & 1) ^ 1)
-            buffers.factors.index(0).store(inverse)
+            buffers.factors.store(inverse)
             mbarrier.arrive(probs_ready, count=1)
             num_handed += 1
             acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT)), 1)
@@ -143,7 +143,6 @@ def value_consumer(buffers, barriers, outputs, work):
     """Compute the right half of the output, from the probabilities of `score_consumer`."""
     batch = work.batch
     probs_ready, probs_free = barriers.probs_ready.index(0), barriers.probs_free.index(0)
-    probs, factors = buffers.probs.index(0), buffers.factors.index(0)
     request, begin, start = work.request, work.begin, work.start
     num_done, num_handed, last, last_begin = 0, 0, 0, 0
     while start < work.end:
@@ -154,8 +153,8 @@ def value_consumer(buffers, barriers, outputs, work):
             for tile in range(start - begin, stop - begin):
                 stage, phase = num_done % NUM_STAGES, (num_done // NUM_STAGES) & 1
                 mbarrier.wait(probs_ready, num_handed & 1)
-                weights = probs.load(WEIGHTS)
-                factor = factors.load(gl.SliceLayout(1, OUTPUT))
+                weights = buffers.probs.load(WEIGHTS)
+                factor = buffers.factors.load(gl.SliceLayout(1, OUTPUT))
                 mbarrier.arrive(probs_free, count=1)
                 num_handed += 1
                 acc = acc * gl.expand_dims(factor, 1)
@@ -167,7 +166,7 @@ def value_consumer(buffers, barriers, outputs, work):
                 mbarrier.arrive(barriers.right_free.index(stage), count=1)
                 num_done += 1
             mbarrier.wait(probs_ready, num_handed & 1)
-            acc = acc * gl.expand_dims(factors.load(gl.SliceLayout(1, OUTPUT)), 1)
+            acc = acc * gl.expand_dims(buffers.factors.load(gl.SliceLayout(1, OUTPUT)), 1)
             mbarrier.arrive(probs_free, count=1)
             num_handed += 1
             if stop - start == gl.cdiv(num_keys, KEYS):
@@ -183,5 +182,5 @@ def value_consumer(buffers, barriers, outputs, work):
         begin = next_begin(begin, num_keys, work)
         start = gl.maximum(start, begin)
         request += 1
-    zero_empty(outputs, batch)  # while the other parts of the last request finish
+    zero_empty(outputs, work)  # while the other parts of the last request finish
     merge_parts(1, last, last_begin, work, outputs, barriers.merge_ready)

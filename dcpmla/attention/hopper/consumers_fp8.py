@@ -272,5 +272,5 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
         start = gl.maximum(start, begin)
         request += 1
     if half == 1:
-        zero_empty(outputs, batch)  # while the other parts of the last request finish
+        zero_empty(outputs, work)  # while the other parts of the last request finish
     merge_parts(half, last, last_begin, work, outputs, barriers.merge_ready)

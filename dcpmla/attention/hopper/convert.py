@@ -22,27 +22,27 @@ PREFETCHED = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _load_words(rows_ptr, first: gl.constexpr, number: gl.constexpr):
+def _load_words(keys_ptr, first: gl.constexpr, number: gl.constexpr):
     """Load words [first, first + number) of rows -> [KEYS, number]."""
     word = gl.expand_dims(gl.arange(0, number, layout=gl.SliceLayout(0, WORDS)), 0)
-    return gl.load(gl.expand_dims(rows_ptr, 1) + (first + word))
+    return gl.load(gl.expand_dims(keys_ptr, 1) + (first + word))
 
 
 @gluon.jit
-def _load_quarter(rows_ptr, quarter: gl.constexpr, IS_DS_MLA: gl.constexpr):
+def _load_quarter(keys_ptr, quarter: gl.constexpr, IS_DS_MLA: gl.constexpr):
     """Load a quarter of the latents: words [KEYS, QUARTER] of four e4m3, and in fp8_ds_mla their scales [KEYS]."""
-    codes = _load_words(rows_ptr, quarter * QUARTER, QUARTER)
+    codes = _load_words(keys_ptr, quarter * QUARTER, QUARTER)
     scales = codes
     if IS_DS_MLA:
-        scales = gl.load(rows_ptr + (4 * QUARTER + quarter)).to(gl.float32, bitcast=True)
+        scales = gl.load(keys_ptr + (4 * QUARTER + quarter)).to(gl.float32, bitcast=True)
     return codes, scales
 
 
 @gluon.jit
-def _load_rope(rows_ptr, ROW_WORDS: gl.constexpr, IS_DS_MLA: gl.constexpr):
+def _load_rope(keys_ptr, ROW_WORDS: gl.constexpr, IS_DS_MLA: gl.constexpr):
     """Load rope parts: words of four e4m3 [KEYS, 16], in fp8_ds_mla of two bfloat16 [KEYS, 32]."""
     words: gl.constexpr = ROPE // 2 if IS_DS_MLA else ROPE // 4
-    return _load_words(rows_ptr, ROW_WORDS - words, words)
+    return _load_words(keys_ptr, ROW_WORDS - words, words)
 
 
 @gluon.jit
@@ -108,13 +108,14 @@ def _store_rope(buffer, words, IS_DS_MLA: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(found, cache):
+def _prefetch(found, rows_ptr, paging):
     """Bring pages of one row into the L2 cache, so that their loads wait for that alone."""
-    word = gl.arange(0, 8, layout=gl.SliceLayout(0, PREFETCHED)) * ((cache.row_stride - 1) // 7)  # at most 128 bytes apart
+    step: gl.constexpr = (paging.row_stride - 1) // 7  # words: at most a line of 128 bytes
+    word = gl.arange(0, 8, layout=gl.SliceLayout(0, PREFETCHED)) * step
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [gl.expand_dims(point_to(found, cache), 1) + gl.expand_dims(word, 0)],
+        [gl.expand_dims(point_to(found, rows_ptr, paging), 1) + gl.expand_dims(word, 0)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -122,10 +123,10 @@ def _prefetch(found, cache):
 
 
 @gluon.jit
-def produce_converted(queries, cache, buffers, barriers, counters_ptr, work, IS_DS_MLA: gl.constexpr):
+def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr, work):
     """Copy the queries of each segment by TMA, then load and convert its keys.
 
-    IS_DS_MLA: rows are of fp8_ds_mla; else e4m3 throughout, and their scale is the consumers' business.
+    Scales of fp8_ds_mla are multiplied in; the one scale of an e4m3 cache is left to the consumers.
     """
     num_stages: gl.constexpr = buffers.k_left.shape[0]
     batch = work.batch
@@ -136,41 +137,40 @@ def produce_converted(queries, cache, buffers, barriers, counters_ptr, work, IS_
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
             first_row = first * batch.num_heads + batch.row_tile * ROWS
-            table = cache.table_ptr + request.to(gl.int64) * cache.table_stride
+            table = paging.table_ptr + request.to(gl.int64) * paging.table_stride
             tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
-            found = find_keys(tile, table, last_key, cache, BY_KEY)
-            rows_ptr = point_to(found, cache)
-            c0, s0 = _load_quarter(rows_ptr, 0, IS_DS_MLA)
-            c1, s1 = _load_quarter(rows_ptr, 1, IS_DS_MLA)
-            rope = _load_rope(rows_ptr, cache.row_stride, IS_DS_MLA)
+            found = find_keys(tile, last_key, table, rows_ptr, paging, BY_KEY)
+            keys_ptr = point_to(found, rows_ptr, paging)
+            c0, s0 = _load_quarter(keys_ptr, 0, paging.is_ds_mla)
+            c1, s1 = _load_quarter(keys_ptr, 1, paging.is_ds_mla)
+            rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
             load_queries(queries, first_row, buffers, barriers, num_segments)
             num_segments += 1
             while tile * KEYS <= last_key:
                 stage, phase = num_loaded % num_stages, (num_loaded // num_stages) & 1
-                k_left, k_right = buffers.k_left.index(stage), buffers.k_right.index(stage)
                 mbarrier.wait(barriers.left_free.index(stage), phase ^ 1)
                 mbarrier.wait(barriers.right_free.index(stage), phase ^ 1)
-                next_found = find_keys(tile + 1, table, last_key, cache, BY_KEY)
-                if cache.is_sparse:
-                    ahead = find_keys(tile + 2, table, last_key, cache, gl.SliceLayout(1, PREFETCHED))
-                rows_ptr = point_to(found, cache)
-                c2, s2 = _load_quarter(rows_ptr, 2, IS_DS_MLA)
-                _store_quarter(k_left, 0, c0, s0, IS_DS_MLA)
-                c3, s3 = _load_quarter(rows_ptr, 3, IS_DS_MLA)
-                _store_quarter(k_left, 1, c1, s1, IS_DS_MLA)
+                next_found = find_keys(tile + 1, last_key, table, rows_ptr, paging, BY_KEY)
+                if paging.is_sparse:
+                    ahead = find_keys(tile + 2, last_key, table, rows_ptr, paging, gl.SliceLayout(1, PREFETCHED))
+                keys_ptr = point_to(found, rows_ptr, paging)
+                c2, s2 = _load_quarter(keys_ptr, 2, paging.is_ds_mla)
+                _store_quarter(buffers.k_left.index(stage), 0, c0, s0, paging.is_ds_mla)
+                c3, s3 = _load_quarter(keys_ptr, 3, paging.is_ds_mla)
+                _store_quarter(buffers.k_left.index(stage), 1, c1, s1, paging.is_ds_mla)
                 found = next_found
-                rows_ptr = point_to(found, cache)
-                c0, s0 = _load_quarter(rows_ptr, 0, IS_DS_MLA)
-                _store_rope(buffers.k_pe.index(stage), rope, IS_DS_MLA)
-                rope = _load_rope(rows_ptr, cache.row_stride, IS_DS_MLA)
-                _store_quarter(k_right, 0, c2, s2, IS_DS_MLA)
-                c1, s1 = _load_quarter(rows_ptr, 1, IS_DS_MLA)
-                _store_quarter(k_right, 1, c3, s3, IS_DS_MLA)
+                keys_ptr = point_to(found, rows_ptr, paging)
+                c0, s0 = _load_quarter(keys_ptr, 0, paging.is_ds_mla)
+                _store_rope(buffers.k_pe.index(stage), rope, paging.is_ds_mla)
+                rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
+                _store_quarter(buffers.k_right.index(stage), 0, c2, s2, paging.is_ds_mla)
+                c1, s1 = _load_quarter(keys_ptr, 1, paging.is_ds_mla)
+                _store_quarter(buffers.k_right.index(stage), 1, c3, s3, paging.is_ds_mla)
                 fence_async_shared()  # waits for loads, too: those in flight here have been for a while
                 mbarrier.arrive(barriers.left_ready.index(stage), count=1)
                 mbarrier.arrive(barriers.right_ready.index(stage), count=1)
-                if cache.is_sparse:
-                    _prefetch(ahead, cache)
+                if paging.is_sparse:
+                    _prefetch(ahead, rows_ptr, paging)
                 num_loaded += 1
                 tile += 1
             last, last_begin = request, begin

@@ -26,9 +26,8 @@ from dcpmla.attention.hopper import consumers, consumers_fp8
 from dcpmla.attention.hopper.convert import produce_converted
 from dcpmla.attention.hopper.outputs import Outputs, open_mail
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
-from dcpmla.attention.hopper.producers import Cache, Tiles, produce_rows, produce_tiles
+from dcpmla.attention.hopper.producers import Paging, Tiles, produce_rows, produce_tiles
 from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, Batch, count_tiles, cut
-from dcpmla.cache.formats import FP8
 from dcpmla.comm.exchange import Mailbox
 
 _SWIZZLE_BYTES = 128  # at most
@@ -54,7 +53,7 @@ def decode_kernel(
     q_pe_desc,
     kv_desc,
     k_pe_desc,
-    cache_ptr,
+    rows_ptr,
     table_ptr,
     lens_ptr,
     start_ptr,
@@ -85,36 +84,34 @@ def decode_kernel(
     """Run programs (parts, tiles of query rows).
 
     Args:
-        kv_desc, k_pe_desc, cache_ptr: the cache for TMA, or for other producers, who take rows ROW_STRIDE elements
+        kv_desc, k_pe_desc, rows_ptr: the cache for TMA, or for other producers, who take rows ROW_STRIDE elements
             apart (words of four bytes where rows are converted); None for those that are not used.
         start_ptr: None where each request has query_len query tokens.
         kv_scale_ptr: None for caches of 16 bits and of fp8_ds_mla, whose rows hold their scales.
         scale: of the scores, times log2(e).
-        addresses_ptr, .., landing_bytes: where rows go that are sent to their owners in place of out and lse; else None.
+        addresses_ptr, .., landing_bytes: where rows go that are sent to their owners, not to out and lse; else None.
         REQS: a power of two, at least num_reqs and 32.
         IS_SPARSE: blocks are pages of one row.
         IS_CONVERTED: rows of 8 bits become those of q's dtype.
     """
-    batch = Batch(lens_ptr, start_ptr, query_len, num_heads, num_reqs, gl.program_id(1))
-    num_tiles = count_tiles(batch, REQS)  # what this loads is in flight while the mbarriers are set up
+    batch = Batch(lens_ptr, start_ptr, query_len, num_heads, gl.program_id(1))
+    num_tiles = count_tiles(batch, num_reqs, REQS)  # what this loads is in flight while the mbarriers are set up
     is_fp8: gl.constexpr = q_desc.dtype == gl.float8e4nv
-    is_ds_mla: gl.constexpr = kv_scale_ptr is None
+    is_ds_mla: gl.constexpr = IS_CONVERTED and kv_scale_ptr is None
     num_stages: gl.constexpr = consumers_fp8.NUM_STAGES if is_fp8 else consumers.NUM_STAGES
     num_probs: gl.constexpr = consumers_fp8.NUM_PROBS if is_fp8 else 1
     buffers = new_buffers(q_desc, q_pe_desc, num_stages, num_probs, HAS_LSES=is_fp8)
-    barriers = new_barriers(
-        num_stages, num_probs, Q_CONSUMERS=3 if is_fp8 else 2, PROBS_CONSUMERS=2 if is_fp8 else 1
-    )
-    work = cut(num_tiles, batch)
+    barriers = new_barriers(num_stages, num_probs, Q_CONSUMERS=3 if is_fp8 else 2, PROBS_CONSUMERS=2 if is_fp8 else 1)
+    work = cut(num_tiles, num_reqs, batch)
     mail = None
     if addresses_ptr is not None:
         mail = open_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, landing_bytes)
     partial_lses_ptr = partials_ptr + gl.num_programs(0) * gl.num_programs(1) * 2 * ROWS * LATENT
     outputs = Outputs(out_ptr, lse_ptr, mail, partials_ptr, partial_lses_ptr, counters_ptr)
     queries = Tiles(q_desc, q_pe_desc)
-    keys = cache_ptr if kv_desc is None else Tiles(kv_desc, k_pe_desc)
-    cache = Cache(keys, table_ptr, table_stride, rows_per_block, block_size, ROW_STRIDE, IS_SPARSE)
-    source = (queries, cache, buffers, barriers, counters_ptr, work)
+    keys = rows_ptr if kv_desc is None else Tiles(kv_desc, k_pe_desc)
+    paging = Paging(table_ptr, table_stride, rows_per_block, block_size, ROW_STRIDE, IS_SPARSE, is_ds_mla)
+    source = (queries, keys, buffers, barriers, paging, counters_ptr, work)
     if is_fp8:
         gl.warp_specialize(
             [
@@ -135,7 +132,7 @@ def decode_kernel(
             [
                 (consumers.score_consumer, (buffers, barriers, outputs, scale, value_scale, work)),
                 (consumers.value_consumer, (buffers, barriers, outputs, work)),
-                (produce_converted, source + (is_ds_mla,)),
+                (produce_converted, source),
             ],
             [4, 4],
             [184, 120],

@@ -72,16 +72,16 @@ def open_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, la
 def _find_owner(mail, row):
     """Return the addresses of the owners of rows of (token, head), and the rows' numbers in the owners' landings."""
     token, head = row // mail.num_heads, row % mail.num_heads
-    own_row = row_in_landing(mail.rank, mail.num_rows, token * mail.own_heads + head % mail.own_heads)
-    return gl.load(mail.addresses_ptr + head // mail.own_heads), own_row.to(gl.int64)
+    landed = row_in_landing(mail.rank, mail.num_rows, token * mail.own_heads) + head % mail.own_heads
+    return gl.load(mail.addresses_ptr + head // mail.own_heads), landed.to(gl.int64)
 
 
 @gluon.jit
 def out_at(outputs, first_row, row, column):
     """Return pointers to columns [1, M] of rows first_row + [N, 1]."""
     if outputs.mail is not None:
-        address, own_row = _find_owner(outputs.mail, first_row + row)
-        address = address + outputs.mail.rows_at + own_row * (LATENT * 2)
+        address, landed = _find_owner(outputs.mail, first_row + row)
+        address = address + outputs.mail.rows_at + landed * (LATENT * 2)
         at = gl.multiple_of(address.to(gl.pointer_type(outputs.out_ptr.dtype.element_ty)), [16, 16]) + column
     else:
         # What is added last fits into the offset of an instruction.
@@ -105,8 +105,8 @@ def lse_of_row(outputs, lse):
 def store_lse(outputs, first_row, row, lse, mask):
     """Store the LSE of rows first_row + [N]."""
     if outputs.mail is not None:
-        address, own_row = _find_owner(outputs.mail, first_row + row)
-        address = (address + outputs.mail.words_at + own_row * 8).to(gl.pointer_type(gl.int64))
+        address, landed = _find_owner(outputs.mail, first_row + row)
+        address = (address + outputs.mail.words_at + landed * 8).to(gl.pointer_type(gl.int64))
         gl.store(address, as_word(lse, outputs.mail.epoch), mask=mask)
     else:
         gl.store(outputs.lse_ptr + first_row + row, lse, mask=mask)
@@ -131,14 +131,15 @@ def store_columns(outputs, first_row, num_rows, first_column, acc, buffer):
 
 
 @gluon.jit
-def zero_empty(outputs, batch):
+def zero_empty(outputs, work):
     """Store (0, -inf) for the requests without keys that fall to this program: they lie in no part.
 
     Zeros are not sent: an owner expects no row with an LSE of -inf.
     """
     row = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     column = gl.arange(0, LATENT, layout=gl.BlockedLayout([4], [32], [4], [0]))
-    for request in range(gl.program_id(0), batch.num_reqs, gl.num_programs(0)):
+    batch = work.batch
+    for request in range(gl.program_id(0), work.num_reqs, gl.num_programs(0)):
         first, num_rows, num_keys = find_request(request, batch)
         if num_keys == 0:
             first_row = first * batch.num_heads + batch.row_tile * ROWS

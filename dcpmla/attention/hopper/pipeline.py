@@ -28,8 +28,8 @@ class Buffers:
     k_left: gl.shared_memory_descriptor  # [stages, KEYS, HALF]
     k_right: gl.shared_memory_descriptor
     k_pe: gl.shared_memory_descriptor  # [stages, KEYS, ROPE]
-    probs: gl.shared_memory_descriptor  # [stages, ROWS, KEYS], numerators of the softmax
-    factors: gl.shared_memory_descriptor  # float32 [stages, ROWS], what the sums so far are multiplied by
+    probs: gl.shared_memory_descriptor  # [stages, ROWS, KEYS], numerators of the softmax; of one stage [ROWS, KEYS]
+    factors: gl.shared_memory_descriptor  # float32 [stages, ROWS] or [ROWS], what the sums so far are multiplied by
     lses: gl.base_value  # float32 [ROWS] where all of the output is computed from the buffers, else None
 
 
@@ -66,6 +66,8 @@ def new_buffers(q_desc, q_pe_desc, NUM_STAGES: gl.constexpr, NUM_PROBS: gl.const
     k_pe = gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, ROPE], rope)
     probs = gl.allocate_shared_memory(dtype, [NUM_PROBS, ROWS, KEYS], rope)
     factors = gl.allocate_shared_memory(gl.float32, [NUM_PROBS, ROWS], flat)
+    if NUM_PROBS == 1:
+        probs, factors = probs.index(0), factors.index(0)
     lses = None
     if HAS_LSES:
         lses = gl.allocate_shared_memory(gl.float32, [ROWS], flat)

@@ -28,7 +28,6 @@ class Batch:
     start_ptr: gl.base_value  # int32 [num_reqs + 1], first query token of each request; None: each has query_len tokens
     query_len: gl.tensor
     num_heads: gl.tensor
-    num_reqs: gl.tensor
     row_tile: gl.tensor
 
 
@@ -40,7 +39,8 @@ class Work:
     takes a multiple in the line.
     """
 
-    request: gl.tensor  # the first one
+    num_reqs: gl.tensor  # of the launch
+    request: gl.tensor  # the first one of this part
     begin: gl.tensor  # where its tiles begin
     start: gl.tensor
     end: gl.tensor
@@ -85,11 +85,11 @@ def find_request(index, batch):
 
 
 @gluon.jit
-def count_tiles(batch, REQS: gl.constexpr):
+def count_tiles(batch, num_reqs, REQS: gl.constexpr):
     """Return the number of key tiles of all requests, int32 [REQS], whole in each warp."""
     index = gl.arange(0, REQS, layout=gl.BlockedLayout([REQS // 32], [32], [4], [0]))
-    _, _, num_keys = _look_up(gl.minimum(index, batch.num_reqs - 1), batch)
-    return gl.where(index < batch.num_reqs, gl.cdiv(num_keys, KEYS), 0)
+    _, _, num_keys = _look_up(gl.minimum(index, num_reqs - 1), batch)
+    return gl.where(index < num_reqs, gl.cdiv(num_keys, KEYS), 0)
 
 
 @gluon.jit
@@ -98,13 +98,13 @@ def _add(a, b):
 
 
 @gluon.jit
-def cut(num_tiles, batch):
+def cut(num_tiles, num_reqs, batch):
     """Cut the line of all requests' tiles (`count_tiles`) into parts; return this program's `Work`."""
     num_parts = gl.num_programs(0)
     even_size = gl.maximum(gl.cdiv(gl.sum(num_tiles, 0), num_parts), MIN_TILES)
     # As many parts for each request, or as many whole requests for each part.
-    piece = gl.maximum(gl.cdiv(gl.max(num_tiles, 0), gl.maximum(num_parts // batch.num_reqs, 1)), MIN_TILES)
-    size = piece * gl.cdiv(batch.num_reqs, num_parts)
+    piece = gl.maximum(gl.cdiv(gl.max(num_tiles, 0), gl.maximum(num_parts // num_reqs, 1)), MIN_TILES)
+    size = piece * gl.cdiv(num_reqs, num_parts)
     is_aligned = size <= even_size + gl.minimum(CUT_TILES, even_size // 2)
     granule = gl.where(is_aligned, piece, 1)
     size = gl.where(is_aligned, size, even_size)
@@ -113,7 +113,16 @@ def cut(num_tiles, batch):
     request = gl.sum((ends <= start).to(gl.int32), 0)
     begin = gl.max(gl.where(ends <= start, ends, 0), 0)
     end = gl.minimum(start + size, gl.max(ends, 0))
-    return Work(uniform(request), uniform(begin), uniform(start), uniform(end), uniform(size), uniform(granule), batch)
+    return Work(
+        num_reqs=num_reqs,
+        request=uniform(request),
+        begin=uniform(begin),
+        start=uniform(start),
+        end=uniform(end),
+        size=uniform(size),
+        granule=uniform(granule),
+        batch=batch,
+    )
 
 
 @gluon.jit
