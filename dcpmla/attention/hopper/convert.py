@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dcpmla.attention.hopper.merge import await_parts
+from dcpmla.attention.hopper.outputs import await_parts
 from dcpmla.attention.hopper.producers import find_keys, load_queries, point_to
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, ROWS, find_request, next_begin
 
