@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dcpmla.attention import prefill_flashinfer, reference
 from dcpmla.attention.backends import has_flashinfer
-from dcpmla.attention.segments import Segments, join_keys
+from dcpmla.attention.projections import join_keys
+from dcpmla.attention.step import Segments
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -50,12 +51,14 @@ class PrefillBackend:
         takes: whether it runs on the device, dtypes and sizes of (q, k_pe, v).
         load: gives the kernel, importing what only it needs.
         takes_mask: whether it takes a mask.
+        joins_keys: whether it copies keys, to have k_nope and k_pe in one tensor (`join_keys`).
     """
 
     name: str
     takes: Callable[[Tensor, Tensor, Tensor], bool]
     load: Callable[[], Prefill]
     takes_mask: bool = True
+    joins_keys: bool = False
 
 
 # ---- plain torch
@@ -123,9 +126,9 @@ def _is_half_on_gpu(q: Tensor, capability: tuple[int, int]) -> bool:
 # Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans it anew in each ragged call, for 45
 # ms.
 PREFILL_BACKENDS = (
-    PrefillBackend("flashinfer", _takes_flashinfer, _load_flashinfer, takes_mask=False),
+    PrefillBackend("flashinfer", _takes_flashinfer, _load_flashinfer, takes_mask=False, joins_keys=True),
     PrefillBackend("triton", _takes_triton, _load_triton),
-    PrefillBackend("torch", _takes_torch, _load_torch),
+    PrefillBackend("torch", _takes_torch, _load_torch, joins_keys=True),
 )
 
 

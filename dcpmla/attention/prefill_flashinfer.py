@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.segments import Segments, join_keys
+from dcpmla.attention.projections import join_keys
+from dcpmla.attention.step import Segments
 
 HEAD_DIMS = ((192, 128), (128, 128))  # of keys and values, that its kernels are made for
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer asks for

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend
-from dcpmla.attention.segments import Segments, join_keys
+from dcpmla.attention.projections import join_keys
+from dcpmla.attention.step import Segments
 from dcpmla.bench.plots import check_outputs, new_figure, save_figure
 from dcpmla.bench.results import add_commit_argument, write_results
 from dcpmla.bench.runner import measurement, memory_on_all, num_samples

@@ -13,7 +13,8 @@ from torch import Tensor
 from dcpmla.attention import prefill as operators
 from dcpmla.attention import prefill_flashinfer, reference
 from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend
-from dcpmla.attention.segments import Segments, join_keys
+from dcpmla.attention.projections import join_keys
+from dcpmla.attention.step import Segments
 from dcpmla.merge import merge_partials
 from tests.support.shared_memory import run_interpreted
 

@@ -15,7 +15,7 @@ from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention import prefill as operators
 from dcpmla.attention import prefill_backends, reference
 from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, select_prefill
-from dcpmla.attention.segments import join_keys
+from dcpmla.attention.projections import join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.exchange import LocalExchange

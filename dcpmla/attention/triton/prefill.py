@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.segments import Segments
+from dcpmla.attention.step import Segments
 from dcpmla.attention.triton.descriptors import describe
 from dcpmla.attention.triton.limits import shared_memory
 
