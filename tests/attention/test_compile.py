@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention.rope import query_factor
-from dcpmla.cache.latent import num_blocks
+from dcpmla.cache.formats import is_quantized, quantize
+from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import IndexerConfig
 from tests.support.ranks import run_ranks
@@ -71,7 +72,9 @@ def make_layer(config: MLAConfig, size: int, backend: str, dtype: torch.dtype, d
     return layer
 
 
-def run_layer(layer: MLAAttention, batch: Batch, forward: Any = None) -> tuple[Tensor, Tensor]:
+def run_layer(
+    layer: MLAAttention, batch: Batch, forward: Any = None, max_decode_query_len: int = 1
+) -> tuple[Tensor, Tensor]:
     """Outputs [T, hidden] and the cache of a layer, or of `forward` in its place, on a batch with two rows of padding."""
     config, dcp = layer.config, layer.dcp
     weight = layer.w_kv_b
@@ -79,22 +82,33 @@ def run_layer(layer: MLAAttention, batch: Batch, forward: Any = None) -> tuple[T
     blocks = iter(range(1000))
     tables = [[next(blocks) for _ in range(num_blocks(total, dcp))] for total in totals]
     layout: dict[str, Any] = {"dcp": dcp, "dcp_rank": layer.mesh.dcp_rank, "device": weight.device}
-    metadata = StepMetadata.build(
-        [new for _, new in batch], totals, tables, **layout, is_sparse=config.indexer is not None
+    step = StepMetadata.build(
+        [new for _, new in batch],
+        totals,
+        tables,
+        **layout,
+        max_decode_query_len=max_decode_query_len,
+        is_sparse=config.indexer is not None,
     )
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int, dtype: torch.dtype = weight.dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(weight.device, dtype)
 
-    cache = random(next(blocks), dcp.block_size, config.latent_dim)
-    cos_sin = random(metadata.num_tokens, config.qk_rope_head_dim, dtype=torch.float32)
-    factor = query_factor(metadata.positions, config.llama_4_scaling, weight.dtype)
-    hidden_states = random(metadata.num_tokens + 2, config.hidden_size)
-    index_cache = None if config.indexer is None else random(len(cache), dcp.block_size, config.indexer.head_dim)
+    latents = random(next(blocks), dcp.block_size, config.latent_dim)
+    if is_quantized(layer.cache_dtype):
+        parts = latents.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
+        latents = quantize(*parts, layer.cache_dtype, layer.kv_scale)
+    cos_sin = random(step.num_tokens, config.qk_rope_head_dim, dtype=torch.float32)
+    step = step.with_positions(cos_sin, query_factor(step.positions, config.llama_4_scaling, weight.dtype))
+    hidden_states = random(step.num_tokens + 2, config.hidden_size)
+    index_keys = None
+    if config.indexer is not None:
+        index_keys = random(len(latents), dcp.block_size, config.indexer.head_dim)
+        step = step.with_selection(config.indexer.topk)
     with torch.inference_mode():
-        out = (layer if forward is None else forward)(hidden_states, cache, metadata, cos_sin, factor, index_cache)
-    return out[: metadata.num_tokens], cache
+        out = (layer if forward is None else forward)(hidden_states, LayerCache(latents, index_keys), step)
+    return out[: step.num_tokens], latents
 
 
 def check_compiled(

@@ -14,7 +14,7 @@ from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, Ste
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.sparse import indexer as indexer_module
 from dcpmla.attention.sparse import scores as scores_module
-from dcpmla.attention.sparse.metadata import SelectedTokens
+from dcpmla.attention.step import SelectedTokens
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from tests.attention.test_layer import layout

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.step import ContextChunk, PrefillMetadata, context_workspace_tokens
+from dcpmla.attention.build import context_workspace_tokens
+from dcpmla.attention.step import ContextChunk, PrefillMetadata
 from tests.test_ownership import deal, deal_slots
 
 Mark = tuple[int, int]  # (request, position)

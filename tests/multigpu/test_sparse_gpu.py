@@ -14,7 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.sparse import indexer as indexer_module
-from dcpmla.attention.sparse.metadata import SelectedTokens
+from dcpmla.attention.step import SelectedTokens
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from tests.support.models import random_model
