@@ -18,6 +18,7 @@ from dcpmla.__main__ import build_parser
 PACKAGE = Path(dcpmla.__file__).parent
 ROOMS = {  # first part of a module's name under dcpmla -> floor
     "config": 0,
+    "fields": 0,
     "ownership": 0,
     "merge": 0,
     "parallel": 1,

@@ -6,18 +6,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
+from dcpmla.attention.calls import PrefillCall, Segments, decode_workspace
 from dcpmla.attention.checks import check_cache, check_selection, check_step
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.prefill import dcp_mla_prefill
-from dcpmla.attention.prefill_backends import select_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, rotate_query_
 from dcpmla.attention.scales import calculate_scale_
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, SelectedTokens, StepMetadata
 from dcpmla.attention.weights import AttentionWeights
-from dcpmla.attention.workspace import decode_workspace
 from dcpmla.cache.formats import check_device, is_quantized, row_width, storage_dtype
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.exchange import Exchange
@@ -165,8 +165,12 @@ class MLAAttention(AttentionWeights):
         if self.indexer is not None:  # free again before attention begins
             new(self.indexer.workspace_bytes(num_tokens), dtype=torch.uint8)
         num_keys = self.dcp.context_workspace_tokens
-        q, k_pe, v = (new(0, width) for width in (config.qk_head_dim, config.qk_rope_head_dim, config.v_head_dim))
-        joins_keys = select_prefill(q[:, None], k_pe, v[:, None]).joins_keys
+        widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
+        q, k_nope, v = (new(0, self.num_heads, width) for width in widths)
+        rows = Segments((0, 0), new(2, dtype=torch.int32))
+        k_pe, how = new(0, config.qk_rope_head_dim), (config.scale, False, None, self.dcp.prefill_backend)
+        call = PrefillCall(q, k_nope, k_pe, v, rows, rows, *how)
+        joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys
         held = [
             new(num_keys, self.num_heads, config.qk_nope_head_dim + config.v_head_dim),
             new(num_keys if joins_keys else 0, self.num_heads, config.qk_head_dim),
@@ -258,7 +262,17 @@ class MLAAttention(AttentionWeights):
             w_kv_b = self.w_kv_b[self.kv_heads.own]
             positions = None if tokens.selection is None else tokens.selection.positions
             out, _ = dcp_mla_prefill(
-                q, kv_c, k_pe, kv_cache, w_kv_b, prefill, self.config.scale, self.exchange, self.kv_scale, positions
+                q,
+                kv_c,
+                k_pe,
+                kv_cache,
+                w_kv_b,
+                prefill,
+                self.config.scale,
+                self.exchange,
+                self.kv_scale,
+                positions,
+                backend=self.dcp.prefill_backend,
             )
             output.append(out.flatten(1))
             return
@@ -284,6 +298,7 @@ class MLAAttention(AttentionWeights):
             kv_scale=self.kv_scale,
             q_scale=self.q_scale,
             dtype=q.dtype,
+            backend=self.dcp.attention_backend,
         )
         if project_first:
             output.append(out.flatten(1))

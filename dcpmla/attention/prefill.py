@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.prefill_backends import select_prefill
+from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
+from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.sparse.mask import selection_mask
-from dcpmla.attention.step import ContextChunk, PrefillMetadata, Segments
+from dcpmla.attention.step import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale, is_quantized
 from dcpmla.cache.latent import dequantize_rows, read_latents
 from dcpmla.comm.exchange import Exchange
@@ -26,6 +27,8 @@ def dcp_mla_prefill(
     exchange: Exchange,
     kv_scale: Tensor | None = None,
     positions: Tensor | None = None,
+    *,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attend from prefill tokens to themselves and to a context cached on all ranks of the DCP group. Collective.
 
@@ -42,10 +45,12 @@ def dcp_mla_prefill(
         kv_scale: float32 of one element, of an fp8 cache, and for that alone.
         positions: [T, topk] int32, those that each token attends to (`SelectedTokens.positions`), none after its own;
             None for all.
+        backend: "auto" takes the first of `backends.PREFILL_BACKENDS` that can; or the name of one.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:
-        ValueError: a scale that is missing or superfluous; positions for another number of tokens.
+        ValueError: a scale that is missing or superfluous; positions for another number of tokens; a backend that does
+            not exist or cannot run the call.
     """
     check_kv_scale(kv_cache.dtype, kv_scale)
     if positions is not None and positions.shape[0] != q.shape[0]:
@@ -65,7 +70,7 @@ def dcp_mla_prefill(
         mask = None
         if positions is not None:
             mask = selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
-        return mha_prefill(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask)
+        return mha_prefill(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend)
 
     started = [start_gather(chunk) for chunk in chunks[:1]]
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True)
@@ -113,11 +118,12 @@ def mha_prefill(
     scale: float,
     causal: bool,
     mask: Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Run the first backend that takes the inputs (`prefill_backends.Prefill`), as a custom op. No gradients."""
+    """Run a `PrefillCall` on the first backend that takes it, or on the one named, as a custom op. No gradients."""
     queries, keys = Segments(tuple(query_start), query_start_loc), Segments(tuple(key_start), key_start_loc)
-    backend = select_prefill(q, k_pe, v, has_mask=mask is not None)
-    return backend.load()(q, k_nope, k_pe, v, queries, keys, scale, causal, mask)
+    call = PrefillCall(q, k_nope, k_pe, v, queries, keys, scale, causal, mask, backend)
+    return select_backend(PREFILL_BACKENDS, call).run(call)
 
 
 @mha_prefill.register_fake

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
-from dcpmla.attention.workspace import decode_workspace
 
 _NO_SLOT = -1  # nothing is written for such a token
 
