@@ -47,6 +47,7 @@ _MLA_RULES = {
     "scale": number(0, above=True),
     "rms_norm_eps": number(0),
     "rope_interleaved": FLAG,
+    "use_rope": FLAG,
     "attention_bias": FLAG,
     "kv_lora_scale": number(0, above=True),
     "llama_4_scaling": optional(
@@ -122,11 +123,6 @@ class MLAConfig:
     @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def rotates(self) -> bool:
-        """Whether the layer's steps need angles."""
-        return self.use_rope and self.qk_rope_head_dim > 0
 
     @property
     def latent_dim(self) -> int:

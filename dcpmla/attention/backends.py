@@ -27,7 +27,7 @@ class Backend(Generic[Call]):
         run: computes (out, lse); imports what only this kernel needs.
         sends_rows: whether `run` of decode takes a `Mailbox` as well: it stores rows at the ranks that own their heads
             as soon as it has them, and returns what all ranks' rows merge to.
-        joins_keys: whether `run` of prefill copies the keys into one tensor [S, h, P + R] first.
+        joins_keys: whether `run` of prefill copies k_nope and k_pe into one tensor (`join_keys`).
     """
 
     name: str

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
-from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.step import (
-    ContextChunk,
-    DecodeMetadata,
-    PrefillMetadata,
-    Segments,
-    SparseMetadata,
-    StepMetadata,
-)
+from dcpmla.attention.calls import Segments, decode_workspace
+from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata, SparseMetadata, StepMetadata
 from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.config import DCPConfig
 

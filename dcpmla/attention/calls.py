@@ -1,12 +1,11 @@
 """The arguments of one attention call, decode or prefill: checked once, then handed to a backend whole."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step import Segments
 from dcpmla.cache import formats
 
 COUNTER_WORDS = 1024  # int32 counters at the front of a workspace, all zero between calls
@@ -136,6 +135,23 @@ class DecodeCall:
         return workspace
 
 
+class Segments(NamedTuple):
+    """Row ranges of the requests in a flat ragged batch.
+
+    Attributes:
+        start: [num_reqs + 1], on the host, where each request's rows start and the last one's end.
+        start_loc: [num_reqs + 1] int32, the same on the device of the rows.
+    """
+
+    start: tuple[int, ...]
+    start_loc: Tensor
+
+    @property
+    def lens(self) -> list[int]:
+        """[num_reqs] rows of each request, on the host."""
+        return [end - start for start, end in zip(self.start, self.start[1:], strict=False)]
+
+
 @dataclass(frozen=True)
 class PrefillCall:
     """The arguments of one call of multi-head attention over a ragged batch.
@@ -164,6 +180,11 @@ class PrefillCall:
     causal: bool
     mask: Tensor | None = None
     backend: str = "auto"
+
+
+def join_keys(k_nope: Tensor, k_pe: Tensor) -> Tensor:
+    """Copy keys [S, h, P] and [S, R] into one tensor [S, h, P + R], for kernels that want them so."""
+    return torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], -1)
 
 
 def decode_workspace(device: torch.device | str) -> Tensor | None:

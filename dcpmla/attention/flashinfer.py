@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import DecodeCall, PrefillCall
-from dcpmla.attention.projections import join_keys
-from dcpmla.attention.step import Segments
+from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments, join_keys
 
 WIDTHS = (512, 64)  # of latent and rope part, that its decode kernel is made for
 HEAD_DIMS = ((192, 128), (128, 128))  # of keys and values, that its prefill kernels are made for

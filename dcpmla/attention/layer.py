@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, find_backend, select_backend
-from dcpmla.attention.calls import PrefillCall, decode_workspace
+from dcpmla.attention.calls import PrefillCall, Segments, decode_workspace
 from dcpmla.attention.checks import check_cache, check_selection, check_step
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput
@@ -16,7 +16,7 @@ from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, rotate_query_
 from dcpmla.attention.scales import calculate_scale_
 from dcpmla.attention.sparse.indexer import Indexer
-from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, Segments, SelectedTokens, StepMetadata
+from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, SelectedTokens, StepMetadata
 from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import check_device, is_quantized, row_width, storage_dtype
 from dcpmla.cache.latent import LayerCache
@@ -169,10 +169,11 @@ class MLAAttention(AttentionWeights):
         if self.indexer is not None:  # free again before attention begins
             new(self.indexer.workspace_bytes(num_tokens), dtype=torch.uint8)
         num_keys = self.dcp.context_workspace_tokens
-        q, k_nope, v = (new(0, 1, width) for width in (config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim))
-        nobody = Segments((0,), new(0, dtype=torch.int32))
-        keys = k_nope, new(0, config.qk_rope_head_dim), v, nobody, nobody
-        call = PrefillCall(q, *keys, config.scale, causal=False, backend=self.dcp.prefill_backend)
+        widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
+        q, k_nope, v = (new(0, self.num_heads, width) for width in widths)
+        rows = Segments((0, 0), new(2, dtype=torch.int32))
+        k_pe, how = new(0, config.qk_rope_head_dim), (config.scale, False, None, self.dcp.prefill_backend)
+        call = PrefillCall(q, k_nope, k_pe, v, rows, rows, *how)
         joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys
         held = [
             new(num_keys, self.num_heads, config.qk_nope_head_dim + config.v_head_dim),
@@ -264,8 +265,19 @@ class MLAAttention(AttentionWeights):
             kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
             w_kv_b = self.w_kv_b[self.kv_heads.own]
             positions = None if tokens.selection is None else tokens.selection.positions
-            what = q, kv_c, k_pe, kv_cache, w_kv_b, prefill, self.config.scale, self.exchange, self.kv_scale
-            out, _ = dcp_mla_prefill(*what, positions, self.dcp.prefill_backend)
+            out, _ = dcp_mla_prefill(
+                q,
+                kv_c,
+                k_pe,
+                kv_cache,
+                w_kv_b,
+                prefill,
+                self.config.scale,
+                self.exchange,
+                self.kv_scale,
+                positions,
+                backend=self.dcp.prefill_backend,
+            )
             output.append(out.flatten(1))
             return
         workspace = decode_workspace(latents.device)

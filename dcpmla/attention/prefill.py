@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
-from dcpmla.attention.calls import PrefillCall
+from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.sparse.mask import selection_mask
-from dcpmla.attention.step import ContextChunk, PrefillMetadata, Segments
+from dcpmla.attention.step import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale, is_quantized
 from dcpmla.cache.latent import dequantize_rows, read_latents
 from dcpmla.comm.exchange import Exchange
@@ -27,6 +27,7 @@ def dcp_mla_prefill(
     exchange: Exchange,
     kv_scale: Tensor | None = None,
     positions: Tensor | None = None,
+    *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attend from prefill tokens to themselves and to a context cached on all ranks of the DCP group. Collective.
@@ -48,8 +49,8 @@ def dcp_mla_prefill(
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:
-        ValueError: a scale that is missing or superfluous; positions for another number of tokens; a backend that does not exist or
-            cannot run the call.
+        ValueError: a scale that is missing or superfluous; positions for another number of tokens; a backend that does
+            not exist or cannot run the call.
     """
     check_kv_scale(kv_cache.dtype, kv_scale)
     if positions is not None and positions.shape[0] != q.shape[0]:

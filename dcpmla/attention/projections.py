@@ -123,11 +123,6 @@ def project_into(out: Tensor, w_uv: Tensor, values: Tensor) -> None:
     torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
 
 
-def join_keys(k_nope: Tensor, k_pe: Tensor) -> Tensor:
-    """Return keys [S, h, P + R] of k_nope [S, h, P] and k_pe [S, R], for kernels that take keys as one tensor."""
-    return torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], -1)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize x [T, N] in float32 at least, rounded where transformers' models round: after the norm, and again after
     the weight [N].

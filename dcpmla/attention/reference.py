@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import DecodeCall, PrefillCall
-from dcpmla.attention.projections import join_keys
+from dcpmla.attention.calls import DecodeCall, PrefillCall, join_keys
 from dcpmla.attention.sparse.mask import unpack_mask
 from dcpmla.cache import formats
 

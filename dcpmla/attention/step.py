@@ -6,29 +6,12 @@ A batch is flat: the tokens of decodes first (one each, or a few where tokens ar
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dcpmla.attention.calls import Segments
 from dcpmla.config import DCPConfig
-
-
-class Segments(NamedTuple):
-    """The bounds of each request's rows in a flat batch.
-
-    Attributes:
-        start: [num_reqs + 1], on the host: where each request starts, and where the last one ends.
-        start_loc: [num_reqs + 1] int32, the same on the device of the rows.
-    """
-
-    start: tuple[int, ...]
-    start_loc: Tensor
-
-    @property
-    def lens(self) -> list[int]:
-        """[num_reqs] rows of each request, on the host."""
-        return [end - start for start, end in zip(self.start, self.start[1:], strict=False)]
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
-from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.projections import join_keys
-from dcpmla.attention.step import Segments
+from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.bench.plots import check_outputs, new_figure, save_figure
 from dcpmla.bench.results import add_commit_argument, write_results
 from dcpmla.bench.runner import measurement, memory_on_all, num_samples

@@ -12,8 +12,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, select_backend
-from dcpmla.attention.calls import DecodeCall, PrefillCall
-from dcpmla.attention.step import Segments
+from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments
 from dcpmla.bench.results import installed, versions
 from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.config import MLAConfig

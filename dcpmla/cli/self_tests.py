@@ -9,11 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.attention import reference
-from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.calls import DecodeCall, Segments, join_keys
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.prefill import mha_prefill
-from dcpmla.attention.projections import join_keys
-from dcpmla.attention.step import Segments
 from dcpmla.bench.exchange_inputs import OPERATIONS, Combine, ExchangeCase, GatherHeads, find_errors
 from dcpmla.bench.runner import num_calls
 from dcpmla.bench.timing import Timing, time_operation

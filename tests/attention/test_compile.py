@@ -22,6 +22,7 @@ from tests.support.ranks import run_ranks
 Batch = Sequence[tuple[int, int]]  # (tokens cached before the step, new tokens) of each request
 DECODES: tuple[Batch, ...] = (((0, 1), (40, 1), (7, 1)), ((5, 1), (21, 1), (0, 1), (30, 1)), ((9, 1), (1, 1)))
 PREFILL: Batch = ((0, 5), (19, 6))
+SPECULATED: tuple[Batch, ...] = (((0, 3), (40, 3)), ((5, 2), (21, 3), (0, 1)), ((2, 3), (9, 1), (7, 3), (12, 5)))
 MIXED: Batch = ((33, 1), (3, 1), (11, 3))
 
 SMALL = MLAConfig(
@@ -55,13 +56,16 @@ DEEPSEEK = MLAConfig(
 )
 
 
-def make_layer(config: MLAConfig, size: int, backend: str, dtype: torch.dtype, device: str) -> MLAAttention:
+def make_layer(
+    config: MLAConfig, size: int, backend: str, dtype: torch.dtype, device: str, **formats: str
+) -> MLAAttention:
     """A layer of random weights, cut as its ranks are."""
     dcp = DCPConfig(
         tensor_parallel_size=size,
         decode_context_parallel_size=size,
         dcp_comm_backend=backend,
         block_size=64 if device == "cuda" else 4,
+        **formats,
     )
     mesh = init_mesh(size, size)
     layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, device).exchange, dtype, device).eval()
@@ -120,15 +124,18 @@ def check_compiled(
     device: str,
     compiler: str,
     tolerance: float,
+    max_decode_query_len: int = 1,
+    formats: dict[str, str] | None = None,
 ) -> int:
     """Compare each batch; returns the number of graphs that were compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    layer = make_layer(config, size, backend, dtype, device)
+    layer = make_layer(config, size, backend, dtype, device, **(formats or {}))
     compiled = torch.compile(layer, fullgraph=True, backend=compiler)
     for batch in batches:
-        for got, wanted in zip(run_layer(layer, batch, compiled), run_layer(layer, batch), strict=True):
-            torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
+        pair = (run_layer(layer, batch, forward, max_decode_query_len) for forward in (compiled, layer))
+        for got, wanted in zip(*pair, strict=True):
+            torch.testing.assert_close(got.double(), wanted.double(), atol=tolerance, rtol=tolerance)
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -147,6 +154,24 @@ def test_exchange(backend: str, variant: str) -> None:
         2, check_compiled, VARIANTS[variant], 2, backend, (*DECODES, MIXED), torch.float32, "cpu", "aot_eager", 0.0
     )
     assert graphs == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [{"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8"}, {"kv_cache_dtype": "fp8_ds_mla"}],
+    ids=lambda formats: formats["kv_cache_dtype"],
+)
+def test_caches_of_8_bits(formats: dict[str, str]) -> None:
+    wide = dataclasses.replace(SMALL, kv_lora_rank=128)  # a tile of fp8_ds_mla
+    arguments = 1, "auto", (*DECODES, MIXED), torch.float32, "cpu", "aot_eager", 0.0
+    assert run_ranks(1, check_compiled, wide, *arguments, 1, formats) == [3]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_query_tokens(size: int) -> None:
+    """As many in each request, then of different numbers; both with a prefill in the end."""
+    arguments = size, "ag_rs", SPECULATED, torch.float32, "cpu", "aot_eager", 0.0
+    run_ranks(size, check_compiled, SMALL, *arguments, 3)
 
 
 def test_prefill_and_mixed() -> None:

@@ -15,11 +15,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention import layer as layer_module
-from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
+from dcpmla.attention.backends import Backend
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from tests.attention.test_compile import DEEPSEEK, Batch, make_layer, run_layer
-from tests.support.backends import only
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 
@@ -212,7 +211,7 @@ def check_claims(hf_config: Any) -> None:
     exchange.reserve_context.assert_called_once_with(num_keys, 24, torch.float32, torch.device("cpu"))
     assert claimed(new_layer(config, kv_cache_dtype="fp8"), 7) == of_heads + num_keys * 24 * 4  # dequantized latents
     exchange.reserve_context.assert_called_with(num_keys, 24, torch.float8_e4m3fn, torch.device("cpu"))
-    with only(PREFILL_BACKENDS, Backend("one", lambda _: "", Mock())):
+    with patch.object(layer_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
         assert claimed(new_layer(config), 7) == num_keys * 12 * (8 + 4) * 4
     sparse = new_layer(MLAConfig.from_hf(tiny_config("deepseek_v32")))
     assert sparse.indexer is not None

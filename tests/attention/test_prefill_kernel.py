@@ -13,9 +13,7 @@ from torch import Tensor
 from dcpmla.attention import flashinfer, reference
 from dcpmla.attention import prefill as operators
 from dcpmla.attention.backends import PREFILL_BACKENDS, Backend, find_backend
-from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.projections import join_keys
-from dcpmla.attention.step import Segments
+from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.merge import merge_partials
 from tests.support.backends import as_kernel, prefill_call
 from tests.support.shared_memory import run_interpreted

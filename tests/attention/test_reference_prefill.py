@@ -17,8 +17,7 @@ from torch import Tensor
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention import prefill, reference
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
-from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.step import Segments
+from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.cache.latent import read_latents, write_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close

@@ -15,8 +15,7 @@ from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention import backends, reference
 from dcpmla.attention import prefill as operators
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
-from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.projections import join_keys
+from dcpmla.attention.calls import PrefillCall, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.exchange import LocalExchange

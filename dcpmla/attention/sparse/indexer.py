@@ -112,13 +112,13 @@ class Indexer(nn.Module):
         """Raise ValueError unless index_keys is a cache for this indexer, beside a latent cache of so many blocks."""
         dtype = index_storage_dtype(self.dcp.index_cache_dtype, self.wq_b.weight.dtype)
         shape = num_blocks, self.dcp.block_size, index_row_width(dtype, self.config.head_dim)
-        asked = f"expected {dtype} {shape}, contiguous, for index_cache_dtype (--index-cache-dtype) "
-        asked += repr(self.dcp.index_cache_dtype)
-        if index_keys is None:
-            raise ValueError(f"cache.index_keys is None; {asked}")
-        if tuple(index_keys.shape) != shape or index_keys.dtype != dtype or not index_keys.is_contiguous():
-            given = f"{index_keys.dtype} {tuple(index_keys.shape)}, strides {index_keys.stride()}"
-            raise ValueError(f"cache.index_keys is {given}; {asked}")
+        is_right = index_keys is not None and tuple(index_keys.shape) == shape and index_keys.dtype == dtype
+        if index_keys is None or not is_right or not index_keys.is_contiguous():
+            given = "None"
+            if index_keys is not None:
+                given = f"{index_keys.dtype} {tuple(index_keys.shape)}, strides {index_keys.stride()}"
+            asked = f"index_cache_dtype (--index-cache-dtype) {self.dcp.index_cache_dtype!r}"
+            raise ValueError(f"cache.index_keys is {given}; expected {dtype} {shape}, contiguous, for {asked}")
 
     def _tile_tokens(self, num_columns: int) -> int:
         """Return how many tokens to select for at a time: from numbers that are the same on all ranks, since each tile
