@@ -35,7 +35,7 @@ class Ranks(LaunchInfo):
 
     @property
     def origin(self) -> str:
-        """Who started the job and where, as a line for the user."""
+        """The job's ranks, launcher and devices in words, for the user."""
         devices = "GPUs" if self.device.type == "cuda" else "CPUs"
         if self.launcher == "one process":
             return f"one process, started by no launcher, on {devices}"
