@@ -29,12 +29,12 @@ MLA_MODEL_TYPES = (
 )
 
 
-_LARGEST = 1 << 24  # of any size: larger ones are slips, and would be found by what cannot be allocated
+LARGEST_SIZE = 1 << 24  # of any dim, vocabulary or block: more is a slip, and fails where memory runs out
 _MOST_RANKS = 1 << 16
-_SIZE = whole(1, _LARGEST)
+_SIZE = whole(1, LARGEST_SIZE)
 _INDEXER_RULES = {"num_heads": _SIZE, "head_dim": _SIZE, "topk": _SIZE, "rope_interleaved": FLAG}
 _EVEN_SIZE = Rule(
-    f"an even number in [2, {_LARGEST}]", lambda value: is_whole(value) and _SIZE.holds(value) and value % 2 == 0
+    f"an even number in [2, {LARGEST_SIZE}]", lambda value: is_whole(value) and _SIZE.holds(value) and value % 2 == 0
 )
 _MLA_RULES = {
     "hidden_size": _SIZE,
@@ -180,12 +180,12 @@ class MLAConfig:
 _DCP_RULES = {
     "tensor_parallel_size": whole(1, _MOST_RANKS),
     "decode_context_parallel_size": whole(1, _MOST_RANKS),
-    "cp_kv_cache_interleave_size": whole(1, _LARGEST),
+    "cp_kv_cache_interleave_size": whole(1, LARGEST_SIZE),
     "dcp_comm_backend": one_of(DCP_COMM_BACKENDS),
     "exchange_timeout": Rule("a finite number above 0, in seconds", number(0, above=True).holds),
     "check_exchange": FLAG,
     "dcp_exchange_dtype": one_of(DCP_EXCHANGE_DTYPES),
-    "block_size": whole(1, _LARGEST),
+    "block_size": whole(1, LARGEST_SIZE),
     "kv_cache_dtype": one_of(KV_CACHE_DTYPES),
     "kv_cache_scale": optional(Rule("a normal float32 above 0", number(1e-37, 1e38).holds)),
     "calculate_kv_scales": FLAG,
@@ -309,24 +309,42 @@ class DCPConfig:
 
 
 def _indexer_from_hf(config: Any) -> IndexerConfig:
-    types, num_layers = getattr(config, "indexer_types", None), config.num_hidden_layers
-    if types is not None and (len(types) < num_layers or types[:1] != ["full"]):
-        raise ValueError(
-            f"model: the config's indexer_types are {types}; each of {num_layers} layers has one, the first 'full'"
-        )
+    _indexer_types(config)
+    interleaved = getattr(config, "indexer_rope_interleave", None)
     return IndexerConfig(
         num_heads=config.index_n_heads,
         head_dim=config.index_head_dim,
         topk=config.index_topk,
-        rope_interleaved=config.model_type == "glm_moe_dsa",
+        rope_interleaved=config.model_type == "glm_moe_dsa" if interleaved is None else interleaved,
     )
 
 
-def skips_topk(config: Any, layer: int) -> bool:
-    """Whether a layer of a transformers config has no indexer, and attends to what the layer before it did (GLM-5's
-    "shared" ones).
+def _indexer_types(config: Any) -> list[str]:
+    """Whether each layer selects ("full") or reuses the selection before it ("shared"), by whichever is given:
+    indexer_types, index_topk_pattern ("FSSF"), or every index_topk_freq-th layer after the first
+    index_skip_topk_offset - 1.
+
+    Source: GLM-5's config in transformers, whose names vLLM reads for DeepSeek-V3.2 as well.
     """
-    return config.model_type == "glm_moe_dsa" and config.indexer_types[layer] == "shared"
+    num_layers, types = config.num_hidden_layers, getattr(config, "indexer_types", None)
+    pattern, freq = getattr(config, "index_topk_pattern", None), getattr(config, "index_topk_freq", None) or 1
+    if types is None and pattern is not None:
+        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    if types is None:
+        offset = getattr(config, "index_skip_topk_offset", None)
+        first = 1 if offset is None else offset - 1
+        types = ["shared" if max(layer - first, 0) % freq else "full" for layer in range(num_layers)]
+    if len(types) < num_layers or types[:1] != ["full"] or set(types) - {"full", "shared"}:
+        raise ValueError(
+            f"model: the config's indexer_types are {types}; each of {num_layers} layers has one, full or shared, "
+            f"and the first is full"
+        )
+    return types
+
+
+def skips_topk(config: Any, layer: int) -> bool:
+    """Whether a layer of a transformers config has no indexer, and attends to what the layer before it did."""
+    return config.model_type in SPARSE_MODEL_TYPES and _indexer_types(config)[layer] == "shared"
 
 
 def num_index_layers(config: Any) -> int:

@@ -205,7 +205,7 @@ def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPa
 def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
     hf_config = tiny_config("glm_moe_dsa")
     hf_config.indexer_types = types
-    message = f"model: the config's indexer_types are {types}; each of 3 layers has one, the first 'full'"
+    message = f"model: the config's indexer_types are {types}; each of 3 layers has one, full or shared, and the first is full"
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         MLAConfig.from_hf(hf_config)
 
