@@ -232,6 +232,8 @@ class DCPConfig:
         rounded.
         decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that the products of
             attention over an fp8 cache are fp8's; "auto" leaves them in the model's dtype.
+        attention_backend, prefill_backend: name of the backend that runs decode's attention, prefill's
+            (`dcpmla.attention.backends`); "auto" takes the first that can.
         context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and
         up-projects at a time.
         dcp_q_replicate: each rank holds the query projection of all its DCP group's heads, so that decode gathers
@@ -256,6 +258,8 @@ class DCPConfig:
     decode_query_dtype: str = "auto"
     index_cache_dtype: str = "auto"
     index_hadamard: bool = False
+    attention_backend: str = "auto"
+    prefill_backend: str = "auto"
     context_workspace_tokens: int = 65536
     dcp_q_replicate: bool = False
     dcp_project_before_merge: bool = False

@@ -182,17 +182,17 @@ def join(args: argparse.Namespace, check: Callable[[LaunchInfo], object] = lambd
     """Join the ranks that a launcher started, check that they were asked for the same, and part at the end.
 
     Args:
-        check: what may be wrong (ValueError) with this rank's place.
+        check: what may be wrong (ValueError) with this rank's launch.
     Raises:
-        ValueError: places that cannot be, ranks with unequal arguments.
+        ValueError: launches that cannot be, ranks with unequal arguments.
         ConnectionError: the ranks did not meet.
     """
     # The watchdog speaks first: torch's own limit only stands behind it.
     limit = timedelta(seconds=LOAD_TIMEOUT + 2 * args.timeout)
-    with _met(args.timeout) as (place, store, watchdog):
-        with agree_at(store, place):
-            check(place)
-            ranks = assign_device(args.device, place)
+    with _met(args.timeout) as (launch, store, watchdog):
+        with agree_at(store, launch):
+            check(launch)
+            ranks = assign_device(args.device, launch)
         _quiet(ranks)
         with process_groups(ranks, store, limit):
             watchdog.enter("comparing arguments")
@@ -208,28 +208,28 @@ def share_mistake(mistake: ValueError) -> None:
         Reported: it is said.
         ValueError, ConnectionError: they cannot meet; it is not said.
     """
-    with _met(TIMEOUT) as (place, store, _), agree_at(store, place):
+    with _met(TIMEOUT) as (launch, store, _), agree_at(store, launch):
         raise mistake
 
 
 @contextmanager
 def _met(timeout: float) -> Iterator[tuple[LaunchInfo, dist.Store, Watchdog]]:
-    place = find_launch_info(os.environ, timedelta(seconds=timeout))
-    store = meet(place, timedelta(seconds=timeout))
+    launch = find_launch_info(os.environ, timedelta(seconds=timeout))
+    store = meet(launch, timedelta(seconds=timeout))
     try:
-        with Watchdog(store, place.rank, place.num_ranks, timeout) as watchdog:
-            yield place, store, watchdog
+        with Watchdog(store, launch.rank, launch.num_ranks, timeout) as watchdog:
+            yield launch, store, watchdog
     except Reported:
-        if place.rank == 0 and place.num_ranks > 1:
+        if launch.rank == 0 and launch.num_ranks > 1:
             time.sleep(_LINGER)
         raise
 
 
-def _check_num_ranks(tensor_parallel_size: int, place: LaunchInfo) -> None:
-    if place.num_ranks != tensor_parallel_size:
+def _check_num_ranks(tensor_parallel_size: int, launch: LaunchInfo) -> None:
+    if launch.num_ranks != tensor_parallel_size:
         raise ValueError(
-            f"tensor_parallel_size (-tp) is {tensor_parallel_size}, but {place.num_ranks} ranks were started; "
-            f"start torchrun with --nproc-per-node {tensor_parallel_size}, or set -tp {place.num_ranks}"
+            f"tensor_parallel_size (-tp) is {tensor_parallel_size}, but {launch.num_ranks} ranks were started; "
+            f"start torchrun with --nproc-per-node {tensor_parallel_size}, or set -tp {launch.num_ranks}"
         )
 
 
