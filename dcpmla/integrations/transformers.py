@@ -26,7 +26,8 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import ChosenExchange
-from dcpmla.config import DCPConfig, MLAConfig, check_model_type, skips_topk
+from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.hf_config import check_model_type, skips_topk
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_config, check_generation_config, check_raw_config, reason
 from dcpmla.integrations.experts import experts_of

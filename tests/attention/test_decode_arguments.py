@@ -77,7 +77,10 @@ def test_decode_names_dtypes_and_scales_that_do_not_belong() -> None:
             {**fp8, "kv_cache": torch.zeros(4, 8, L + R), "kv_scale": None},
             f"q has dtype {e4m3}, kv_cache torch.float32, q_scale is given",
         ),
-        ({**fp8_cache, "q_scale": one}, f"q has dtype torch.float32, kv_cache {e4m3}, q_scale is given and dtype is None"),
+        (
+            {**fp8_cache, "q_scale": one},
+            f"q has dtype torch.float32, kv_cache {e4m3}, q_scale is given and dtype is None",
+        ),
         (
             {**fp8_cache, "dtype": torch.bfloat16},
             f"q has dtype torch.float32, kv_cache {e4m3}, q_scale is missing and dtype is torch.bfloat16",
