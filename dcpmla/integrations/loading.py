@@ -14,7 +14,8 @@ import transformers
 from dcpmla.attention.build import context_workspace_tokens
 from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
 from dcpmla.comm.select import ChosenExchange
-from dcpmla.config import DCPConfig, MLAConfig, check_index_options
+from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.hf_config import check_index_options
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
