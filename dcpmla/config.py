@@ -12,8 +12,10 @@ from dcpmla.ownership import check_block_size
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
 DCP_EXCHANGE_DTYPES = ("auto", "fp8")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "fp8_ds_mla")
+KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}  # vLLM's other name
 DECODE_QUERY_DTYPES = ("auto", "fp8")
 INDEX_CACHE_DTYPES = ("auto", "fp8")
+MODEL_DTYPES = ("auto", "float32", "bfloat16")  # to compute in
 # Hugging Face model types whose self-attention is MLA: that of DeepSeek-V2/V3, or the sparse one of DeepSeek-V3.2 and
 # GLM-5.
 SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
@@ -147,7 +149,7 @@ class DCPConfig:
         dcp_exchange_dtype: how decode's rows travel: "auto" as they are, "fp8" as e4m3 with scales (`direct` alone).
         block_size: tokens of one cache block on one rank.
         kv_cache_dtype: format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same
-        for models in bfloat16.
+            for models in bfloat16; "fp8_e4m3" is another name of "fp8".
         kv_cache_scale: of an fp8 cache, latents over cached values; None takes the checkpoint's, 1 where it has none.
         calculate_kv_scales: take the scales of an fp8 cache and of fp8 queries from the first prompt's values instead.
         index_cache_dtype: format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the
@@ -185,6 +187,8 @@ class DCPConfig:
     dcp_project_before_merge: bool = False
 
     def __post_init__(self) -> None:
+        kv_cache_dtype = KV_CACHE_DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        object.__setattr__(self, "kv_cache_dtype", kv_cache_dtype)
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
         if tp < 1:
             raise ValueError(f"tensor_parallel_size (-tp) is {tp}; it must be at least 1")

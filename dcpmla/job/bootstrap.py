@@ -103,8 +103,9 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
     Under mpirun and srun torchrun's variables are set meanwhile, because transformers' tensor-parallel loading
     reads them.
 
-    A ValueError is every rank's (see `agree`), so the groups are shut down for it too; after any other exception
-    the peers may be gone and waiting for them would hang, so the groups are left to the end of the process.
+    A ValueError is every rank's (see `agree`), so the groups are shut down for it too. After any other exception
+    the peers may be gone and waiting for them would hang, so where there are any the groups are left to the end of the
+    process.
 
     Args:
         store: where the ranks have met.
@@ -128,8 +129,9 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
     try:
         with _torchrun_s_variables(ranks):
             yield
-    except ValueError:
-        dist.destroy_process_group()
+    except BaseException as error:
+        if isinstance(error, ValueError) or ranks.num_ranks == 1:
+            dist.destroy_process_group()
         raise
     dist.barrier()
     dist.destroy_process_group()
