@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from dcpmla.fields import FLAG, TEXT, Rule, check_fields, is_whole, number, one_of, optional, whole
 from dcpmla.ownership import check_block_size
 
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
 DCP_EXCHANGE_DTYPES = ("auto", "fp8")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "fp8_ds_mla")
-KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}  # vLLM's other name
 DECODE_QUERY_DTYPES = ("auto", "fp8")
 INDEX_CACHE_DTYPES = ("auto", "fp8")
 MODEL_DTYPES = ("auto", "float32", "bfloat16")  # to compute in
@@ -30,6 +30,38 @@ MLA_MODEL_TYPES = (
 )
 
 
+_LARGEST = 1 << 24  # of any size: larger ones are slips, and would be found by what cannot be allocated
+_MOST_RANKS = 1 << 16
+_SIZE = whole(1, _LARGEST)
+_INDEXER_RULES = {"num_heads": _SIZE, "head_dim": _SIZE, "topk": _SIZE, "rope_interleaved": FLAG}
+_EVEN_SIZE = Rule(
+    f"an even number in [2, {_LARGEST}]", lambda value: is_whole(value) and _SIZE.holds(value) and value % 2 == 0
+)
+_MLA_RULES = {
+    "hidden_size": _SIZE,
+    "num_heads": _SIZE,
+    "q_lora_rank": optional(_SIZE),
+    "kv_lora_rank": _SIZE,
+    "qk_nope_head_dim": _SIZE,
+    "qk_rope_head_dim": _EVEN_SIZE,
+    "v_head_dim": _SIZE,
+    "scale": number(0, above=True),
+    "rms_norm_eps": number(0),
+    "rope_interleaved": FLAG,
+    "attention_bias": FLAG,
+    "kv_lora_scale": number(0, above=True),
+    "llama_4_scaling": optional(
+        Rule(
+            "a pair of a finite number of at least 0 and a whole number of at least 1",
+            lambda value: (
+                isinstance(value, tuple) and len(value) == 2 and number(0).holds(value[0]) and whole(1).holds(value[1])
+            ),
+        )
+    ),
+    "indexer": optional(Rule("an IndexerConfig", lambda value: isinstance(value, IndexerConfig))),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
     """What selects the tokens that each token attends to, in sparse MLA.
@@ -45,6 +77,9 @@ class IndexerConfig:
     head_dim: int
     topk: int
     rope_interleaved: bool
+
+    def __post_init__(self) -> None:
+        check_fields(_INDEXER_RULES, vars(self), "indexer.{}".format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +110,13 @@ class MLAConfig:
     kv_lora_scale: float = 1.0
     llama_4_scaling: tuple[float, int] | None = None
     indexer: IndexerConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(_MLA_RULES, vars(self))
+        if self.indexer is not None and self.indexer.head_dim < self.qk_rope_head_dim:
+            raise ValueError(
+                f"indexer.head_dim is {self.indexer.head_dim}; it must be at least qk_rope_head_dim {self.qk_rope_head_dim}"
+            )
 
     @property
     def qk_head_dim(self) -> int:
@@ -136,6 +178,41 @@ class MLAConfig:
         )
 
 
+_DCP_RULES = {
+    "tensor_parallel_size": whole(1, _MOST_RANKS),
+    "decode_context_parallel_size": whole(1, _MOST_RANKS),
+    "cp_kv_cache_interleave_size": whole(1, _LARGEST),
+    "dcp_comm_backend": one_of(DCP_COMM_BACKENDS),
+    "exchange_timeout": Rule("a finite number above 0, in seconds", number(0, above=True).holds),
+    "check_exchange": FLAG,
+    "dcp_exchange_dtype": one_of(DCP_EXCHANGE_DTYPES),
+    "block_size": whole(1, _LARGEST),
+    "kv_cache_dtype": one_of(KV_CACHE_DTYPES),
+    "kv_cache_scale": optional(Rule("a normal float32 above 0", number(1e-37, 1e38).holds)),
+    "calculate_kv_scales": FLAG,
+    "decode_query_dtype": one_of(DECODE_QUERY_DTYPES),
+    "index_cache_dtype": one_of(INDEX_CACHE_DTYPES),
+    "index_hadamard": FLAG,
+    "attention_backend": TEXT,
+    "prefill_backend": TEXT,
+    "context_workspace_tokens": whole(1),
+    "dcp_q_replicate": FLAG,
+    "dcp_project_before_merge": FLAG,
+}
+_SHORT_OPTIONS = {
+    "tensor_parallel_size": "-tp",
+    "decode_context_parallel_size": "-dcp",
+    "exchange_timeout": "--dcp-exchange-timeout",
+}
+
+
+def _dcp_label(name: str) -> str:
+    """A field with its option; the workspace has none."""
+    if name == "context_workspace_tokens":
+        return name
+    return f"{name} ({_SHORT_OPTIONS.get(name) or '--' + name.replace('_', '-')})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DCPConfig:
     """How the latent cache is spread over the ranks of a TP group. Field names are vLLM's option names.
@@ -158,6 +235,8 @@ class DCPConfig:
         rounded.
         decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that the products of
             attention over an fp8 cache are fp8's; "auto" leaves them in the model's dtype.
+        attention_backend, prefill_backend: name of the backend that runs decode's attention, prefill's
+            (`dcpmla.attention.backends`); "auto" takes the first that can.
         context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and
         up-projects at a time.
         dcp_q_replicate: each rank holds the query projection of all its DCP group's heads, so that decode gathers
@@ -182,37 +261,22 @@ class DCPConfig:
     decode_query_dtype: str = "auto"
     index_cache_dtype: str = "auto"
     index_hadamard: bool = False
+    attention_backend: str = "auto"
+    prefill_backend: str = "auto"
     context_workspace_tokens: int = 65536
     dcp_q_replicate: bool = False
     dcp_project_before_merge: bool = False
 
     def __post_init__(self) -> None:
-        kv_cache_dtype = KV_CACHE_DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
-        object.__setattr__(self, "kv_cache_dtype", kv_cache_dtype)
+        if self.kv_cache_dtype == "fp8_e4m3":
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
+        check_fields(_DCP_RULES, vars(self), _dcp_label)
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
-        if tp < 1:
-            raise ValueError(f"tensor_parallel_size (-tp) is {tp}; it must be at least 1")
-        if dcp < 1 or tp % dcp:
+        if tp % dcp:
             raise ValueError(
                 f"decode_context_parallel_size (-dcp) is {dcp}; it must divide tensor_parallel_size (-tp) {tp}: {_choices(divisors(tp))}"
             )
-        if self.cp_kv_cache_interleave_size < 1:
-            raise ValueError(
-                f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is {self.cp_kv_cache_interleave_size}; it must be at least 1"
-            )
         check_block_size(self.block_size, self.cp_kv_cache_interleave_size)
-        if self.dcp_comm_backend not in DCP_COMM_BACKENDS:
-            raise ValueError(
-                f"dcp_comm_backend (--dcp-comm-backend) is {self.dcp_comm_backend!r}; {_choices(DCP_COMM_BACKENDS)}"
-            )
-        if not 0 < self.exchange_timeout < math.inf:
-            raise ValueError(
-                f"exchange_timeout (--dcp-exchange-timeout) is {self.exchange_timeout}; it must be a finite number of seconds above 0"
-            )
-        if self.dcp_exchange_dtype not in DCP_EXCHANGE_DTYPES:
-            raise ValueError(
-                f"dcp_exchange_dtype (--dcp-exchange-dtype) is {self.dcp_exchange_dtype!r}; {_choices(DCP_EXCHANGE_DTYPES)}"
-            )
         if self.dcp_exchange_dtype == "fp8" and self.dcp_comm_backend not in ("auto", "direct"):
             raise ValueError(
                 f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', but dcp_comm_backend (--dcp-comm-backend) {self.dcp_comm_backend!r} "
@@ -226,26 +290,10 @@ class DCPConfig:
             )
 
     def _check_cache_format(self) -> None:
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(
-                f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; {_choices(KV_CACHE_DTYPES)}"
-            )
-        if self.decode_query_dtype not in DECODE_QUERY_DTYPES:
-            raise ValueError(
-                f"decode_query_dtype (--decode-query-dtype) is {self.decode_query_dtype!r}; {_choices(DECODE_QUERY_DTYPES)}"
-            )
-        if self.kv_cache_scale is not None and not 1e-37 < self.kv_cache_scale < 1e38:
-            raise ValueError(
-                f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}; it must be a normal float32 above 0"
-            )
         if self.kv_cache_scale is not None and self.calculate_kv_scales:
             raise ValueError(
                 f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}, but calculate_kv_scales (--calculate-kv-scales) asks to find "
                 f"one; give one of them"
-            )
-        if self.index_cache_dtype not in INDEX_CACHE_DTYPES:
-            raise ValueError(
-                f"index_cache_dtype (--index-cache-dtype) is {self.index_cache_dtype!r}; {_choices(INDEX_CACHE_DTYPES)}"
             )
         asked = (
             ("kv_cache_scale (--kv-cache-scale)", self.kv_cache_scale is not None),

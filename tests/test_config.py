@@ -274,7 +274,7 @@ def test_heads_that_do_not_divide(size: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size (-tp) is 0; it must be at least 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size (-tp) is 0; it must be a whole number in [1, 65536]"),
         (
             {"tensor_parallel_size": 6, "decode_context_parallel_size": 4},
             "decode_context_parallel_size (-dcp) is 4; it must divide tensor_parallel_size (-tp) 6: choose 1, 2, 3 or 6",
@@ -289,11 +289,11 @@ def test_heads_that_do_not_divide(size: int) -> None:
         ),
         (
             {"tensor_parallel_size": 4, "decode_context_parallel_size": 0},
-            "decode_context_parallel_size (-dcp) is 0; it must divide tensor_parallel_size (-tp) 4: choose 1, 2 or 4",
+            "decode_context_parallel_size (-dcp) is 0; it must be a whole number in [1, 65536]",
         ),
         (
             {"cp_kv_cache_interleave_size": 0},
-            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 0; it must be at least 1",
+            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 0; it must be a whole number in [1, ",
         ),
         (
             {"cp_kv_cache_interleave_size": 16, "block_size": 40},
@@ -302,12 +302,15 @@ def test_heads_that_do_not_divide(size: int) -> None:
         *(
             (
                 {"exchange_timeout": seconds},
-                f"exchange_timeout (--dcp-exchange-timeout) is {seconds}; it must be a finite number of seconds above 0",
+                f"exchange_timeout (--dcp-exchange-timeout) is {seconds}; it must be a finite number above 0, in seconds",
             )
             for seconds in (0, -1.0, math.inf, math.nan)
         ),
-        ({"index_cache_dtype": "bf16"}, "index_cache_dtype (--index-cache-dtype) is 'bf16'; choose auto or fp8"),
-        ({"dcp_comm_backend": "nvlink"}, "dcp_comm_backend (--dcp-comm-backend) is 'nvlink'; choose auto, "),
+        (
+            {"index_cache_dtype": "bf16"},
+            "index_cache_dtype (--index-cache-dtype) is 'bf16'; it must be one of auto, fp8",
+        ),
+        ({"dcp_comm_backend": "nvlink"}, "dcp_comm_backend (--dcp-comm-backend) is 'nvlink'; it must be one of auto, "),
         (
             {
                 "tensor_parallel_size": 6,

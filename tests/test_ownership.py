@@ -30,11 +30,11 @@ def deal(num_tokens: int, dcp_size: int, interleave: int) -> list[tuple[int, int
     turns = itertools.chain.from_iterable(
         itertools.repeat(rank, interleave) for rank in itertools.cycle(range(dcp_size))
     )
-    places = []
+    dealt = []
     for rank in itertools.islice(turns, num_tokens):
-        places.append((rank, counts[rank]))
+        dealt.append((rank, counts[rank]))
         counts[rank] += 1
-    return places
+    return dealt
 
 
 def deal_slots(
@@ -60,15 +60,15 @@ def test_deal_is_the_layout_of_the_specification() -> None:
 @layouts
 def test_owner_and_local_index_of_every_position(dcp_size: int, interleave: int) -> None:
     num_tokens = 3 * dcp_size * interleave + interleave // 2 + 1
-    places = deal(num_tokens, dcp_size, interleave)
+    dealt = deal(num_tokens, dcp_size, interleave)
     positions = torch.arange(num_tokens)
-    assert ownership.owner_rank(positions, dcp_size, interleave).tolist() == [rank for rank, _ in places]
-    assert ownership.local_index(positions, dcp_size, interleave).tolist() == [index for _, index in places]
-    for position, place in enumerate(places):
+    assert ownership.owner_rank(positions, dcp_size, interleave).tolist() == [rank for rank, _ in dealt]
+    assert ownership.local_index(positions, dcp_size, interleave).tolist() == [index for _, index in dealt]
+    for position, owner_and_index in enumerate(dealt):
         assert (
             ownership.owner_rank(position, dcp_size, interleave),
             ownership.local_index(position, dcp_size, interleave),
-        ) == place
+        ) == owner_and_index
 
 
 @layouts
@@ -113,17 +113,17 @@ def test_local_seq_lens_of_ints() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_tensors_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     numbers = torch.randint(0, 200, shape, dtype=dtype)
-    places = deal(201, 6, 2)
+    dealt = deal(201, 6, 2)
     flat = numbers.flatten().tolist()
     owners, indices = ownership.owner_rank(numbers, 6, 2), ownership.local_index(numbers, 6, 2)
     assert owners.shape == indices.shape == torch.Size(shape)
     assert list(zip(owners.flatten().tolist(), indices.flatten().tolist(), strict=True)) == [
-        places[number] for number in flat
+        dealt[number] for number in flat
     ]
     whole = ownership.local_seq_lens(numbers, 6, interleave=2)
     assert whole.shape == (*shape, 6)
     assert whole.reshape(-1, 6).tolist() == [
-        [sum(r == rank for r, _ in places[:number]) for rank in range(6)] for number in flat
+        [sum(r == rank for r, _ in dealt[:number]) for rank in range(6)] for number in flat
     ]
     mine = ownership.local_seq_lens(numbers, 6, 4, 2)
     assert (mine.shape, mine.dtype) == (torch.Size(shape), torch.int32)

@@ -26,6 +26,7 @@ from dcpmla.__main__ import build_parser
 PACKAGE = Path(dcpmla.__file__).parent
 ROOMS = {  # first part of a module's name under dcpmla -> floor
     "config": 0,
+    "fields": 0,
     "ownership": 0,
     "merge": 0,
     "parallel": 1,
@@ -171,6 +172,8 @@ def test_options_of_generate() -> None:
         ("--decode-query-dtype",),
         ("--index-cache-dtype",),
         ("--index-hadamard",),
+        ("--attention-backend",),
+        ("--prefill-backend",),
         ("--enable-expert-parallel",),
         ("--block-size",),
         ("--enable-prefix-caching", "--no-enable-prefix-caching"),

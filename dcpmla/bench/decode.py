@@ -100,9 +100,9 @@ def run(args: argparse.Namespace) -> None:
             )
 
 
-def _check_alone(place: LaunchInfo) -> None:
-    if place.num_ranks != 1:
-        raise ValueError(f"bench decode measures one device, but {place.num_ranks} ranks were started; start one")
+def _check_alone(launch: LaunchInfo) -> None:
+    if launch.num_ranks != 1:
+        raise ValueError(f"bench decode measures one device, but {launch.num_ranks} ranks were started; start one")
 
 
 def _kernels(text: str) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import reference
-from dcpmla.attention.workspace import decode_workspace
+from dcpmla.attention.calls import DecodeCall, decode_workspace
 from dcpmla.bench.cache_formats import Q_SCALE, fill_randomly, kv_scale_of, scale_tensor, storage_dtype
 from dcpmla.bench.timing import time_operation
 from dcpmla.cache import formats
@@ -205,17 +205,20 @@ class Answer:
         self.tokens = (requests[:, None] * case.query_len + torch.arange(case.query_len, device=q.device)).flatten()
         blocks = block_table[requests]
         self.out, self.lse = reference.mla_decode(
-            q[self.tokens],
-            kv_cache[blocks.flatten().long()],
-            torch.arange(blocks.numel(), device=q.device, dtype=torch.int32).view_as(blocks),
-            inputs.seq_lens[self.tokens],
-            SCALE,
-            LATENT_DIM,
-            None,
-            case.query_len,
-            kv_scale=inputs.caches.kv_scale,
-            q_scale=inputs.q_scale,
-            dtype=torch.float64,
+            DecodeCall(
+                q[self.tokens],
+                kv_cache[blocks.flatten().long()],
+                torch.arange(blocks.numel(), device=q.device, dtype=torch.int32).view_as(blocks),
+                inputs.seq_lens[self.tokens],
+                SCALE,
+                LATENT_DIM,
+                None,
+                case.query_len,
+                None,
+                inputs.caches.kv_scale,
+                inputs.q_scale,
+                torch.float64,
+            )
         )
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:

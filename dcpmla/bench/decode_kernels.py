@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends import DECODE_BACKENDS, DecodeBackend
-from dcpmla.attention.decode import mla_decode
+from dcpmla.attention import decode  # noqa: F401  (registers the custom op)
+from dcpmla.attention.backends import DECODE_BACKENDS, select_backend
+from dcpmla.attention.calls import DecodeCall
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, SCALE, DecodeCase, DecodeInputs
 
 _FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
@@ -41,31 +42,21 @@ MakeKernel = Callable[[DecodeInputs], Kernel]
 
 
 class Ours:
-    """`dcpmla.mla_decode`, with the backend that it selects or with a given one."""
+    """`dcpmla.mla_decode`, on the backend that it selects or on a given one."""
 
-    def __init__(self, inputs: DecodeInputs, backend: DecodeBackend | None = None) -> None:
-        q, kv_cache, _ = inputs.at(0)
-        if backend is not None and not backend.takes(q, kv_cache, LATENT_DIM, inputs.dtype):
-            raise ValueError(f"does not take {q.dtype} over {kv_cache.dtype} on {q.device.type}")
-        self.decode: Callable[..., tuple[Tensor, Tensor]] = mla_decode if backend is None else backend.load()
-        self.inputs = inputs
+    def __init__(self, inputs: DecodeInputs, backend: str = "auto") -> None:
+        self.inputs, self.backend = inputs, backend
+        select_backend(DECODE_BACKENDS, self.call(0))
+
+    def call(self, index: int) -> DecodeCall:
+        """Return the call over set `index`."""
+        inputs, (q, kv_cache, block_table) = self.inputs, self.inputs.at(index)
+        sizes = inputs.seq_lens, SCALE, LATENT_DIM, None, inputs.case.query_len, inputs.workspace
+        scales = inputs.caches.kv_scale, inputs.q_scale, inputs.dtype
+        return DecodeCall.check(q, kv_cache, block_table, *sizes, *scales, self.backend)
 
     def launch(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, (q, kv_cache, block_table) = self.inputs, self.inputs.at(index)
-        return self.decode(
-            q,
-            kv_cache,
-            block_table,
-            inputs.seq_lens,
-            SCALE,
-            LATENT_DIM,
-            query_start_loc=None,
-            max_query_len=inputs.case.query_len,
-            workspace=inputs.workspace,
-            kv_scale=inputs.caches.kv_scale,
-            q_scale=inputs.q_scale,
-            dtype=inputs.dtype,
-        )
+        return torch.ops.dcpmla.mla_decode(*self.call(index).flat())
 
     def result(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse
@@ -202,7 +193,7 @@ class Peer:
         return (self.kv_cache_dtype, self.decode_query_dtype) == (case.kv_cache_dtype, case.decode_query_dtype)
 
 
-OURS = {"dcpmla": None, **{f"dcpmla-{backend.name}": backend for backend in DECODE_BACKENDS}}
+OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend in DECODE_BACKENDS}}
 PEERS = {
     "flashmla": Peer(partial(_load_from_peers, FlashMLA, "load_flashmla")),
     "fa3": Peer(partial(_load_from_peers, FlashAttention3, "load_fa3")),

@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> None:
             write_results(args.json, rows, 1, device, args.commit)
 
 
-def _check_alone(place: LaunchInfo) -> None:
-    if place.num_ranks != 1:
-        raise ValueError(f"bench output measures one device, but {place.num_ranks} ranks were started; start one")
+def _check_alone(launch: LaunchInfo) -> None:
+    if launch.num_ranks != 1:
+        raise ValueError(f"bench output measures one device, but {launch.num_ranks} ranks were started; start one")
 
 
 def _kinds(device: torch.device) -> dict[str, OutputQuant]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend
-from dcpmla.attention.segments import Segments, join_keys
+from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
+from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.bench.plots import check_outputs, new_figure, save_figure
 from dcpmla.bench.results import add_commit_argument, write_results
 from dcpmla.bench.runner import measurement, memory_on_all, num_samples
@@ -94,8 +94,9 @@ class _Inputs:
         num_sets = -(-_CACHE_BYTES // (num_values * dtype.itemsize)) if device.type == "cuda" else 1
         self.sets = [new_set() for _ in range(num_sets)]
 
-    def attend(self, prefill: Prefill, index: int) -> tuple[Tensor, Tensor]:
-        return prefill(*self.sets[index % len(self.sets)], self.queries, self.keys, _SCALE, self.case.causal)
+    def call(self, index: int) -> PrefillCall:
+        """Return the call over set `index`."""
+        return PrefillCall(*self.sets[index % len(self.sets)], self.queries, self.keys, _SCALE, self.case.causal)
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
         """Of set 0's result, at some queries of the first and the last head, against float64: relative of out (norms),
@@ -145,30 +146,29 @@ def run(args: argparse.Namespace) -> None:
             _plot(args.plot, rows, f"prefill kernels, {args.num_heads} heads of {_DIMS[0]} + {_DIMS[1]} and {_DIMS[2]}")
 
 
-def _check_alone(place: LaunchInfo) -> None:
-    if place.num_ranks != 1:
-        raise ValueError(f"bench prefill measures one device, but {place.num_ranks} ranks were started; start one")
+def _check_alone(launch: LaunchInfo) -> None:
+    if launch.num_ranks != 1:
+        raise ValueError(f"bench prefill measures one device, but {launch.num_ranks} ranks were started; start one")
 
 
 def _rows(inputs: _Inputs, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:
     """A row for each backend that takes the case; a line for each that fails."""
-    q, _, k_pe, v = inputs.sets[0]
     for backend in PREFILL_BACKENDS:
-        if backend.takes(q, k_pe, v):
+        if backend.takes(inputs.call(0)):
             try:
                 yield _row(backend, inputs, dtype, device)
             except (ImportError, RuntimeError) as error:  # others' code: we measure without it
                 print(f"left out: {backend.name} of {inputs.case}: {str(error).partition(chr(10))[0]}", flush=True)
 
 
-def _row(backend: PrefillBackend, inputs: _Inputs, dtype: torch.dtype, device: torch.device) -> Row:
-    case, prefill = inputs.case, backend.load()
+def _row(backend: Backend[PrefillCall], inputs: _Inputs, dtype: torch.dtype, device: torch.device) -> Row:
+    case = inputs.case
     start = time.perf_counter()
-    errors = inputs.errors(*inputs.attend(prefill, 0))  # reading them waits for the device
+    errors = inputs.errors(*backend.run(inputs.call(0)))  # reading them waits for the device
     first_call = time.perf_counter() - start
     calls = max(_CALLS, len(inputs.sets)) if device.type == "cuda" else 1
     timing = time_operation(
-        lambda index: inputs.attend(prefill, index), device, calls, num_samples(device), _SAMPLE_SECONDS
+        lambda index: backend.run(inputs.call(index)), device, calls, num_samples(device), _SAMPLE_SECONDS
     )
     error, lse_error = (error if math.isfinite(error) else None for error in errors)  # JSON has no NaN
     return {

@@ -59,14 +59,14 @@ def write_index_keys(index_cache: Tensor, keys: Tensor, slots: Tensor) -> None:
     """Store keys [N, D] at slots [N] int64, -1 for a row to be left out."""
     mine = slots >= 0
     slots, keys = slots[mine], keys[mine]
-    block, place = slots // index_cache.shape[1], slots % index_cache.shape[1]
+    block, offset = slots // index_cache.shape[1], slots % index_cache.shape[1]
     if index_cache.dtype != torch.uint8:
-        index_cache[block, place] = keys.to(index_cache.dtype)
+        index_cache[block, offset] = keys.to(index_cache.dtype)
         return
     codes, scales = index_to_fp8(keys)
     code_plane, scale_plane = _planes(index_cache)
-    code_plane[block, place] = codes.view(torch.uint8)
-    scale_plane[block, place] = scales[:, None].view(torch.uint8)
+    code_plane[block, offset] = codes.view(torch.uint8)
+    scale_plane[block, offset] = scales[:, None].view(torch.uint8)
 
 
 def read_index_keys(index_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla.cache import formats
 
-_COPIED_ROWS, _DECODED_ROWS = 4, 8  # of one program
+_COPIED_ROWS, _DEQUANTIZED_ROWS = 4, 8  # of one program
 FP8_MAX = tl.constexpr(formats.FP8_MAX)
 TILE = tl.constexpr(formats.TILE)
 _SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -98,7 +98,7 @@ def read_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def decode_kernel(
+def dequantize_kernel(
     rows_ptr,
     scale_ptr,
     out_ptr,
@@ -136,7 +136,7 @@ def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dt
     formats.check_kv_scale(rows.dtype, kv_scale)
     rope = formats.rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank)
     out = torch.empty(len(rows), kv_lora_rank + rope, dtype=dtype, device=rows.device)
-    decode_kernel[(triton.cdiv(len(rows), _DECODED_ROWS),)](
+    dequantize_kernel[(triton.cdiv(len(rows), _DEQUANTIZED_ROWS),)](
         rows,
         kv_scale,
         out,
@@ -144,7 +144,7 @@ def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dt
         rows.stride(0),
         RANK=kv_lora_rank,
         ROPE=rope,
-        ROWS=_DECODED_ROWS,
+        ROWS=_DEQUANTIZED_ROWS,
         RANK_COLUMNS=triton.next_power_of_2(kv_lora_rank),
         ROPE_COLUMNS=triton.next_power_of_2(rope),
     )

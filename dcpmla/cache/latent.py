@@ -121,8 +121,10 @@ class LatentCache:
             dtype: that the model computes in.
             num_index_layers: of sparse MLA, layers with an indexer of their own; None for all.
         Raises:
-            ValueError: no sequences, a negative length, a format that the model cannot have.
+            ValueError: no layers, no sequences, a negative length, a format that the model cannot have.
         """
+        if num_layers < 1:
+            raise ValueError(f"num_layers is {num_layers}; it must be at least 1")
         if not seq_lens or min(seq_lens) < 0:
             raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
         storage, indexer = storage_dtype(dcp.kv_cache_dtype, dtype), config.indexer

@@ -13,7 +13,6 @@ from dcpmla.config import (
     DCP_EXCHANGE_DTYPES,
     DECODE_QUERY_DTYPES,
     INDEX_CACHE_DTYPES,
-    KV_CACHE_DTYPE_ALIASES,
     KV_CACHE_DTYPES,
     MODEL_DTYPES,
     DCPConfig,
@@ -91,9 +90,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     )
     add(
         "--kv-cache-dtype",
-        choices=(*KV_CACHE_DTYPES, *KV_CACHE_DTYPE_ALIASES),
+        choices=(*KV_CACHE_DTYPES, "fp8_e4m3"),
         default="auto",
-        help="format of the latent cache; auto: the model's dtype",
+        help="format of the latent cache; auto: the model's dtype; fp8_e4m3: another name of fp8",
     )
     add(
         "--kv-cache-scale",
@@ -123,6 +122,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
         action="store_true",
         help="spread the values of the indexer's keys and queries before they are rounded",
     )
+    add(
+        "--attention-backend",
+        default="auto",
+        metavar="NAME",
+        help="kernel of decode's attention (docs/kernels.md); auto: the first that can",
+    )
+    add("--prefill-backend", default="auto", metavar="NAME", help="kernel of prefill's attention, alike")
     add(
         "--enable-expert-parallel",
         action="store_true",

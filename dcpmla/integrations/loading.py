@@ -1,6 +1,5 @@
 """From a checkpoint to a running engine: `open_model`, then `load_engine`."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -12,16 +11,31 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS
 from dcpmla.attention.step import context_workspace_tokens
 from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import MODEL_DTYPES, DCPConfig, MLAConfig, check_index_options
+from dcpmla.fields import FLAG, check_fields, number, one_of, optional, whole
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.text import Tokenizer
+
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_OPTION_RULES = {
+    "dtype": one_of(MODEL_DTYPES),
+    "max_num_batched_tokens": whole(1),
+    "max_num_seqs": whole(1),
+    "kv_cache_memory_bytes": optional(whole(1)),
+    "gpu_memory_utilization": number(0, 1, above=True),
+    "enable_prefix_caching": FLAG,
+    "enable_expert_parallel": FLAG,
+    "enforce_eager": FLAG,
+}
+ENGINE_OPTIONS = tuple(_OPTION_RULES)  # load_engine's keywords that are for its user to choose
 
 
 @dataclass(frozen=True)
@@ -115,10 +129,8 @@ def load_engine(
             does not hold the longest sequence.
         RuntimeError: a decode step that fails, or breaks its capture off (`DecodeGraph.capture`).
     """
-    _check_limits(gpu_memory_utilization, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-    if kv_cache_memory_bytes is not None:
-        _check_limits(gpu_memory_utilization, kv_cache_memory_bytes=kv_cache_memory_bytes)
-    compute_dtype = _find_dtype(dtype)
+    dtype = str(dtype).removeprefix("torch.")
+    check_fields(_OPTION_RULES, locals(), _label)
     with agree():
         files = model if isinstance(model, ModelFiles) else open_model(model)
         check_layout(files, dcp)
@@ -127,7 +139,7 @@ def load_engine(
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
     with agree():
         sharded = load_model(
-            files.directory, files.config, dcp, mesh, chosen, compute_dtype, device, enable_expert_parallel
+            files.directory, files.config, dcp, mesh, chosen, _DTYPES[dtype], device, enable_expert_parallel
         )
     graphs = None
     if device.type == "cuda" and not enforce_eager:
@@ -157,42 +169,22 @@ def load_engine(
     )
 
 
-# What a user may say of an engine: load_engine's keywords but those that say what the job is.
-ENGINE_OPTIONS = tuple(
-    name
-    for name, parameter in inspect.signature(load_engine).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("seq_lens", "num_local_ranks", "on_step")
-)
-
-
 def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
-    """Raise ValueError, before any weight is read, for heads that do not divide by the TP size and for options that
-    the model does not have.
+    """Raise ValueError, before any weight is read, for heads that do not divide by the TP size, for options that the
+    model does not have and for backends that there are not.
     """
+    rules = {
+        "attention_backend": one_of(["auto", *(backend.name for backend in DECODE_BACKENDS)]),
+        "prefill_backend": one_of(["auto", *(backend.name for backend in PREFILL_BACKENDS)]),
+    }
+    check_fields(rules, vars(dcp), _label)
     attention = MLAConfig.from_hf(files.config)
     attention.heads_per_rank(dcp.tensor_parallel_size)
     check_index_options(attention, dcp)
 
 
-def _check_limits(gpu_memory_utilization: float, **limits: int) -> None:
-    """Raise ValueError for a part of the memory outside (0, 1], or a limit that is no whole number of at least 1."""
-    if not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(
-            f"gpu_memory_utilization (--gpu-memory-utilization) is {gpu_memory_utilization}; it must be in (0, 1]"
-        )
-    for name, limit in limits.items():
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise ValueError(
-                f"{name} (--{name.replace('_', '-')}) is {limit!r}; it must be a whole number of at least 1"
-            )
-
-
-def _find_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
-    """torch's dtype; None for the checkpoint's."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in MODEL_DTYPES:
-        raise ValueError(f"dtype (--dtype) is {name!r}; choose {', '.join(MODEL_DTYPES[:-1])} or {MODEL_DTYPES[-1]}")
-    return None if name == "auto" else getattr(torch, name)
+def _label(option: str) -> str:
+    return f"{option} (--{option.replace('_', '-')})"
 
 
 def _plan_cache(

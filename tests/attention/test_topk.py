@@ -202,8 +202,8 @@ def check_in_the_interpreter() -> None:
     def no_less(numbers: Any, bound: Any) -> Any:
         return (numbers >= bound).to(tl.float32)
 
-    def scatter(out_ptr: Any, places: Any, values: Any, keys: Any, bound: Any) -> None:
-        tl.store(out_ptr + places, values, mask=keys >= bound)
+    def scatter(out_ptr: Any, indices: Any, values: Any, keys: Any, bound: Any) -> None:
+        tl.store(out_ptr + indices, values, mask=keys >= bound)
 
     threshold.no_less, compaction.scatter = no_less, scatter  # there is no inline assembler
     kernels.TILE, kernels.WARPS = 512, 2

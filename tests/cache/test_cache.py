@@ -219,6 +219,12 @@ def test_lengths_that_are_none(config: MLAConfig, seq_lens: list[int]) -> None:
         LatentCache.plan(config, make_dcp(), 1, seq_lens, torch.float32)
 
 
+@pytest.mark.parametrize("num_layers", [0, -1])
+def test_a_cache_has_layers(config: MLAConfig, num_layers: int) -> None:
+    with pytest.raises(ValueError, match=f"^num_layers is {num_layers}; it must be at least 1$"):
+        LatentCache.plan(config, make_dcp(), num_layers, [1], torch.float32)
+
+
 def test_a_plan_that_cannot_fit_is_refused_before_it_is_allocated(
     config: MLAConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

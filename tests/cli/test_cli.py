@@ -148,7 +148,7 @@ MISTAKES = {
         ["--cp-kv-cache-interleave-size", 3],
         "(--cp-kv-cache-interleave-size) is 3; it must divide block_size (--block-size) 64",
     ),
-    "block size": (["--block-size", 0], "block_size (--block-size) is 0; it must be at least 1"),
+    "block size": (["--block-size", 0], "block_size (--block-size) is 0; it must be a whole number"),
     "backend": (["--dcp-comm-backend", "pigeon"], "argument --dcp-comm-backend: invalid choice: 'pigeon'"),
     "dense model": (
         ["--index-hadamard"],
@@ -176,7 +176,10 @@ MISTAKES = {
     "no ids": (["--prompt-ids", "5,x"], "argument --prompt-ids: '5,x' is not a list of token ids separated by commas"),
     "no tokenizer": (["--prompt", "hello"], "--prompt needs a tokenizer"),
     "new tokens": (["--max-new-tokens", 0], "argument --max-new-tokens: '0' is not a whole number of at least 1"),
-    "temperature": (["--temperature=-1"], "temperature (--temperature) is -1.0; allowed: a finite number from 0 on"),
+    "temperature": (
+        ["--temperature=-1"],
+        "temperature (--temperature) is -1.0; it must be a finite number of at least 0",
+    ),
     "batched tokens": (
         ["--max-num-batched-tokens=-8"],
         "argument --max-num-batched-tokens: '-8' is not a whole number of at least 1",
@@ -188,10 +191,10 @@ MISTAKES = {
     "logits": (["--logits", "/"], "--logits is /, which is there and not a file; give the name of a file"),
     "no temperature": (
         ["--temperature", "nan"],
-        "temperature (--temperature) is nan; allowed: a finite number from 0 on",
+        "temperature (--temperature) is nan; it must be a finite number of at least 0",
     ),
-    "top-p": (["--top-p", 0], "top_p (--top-p) is 0.0; allowed: a number in (0, 1]"),
-    "top-k": (["--top-k=-1"], "top_k (--top-k) is -1; allowed: a whole number of at least 0"),
+    "top-p": (["--top-p", 0], "top_p (--top-p) is 0.0; it must be a number in (0, 1]"),
+    "top-k": (["--top-k=-1"], "top_k (--top-k) is -1; it must be a whole number of at least 0"),
     "stop": (["--stop", "x"], "stop (--stop) needs a tokenizer, and the model's does not load: "),
     "stop ids": (["--stop-token-ids", "5,x"], "argument --stop-token-ids: '5,x' is not a list of token ids"),
     "seqs": (["--max-num-seqs", 0], "argument --max-num-seqs: '0' is not a whole number of at least 1"),
@@ -201,7 +204,7 @@ MISTAKES = {
     ),
     "memory": (
         ["--gpu-memory-utilization", 1.5],
-        "gpu_memory_utilization (--gpu-memory-utilization) is 1.5; it must be in (0, 1]",
+        "gpu_memory_utilization (--gpu-memory-utilization) is 1.5; it must be a number in (0, 1]",
     ),
     "half a job": (
         ["--prompt-file", "in.jsonl"],

@@ -144,7 +144,7 @@ BAD_LINES = {
         '{"id": 1, "prompt_token_ids": [1], "temprature": 1}',
         "'temprature' is not a sampling parameter; allowed are ",
     ),
-    "value": ('{"id": 1, "prompt_token_ids": [1], "top_p": 7}', "top_p (--top-p) is 7; allowed: a number in (0, 1]"),
+    "value": ('{"id": 1, "prompt_token_ids": [1], "top_p": 7}', "top_p (--top-p) is 7; it must be a number in (0, 1]"),
     "token": (
         f'{{"id": 1, "prompt_token_ids": [{VOCAB_SIZE}]}}',
         f"the prompt has token id {VOCAB_SIZE}; the model's vocabulary is",

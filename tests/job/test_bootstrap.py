@@ -81,8 +81,8 @@ def change(env: dict[str, str], **changes: str | None) -> dict[str, str]:
     ],
 )
 def test_variables(env: dict[str, str], expected: tuple[Any, ...]) -> None:
-    place = find_launch_info(env, SOON)
-    assert (place.launcher, place.rank, place.num_ranks, place.local_rank, place.num_local_ranks) == expected
+    launch = find_launch_info(env, SOON)
+    assert (launch.launcher, launch.rank, launch.num_ranks, launch.local_rank, launch.num_local_ranks) == expected
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_slurm_s_tasks_per_node(tasks: list[int]) -> None:
     text = ",".join(f"{number}(x{times})" if times > 1 else str(number) for number, times in groups)
     for node, number in enumerate(tasks):
         env = change(SRUN, SLURM_NTASKS=str(sum(tasks)), SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID=str(node))
-        place = find_launch_info({**env, "SLURM_STEP_TASKS_PER_NODE": text}, SOON)
-        assert place.num_local_ranks == (number if sum(tasks) > 1 else 1)
+        launch = find_launch_info({**env, "SLURM_STEP_TASKS_PER_NODE": text}, SOON)
+        assert launch.num_local_ranks == (number if sum(tasks) > 1 else 1)
 
 
 @pytest.mark.parametrize(

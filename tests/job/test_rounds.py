@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dcpmla.job.rendezvous import open_round
+from dcpmla.job.launcher import open_round
 
 LONG = timedelta(seconds=20)
 

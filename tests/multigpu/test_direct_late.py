@@ -113,7 +113,7 @@ def check_soak(num_exchanges: int) -> None:
     for _ in range(num_exchanges // 300):
         linger(own)
         graph.replay()
-        soak.exchange.gather_heads(q)  # the graph's exchanges take the other slot next time
+        soak.exchange.gather_heads(q)  # the graph's exchanges take the other landing next time
     assert int(soak.num_wrong) == 0
     check_memory(soak.exchange)
 

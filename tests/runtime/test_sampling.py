@@ -238,7 +238,7 @@ WRONG = [
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
 def test_wrong_values_are_named(name: str, value: object) -> None:
     option = f"--{name.replace('_', '-')}"
-    with pytest.raises(ValueError, match=rf"^{name} \({option}\) is .*; allowed: "):
+    with pytest.raises(ValueError, match=rf"^{name} \({option}\) is .*; it must be "):
         SamplingParams.from_dict({name: value}, SamplingParams())
 
 

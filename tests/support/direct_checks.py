@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dcpmla.attention.sparse.candidates import EMPTY, pack_candidates
 from dcpmla.comm.direct import DirectExchange
-from dcpmla.comm.direct_ops import collect
 from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.merge import merge_partials
 from tests.support.shared_memory import send_rows
@@ -100,9 +99,10 @@ def exchange_once(
     time.sleep(own.choice((0, 0.02)))
     mailbox = exchange.mailbox(*out.shape[1:], dtype)
     if mailbox and exchange.device.type == "cpu" and own.random() < 0.3:  # to the others it is all one
-        send_rows(out[rank], lse[rank], exchange._slots, exchange._state, exchange._slot_bytes, rank)
+        send_rows(out[rank], lse[rank], exchange._landings, exchange._state, exchange._landing_bytes, rank)
         merged, merged_lse = torch.empty_like(out[rank, :, heads]), torch.empty_like(lse[rank, :, heads])
-        collect(merged, merged_lse, *mailbox)
+        mailbox.enter(merged)
+        mailbox.collect(merged, merged_lse)
     else:
         merged, merged_lse = exchange.combine(lay_out(out[rank], kinds[1]), lay_out(lse[rank], kinds[2]))
     time.sleep(own.choice((0, 0.02)))
@@ -171,13 +171,13 @@ def exchange_candidates(exchange: DirectExchange) -> None:
 
 
 def check_memory(exchange: DirectExchange) -> None:
-    """When all ranks are done: nothing lies in the slots, words are those of their slot's exchanges, all programs have
+    """When all ranks are done: nothing lies in the landings, words are those of their landing's exchanges, all programs have
     counted the same.
     """
     dist.barrier(exchange.group)
-    slots = exchange._slots.mine[: 2 * exchange._slot_bytes]
-    numbers = exchange._slots.mine[2 * exchange._slot_bytes :].view(torch.int64).view(2, -1) >> 32
-    assert (slots == 0xFF).all()
+    landings = exchange._landings.mine[: 2 * exchange._landing_bytes]
+    numbers = exchange._landings.mine[2 * exchange._landing_bytes :].view(torch.int64).view(2, -1) >> 32
+    assert (landings == 0xFF).all()
     assert ((numbers == 0) | (numbers % 2 == torch.tensor([[0], [1]], device=numbers.device))).all()
     counters, has_failed = exchange._state[:-1], exchange._state[-1]
     assert (counters == counters[0]).all()

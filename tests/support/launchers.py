@@ -159,8 +159,11 @@ def unattended(program: Sequence[object], num_ranks: int) -> list[Command]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": free_port(),
     }
-    places = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
-    return [([sys.executable, *program], {name: str(value) for name, value in place.items()}) for place in places]
+    environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
+    return [
+        ([sys.executable, *program], {name: str(value) for name, value in environment.items()})
+        for environment in environments
+    ]
 
 
 def mpirun(program: Sequence[object], num_ranks: int, *options: object) -> list[object]:

@@ -59,30 +59,32 @@ def delay_kernels(delays: random.Random, chance: float = 0.03) -> None:
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    from dcpmla.comm.kernels import place, slots
+    from dcpmla.comm.kernels import landings, window
 
     def now() -> Any:
         time.sleep(0.02 * delays.random() if delays.random() < chance else 0.0005)  # others need the core meanwhile
         return tl.core.tensor(TensorHandle(np.array([time.monotonic_ns()]), tl.int64), tl.int64)
 
-    slots.now = place.now = now
+    landings.now = window.now = now
     np.seterr(all="ignore")  # what shards without tokens hold
 
 
-def send_rows(out: Tensor, lse: Tensor, slots: PeerMemory, state: Tensor, slot_bytes: int, rank: int) -> None:
+def send_rows(out: Tensor, lse: Tensor, landings: PeerMemory, state: Tensor, landing_bytes: int, rank: int) -> None:
     """What an attention kernel does that stores its rows [T, W h, D] at their owners itself: the first half of
     `combine`.
     """
-    number, size = state[:1] + 1, len(slots.addresses)
-    slot, num_rows, width = int(number) % 2, lse.numel() // size, out.shape[-1]
-    for owner, memory in enumerate(slots.owner):
+    number, size = state[:1] + 1, len(landings.addresses)
+    landing, num_rows, width = int(number) % 2, lse.numel() // size, out.shape[-1]
+    for owner, memory in enumerate(landings.owner):
         rows, lses = (mine.chunk(size, 1)[owner].flatten(0, 1) for mine in (out, lse))
         is_sent = lses != -torch.inf
-        places = (
-            memory[slot * slot_bytes :]
+        targets = (
+            memory[landing * landing_bytes :]
             .view(out.dtype)[rank * num_rows * width :][: num_rows * width]
             .view(num_rows, width)
         )
-        places[is_sent] = rows.where(~rows.isnan(), torch.nan)[is_sent]  # no kernel computes a NaN of all ones
-        words = memory[2 * slot_bytes + slot * (slot_bytes // 8) :].view(torch.int64)[rank * num_rows :][:num_rows]
+        targets[is_sent] = rows.where(~rows.isnan(), torch.nan)[is_sent]  # no kernel computes a NaN of all ones
+        words = memory[2 * landing_bytes + landing * (landing_bytes // 8) :].view(torch.int64)[rank * num_rows :][
+            :num_rows
+        ]
         words.copy_((lses.view(torch.int32).long() & 0xFFFFFFFF) | (number.long() << 32))

@@ -2,15 +2,13 @@
 converter for a loader.
 """
 
-from functools import partial
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dcpmla.attention.hopper.convert import convert_role
 from dcpmla.attention.hopper.load import NUM_STAGES
 from dcpmla.attention.hopper.roles import help_role, score_role
-from dcpmla.attention.hopper.setup import find_outputs, launch, launch_sender, new_buffers, open_barriers
+from dcpmla.attention.hopper.setup import find_outputs, new_buffers, open_barriers
 from dcpmla.attention.hopper.split import KEYS, ROWS, cut, look_up_all
 
 
@@ -54,7 +52,7 @@ def decode_kernel(
     rank,
     own_heads,
     num_rows,
-    slot_bytes,
+    landing_bytes,
     REQS: gl.constexpr,
     IS_RAGGED: gl.constexpr,
     IS_SENT: gl.constexpr,
@@ -72,7 +70,7 @@ def decode_kernel(
     handed = (probs, factors)
     ready, free = open_barriers(NUM_STAGES, NUM_HANDED=1, USERS_OF_Q=2, USERS_OF_PROBS=1)
     work = cut(num_tiles, num_reqs) + (lens_ptr, start_ptr, query_len, num_heads)
-    mail = (addresses_ptr, state_ptr, rank, own_heads, num_rows, slot_bytes)
+    mail = (addresses_ptr, state_ptr, rank, own_heads, num_rows, landing_bytes)
     outputs = find_outputs(out_ptr, lse_ptr, counters_ptr, partials_ptr, mail, num_heads, IS_SENT)
     is_ds_mla: gl.constexpr = kv_scale_ptr is None
     value_scale = 1.0
@@ -111,7 +109,3 @@ def decode_kernel(
         [4, 4],
         [184, 120],
     )
-
-
-mla_decode = partial(launch, decode_kernel)
-send_mla_decode = partial(launch_sender, decode_kernel)

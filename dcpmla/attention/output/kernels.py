@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.output.formats import NVFP4_GROUP
-from dcpmla.attention.triton.descriptors import describe
-from dcpmla.attention.triton.limits import shared_memory
+from dcpmla.attention.triton.device import describe, shared_memory
 
 _NVFP4 = tl.constexpr(NVFP4_GROUP)
 _FP8_MAX = tl.constexpr(448.0)
@@ -113,8 +112,8 @@ def _store(
             groups_padded = tl.cdiv(width, 64) * 4
             tl.store(scales_ptr + _swizzled(row, group, groups_padded), s.to(tl.float8e4nv), mask=is_row & is_group)
             if is_last:
-                for behind in range(end, padded_end, ROWS):
-                    padding = behind + tl.arange(0, ROWS)[:, None]
+                for later in range(end, padded_end, ROWS):
+                    padding = later + tl.arange(0, ROWS)[:, None]
                     zeros = tl.zeros([ROWS, COLUMNS // GROUP], tl.float8e4nv)
                     tl.store(
                         scales_ptr + _swizzled(padding, group, groups_padded),

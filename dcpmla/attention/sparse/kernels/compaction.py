@@ -15,7 +15,7 @@ _STORE_4_BYTES = tl.constexpr(
 
 
 @triton.jit
-def _places(is_kept):
+def _kept_indices(is_kept):
     """Where each that is kept belongs so that they lie side by side, in their order, and how many these are.
 
     Four loads' counts are scanned as the bytes of one integer: a warp has at most 128 elements of a load.
@@ -36,7 +36,7 @@ def _places(is_kept):
 
 
 @triton.jit
-def scatter(out_ptr, places, values, keys, bound):
+def scatter(out_ptr, indices, values, keys, bound):
     """A store from where the operands are: Triton's has another layout than its loads, and tiles would go through
     shared memory.
     """
@@ -44,7 +44,7 @@ def scatter(out_ptr, places, values, keys, bound):
     tl.inline_asm_elementwise(
         _STORE_8_BYTES if wide else _STORE_4_BYTES,
         "=r,l,r,l,f,f" if wide else "=r,l,r,r,f,f",
-        [out_ptr.to(tl.int64, bitcast=True), places, values, keys, bound],
+        [out_ptr.to(tl.int64, bitcast=True), indices, values, keys, bound],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -56,8 +56,8 @@ def compact(out_ptr, values, keys, bound):
     """The values [loads, warps, lanes, width] of 4 or 8 bytes whose keys are no less than the bound -> the head of out;
     how many.
     """
-    places, num_kept = _places(keys >= bound)
-    scatter(out_ptr, places, values, keys, bound)
+    indices, num_kept = _kept_indices(keys >= bound)
+    scatter(out_ptr, indices, values, keys, bound)
     return num_kept
 
 

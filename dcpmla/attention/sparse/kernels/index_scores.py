@@ -68,14 +68,14 @@ def _score_keys(
     block = _find_blocks(table_ptr, begin, longest, BLOCK_SIZE, KEYS)
     for step in tl.range(begin, end, num_stages=STAGES):
         index = step * KEYS + key
-        slot = index % BLOCK_SIZE
+        offset = index % BLOCK_SIZE
         block_ptr = cache_ptr + block.to(tl.int64) * stride_block
-        key_ptr = (block_ptr + slot * HEAD_DIM)[:, None] + column
+        key_ptr = (block_ptr + offset * HEAD_DIM)[:, None] + column
         keys = tl.load(key_ptr) if COLUMNS == HEAD_DIM else tl.load(key_ptr, mask=column < HEAD_DIM, other=0.0)
         products = tl.maximum(tl.dot(keys, tl.trans(q)), 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
         scores = tl.sum(tl.reshape(products, [KEYS, TOKENS, HEADS]), 2)
         if HAS_SCALES:
-            scales = tl.load((block_ptr + BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True) + slot)
+            scales = tl.load((block_ptr + BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True) + offset)
             scores *= scales[:, None]
         block = _find_blocks(table_ptr, step + 1, longest, BLOCK_SIZE, KEYS)
         tl.store(out_ptr[None, :] + index[:, None], scores, mask=index[:, None] < lengths[None, :])

@@ -99,14 +99,16 @@ def keys_kernel(
     is_mine = slot >= 0
     slot = tl.maximum(slot, 0)
     block_ptr = cache_ptr + slot // BLOCK_SIZE * cache_stride_block
-    place = slot % BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
     if cache_ptr.dtype.element_ty == tl.uint8:
         keys, scales = _to_index_fp8(keys)
         keys = keys.to(tl.uint8, bitcast=True)
         tl.store(
-            (block_ptr + BLOCK_SIZE * WIDTH).to(tl.pointer_type(tl.float32), bitcast=True) + place, scales, mask=is_mine
+            (block_ptr + BLOCK_SIZE * WIDTH).to(tl.pointer_type(tl.float32), bitcast=True) + offset,
+            scales,
+            mask=is_mine,
         )
-    tl.store((block_ptr + place * WIDTH)[:, None] + column[None, :], keys, mask=is_mine[:, None] & is_column[None, :])
+    tl.store((block_ptr + offset * WIDTH)[:, None] + column[None, :], keys, mask=is_mine[:, None] & is_column[None, :])
 
 
 def finish_index_keys(
