@@ -48,6 +48,7 @@ _MLA_RULES = {
     "scale": number(0, above=True),
     "rms_norm_eps": number(0),
     "rope_interleaved": FLAG,
+    "use_rope": FLAG,
     "attention_bias": FLAG,
     "kv_lora_scale": number(0, above=True),
     "llama_4_scaling": optional(
@@ -90,6 +91,7 @@ class MLAConfig:
         scale: factor of the attention scores; YaRN's mscale^2 and LongCat's query factor are folded in.
         rms_norm_eps: of the two latent norms (q_c, kv_c); transformers uses 1e-6 whatever the model's own eps.
         rope_interleaved: rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
+        use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
         attention_bias: q_a, kv_a and o projections have a bias.
         kv_lora_scale: factor of kv_c after its norm (LongCat).
         llama_4_scaling: (beta, original_max_position) of the position-dependent query factor (Mistral 4), or None.
@@ -106,6 +108,7 @@ class MLAConfig:
     scale: float
     rms_norm_eps: float = 1e-6
     rope_interleaved: bool = True
+    use_rope: bool = True
     attention_bias: bool = False
     kv_lora_scale: float = 1.0
     llama_4_scaling: tuple[float, int] | None = None

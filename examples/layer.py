@@ -44,7 +44,7 @@ def main() -> None:
         cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(ranks.device)
         for start, end in [(0, PROMPT_LEN), *((pos, pos + 1) for pos in range(PROMPT_LEN, SEQ_LEN))]:
             step = StepMetadata.build([end - start], [end], [blocks], dcp, mesh.dcp_rank, ranks.device)
-            out = layer(hidden_states[start:end], cache[0], step, cos_sin[start:end])
+            out = layer(hidden_states[start:end], cache[0], step.with_positions(cos_sin[start:end]))
             if ranks.is_first:
                 print(f"tokens {start} to {end}: {[round(value, 3) for value in out[-1, :4].tolist()]}")
 

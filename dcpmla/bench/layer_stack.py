@@ -95,10 +95,9 @@ class LayerStack:
         self.group_rows = torch.randn(batch, group_heads, row_dim, **new)
         self.group_lse = torch.randn(batch, group_heads, device=device)
         self.rows = torch.randn(batch, heads, row_dim, **new)
-        self.cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
-        self.query_factor = query_factor(
-            self.metadata[0].positions, config.llama_4_scaling, dtype
-        )  # the same in all steps
+        cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
+        factor = query_factor(self.metadata[0].positions, config.llama_4_scaling, dtype)  # the same in all steps
+        self.metadata = [step.with_positions(cos_sin, factor) for step in self.metadata]
 
     def timings(self, parts: Sequence[str] = ("total", *PARTS)) -> dict[str, Timing]:
         """Of the whole stack ("total") and of parts of it. Collective over the job.
@@ -134,8 +133,8 @@ class LayerStack:
     def step(self, index: int = 0) -> Tensor:
         """[batch, hidden] after all layers."""
         hidden, metadata = self.hidden, self._metadata(index)
-        for layer, rows in zip(self.layers, self.cache.layers, strict=True):
-            hidden = hidden + layer(hidden, rows, metadata, self.cos_sin, self.query_factor)
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            hidden = hidden + layer(hidden, cache, metadata)
         return hidden
 
     def project(self, index: int = 0) -> None:
@@ -143,10 +142,10 @@ class LayerStack:
         off there.
         """
         metadata = self._metadata(index)
-        for layer, rows in zip(self.layers, self.cache.layers, strict=True):
+        for layer, cache in zip(self.layers, self.cache, strict=True):
             layer.exchange = _Stop()
             try:
-                layer(self.hidden, rows, metadata, self.cos_sin, self.query_factor)
+                layer(self.hidden, cache, metadata)
             except _Stopped:
                 continue
             finally:

@@ -5,12 +5,13 @@ quantization.
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention.output.quant import OutputQuant, quantize_parts
+from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput
+from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projections import project_values
 from dcpmla.bench.plots import check_outputs
 from dcpmla.bench.results import add_commit_argument, write_results
@@ -65,11 +66,15 @@ class _Inputs:
     def fused(self, quant: OutputQuant, index: int) -> Tensor:
         """W_UV and the quantization as one."""
         out, w_uv = self.sets[index % len(self.sets)]
-        return quantize_parts([out], w_uv, quant).values
+        rows = OutputRows(self.num_tokens, w_uv, quant)
+        rows.project(out)
+        return cast(QuantizedOutput, rows.finish()).values
 
     def apart(self, quant: OutputQuant, index: int) -> Tensor:
         """W_UV, then the quantization."""
-        return quantize_parts([self.project(index)], self.sets[0][1], quant).values
+        rows = OutputRows(self.num_tokens, self.sets[0][1], quant)
+        rows.append(self.project(index))
+        return cast(QuantizedOutput, rows.finish()).values
 
     def time(self, operation: Operation) -> Timing:
         calls = max(_CALLS, len(self.sets)) if self.device.type == "cuda" else 1

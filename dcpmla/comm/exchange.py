@@ -70,7 +70,7 @@ class Exchange(Protocol):
         """[T, h, D] of this rank's heads -> [T, W h, D], heads in rank order."""
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
-        """[T, k] int64 of this rank, no 32-bit half of them -1 (`attention.sparse.candidates`) -> [T, W, k], in rank
+        """[T, k] int64 of this rank, no 32-bit half of them -1 (`attention.sparse.topk`) -> [T, W, k], in rank
         order.
         """
 

@@ -55,7 +55,7 @@ class GraphMaker:
         """
         model = self._model
         plan = LatentCache.plan(
-            model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype, model.num_index_layers
+            model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype, model.index_layers
         )
         graph = self._capture(
             LatentCache(plan, model.device), self._max_model_len

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 
 from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS
-from dcpmla.attention.step import context_workspace_tokens
+from dcpmla.attention.build import context_workspace_tokens
 from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import MODEL_DTYPES, DCPConfig, MLAConfig, check_index_options
@@ -193,7 +193,7 @@ def _plan_cache(
     """Plan as many blocks as the sequences need together, or as the rank with the least memory has room for."""
     lens = list(seq_lens) if seq_lens else [1]
     plan = LatentCache.plan(
-        model.attention_config, dcp, model.num_attention_layers, lens, model.dtype, model.num_index_layers
+        model.attention_config, dcp, model.num_attention_layers, lens, model.dtype, model.index_layers
     )
     block_bytes = plan.bytes_per_rank // plan.num_blocks
     affordable = torch.tensor(num_bytes // block_bytes, device=model.device)

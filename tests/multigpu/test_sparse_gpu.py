@@ -14,7 +14,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.sparse import indexer as indexer_module
-from dcpmla.attention.sparse.metadata import SelectedTokens
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from tests.support.models import random_model
@@ -66,10 +65,10 @@ def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tupl
         rows = torch.cat(
             [draw(i)[seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
         )
-        selection = SelectedTokens.empty(metadata.num_tokens, TOPK, device)
-        step_cos_sin = cos_sin[metadata.positions]
-        out = layer(rows.to(device), cache[0], metadata, step_cos_sin, None, cache.index_layers[0], selection)
-        return out.cpu(), selection.positions.sort(1).values.cpu()
+        metadata = metadata.with_positions(cos_sin[metadata.positions]).with_selection(TOPK)
+        assert metadata.selection is not None
+        out = layer(rows.to(device), cache[0], metadata)
+        return out.cpu(), metadata.selection.positions.sort(1).values.cpu()
 
     filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
     step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.sparse.candidates import EMPTY, pack_candidates
+from dcpmla.attention.sparse.topk import EMPTY, pack_candidates
 from dcpmla.comm.direct import DirectExchange
 from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.merge import merge_partials
