@@ -90,7 +90,7 @@ def test_options_reach_the_engine(model: Path) -> None:
         assert (engine.dcp.block_size, engine.scheduler.max_num_seqs, engine.max_model_len) == (8, 3, 50)
         assert engine.model.dtype == torch.bfloat16
         assert engine.dcp.kv_cache_dtype == "fp8"
-        assert engine.cache[0].dtype == torch.float8_e4m3fn
+        assert engine.cache[0].latents.dtype == torch.float8_e4m3fn
         prompt = list(range(1, 30))
         for _ in range(2):
             llm.generate(prompt, SamplingParams(max_new_tokens=1), use_tqdm=False)
@@ -111,9 +111,9 @@ def test_options_reach_the_engine(model: Path) -> None:
         ({"dtype": "int8"}, "dtype [(]--dtype[)] is 'int8'; it must be one of auto, float32, bfloat16"),
         (
             {"attention_backend": "fa9"},
-            "attention_backend [(]--attention-backend[)] is 'fa9'; it must be one of auto, ",
+            "attention_backend [(]--attention-backend[)] is 'fa9'; expected 'auto' or one of ",
         ),
-        ({"prefill_backend": "fa9"}, "prefill_backend [(]--prefill-backend[)] is 'fa9'; it must be one of auto, "),
+        ({"prefill_backend": "fa9"}, "prefill_backend [(]--prefill-backend[)] is 'fa9'; expected 'auto' or one of "),
         ({"max_num_seqs": "8"}, "max_num_seqs [(]--max-num-seqs[)] is '8'; it must be a whole number of at least 1"),
         ({"max_model_len": 1}, "max_model_len [(]--max-model-len[)] is 1; it must be in "),
         ({"device": "tpu"}, "device [(]--device[)] is 'tpu'"),

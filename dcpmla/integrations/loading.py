@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS
+from dcpmla.attention.backends import check_backends
 from dcpmla.attention.build import context_workspace_tokens
 from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
 from dcpmla.comm.select import ChosenExchange
@@ -173,11 +173,7 @@ def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
     """Raise ValueError, before any weight is read, for heads that do not divide by the TP size, for options that the
     model does not have and for backends that there are not.
     """
-    rules = {
-        "attention_backend": one_of(["auto", *(backend.name for backend in DECODE_BACKENDS)]),
-        "prefill_backend": one_of(["auto", *(backend.name for backend in PREFILL_BACKENDS)]),
-    }
-    check_fields(rules, vars(dcp), _label)
+    check_backends(dcp)
     attention = MLAConfig.from_hf(files.config)
     attention.heads_per_rank(dcp.tensor_parallel_size)
     check_index_options(attention, dcp)
