@@ -12,14 +12,13 @@ import torch.distributed as dist
 
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import LOAD_TIMEOUT, add_engine_arguments, build_engine, dcp_config, start
-from dcpmla.cli.output import check_writable, is_same_path, write_arrays, write_json
-from dcpmla.cli.output_lines import OutputLines, open_output_lines
-from dcpmla.cli.progress import run_with_bar
+from dcpmla.cli.output import OutputLines, check_writable, is_same_path, open_output_lines, write_arrays, write_json
 from dcpmla.cli.prompts import Prompt, prompts_from_file, prompts_from_options
 from dcpmla.cli.values import positive, seed, token_ids
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.job.bootstrap import agree
+from dcpmla.llm import run_with_bar
 from dcpmla.ownership import local_seq_lens
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
@@ -77,17 +76,17 @@ def run(args: argparse.Namespace) -> None:
             files = open_model(args.model, args.max_model_len)
             check_layout(files, dcp)
             if job.ranks.is_first:
-                check_writable("--json", args.json)
-                check_writable("--logits", args.logits)
+                check_writable("--json", args.json, files.directory)
+                check_writable("--logits", args.logits, files.directory)
                 prompts = prompts_from_file(args, files) if args.prompt_file else prompts_from_options(args, files)
                 if args.output_file:
-                    lines = to_close.enter_context(open_output_lines(args.output_file))
+                    lines = to_close.enter_context(open_output_lines(args.output_file, files.directory))
                     prompts = _missing(prompts, lines)
         prompts = _broadcast(prompts)
         if not prompts:
             return
         seq_lens = [len(prompt.token_ids) + prompt.params.max_new_tokens - 1 for prompt in prompts]
-        engine, selection = build_engine(args, job, dcp, files, seq_lens)
+        engine, chosen = build_engine(args, job, dcp, files, seq_lens)
         to_close.callback(engine.close)
         requests = [
             engine.add(
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
                 lines.append([_output_line(request) for request in finished])
         job.watchdog.enter("writing the results", LOAD_TIMEOUT)
         if job.ranks.is_first:
-            _report(args, engine, requests, selection)
+            _report(args, engine, requests, chosen)
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -149,7 +148,7 @@ def _output_line(request: Request) -> dict[str, object]:
     }
 
 
-def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request], selection: ChosenExchange) -> None:
+def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request], chosen: ChosenExchange) -> None:
     """Write the files of --json and --logits and print the answers; in any case print what was measured."""
     kv_tokens_per_rank = _kv_tokens_per_rank(engine, requests)
     if args.json:
@@ -168,8 +167,8 @@ def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request
                 "outputs": outputs,
                 "metrics": [request.metrics() for request in requests],
                 "kv_tokens_per_rank": kv_tokens_per_rank,
-                "dcp_comm_backend": selection.exchange.name,
-                "dcp_comm_backend_reason": selection.reason,
+                "dcp_comm_backend": chosen.exchange.name,
+                "dcp_comm_backend_reason": chosen.reason,
                 "tensor_parallel_size": engine.mesh.tp_size,
                 "decode_context_parallel_size": engine.mesh.dcp_size,
                 "dtype": str(engine.model.dtype).removeprefix("torch."),

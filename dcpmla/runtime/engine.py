@@ -80,7 +80,8 @@ class Engine:
         tokenizer: for prompts that are texts, for texts of new tokens and stop strings; None serves token ids only.
         on_step: called with a line on what comes next, before the work of each step.
         graph: of the model's decode step over the cache; takes the steps of decodes alone that are not larger than
-    its largest batch.
+            its largest batch.
+        enable_prefix_caching: reuse the blocks of earlier requests that begin with the same tokens.
     Raises:
         ValueError: a limit below 1.
     """
@@ -97,11 +98,12 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         on_step: Callable[[str], object] = lambda line: None,
         graph: DecodeGraph | None = None,
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
         self.max_model_len, self.tokenizer, self.on_step, self.graph = max_model_len, tokenizer, on_step, graph
         self.allocator = BlockAllocator(cache.sizes.num_blocks, dcp.virtual_block_size)
-        self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs)
+        self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs, enable_prefix_caching)
         self.stats = Stats()
         self._workspace = decode_workspace(model.device)
         self._lacks_scales = (
