@@ -27,6 +27,7 @@ PACKAGE = Path(dcpmla.__file__).parent
 ROOMS = {  # first part of a module's name under dcpmla -> floor
     "config": 0,
     "fields": 0,
+    "hf_config": 0,
     "ownership": 0,
     "merge": 0,
     "parallel": 1,

@@ -168,7 +168,7 @@ class MLAAttention(AttentionWeights):
         num_keys = self.dcp.context_workspace_tokens
         widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
         q, k_nope, v = (new(0, self.num_heads, width) for width in widths)
-        rows = Segments((0, 0), new(2, dtype=torch.int32))
+        rows = Segments((0, 0), new(0, dtype=torch.int32))
         k_pe, how = new(0, config.qk_rope_head_dim), (config.scale, False, None, self.dcp.prefill_backend)
         call = PrefillCall(q, k_nope, k_pe, v, rows, rows, *how)
         joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys

@@ -15,8 +15,9 @@ from dcpmla.attention.backends import check_backends
 from dcpmla.attention.build import context_workspace_tokens
 from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
 from dcpmla.comm.select import ChosenExchange
-from dcpmla.config import MODEL_DTYPES, DCPConfig, MLAConfig, check_index_options
+from dcpmla.config import MODEL_DTYPES, DCPConfig, MLAConfig
 from dcpmla.fields import FLAG, check_fields, number, one_of, optional, whole
+from dcpmla.hf_config import check_index_options
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
