@@ -249,7 +249,7 @@ def test_one_file_for_both_outputs(model: Path, tmp_path: Path, capfd: pytest.Ca
 
 
 def hub_model(model: Path, directory: Path) -> Path:
-    """A model as the hub's cache has it: links to files that lie elsewhere, under other names."""
+    """Copy a model as the hub's cache has it: links to files that lie elsewhere, under other names."""
     (directory / "blobs").mkdir()
     (directory / "snapshot").mkdir()
     for number, file in enumerate(sorted(model.iterdir())):
