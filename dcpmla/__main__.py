@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dcpmla.cli import bench, doctor, generate, plan
-from dcpmla.cli.options import share_mistake
+from dcpmla.job.join import share_mistake
 from dcpmla.job.launcher import claimed_rank
 from dcpmla.job.watchdog import Reported
 

@@ -13,6 +13,7 @@ from dcpmla.attention import flashinfer, reference
 from dcpmla.attention.calls import DecodeCall, PrefillCall
 from dcpmla.cache.formats import FP8, is_quantized
 from dcpmla.comm.exchange import Mailbox
+from dcpmla.config import DCPConfig
 
 Call = TypeVar("Call", DecodeCall, PrefillCall)
 _HALF = (torch.bfloat16, torch.float16)
@@ -58,16 +59,18 @@ def select_backend(table: list[Backend[Call]], call: Call) -> Backend[Call]:
     raise ValueError("; ".join(f"{name}: {obstacle}" for name, obstacle in passed_over(table, call).items()))
 
 
-def find_backend(table: list[Backend[Call]], name: str) -> Backend[Call]:
+def find_backend(table: list[Backend[Call]], name: str, argument: str = "backend") -> Backend[Call]:
     """Return the backend of that name.
 
+    Args:
+        argument: which gave the name, for the error.
     Raises:
         ValueError: the table has none.
     """
     for backend in table:
         if backend.name == name:
             return backend
-    raise ValueError(f"backend is {name!r}; expected 'auto' or one of {', '.join(each.name for each in table)}")
+    raise ValueError(f"{argument} is {name!r}; expected 'auto' or one of {', '.join(each.name for each in table)}")
 
 
 def passed_over(table: list[Backend[Call]], call: Call) -> dict[str, str]:
@@ -230,3 +233,11 @@ PREFILL_BACKENDS: list[Backend[PrefillCall]] = [
     Backend("triton", _triton_prefill_obstacle, _run_triton_prefill),
     Backend("torch", _device_obstacle, reference.run_prefill, joins_keys=True),
 ]
+
+
+def check_backends(dcp: DCPConfig) -> None:
+    """Raise ValueError for a backend that is asked for, and that neither table has."""
+    if dcp.attention_backend != "auto":
+        find_backend(DECODE_BACKENDS, dcp.attention_backend, "attention_backend (--attention-backend)")
+    if dcp.prefill_backend != "auto":
+        find_backend(PREFILL_BACKENDS, dcp.prefill_backend, "prefill_backend (--prefill-backend)")

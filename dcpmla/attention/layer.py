@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
+from dcpmla.attention.backends import PREFILL_BACKENDS, check_backends, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments, decode_workspace
 from dcpmla.attention.checks import check_cache, check_selection, check_step
 from dcpmla.attention.decode import dcp_mla_decode
@@ -95,6 +95,7 @@ class MLAAttention(AttentionWeights):
         cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
         cache_width = row_width(cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
         check_device(cache_dtype, torch.device(device))
+        check_backends(dcp)
         super().__init__(config, dcp, mesh, dtype, device)
         self.exchange, self.cache_dtype, self.cache_width = exchange, cache_dtype, cache_width
         self._lacks_scales = dcp.calculate_kv_scales

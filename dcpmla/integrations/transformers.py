@@ -25,8 +25,10 @@ from dcpmla.attention.step import SelectedTokens, StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import ChosenExchange
-from dcpmla.config import DCPConfig, MLAConfig, check_model_type, skips_topk
+from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.hf_config import check_model_type, skips_topk
 from dcpmla.integrations.checkpoint import Checkpoint
+from dcpmla.integrations.config_checks import check_config, check_generation_config, check_raw_config, reason
 from dcpmla.integrations.experts import experts_of
 from dcpmla.integrations.skeleton import Placeholder, load_skeleton
 from dcpmla.integrations.static_experts import static_experts
@@ -206,7 +208,7 @@ def load_config(directory: Path) -> Any:
     """Return a model's transformers config, from its directory or from the config file itself.
 
     Raises:
-        ValueError: no config.json, or an architecture that is not MLA.
+        ValueError: no config.json, an architecture that is not MLA, or a field that no such model can have.
     """
     file = directory if directory.is_file() else directory / "config.json"
     try:
@@ -215,17 +217,18 @@ def load_config(directory: Path) -> Any:
         raise ValueError(f"model (--model): {directory} has no readable config.json") from error
     model_type = raw.pop("model_type", "none")
     check_model_type(model_type)
-    quantization = raw.get("quantization_config")
-    if quantization is not None and not isinstance(quantization, dict):
-        raise ValueError(f"model (--model): {file} has quantization_config {quantization!r}; it must be an object")
-    if quantization and quantization.get("quant_method") == "fp8" and not is_kernels_available():
-        # transformers takes its fp8 matrix products from the package `kernels`; without it MLPs are dequantized like
-        # attention.
-        quantization["dequantize"] = True
     try:
-        return getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
+        check_raw_config(raw)
+        quantization = raw.get("quantization_config")
+        if quantization and quantization.get("quant_method") == "fp8" and not is_kernels_available():
+            # transformers takes its fp8 matrix products from the package `kernels`; without it MLPs are dequantized
+            # like attention.
+            quantization["dequantize"] = True
+        config = getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
+        check_config(config)
     except Exception as error:  # transformers checks fields with exceptions of many kinds
-        raise ValueError(f"model (--model): {file} is no {model_type} config: {error!r}") from error
+        raise ValueError(f"model (--model): {file} is no {model_type} config: {reason(error)}") from error
+    return config
 
 
 def load_model(
@@ -245,14 +248,15 @@ def load_model(
         dtype: to compute in; None takes the checkpoint's.
         enable_expert_parallel: each rank holds its share of the experts whole, instead of a slice of every one.
     Raises:
-        ValueError: sizes that do not divide, tensors that are missing or misshaped.
+        ValueError: sizes that do not divide, tensors that are missing or misshaped, a generation config that is none.
     """
+    check_generation_config(directory)
     attention_config = MLAConfig.from_hf(config)
     attention_config.heads_per_rank(mesh.tp_size)
     quantization = getattr(config, "quantization_config", None) or {}
     block_size = quantization.get("weight_block_size") or (128, 128)
     checkpoint = Checkpoint(directory, (block_size[0], block_size[1]))
-    model = load_skeleton(directory, config, mesh, dtype, device, enable_expert_parallel)
+    model = load_skeleton(directory, checkpoint, config, mesh, dtype, device, enable_expert_parallel)
     placeholders = [name for name, module in model.named_modules() if isinstance(module, Placeholder)]
     missing: set[str] = set()
     index_layers = []

@@ -1,6 +1,4 @@
-"""Sparse layers of DeepSeek-V3.2's widths on GPUs: what is selected, and attention to it, against transformers in
-float64.
-"""
+"""Sparse layers of DeepSeek-V3.2's widths on GPUs: selections and attention compared with transformers in float64."""
 
 import dataclasses
 from typing import Any
@@ -20,8 +18,8 @@ from tests.support.models import random_model
 from tests.support.ranks import run_ranks
 
 TOPK, HIDDEN = 256, 512
-# (tokens cached before the step, new tokens); the decodes' lengths leave lists of less than a tile, of some, and of
-# none on some ranks.
+# (tokens cached before the step, new tokens); the decodes' selections are shorter than a tile, several tiles
+# long, and empty on some ranks.
 BATCH = ((0, 1), (200, 1), (700, 1), (1500, 1), (0, 100), (0, 400), (600, 70))
 
 
@@ -49,7 +47,7 @@ def draw(request: int) -> Tensor:
 
 
 def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Outputs of the new tokens, and the positions that each selected, sorted."""
+    """Return the outputs of the new tokens, and the sorted positions that each selected."""
     total, dcp = [cached + new for cached, new in BATCH], layer.dcp
     cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.bfloat16), device)
     for memory in (*cache.layers, *cache.index_layers):
@@ -76,7 +74,7 @@ def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tupl
 
 
 def expected(attention: Any, hf_config: Any, positions: Tensor) -> tuple[Tensor, float]:
-    """Attention in float64 to the positions [T, topk] given, and which part of these transformers would select."""
+    """Compute attention in float64 to the given positions [T, topk], and the share that transformers selects."""
     dense = DeepseekV3Attention(hf_config, 0).double()
     dense.load_state_dict(
         {name: weight.double() for name, weight in attention.state_dict().items() if not name.startswith("indexer.")}
@@ -85,11 +83,11 @@ def expected(attention: Any, hf_config: Any, positions: Tensor) -> tuple[Tensor,
     for request, (cached, new) in enumerate(BATCH):
         hidden, length = draw(request).double()[None], cached + new
         rope = DeepseekV3RotaryEmbedding(hf_config)(torch.empty(0, dtype=torch.float64), torch.arange(length)[None])
-        chosen = torch.zeros(length, length + 1, dtype=torch.bool)  # the last column takes what is none
+        chosen = torch.zeros(length, length + 1, dtype=torch.bool)  # the last column takes -1
         chosen[-new:].scatter_(1, positions[first : first + new].long() % (length + 1), True)
         chosen = chosen[:, :length]
         mask = torch.where(chosen, 0.0, -torch.inf).double()
-        mask[:cached, 0] = 0.0  # rows that nobody asks for
+        mask[:cached, 0] = 0.0  # rows that are not compared
         outputs.append(dense(hidden, rope, mask[None, None])[0][0, -new:])
         causal = torch.full((length, length), -torch.inf).triu(1).double()[None]
         q_c = attention.q_a_layernorm(attention.q_a_proj(hidden))
@@ -121,7 +119,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         for number, backend in enumerate(backends)
     ]
     found = []
-    indexer_module._WORKSPACE_BYTES = 1 << 20  # tokens are selected for in several turns
+    indexer_module._WORKSPACE_BYTES = 1 << 20  # tokens are processed in several turns
     for is_mha in (True, False):
         layer_module.prefers_mha = lambda *_, is_mha=is_mha: is_mha
         layer_module._ABSORBED_TOKENS = 100
@@ -137,7 +135,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         wanted, share = expected(attention.double(), hf_config, first_positions)
     assert share > (0.97 if index_cache_dtype == "auto" else 0.9), share
     for out, positions in found:
-        assert torch.equal(positions, first_positions)  # whatever the ranks, the exchange and the route of prefill
+        assert torch.equal(positions, first_positions)  # for any ranks, exchange and route of prefill
         error = (out.double() - wanted).norm() / wanted.norm()
         assert error < (2e-2 if kv_cache_dtype == "auto" else 4e-2), error
 
