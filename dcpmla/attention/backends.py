@@ -1,245 +1,230 @@
-"""Decode kernels by capability: the first that takes the inputs runs."""
+"""Attention kernels by capability: two tables, of which the first backend that takes a call runs it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention import decode_flashinfer, reference
-from dcpmla.cache import formats
+from dcpmla.attention import flashinfer, reference
+from dcpmla.attention.calls import DecodeCall, PrefillCall
+from dcpmla.cache.formats import FP8, is_quantized
+from dcpmla.comm.exchange import Mailbox
 
-
-class Decode(Protocol):
-    def __call__(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        scale: float,
-        kv_lora_rank: int,
-        query_start_loc: Tensor | None,
-        max_query_len: int,
-        workspace: Tensor | None,
-        kv_scale: Tensor | None,
-        q_scale: Tensor | None,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        """See `dcpmla.mla_decode`; arguments are checked already."""
-
-
-class SendDecode(Protocol):
-    def __call__(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        scale: float,
-        workspace: Tensor | None,
-        kv_scale: Tensor | None,
-        q_scale: Tensor | None,
-        dtype: torch.dtype,
-        addresses: Tensor,
-        state: Tensor,
-        rank: int,
-        slot_bytes: int,
-    ) -> None:
-        """`Decode` of one query token a request, whose rows go into the slots of `comm.kernels.slots`."""
+Call = TypeVar("Call", DecodeCall, PrefillCall)
+_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class DecodeBackend:
-    """A decode kernel and what it takes.
+class Backend(Generic[Call]):
+    """A kernel of one phase, and what it takes.
 
     Attributes:
-        takes: whether it runs on the device, dtypes and sizes of (q, kv_cache, kv_lora_rank, the output's dtype).
-        load: gives the kernel, importing what only it needs.
-        load_sender: gives its form that stores rows at the ranks that own their heads, if it has one.
+        obstacle: says why it does not take a call, "" if it does. Decides from device, dtypes, sizes and strides alone.
+        run: computes (out, lse); imports what only this kernel needs.
+        sends_rows: whether `run` of decode takes a `Mailbox` as well: it stores rows at the ranks that own their heads
+            as soon as it has them, and returns what all ranks' rows merge to.
     """
 
     name: str
-    takes: Callable[[Tensor, Tensor, int, torch.dtype], bool]
-    load: Callable[[], Decode]
-    load_sender: Callable[[], SendDecode] | None = None
+    obstacle: Callable[[Call], str]
+    run: Callable[..., tuple[Tensor, Tensor]]
+    sends_rows: bool = False
+
+    def takes(self, call: Call) -> bool:
+        """Return whether the backend can run the call."""
+        return not self.obstacle(call)
 
 
-def _takes_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    return _is_half(q, kv_cache) and _suits_hopper(q, kv_cache, kv_lora_rank, dtype) and _is_tiled(kv_cache)
+def select_backend(table: list[Backend[Call]], call: Call) -> Backend[Call]:
+    """Return the first backend of a table that takes the call, or the one that the call names.
+
+    Raises:
+        ValueError: there is none of that name, or it does not take the call, or none does.
+    """
+    if call.backend != "auto":
+        backend = find_backend(table, call.backend)
+        if obstacle := backend.obstacle(call):
+            raise ValueError(f"backend is {call.backend!r}, which does not take this call: {obstacle}; choose 'auto'")
+        return backend
+    for backend in table:
+        if backend.takes(call):
+            return backend
+    raise ValueError("; ".join(f"{name}: {obstacle}" for name, obstacle in passed_over(table, call).items()))
 
 
-def _takes_hopper_sparse(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    return _is_half(q, kv_cache) and _suits_hopper(q, kv_cache, kv_lora_rank, dtype) and _is_sparse(kv_cache)
+def find_backend(table: list[Backend[Call]], name: str) -> Backend[Call]:
+    """Return the backend of that name.
+
+    Raises:
+        ValueError: the table has none.
+    """
+    for backend in table:
+        if backend.name == name:
+            return backend
+    raise ValueError(f"backend is {name!r}; expected 'auto' or one of {', '.join(each.name for each in table)}")
 
 
-def _takes_hopper_fp8(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    return (
-        q.dtype == kv_cache.dtype == formats.FP8
-        and _suits_hopper(q, kv_cache, kv_lora_rank, dtype)
-        and _is_tiled(kv_cache)
-    )
+def passed_over(table: list[Backend[Call]], call: Call) -> dict[str, str]:
+    """Return why each backend before the chosen one does not take the call, by name; all of them if none does."""
+    obstacles = {}
+    for backend in table:
+        obstacle = backend.obstacle(call)
+        if not obstacle:
+            break
+        obstacles[backend.name] = obstacle
+    return obstacles
 
 
-def _takes_hopper_8bit(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    is_8bit = q.dtype == dtype and kv_cache.dtype != dtype
-    return is_8bit and _suits_hopper(q, kv_cache, kv_lora_rank, dtype) and (_is_tiled(kv_cache) or _is_sparse(kv_cache))
+def register_backend(table: list[Backend[Call]], backend: Backend[Call]) -> None:
+    """Put a backend of one's own first in a table: DECODE_BACKENDS or PREFILL_BACKENDS.
+
+    Raises:
+        ValueError: the table has one of that name.
+    """
+    if backend.name in ("auto", *(each.name for each in table)):
+        raise ValueError(f"backend.name is {backend.name!r}; the table has one of that name already")
+    table.insert(0, backend)
 
 
-def _suits_hopper(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    """sm_90, DeepSeek's widths, and rows that start where TMA and loads of 16 bytes want it."""
-    row_stride = kv_cache.stride(0 if _is_sparse(kv_cache) else 1)
+# ---- decode
+
+
+def _hopper_obstacle(call: DecodeCall) -> str:
+    q, kv_cache, rank = call.q, call.kv_cache, call.kv_lora_rank
+    if obstacle := _triton_obstacle(call) or _hopper_gpu_obstacle(q):
+        return obstacle
+    if (rank, q.shape[-1]) != (512, 576):
+        return f"latents have {rank} + {q.shape[-1] - rank} columns, not 512 + 64"
+    is_sparse, is_fp8 = kv_cache.shape[1] == 1, q.dtype == FP8
+    if is_fp8 and kv_cache.dtype != FP8:
+        return f"e4m3 queries go with an e4m3 cache, not {kv_cache.dtype}"
+    if is_fp8 and is_sparse:
+        return "e4m3 queries go with blocks of 64 n tokens, not pages of one"
+    if not is_sparse and not _is_tiled(kv_cache):
+        return f"blocks have {kv_cache.shape[1]} tokens, not 64 n, or are no matrix that TMA takes"
+    row_stride = kv_cache.stride(0 if is_sparse else 1)
     strides = *(stride * q.element_size() for stride in q.stride()[:2]), row_stride * kv_cache.element_size()
-    return (
-        _takes_triton(q, kv_cache, kv_lora_rank, dtype)
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-        and (kv_lora_rank, q.shape[-1]) == (512, 576)
-        and all(number % 16 == 0 for number in (q.data_ptr(), kv_cache.data_ptr()))
-        and all(stride > 0 and stride % 16 == 0 for stride in strides)
-    )
+    if any(start % 16 for start in (q.data_ptr(), kv_cache.data_ptr(), *strides)) or min(strides) <= 0:
+        return "rows of queries or of the cache do not begin at multiples of 16 bytes"
+    return ""
 
 
 def _is_tiled(kv_cache: Tensor) -> bool:
-    """Whole tiles of 64 keys in a block, and strides that make the cache one matrix, as TMA wants it."""
+    """Return whether blocks are whole tiles of 64 keys, and the cache one matrix of rows, as TMA wants it."""
     rows_per_block, rest = divmod(kv_cache.stride(0), kv_cache.stride(1)) if kv_cache.stride(1) else (0, 0)
     return kv_cache.shape[1] % 64 == rest == 0 and 0 < kv_cache.shape[0] * rows_per_block < 2**31
 
 
-def _is_sparse(kv_cache: Tensor) -> bool:
-    """Pages of one row."""
-    return kv_cache.shape[1] == 1
+def _run_hopper(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tensor]:
+    from dcpmla.attention.hopper.decode import run
+
+    return run(call, mailbox)
 
 
-def _load_hopper() -> Decode:
-    from dcpmla.attention.hopper.decode import mla_decode
-
-    return mla_decode
-
-
-def _load_hopper_sender() -> SendDecode:
-    from dcpmla.attention.hopper.decode import send_mla_decode
-
-    return send_mla_decode
-
-
-def _load_hopper_sparse() -> Decode:
-    from dcpmla.attention.hopper.decode_sparse import mla_decode
-
-    return mla_decode
-
-
-def _load_hopper_sparse_sender() -> SendDecode:
-    from dcpmla.attention.hopper.decode_sparse import send_mla_decode
-
-    return send_mla_decode
+def _triton_obstacle(call: DecodeCall) -> str:
+    q, kv_cache, dtype = call.q, call.kv_cache, call.dtype
+    if not q.is_cuda:
+        return f"q is on device {q.device}, not a GPU"
+    is_quantized_call = is_quantized(kv_cache.dtype)
+    if obstacle := _capability_obstacle(q, (8, 9) if is_quantized_call else (8, 0)):
+        return obstacle
+    if dtype not in _HALF:
+        return f"the output has dtype {dtype}, not bfloat16 or float16"
+    widths = call.kv_lora_rank, q.shape[-1] - call.kv_lora_rank
+    if not all(16 <= width <= 512 and width & (width - 1) == 0 for width in widths):
+        return f"latents have {widths[0]} + {widths[1]} columns, not powers of 2 from 16 to 512"
+    if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
+        return "rows of queries or of the cache are not contiguous"
+    is_words = kv_cache.dtype == torch.uint8  # whose rows have float32 and bfloat16 parts
+    if is_words and (any(stride % 4 for stride in kv_cache.stride()[:2]) or kv_cache.data_ptr() % 4):
+        return "rows of the fp8_ds_mla cache do not begin at multiples of 4 bytes"
+    return ""
 
 
-def _load_hopper_fp8() -> Decode:
-    from dcpmla.attention.hopper.decode_fp8 import mla_decode
+def _run_triton(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    from dcpmla.attention.triton.decode import run
 
-    return mla_decode
-
-
-def _load_hopper_fp8_sender() -> SendDecode:
-    from dcpmla.attention.hopper.decode_fp8 import send_mla_decode
-
-    return send_mla_decode
+    return run(call)
 
 
-def _load_hopper_8bit() -> Decode:
-    from dcpmla.attention.hopper.decode_8bit import mla_decode
-
-    return mla_decode
-
-
-def _load_hopper_8bit_sender() -> SendDecode:
-    from dcpmla.attention.hopper.decode_8bit import send_mla_decode
-
-    return send_mla_decode
+def _flashinfer_obstacle(call: DecodeCall) -> str:
+    if obstacle := _triton_obstacle(call) or _hopper_gpu_obstacle(call.q) or _missing_flashinfer():
+        return obstacle
+    if call.q.dtype != call.kv_cache.dtype or call.q.dtype not in _HALF:
+        return f"q has dtype {call.q.dtype} and the cache {call.kv_cache.dtype}; both must be bfloat16 or float16"
+    widths = call.kv_lora_rank, call.q.shape[-1] - call.kv_lora_rank
+    return "" if widths == flashinfer.WIDTHS else f"latents have {widths[0]} + {widths[1]} columns, not 512 + 64"
 
 
-def _takes_triton(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    """Half precision on sm_80 or later, 8-bit formats on sm_89 or later; widths that are powers of two and fit into
-    registers.
-    """
-    widths = kv_lora_rank, q.shape[-1] - kv_lora_rank
-    return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device)
-        >= ((8, 0) if _is_half(q, kv_cache) else (8, 9))  # that converts e4m3
-        and dtype in (torch.bfloat16, torch.float16)
-        and q.dtype in (dtype, formats.FP8)
-        and kv_cache.dtype in (q.dtype, formats.FP8, torch.uint8)
-        and all(16 <= width <= 512 and width & (width - 1) == 0 for width in widths)
-        and q.stride(-1) == kv_cache.stride(-1) == 1
-        and (kv_cache.dtype != torch.uint8 or _is_aligned(kv_cache))
-    )
+# ---- prefill
 
 
-def _is_half(q: Tensor, kv_cache: Tensor) -> bool:
-    return q.dtype == kv_cache.dtype and q.dtype in (torch.bfloat16, torch.float16)
+def _flashinfer_prefill_obstacle(call: PrefillCall) -> str:
+    if obstacle := _half_on_gpu_obstacle(call.q, (9, 0)) or _missing_flashinfer():
+        return obstacle
+    if call.mask is not None:
+        return "it takes no mask of selected tokens"
+    dims = call.q.shape[-1], call.v.shape[-1]
+    return "" if dims in flashinfer.HEAD_DIMS else f"heads are {dims[0]} and {dims[1]} wide, not 192 or 128 and 128"
 
 
-def _is_aligned(kv_cache: Tensor) -> bool:
-    """Whether the float32 and bfloat16 parts of rows of fp8_ds_mla stand where a load may start."""
-    return all(stride % 4 == 0 for stride in kv_cache.stride()[:2]) and kv_cache.data_ptr() % 4 == 0
+def _triton_prefill_obstacle(call: PrefillCall) -> str:
+    if obstacle := _half_on_gpu_obstacle(call.q, (8, 0)):
+        return obstacle
+    widths = call.k_pe.shape[-1], max(call.q.shape[-1], call.v.shape[-1])
+    return "" if widths[0] > 0 and widths[1] <= 256 else f"heads are {widths[1]} wide with {widths[0]} of RoPE, not 256"
 
 
-def _load_triton() -> Decode:
-    from dcpmla.attention.triton.decode import mla_decode
+def _run_triton_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
+    from dcpmla.attention.triton.prefill import run
 
-    return mla_decode
+    return run(call)
 
 
-def _takes_flashinfer(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    return (
-        _is_half(q, kv_cache)
-        and _takes_triton(q, kv_cache, kv_lora_rank, dtype)
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-        and (kv_lora_rank, q.shape[-1] - kv_lora_rank) == decode_flashinfer.WIDTHS
-        and has_flashinfer()
-    )
+# ---- both
+
+
+def _device_obstacle(call: DecodeCall | PrefillCall) -> str:
+    return "" if call.q.device.type in ("cpu", "cuda") else f"q is on device {call.q.device}, not 'cpu' or 'cuda'"
+
+
+def _half_on_gpu_obstacle(q: Tensor, capability: tuple[int, int]) -> str:
+    if not q.is_cuda or q.dtype not in _HALF or torch.version.cuda is None:
+        return f"q is {q.dtype} on device {q.device}, not bfloat16 or float16 on a GPU of NVIDIA's"
+    return _capability_obstacle(q, capability)
+
+
+def _capability_obstacle(q: Tensor, needed: tuple[int, int]) -> str:
+    found = torch.cuda.get_device_capability(q.device)
+    return "" if found >= needed else f"the GPU has compute capability {found}, less than {needed}"
+
+
+def _hopper_gpu_obstacle(q: Tensor) -> str:
+    """Return what is wrong with the GPU for Hopper's instructions; ROCm numbers its GPUs alike."""
+    found = torch.cuda.get_device_capability(q.device)
+    is_hopper = found[0] == 9 and torch.version.cuda is not None
+    return "" if is_hopper else f"the GPU is no Hopper of NVIDIA's (compute capability {found})"
 
 
 @cache
-def has_flashinfer() -> bool:
-    return find_spec("flashinfer") is not None
+def _missing_flashinfer() -> str:
+    return "" if find_spec("flashinfer") is not None else "the package flashinfer is not installed"
 
 
-def _load_flashinfer() -> Decode:
-    return decode_flashinfer.mla_decode
-
-
-def _takes_torch(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> bool:
-    return q.device.type in ("cpu", "cuda")
-
-
-def _load_torch() -> Decode:
-    return reference.mla_decode
-
-
-# Best first. Triton is there on Linux only, so its kernels are imported when one is chosen.
-DECODE_BACKENDS = (
-    DecodeBackend("hopper", _takes_hopper, _load_hopper, _load_hopper_sender),
-    DecodeBackend("hopper-sparse", _takes_hopper_sparse, _load_hopper_sparse, _load_hopper_sparse_sender),
-    DecodeBackend("hopper-fp8", _takes_hopper_fp8, _load_hopper_fp8, _load_hopper_fp8_sender),
-    DecodeBackend("hopper-8bit", _takes_hopper_8bit, _load_hopper_8bit, _load_hopper_8bit_sender),
-    DecodeBackend("triton", _takes_triton, _load_triton),
-    DecodeBackend("flashinfer", _takes_flashinfer, _load_flashinfer),
-    DecodeBackend("torch", _takes_torch, _load_torch),
-)
-
-
-def select_decode(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> DecodeBackend:
-    """The first backend that takes the inputs and gives an output of `dtype`.
-
-    Raises:
-        ValueError: none does.
-    """
-    for backend in DECODE_BACKENDS:
-        if backend.takes(q, kv_cache, kv_lora_rank, dtype):
-            return backend
-    raise ValueError(f"q is on device {q.device}; decode kernels exist for 'cpu', 'cuda'")
+# Best first. Triton is there on Linux only, so its kernels are imported when one runs.
+DECODE_BACKENDS: list[Backend[DecodeCall]] = [
+    Backend("hopper", _hopper_obstacle, _run_hopper, sends_rows=True),
+    Backend("triton", _triton_obstacle, _run_triton),
+    Backend("flashinfer", _flashinfer_obstacle, flashinfer.run_decode),
+    Backend("torch", _device_obstacle, reference.mla_decode),
+]
+# Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans each ragged call anew, for 45 ms.
+PREFILL_BACKENDS: list[Backend[PrefillCall]] = [
+    Backend("flashinfer", _flashinfer_prefill_obstacle, flashinfer.run_prefill),
+    Backend("triton", _triton_prefill_obstacle, _run_triton_prefill),
+    Backend("torch", _device_obstacle, reference.run_prefill),
+]

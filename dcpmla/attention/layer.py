@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.checks import check_cache, check_selection, check_step
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput, quantize_parts
@@ -16,7 +17,6 @@ from dcpmla.attention.sparse.metadata import SelectedTokens
 from dcpmla.attention.sparse.rows import prefers_mha, selected_rows
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.attention.weights import AttentionWeights
-from dcpmla.attention.workspace import decode_workspace
 from dcpmla.cache.formats import check_device, is_quantized, row_width, storage_dtype
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.prefill_backends import select_prefill
-from dcpmla.attention.segments import Segments
+from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
+from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.step import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale, is_quantized
@@ -136,11 +136,12 @@ def mha_prefill(
     scale: float,
     causal: bool,
     mask: Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`prefill_backends.Prefill` by the first backend that takes the inputs, as an operator of torch. No gradients."""
+    """Run a `PrefillCall` on the first backend that takes it, or on the one named, as a custom op. No gradients."""
     queries, keys = Segments(tuple(query_start), query_start_loc), Segments(tuple(key_start), key_start_loc)
-    backend = select_prefill(q, k_pe, v, has_mask=mask is not None)
-    return backend.load()(q, k_nope, k_pe, v, queries, keys, scale, causal, mask)
+    call = PrefillCall(q, k_nope, k_pe, v, queries, keys, scale, causal, mask, backend)
+    return select_backend(PREFILL_BACKENDS, call).run(call)
 
 
 @mha_prefill.register_fake

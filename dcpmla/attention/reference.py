@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dcpmla.attention.calls import DecodeCall, PrefillCall, join_keys
 from dcpmla.attention.sparse.mask import unpack_mask
 from dcpmla.cache import formats
 
@@ -15,67 +16,41 @@ _MAX_SCORES = 1 << 25  # scores that mha_prefill holds at a time: 128 MiB of flo
 _MAX_GATHERED = 1 << 28  # cache elements that mla_decode gathers at a time: 1 GiB of float32
 
 
-def mla_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    query_start_loc: Tensor | None,
-    max_query_len: int,
-    workspace: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Absorbed MLA over a paged latent cache, each query token by itself; `dcpmla.mla_decode` documents shapes."""
-    num_tokens, num_reqs = q.shape[0], block_table.shape[0]
-    token = torch.arange(num_tokens, device=q.device)
-    request = (
-        token // max_query_len
-        if query_start_loc is None
-        else torch.searchsorted(query_start_loc[1:], token, right=True)
-    )
-    table = (
-        block_table[request.clamp(max=num_reqs - 1)]
-        if num_reqs
-        else block_table.new_zeros(num_tokens, block_table.shape[1])
-    )
-    tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * kv_cache.shape[1] * kv_cache.shape[2]))
-    tiles = [
-        _decode_tile(
-            q[rows], kv_cache, table[rows], seq_lens[rows], scale, kv_lora_rank, kv_scale, q_scale, dtype or q.dtype
-        )
-        for rows in (slice(start, start + tile) for start in range(0, max(1, num_tokens), tile))
-    ]
+def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """Compute absorbed MLA over a paged latent cache, each query token by itself; `dcpmla.mla_decode` gives shapes."""
+    table = call.block_table
+    token = torch.arange(len(call.q), device=call.q.device)
+    request = token // call.max_query_len
+    if call.query_start_loc is not None:
+        request = torch.searchsorted(call.query_start_loc[1:], token, right=True)
+    table = table[request.clamp(max=len(table) - 1)] if len(table) else table.new_zeros(len(token), table.shape[1])
+    tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * call.kv_cache.shape[1] * call.kv_cache.shape[2]))
+    starts = range(0, max(1, len(token)), tile)
+    tiles = [_decode_tile(call, table[start : start + tile], slice(start, start + tile)) for start in starts]
     out, lse = zip(*tiles, strict=True)
     return torch.cat(out), torch.cat(lse)
 
 
-def _decode_tile(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    kv_scale: Tensor | None,
-    q_scale: Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(out_dtype, torch.float32)
-    first_of_block = torch.arange(block_table.shape[1], device=q.device) * kv_cache.shape[1]
-    block_table = block_table.where(
-        first_of_block < seq_lens[:, None], 0
-    )  # behind a request's last block stands anything
-    kv = formats.dequantize(kv_cache[block_table.to(torch.int64)].flatten(1, 2), kv_lora_rank, kv_scale, dtype)
+def _decode_tile(call: DecodeCall, block_table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+    """Compute some of the tokens of a call, given their rows of the table."""
+    dtype = torch.promote_types(call.dtype, torch.float32)
+    q, seq_lens = call.q[tokens].to(dtype), call.seq_lens[tokens]
+    first_of_block = torch.arange(block_table.shape[1], device=q.device) * call.kv_cache.shape[1]
+    # Entries after a request's last block may be anything.
+    block_table = block_table.where(first_of_block < seq_lens[:, None], 0).to(torch.int64)
+    kv = formats.dequantize(call.kv_cache[block_table].flatten(1, 2), call.kv_lora_rank, call.kv_scale, dtype)
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
     kv = kv.masked_fill(~valid[..., None], 0.0)  # slots that nobody wrote may hold NaN, and 0 x NaN is NaN
-    q = q.to(dtype) if q_scale is None else q.to(dtype) * q_scale
-    scores = torch.einsum("thd,tsd->ths", q, kv) * scale
+    q = q if call.q_scale is None else q * call.q_scale
+    scores = torch.einsum("thd,tsd->ths", q, kv) * call.scale
     probs, lse = _softmax(scores.masked_fill(~valid[:, None], -torch.inf))
-    return torch.einsum("ths,tsl->thl", probs, kv[..., :kv_lora_rank]).to(out_dtype), lse
+    return torch.einsum("ths,tsl->thl", probs, kv[..., : call.kv_lora_rank]).to(call.dtype), lse
+
+
+def run_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
+    """Compute a `PrefillCall`."""
+    bounds = call.queries.start, call.keys.start
+    return mha_prefill(call.q, join_keys(call.k_nope, call.k_pe), call.v, *bounds, call.scale, call.causal, call.mask)
 
 
 def mha_prefill(
@@ -88,7 +63,7 @@ def mha_prefill(
     causal: bool,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a ragged batch; `dcpmla.attention.prefill_backends.Prefill` documents shapes."""
+    """Compute multi-head attention of a ragged batch; `PrefillCall` gives shapes, with keys k [S, h, P + R]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     for request in range(len(query_start) - 1):
@@ -113,7 +88,7 @@ def mha_prefill(
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., S] -> probabilities and float32 LSE [...]; zeros and -inf where every score is -inf."""
+    """Return probabilities [..., S] and float32 LSE [...] of scores; zeros and -inf where every score is -inf."""
     lse = scores.logsumexp(-1)
     probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return probs, lse.to(torch.float32)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
+from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.sparse.metadata import SparseMetadata
-from dcpmla.attention.workspace import decode_workspace
 from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.config import DCPConfig
 

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dcpmla.attention import reference
-from dcpmla.attention.backends import DecodeBackend
-from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.workspace import decode_workspace
+from dcpmla.attention import (
+    decode,  # noqa: F401  (registers the custom op)
+    reference,
+)
+from dcpmla.attention.backends import DECODE_BACKENDS, select_backend
+from dcpmla.attention.calls import DecodeCall, decode_workspace
 from dcpmla.bench.cache_formats import (
     Q_SCALE,
     fill_randomly,
@@ -223,31 +225,21 @@ MakeKernel = Callable[[DecodeInputs], Kernel]
 
 
 class Ours:
-    """`dcpmla.mla_decode`, with the backend that it selects or with a given one."""
+    """`dcpmla.mla_decode`, on the backend that it selects or on a given one."""
 
-    def __init__(self, inputs: DecodeInputs, backend: DecodeBackend | None = None) -> None:
-        q, kv_cache, _ = inputs.at(0)
-        if backend is not None and not backend.takes(q, kv_cache, LATENT_DIM, inputs.dtype):
-            raise ValueError(f"does not take {q.dtype} over {kv_cache.dtype} on {q.device.type}")
-        self.decode: Callable[..., tuple[Tensor, Tensor]] = mla_decode if backend is None else backend.load()
-        self.inputs = inputs
+    def __init__(self, inputs: DecodeInputs, backend: str = "auto") -> None:
+        self.inputs, self.backend = inputs, backend
+        select_backend(DECODE_BACKENDS, self.call(0))
+
+    def call(self, index: int) -> DecodeCall:
+        """Return the call over set `index`."""
+        inputs, (q, kv_cache, block_table) = self.inputs, self.inputs.at(index)
+        sizes = inputs.seq_lens, SCALE, LATENT_DIM, None, inputs.case.query_len, inputs.workspace
+        scales = inputs.caches.kv_scale, inputs.q_scale, inputs.dtype
+        return DecodeCall.check(q, kv_cache, block_table, *sizes, *scales, self.backend)
 
     def launch(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, (q, kv_cache, block_table) = self.inputs, self.inputs.at(index)
-        return self.decode(
-            q,
-            kv_cache,
-            block_table,
-            inputs.seq_lens,
-            SCALE,
-            LATENT_DIM,
-            query_start_loc=None,
-            max_query_len=inputs.case.query_len,
-            workspace=inputs.workspace,
-            kv_scale=inputs.caches.kv_scale,
-            q_scale=inputs.q_scale,
-            dtype=inputs.dtype,
-        )
+        return torch.ops.dcpmla.mla_decode(*self.call(index).flat())
 
     def result(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse
@@ -264,18 +256,17 @@ class Answer:
         requests = torch.tensor(sorted({0, case.batch - 1}), device=q.device)
         self.tokens = (requests[:, None] * case.query_len + torch.arange(case.query_len, device=q.device)).flatten()
         blocks = block_table[requests]
+        sizes = inputs.seq_lens[self.tokens], SCALE, LATENT_DIM, None, case.query_len, None
         self.out, self.lse = reference.mla_decode(
-            q[self.tokens],
-            kv_cache[blocks.flatten().long()],
-            torch.arange(blocks.numel(), device=q.device, dtype=torch.int32).view_as(blocks),
-            inputs.seq_lens[self.tokens],
-            SCALE,
-            LATENT_DIM,
-            None,
-            case.query_len,
-            kv_scale=inputs.caches.kv_scale,
-            q_scale=inputs.q_scale,
-            dtype=torch.float64,
+            DecodeCall(
+                q[self.tokens],
+                kv_cache[blocks.flatten().long()],
+                torch.arange(blocks.numel(), device=q.device, dtype=torch.int32).view_as(blocks),
+                *sizes,
+                inputs.caches.kv_scale,
+                inputs.q_scale,
+                torch.float64,
+            )
         )
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:

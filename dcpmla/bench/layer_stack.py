@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.rope import query_factor
 from dcpmla.attention.step import StepMetadata
-from dcpmla.attention.workspace import decode_workspace
 from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly
 from dcpmla.bench.runner import num_samples
 from dcpmla.bench.timing import Timing, time_operation

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend
-from dcpmla.attention.segments import Segments, join_keys
+from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
+from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, leave_out
@@ -73,9 +73,9 @@ class PrefillInputs:
         num_sets = -(-_CACHE_BYTES // (num_values * dtype.itemsize)) if device.type == "cuda" else 1
         self.sets = [new_set() for _ in range(num_sets)]
 
-    def attend(self, prefill: Prefill, index: int) -> tuple[Tensor, Tensor]:
-        """Run a kernel over set index % num_sets."""
-        return prefill(*self.sets[index % len(self.sets)], self.queries, self.keys, _SCALE, self.case.causal)
+    def call(self, index: int) -> PrefillCall:
+        """Return the call over set index % num_sets."""
+        return PrefillCall(*self.sets[index % len(self.sets)], self.queries, self.keys, _SCALE, self.case.causal)
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
         """Return the errors of set 0's result against float64, at some queries of the first and the last head: of out
@@ -122,23 +122,22 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         return PrefillInputs(case, self.dtype, self.device)
 
     def measure(self, case: PrefillCase, inputs: PrefillInputs) -> list[Row]:
-        q, _, k_pe, v = inputs.sets[0]
         rows = []
         for backend in PREFILL_BACKENDS:
-            if backend.takes(q, k_pe, v):
+            if backend.takes(inputs.call(0)):
                 try:
                     rows.append(self._row(backend, inputs))
                 except (ImportError, RuntimeError) as error:  # others' code: we measure without it
                     leave_out(f"{backend.name} of {case}", error)
         return rows
 
-    def _row(self, backend: PrefillBackend, inputs: PrefillInputs) -> Row:
-        case, prefill = inputs.case, backend.load()
+    def _row(self, backend: Backend[PrefillCall], inputs: PrefillInputs) -> Row:
+        case = inputs.case
         start = time.perf_counter()
-        error, lse_error = inputs.errors(*inputs.attend(prefill, 0))  # reading them waits for the device
+        error, lse_error = inputs.errors(*backend.run(inputs.call(0)))  # reading them waits for the device
         first_call = time.perf_counter() - start
         calls = max(_FEWEST_CALLS, len(inputs.sets)) if self.device.type == "cuda" else 1
-        timing = time_operation(lambda index: inputs.attend(prefill, index), self.device, calls, _SAMPLE_SECONDS)
+        timing = time_operation(lambda index: backend.run(inputs.call(index)), self.device, calls, _SAMPLE_SECONDS)
         return {
             "kernel": backend.name,
             "heads": case.heads,

@@ -11,8 +11,8 @@ import psutil
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from dcpmla.attention.backends import select_decode
-from dcpmla.attention.prefill_backends import select_prefill
+from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, select_backend
+from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments
 from dcpmla.bench.results import installed, versions
 from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.config import MLAConfig
@@ -95,6 +95,10 @@ def _select_kernels(config: MLAConfig, device: torch.device, dtype: torch.dtype)
         return torch.empty(*shape, dtype=dtype, device=device)
 
     heads, rope = config.num_heads, config.qk_rope_head_dim
-    decode = select_decode(new(1, heads, config.latent_dim), new(1, 64, config.latent_dim), config.kv_lora_rank, dtype)
-    prefill = select_prefill(new(1, heads, config.qk_head_dim), new(1, rope), new(1, heads, config.v_head_dim))
-    return decode.name, prefill.name
+    numbers = torch.zeros(1, dtype=torch.int32, device=device)
+    sizes = numbers[None], numbers, config.scale, config.kv_lora_rank
+    decode = DecodeCall.check(new(1, heads, config.latent_dim), new(1, 64, config.latent_dim), *sizes)
+    keys = new(1, heads, config.qk_nope_head_dim), new(1, rope), new(1, heads, config.v_head_dim)
+    rows = Segments((0, 1), numbers)
+    prefill = PrefillCall(new(1, heads, config.qk_head_dim), *keys, rows, rows, config.scale, causal=True)
+    return select_backend(DECODE_BACKENDS, decode).name, select_backend(PREFILL_BACKENDS, prefill).name

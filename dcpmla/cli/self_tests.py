@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.attention import reference
+from dcpmla.attention.calls import DecodeCall, Segments, join_keys
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.prefill import mha_prefill
-from dcpmla.attention.segments import Segments, join_keys
 from dcpmla.bench.exchange_inputs import OPERATIONS, Combine, ExchangeCase, GatherHeads, find_errors
 from dcpmla.bench.runner import num_calls
 from dcpmla.bench.timing import Timing, time_operation
@@ -83,9 +83,9 @@ def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -
     q = torch.randn(seq_lens.numel(), config.num_heads, config.latent_dim, generator=generator)
     q, cache = q.to(device, dtype), cache.to(device, dtype)
     table, seq_lens = table.to(device, torch.int32), seq_lens.flatten().to(device)
-    got = mla_decode(q, cache, table, seq_lens, config.scale, config.kv_lora_rank)
+    got = mla_decode(q, cache, table, seq_lens, config.scale, config.kv_lora_rank, max_query_len=2)
     wanted = reference.mla_decode(
-        q.double(), cache.double(), table, seq_lens, config.scale, config.kv_lora_rank, None, 2
+        DecodeCall.check(q.double(), cache.double(), table, seq_lens, config.scale, config.kv_lora_rank, None, 2)
     )
     return _errors(got, wanted)
 

@@ -139,7 +139,8 @@ class DirectExchange:
         raise_fault(self._fault, self.timeout, self.group.group_name)
 
     def _memory(self) -> Mailbox:
-        return self._slots.addresses, self._state, self._fault, self._slot_bytes, self.timeout, self.group.group_name
+        memory = self._slots.addresses, self._state, self._fault, self._slot_bytes
+        return Mailbox(*memory, self.timeout, self.group.group_name)
 
     def _new_landing(self, num_slots: int, slot_bytes: int) -> "_Landing":
         memory = self._allocate(num_slots * slot_bytes + _FLAG_BYTES, self.group, self.device)

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.kernels.place import place_kernel
 from dcpmla.comm.kernels.slots import NUM_PROGRAMS, combine_kernel, gather_kernel
 from dcpmla.parallel.collectives import PeerFault
@@ -79,7 +80,7 @@ def gather(
     operation: str,
 ) -> Tensor:
     """`Exchange.gather_heads` and `gather_candidates` through slots."""
-    rank = enter("q", q, fault, timeout, group)
+    rank = enter("q", q, Mailbox(addresses, state, fault, slot_bytes, timeout, group))
     num_tokens, num_heads, width = q.shape
     size, row_width = len(addresses), num_heads * width
     gathered = q.new_empty(num_tokens, size * num_heads, width)
@@ -132,7 +133,8 @@ def combine(
     is_fp8: bool,
 ) -> tuple[Tensor, Tensor]:
     """`Exchange.combine` through slots."""
-    enter("out", out, fault, timeout, group)
+    mailbox = Mailbox(addresses, state, fault, slot_bytes, timeout, group)
+    enter("out", out, mailbox)
     size, (num_tokens, num_heads, width) = len(addresses), out.shape
     if num_heads % size:
         raise ValueError(f"out has {num_heads} heads; the {size} ranks of the group must divide them")
@@ -146,9 +148,7 @@ def combine(
     token_bytes, token_words = combine_room(num_heads, width, out.element_size())
     for tokens in _turns(num_tokens, token_bytes, token_words, slot_bytes):
         results = merged[tokens], merged_lse[tokens]
-        _launch_combine(
-            out[tokens], lse[tokens], *results, addresses, state, fault, slot_bytes, timeout, group, is_fp8, False
-        )
+        _launch_combine(out[tokens], lse[tokens], *results, mailbox, is_fp8, is_sent=False)
     return merged, merged_lse
 
 
@@ -163,56 +163,33 @@ def combine_room(num_heads: int, width: int, element_size: int) -> tuple[int, in
     return num_heads * width * element_size, num_heads * (1 - (-width // _NARROWEST))
 
 
-def collect(
-    merged: Tensor,
-    merged_lse: Tensor,
-    addresses: Tensor,
-    state: Tensor,
-    fault: Tensor,
-    slot_bytes: int,
-    timeout: float,
-    group: str,
-) -> None:
-    """The second half of `combine`, for rows [T, h, D] that fit into a slot at once, and that kernels of all ranks
-    send.
-    """
-    _launch_combine(
-        merged, merged_lse, merged, merged_lse, addresses, state, fault, slot_bytes, timeout, group, False, True
-    )
+def collect(merged: Tensor, merged_lse: Tensor, mailbox: Mailbox) -> tuple[Tensor, Tensor]:
+    """Finish a `combine` whose rows [T, h, D], as many as fit at once, are sent by kernels of all ranks."""
+    _launch_combine(merged, merged_lse, merged, merged_lse, mailbox, is_fp8=False, is_sent=True)
+    return merged, merged_lse
 
 
 def _launch_combine(
-    out: Tensor,
-    lse: Tensor,
-    merged: Tensor,
-    merged_lse: Tensor,
-    addresses: Tensor,
-    state: Tensor,
-    fault: Tensor,
-    slot_bytes: int,
-    timeout: float,
-    group: str,
-    is_fp8: bool,
-    is_sent: bool,
+    out: Tensor, lse: Tensor, merged: Tensor, merged_lse: Tensor, mailbox: Mailbox, is_fp8: bool, is_sent: bool
 ) -> None:
-    size, (num_tokens, num_heads, width) = len(addresses), merged.shape
+    size, (num_tokens, num_heads, width) = len(mailbox.addresses), merged.shape
     tiling = choose_tiling(num_tokens * num_heads, width, size, is_fp8)
     combine_kernel[(tiling.num_programs,)](
         out.view(_CARRIERS[out.element_size()]),
         lse,
         merged,
         merged_lse,
-        addresses,
-        state,
-        fault,
+        mailbox.addresses,
+        mailbox.state,
+        mailbox.fault,
         num_tokens * num_heads,
         num_heads,
         *out.stride()[:2],
         *lse.stride(),
-        dist.get_rank(_group(group)),
+        dist.get_rank(_group(mailbox.group_name)),
         tiling.items,
-        slot_bytes,
-        _milliseconds(timeout),
+        mailbox.landing_bytes,
+        _milliseconds(mailbox.timeout),
         WIDTH=width,
         SIZE=size,
         PEERS=triton.next_power_of_2(size),
@@ -245,7 +222,7 @@ def place(
     Without places, rank r's row n as row n W + r. Returns, in stream order, when the rows of all ranks are there.
     Any D goes: rows of fp8_ds_mla are no whole number of 16 bytes for every latent.
     """
-    rank = enter("rows", rows, fault, timeout, group, alignment=1)
+    rank = _check_carried("rows", rows, fault, timeout, group)
     num_rows, width = rows.shape
     columns = min(_PLACED, width & -width)  # the largest power of two that divides
     num_items = -(-num_rows * columns // _PLACED) * (width // columns)
@@ -279,22 +256,25 @@ def _(*_: object) -> None:
     return None
 
 
-def enter(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str, alignment: int = _ALIGNMENT) -> int:
-    """This rank in its group, if the exchange is sound and can carry the rows.
+def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:
+    """Return this rank in its group, if the exchanges are sound and can carry the rows.
 
-    Args:
-        alignment: bytes that the width must be a multiple of.
     Raises:
         PeerFault: an exchange before this one has failed.
         ValueError: a dtype or a width that direct does not carry.
     """
+    rank = _check_carried(name, rows, mailbox.fault, mailbox.timeout, mailbox.group_name)
+    if rows.shape[-1] * rows.element_size() % _ALIGNMENT:
+        raise ValueError(
+            f"{name} has rows of {rows.shape[-1]} {rows.dtype}; direct carries multiples of {_ALIGNMENT} bytes"
+        )
+    return rank
+
+
+def _check_carried(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str) -> int:
     raise_fault(fault, timeout, group_name)
     if rows.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {rows.dtype}; direct carries {', '.join(map(str, _DTYPES))}")
-    if rows.shape[-1] * rows.element_size() % alignment:
-        raise ValueError(
-            f"{name} has rows of {rows.shape[-1]} {rows.dtype}; direct carries multiples of {alignment} bytes"
-        )
     return dist.get_rank(_group(group_name))
 
 

@@ -6,14 +6,56 @@ no tokens: its partial rows come with lse -inf.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-# What `attention.decode` hands to its operator: addresses, state, fault, slot_bytes, timeout, group, as in
-# `comm.direct_ops`.
-Mailbox = tuple[Tensor, Tensor, Tensor, int, float, str]
+
+class Mailbox(NamedTuple):
+    """The memory of all ranks' GPUs in which an attention kernel leaves rows itself, at the ranks that own their heads.
+
+    A call takes part in one `combine` of exchange `direct`: `enter` it, store the rows (`comm.kernels.landings`), then
+    `collect` what all ranks' rows merge to. A backend that cannot store them has `combine` do it all.
+
+    Attributes:
+        addresses: [W] int64, where each rank's landings begin, as this rank sees them.
+        state: int32, counters of the exchanges, on the device.
+        fault: [1] int64 in pinned memory, written by a kernel that waited in vain.
+        landing_bytes: of the rows that may come to a rank at a time.
+        timeout: seconds to wait for a peer.
+        group_name: of the DCP group.
+    """
+
+    addresses: Tensor
+    state: Tensor
+    fault: Tensor
+    landing_bytes: int
+    timeout: float
+    group_name: str
+
+    def enter(self, merged: Tensor) -> int:
+        """Return this rank in the group, before a kernel sends rows of which `merged` [T, h, D] is to come.
+
+        Raises:
+            PeerFault: an exchange before this one has failed.
+            ValueError: a dtype or a width that direct does not carry.
+        """
+        from dcpmla.comm import direct_ops  # triton is there on Linux only
+
+        return direct_ops.enter("out", merged, self)
+
+    def collect(self, merged: Tensor, merged_lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Await the rows of all ranks and merge them into merged [T, h, D] and merged_lse [T, h], which it returns."""
+        from dcpmla.comm import direct_ops
+
+        return direct_ops.collect(merged, merged_lse, self)
+
+    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `Exchange.combine` of rows that a kernel left in tensors."""
+        from dcpmla.comm import direct_ops
+
+        return direct_ops.combine(out, lse, *self, is_fp8=False)
 
 
 class Exchange(Protocol):

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step import StepMetadata
-from dcpmla.attention.workspace import decode_workspace
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.sparse.metadata import SparseMetadata
 from dcpmla.attention.step import DecodeMetadata, StepMetadata
-from dcpmla.attention.workspace import decode_workspace
 
 _NO_SLOT = -1  # nothing is written for such a token
 

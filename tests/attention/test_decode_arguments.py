@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from dcpmla import mla_decode
-from dcpmla.attention.backends import select_decode
+from dcpmla.attention.backends import DECODE_BACKENDS, Backend, passed_over, register_backend, select_backend
+from dcpmla.attention.calls import DecodeCall
 from tests.attention.test_reference import L, R
+from tests.support.backends import decode_call, only
 
 
 def decode_arguments() -> dict[str, Any]:
@@ -75,10 +77,10 @@ def test_decode_names_dtypes_and_scales_that_do_not_belong() -> None:
             {**fp8, "kv_cache": torch.zeros(4, 8, L + R), "kv_scale": None},
             f"q has dtype {e4m3}, kv_cache torch.float32, q_scale is given",
         ),
-        ({**fp8_cache, "q_scale": one}, "q has dtype torch.float32, q_scale is given and dtype is None"),
+        ({**fp8_cache, "q_scale": one}, f"q has dtype torch.float32, kv_cache {e4m3}, q_scale is given and dtype is None"),
         (
             {**fp8_cache, "dtype": torch.bfloat16},
-            "q has dtype torch.float32, q_scale is missing and dtype is torch.bfloat16",
+            f"q has dtype torch.float32, kv_cache {e4m3}, q_scale is missing and dtype is torch.bfloat16",
         ),
         ({**fp8_cache, "kv_scale": None}, f"kv_scale is missing for a cache of {e4m3}"),
         ({**fp8_cache, "kv_scale": one.to("meta")}, "kv_scale is on meta; it must be on q's device, cpu"),
@@ -96,20 +98,66 @@ def test_decode_names_the_wrong_rank(kv_lora_rank: int) -> None:
 
 
 def test_a_device_without_a_backend() -> None:
-    with pytest.raises(ValueError, match=r"^q is on device meta; .*'cpu', 'cuda'"):
-        select_decode(
-            torch.empty(1, 1, L + R, device="meta"), torch.empty(1, 4, L + R, device="meta"), L, torch.float32
-        )
+    rows = torch.empty(1, 1, L + R, device="meta"), torch.empty(1, 4, L + R, device="meta")
+    with pytest.raises(ValueError, match=r"; torch: q is on device meta, not 'cpu' or 'cuda'$"):
+        select_backend(DECODE_BACKENDS, decode_call(*rows, L, torch.float32))
 
 
 def test_decode_names_wrong_query_lens() -> None:
     arguments = decode_arguments()
-    with pytest.raises(ValueError, match="^q has 2 tokens for 3 requests"):
+    with pytest.raises(ValueError, match="^q has 2 tokens for 3 requests; .* max_query_len, 1$"):
         mla_decode(**{**arguments, "block_table": torch.zeros(3, 2, dtype=torch.int32)})
-    with pytest.raises(ValueError, match="^max_query_len is 2; .* 2 / 2 = 1"):
+    with pytest.raises(ValueError, match="^q has 2 tokens for 1 requests"):  # a table of another batch
+        mla_decode(**{**arguments, "block_table": torch.zeros(1, 2, dtype=torch.int32)})
+    with pytest.raises(ValueError, match="^q has 2 tokens for 2 requests; .* max_query_len, 2$"):
         mla_decode(**arguments, max_query_len=2)
-    with pytest.raises(ValueError, match="^max_query_len is None; "):
-        mla_decode(**arguments, query_start_loc=torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="^max_query_len is 0; "):
+        mla_decode(**arguments, max_query_len=0, query_start_loc=torch.zeros(3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool, torch.float8_e5m2])
+def test_decode_names_queries_that_are_no_numbers_of_ours(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"^q has dtype {dtype}; "):
+        mla_decode(**{**decode_arguments(), "q": torch.zeros(2, 3, L + R).to(dtype)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_decode_names_queries_and_a_cache_of_different_dtypes(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"^kv_cache has dtype torch.float32; expected q's, {dtype}"):
+        mla_decode(**{**decode_arguments(), "q": torch.zeros(2, 3, L + R, dtype=dtype)})
+
+
+@pytest.mark.parametrize("argument", ["kv_cache", "block_table", "seq_lens"])
+def test_decode_names_what_is_on_another_device(argument: str) -> None:
+    arguments = decode_arguments()
+    with pytest.raises(ValueError, match=f"^{argument} is on meta; it must be on q's device, cpu"):
+        mla_decode(**{**arguments, argument: arguments[argument].to("meta")})
+
+
+def test_a_backend_by_name() -> None:
+    out, _ = mla_decode(**decode_arguments(), backend="torch")
+    assert out.shape == (2, 3, L)
+    with pytest.raises(ValueError, match="^backend is 'hopper', which does not take this call: q is on device cpu"):
+        mla_decode(**decode_arguments(), backend="hopper")
+    with pytest.raises(ValueError, match="^backend is 'cuda'; expected 'auto' or one of hopper, triton, "):
+        mla_decode(**decode_arguments(), backend="cuda")
+
+
+def test_a_backend_of_ones_own() -> None:
+    ours = Backend("ours", lambda call: "" if call.q.shape[0] > 1 else "one token", lambda call: call.new_output())
+    one = {
+        name: value[:1] if name in ("q", "block_table", "seq_lens") else value
+        for name, value in decode_arguments().items()
+    }
+    with only(DECODE_BACKENDS, *DECODE_BACKENDS):
+        register_backend(DECODE_BACKENDS, ours)
+        assert select_backend(DECODE_BACKENDS, DecodeCall.check(**decode_arguments())) is ours
+        call = DecodeCall.check(**one)
+        assert select_backend(DECODE_BACKENDS, call).name == "torch"
+        assert list(passed_over(DECODE_BACKENDS, call)) == ["ours", "hopper", "triton", "flashinfer"]
+        assert passed_over(DECODE_BACKENDS, call)["ours"] == "one token"
+        with pytest.raises(ValueError, match="^backend.name is 'ours'; the table has one"):
+            register_backend(DECODE_BACKENDS, ours)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan])

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcpmla.attention import backends, reference
-from dcpmla.attention.workspace import COUNTER_WORDS
+from dcpmla.attention import reference
+from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
+from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall
 from dcpmla.cache import formats
+from tests.support.backends import as_kernel, decode_call
 from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -96,7 +98,7 @@ class Case:
         exact = {**inputs, "q": inputs["q"].double(), "dtype": torch.float64}
         if self.format == "fp8_ds_mla":
             exact["kv_cache"] = formats.dequantize(inputs["kv_cache"], self.kv_lora_rank, None, self.dtype)
-        return reference.mla_decode(**exact)
+        return reference.mla_decode(DecodeCall(**exact))
 
 
 def check(kernel: Any, case: Case, device: str, tolerance: float = 1e-2, lse_tolerance: float = 1e-4) -> None:
@@ -150,18 +152,14 @@ INTERPRETED = [
 
 
 def check_in_the_interpreter() -> None:
-    from dcpmla.attention.triton.decode import mla_decode
+    from dcpmla.attention.triton.decode import run
 
     for case in INTERPRETED:
-        check(mla_decode, case, "cpu")
+        check(as_kernel(run, DecodeCall), case, "cpu")
 
 
 def test_the_portable_kernel_in_the_interpreter() -> None:
     run_interpreted(1, check_in_the_interpreter)
-
-
-def find_backend(name: str) -> backends.DecodeBackend:
-    return next(backend for backend in backends.DECODE_BACKENDS if backend.name == name)
 
 
 def long_case(num_reqs: int, num_keys: int, **more: Any) -> Case:
@@ -206,11 +204,7 @@ ON_GPU += [replace(case, **kind) for kind in QUANTIZED for case in ON_GPU]
 
 def backends_of(case: Case) -> list[str]:
     """Those made for a case's format; not all of them take its sizes."""
-    if case.has_fp8_queries:
-        return ["hopper-fp8", "triton"]
-    if case.format == "auto":
-        return ["hopper-sparse", "triton"] if case.block_size == 1 else ["hopper", "triton", "flashinfer"]
-    return ["hopper-8bit", "triton"]
+    return ["hopper", "triton", "flashinfer"] if case.format == "auto" and case.block_size > 1 else ["hopper", "triton"]
 
 
 @pytest.mark.gpu
@@ -220,14 +214,14 @@ def backends_of(case: Case) -> list[str]:
     ids=lambda x: x if isinstance(x, str) else f"{len(x.requests)}x{x.requests[0][1]}x{x.num_heads}-{x.format}",
 )
 def test_kernels_against_float64(case: Case, backend: str) -> None:
-    chosen = find_backend(backend)
-    inputs = case.inputs("cuda")
-    if not chosen.takes(inputs["q"], inputs["kv_cache"], case.kv_lora_rank, case.dtype):
+    chosen = find_backend(DECODE_BACKENDS, backend)
+    if obstacle := chosen.obstacle(DecodeCall(**case.inputs("cuda"))):
         assert backend != "triton"
-        pytest.skip(f"{backend} does not take {case}")
+        pytest.skip(f"{backend} does not take {case}: {obstacle}")
     # e4m3 probabilities are off by 2^-4 at most, a row's error by less; sums of fp8 products keep 13 bits behind the
     # point or so.
-    check(chosen.load(), case, "cuda", *((0.05, 0.02) if backend == "hopper-fp8" else ()))
+    is_fp8 = backend == "hopper" and case.has_fp8_queries
+    check(as_kernel(chosen.run, DecodeCall), case, "cuda", *((0.05, 0.02) if is_fp8 else ()))
 
 
 def test_gpus_and_caches_that_the_portable_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +246,8 @@ def test_gpus_and_caches_that_the_portable_kernel_takes(monkeypatch: pytest.Monk
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         dtype = torch.bfloat16 if q is fp8 else q.dtype
-        assert (backends.select_decode(q, kv_cache, 512, dtype).name == "triton") == taken, (
+        call = decode_call(q, kv_cache, 512, dtype)
+        assert (select_backend(DECODE_BACKENDS, call).name == "triton") == taken, (
             capability,
             q.dtype,
             kv_cache.dtype,
@@ -276,7 +271,7 @@ def test_layers_of_one_cache_and_offsets_past_2_31() -> None:
     )
     out, lse = mla_decode(q, layers[:, 1], table, seq_lens, 0.07)
     small = torch.arange(3, dtype=torch.int32, device="cuda")[None]
-    wanted, wanted_lse = reference.mla_decode(q.double(), keys.double(), small, seq_lens, 0.07, 512, None, 1)
+    wanted, wanted_lse = reference.mla_decode(DecodeCall.check(q.double(), keys.double(), small, seq_lens, 0.07, 512))
     compare((out, lse), (wanted, wanted_lse), Case([(1, 150)]), 1e-2)
 
 
@@ -287,7 +282,7 @@ def test_a_graph_replays_with_other_lengths(kind: dict[str, Any]) -> None:
     as eager calls.
     """
     from dcpmla import mla_decode
-    from dcpmla.attention.workspace import decode_workspace
+    from dcpmla.attention.calls import decode_workspace
 
     case = long_case(8, 4096, **kind)
     inputs = {**case.inputs("cuda"), "workspace": decode_workspace("cuda")}
@@ -310,10 +305,7 @@ def test_a_graph_replays_with_other_lengths(kind: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [
-        ("hopper", {}),
-        ("hopper-sparse", {"block_size": 1}),
-        ("hopper-fp8", FP8_QUERIES),
-        *(("hopper-8bit", kind) for kind in QUANTIZED[::2]),
+        *(("hopper", kind) for kind in [{}, {"block_size": 1}, *QUANTIZED]),
         *(("triton", kind) for kind in [{}, *QUANTIZED]),
     ],
 )
@@ -323,7 +315,7 @@ def test_nan_of_a_key_is_not_lost(backend: str, kind: dict[str, Any]) -> None:
     """
     inputs = long_case(3, 3000, **kind).inputs("cuda")
     inputs["kv_cache"].view(torch.uint8)[inputs["block_table"][1, 2], 5 % inputs["kv_cache"].shape[1], :2] = 0xFF
-    out, lse = find_backend(backend).load()(**inputs)
+    out, lse = find_backend(DECODE_BACKENDS, backend).run(DecodeCall(**inputs))
     assert lse.isnan().any(-1).tolist() == out.isnan().any(-1).any(-1).tolist() == [False, True, False]
 
 
@@ -348,8 +340,9 @@ def test_queries_and_caches_that_are_views(part: slice) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [{}, *QUANTIZED])
 def test_the_operator_on_a_gpu(kind: dict[str, Any]) -> None:
-    from dcpmla.attention.workspace import decode_workspace
+    from dcpmla.attention.calls import decode_workspace
 
     inputs = {**long_case(5, 2000, **kind).inputs("cuda"), "workspace": decode_workspace("cuda")}
     names = [argument.name for argument in torch.ops.dcpmla.mla_decode.default._schema.arguments]
-    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, tuple(inputs[name] for name in names))
+    args = tuple(inputs[name] for name in names if name in inputs)
+    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, (*args, "auto"))

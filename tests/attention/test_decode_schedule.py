@@ -14,7 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dcpmla.attention.calls import DecodeCall
 from tests.attention.test_decode_kernel import SMALL, Case, check
+from tests.support.backends import as_kernel
 from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -308,7 +310,7 @@ def check_in_the_interpreter() -> None:
     @settings(max_examples=8, deadline=None)
     def check_one(case: Case, min_tiles: int) -> None:
         mla_decode.MIN_TILES = mla_decode.tl.constexpr(min_tiles)
-        check(mla_decode.mla_decode, case, "cpu")
+        check(as_kernel(mla_decode.run, DecodeCall), case, "cpu")
 
     check_one()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dcpmla.attention import backends
+from dcpmla.attention.calls import DecodeCall
 from dcpmla.cache import formats
 from tests.attention.test_decode_kernel import FP8_QUERIES, QUANTIZED, Case
 
@@ -21,8 +22,8 @@ def test_which_kernel_takes_pages_of_one_row(kind: dict[str, Any]) -> None:
         pytest.skip("kernels for Hopper")
     case = Case([(1, 65)], block_size=1, **kind)
     inputs = case.inputs("cuda")
-    chosen = backends.select_decode(inputs["q"], inputs["kv_cache"], case.kv_lora_rank, case.dtype)
-    assert chosen.name == ("triton" if kind is FP8_QUERIES else "hopper-8bit" if kind else "hopper-sparse")
+    chosen = backends.select_backend(backends.DECODE_BACKENDS, DecodeCall(**inputs))
+    assert chosen.name == ("triton" if kind is FP8_QUERIES else "hopper")
 
 
 @pytest.mark.gpu

@@ -3,18 +3,19 @@ backend that there is.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dcpmla.attention import flashinfer, reference
 from dcpmla.attention import prefill as operators
-from dcpmla.attention import prefill_flashinfer, reference
-from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, PrefillBackend
-from dcpmla.attention.segments import Segments, join_keys
+from dcpmla.attention.backends import PREFILL_BACKENDS, Backend, find_backend
+from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.merge import merge_partials
+from tests.support.backends import as_kernel, prefill_call
 from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -53,7 +54,9 @@ def poisoned(rows: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     return view.copy_(rows)
 
 
-def check_prefill(prefill: Prefill, case: str, dtype: torch.dtype, device: str) -> None:
+def check_prefill(
+    prefill: Callable[[PrefillCall], tuple[Tensor, Tensor]], case: str, dtype: torch.dtype, device: str
+) -> None:
     """A backend's (out, lse) against float64."""
     query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = CASES[case]
     queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
@@ -66,7 +69,7 @@ def check_prefill(prefill: Prefill, case: str, dtype: torch.dtype, device: str) 
         (num_keys, num_heads, v_head_dim),
     ]
     q, k_nope, k_pe, v = (poisoned(torch.randn(shape, generator=generator), dtype, device) for shape in shapes)
-    out, lse = prefill(q, k_nope, k_pe, v, queries, keys, SCALE, key_lens is None)
+    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, queries, keys, SCALE, key_lens is None))
     wanted, wanted_lse = reference.mha_prefill(
         *(rows.double().cpu() for rows in (q, join_keys(k_nope, k_pe), v)),
         queries.start,
@@ -84,7 +87,9 @@ def check_prefill(prefill: Prefill, case: str, dtype: torch.dtype, device: str) 
 
 def check_unaligned(device: str) -> None:
     """Rows that no descriptor may point to."""
-    from dcpmla.attention.triton.prefill import mha_prefill
+    from dcpmla.attention.triton.prefill import run
+
+    mha_prefill = as_kernel(run, PrefillCall)
 
     generator = torch.Generator().manual_seed(0)
     q, k_nope, v = (torch.randn(9, 2, width, generator=generator).half().to(device) for width in (24, 19, 21))
@@ -101,7 +106,9 @@ def check_unaligned(device: str) -> None:
 
 def check_neighbours(device: str) -> None:
     """A request whose rows are NaN spoils no other's."""
-    from dcpmla.attention.triton.prefill import mha_prefill
+    from dcpmla.attention.triton.prefill import run
+
+    mha_prefill = as_kernel(run, PrefillCall)
 
     generator = torch.Generator().manual_seed(0)
     q, k_nope, v = (torch.randn(30, 2, width, generator=generator).half().to(device) for width in (32, 16, 16))
@@ -119,9 +126,8 @@ def check_neighbours(device: str) -> None:
 
 
 def check_triton(dtype: torch.dtype, device: str) -> None:
-    (backend,) = (backend for backend in PREFILL_BACKENDS if backend.name == "triton")
     for case in CASES:
-        check_prefill(backend.load(), case, dtype, device)
+        check_prefill(find_backend(PREFILL_BACKENDS, "triton").run, case, dtype, device)
 
 
 def check_merge_into(device: str) -> None:
@@ -272,20 +278,20 @@ class FlashInferPlan:
 
 
 def test_flashinfers_requests_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_flashinfer, "_plan", lambda *plan: FlashInferPlan(plan[0], plan[1], plan[6]))
-    check_prefill(prefill_flashinfer.mha_prefill, "DeepSeek-V3, requests without keys", torch.bfloat16, "cpu")
+    monkeypatch.setattr(flashinfer, "_plan_prefill", lambda *plan: FlashInferPlan(plan[0], plan[1], plan[6]))
+    check_prefill(flashinfer.run_prefill, "DeepSeek-V3, requests without keys", torch.bfloat16, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", PREFILL_BACKENDS, ids=lambda backend: backend.name)
-def test_backend_on_a_gpu(backend: PrefillBackend, case: str, dtype: torch.dtype) -> None:
+def test_backend_on_a_gpu(backend: Backend[PrefillCall], case: str, dtype: torch.dtype) -> None:
     nope, rope, v_head_dim = CASES[case][3]
     q, k_pe, v = (torch.empty(1, 1, dim, dtype=dtype, device="cuda") for dim in (nope + rope, rope, v_head_dim))
-    if not backend.takes(q, k_pe[0], v):
+    if not backend.takes(prefill_call(q, k_pe[0], v)):
         pytest.skip(f"{backend.name} does not take heads of {nope} + {rope} and {v_head_dim}")
-    check_prefill(backend.load(), case, dtype, "cuda")
+    check_prefill(backend.run, case, dtype, "cuda")
 
 
 @pytest.mark.gpu
@@ -300,7 +306,9 @@ def test_on_a_gpu() -> None:
 @pytest.mark.gpu
 def test_triton_in_a_graph() -> None:
     """No sync with the host: it can be captured, and a replay reads the starts anew."""
-    from dcpmla.attention.triton.prefill import mha_prefill
+    from dcpmla.attention.triton.prefill import run
+
+    mha_prefill = as_kernel(run, PrefillCall)
 
     generator = torch.Generator("cuda").manual_seed(0)
     q, k_nope, v = (
@@ -320,7 +328,9 @@ def test_triton_in_a_graph() -> None:
 @pytest.mark.gpu
 def test_triton_past_2_31_elements() -> None:
     """Keys whose offset in elements takes more than 32 bits."""
-    from dcpmla.attention.triton.prefill import mha_prefill
+    from dcpmla.attention.triton.prefill import run
+
+    mha_prefill = as_kernel(run, PrefillCall)
 
     num_keys, num_heads = 90_000, 128
     kv = torch.zeros(num_keys, num_heads, 256, device="cuda", dtype=torch.bfloat16)  # 5.9 GB

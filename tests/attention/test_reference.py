@@ -5,7 +5,6 @@ token by token.
 import math
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from dcpmla import dcp_mla_decode, merge_partials, mla_decode
 from dcpmla.attention import reference
+from dcpmla.attention.calls import DecodeCall
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
 from tests.test_ownership import deal_slots
@@ -214,7 +214,7 @@ def test_decode_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, max_gather
     assert len(calls) == {1: 5, 100: 5, 1000: 1}[max_gathered]
 
 
-@pytest.mark.parametrize("function", [partial(reference.mla_decode, query_start_loc=None, max_query_len=1), mla_decode])
+@pytest.mark.parametrize("function", [lambda *args: reference.mla_decode(DecodeCall.check(*args)), mla_decode])
 def test_inputs_are_left_alone(function: Callable[..., Any]) -> None:
     cache = PagedCache([5, 0], 4)
     q = torch.randn(2, 2, L + R)
@@ -260,7 +260,8 @@ def test_several_query_tokens_see_as_much_as_each_is_told(
     q = torch.randn(len(sequences), 2, L + R, generator=torch.Generator().manual_seed(seed))
     wanted = naive_decode(q, sequences, SCALE)
     if is_uniform:
-        check_close(mla_decode(q, cache.kv_cache, cache.block_table, seq_lens, SCALE, L), wanted)
+        uniform = mla_decode(q, cache.kv_cache, cache.block_table, seq_lens, SCALE, L, max_query_len=query_lens[0])
+        check_close(uniform, wanted)
     start_loc = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     padded_q, padded_lens = (
         torch.cat([q, q[:1].expand(padding, -1, -1)]),

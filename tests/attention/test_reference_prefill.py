@@ -16,11 +16,12 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention import prefill, reference
-from dcpmla.attention.prefill_backends import select_prefill
-from dcpmla.attention.segments import Segments
+from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
+from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.cache.latent import read_latents, write_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
+from tests.support.backends import prefill_call
 from tests.test_ownership import deal_slots
 
 
@@ -73,17 +74,18 @@ def test_prefill(query_lens: list[int], num_heads: int, causal: bool, seed: int,
     key_lens = query_lens if causal else data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     q, k, v = ragged(query_lens, key_lens, num_heads, seed)
     k[..., P:] = k[:, :1, P:]  # every head has the same rope part
-    backend = select_prefill(q, k[:, 0, P:], v)
+    call = PrefillCall(q, k[..., :P], k[:, 0, P:], v, segments(query_lens), segments(key_lens), SCALE, causal)
+    backend = select_backend(PREFILL_BACKENDS, call)
     assert backend.name == "torch"
-    got = backend.load()(q, k[..., :P], k[:, 0, P:], v, segments(query_lens), segments(key_lens), SCALE, causal)
+    got = backend.run(call)
     assert got[0].shape == (sum(query_lens), num_heads, V)
     check_close(got, naive_prefill(q, k, v, query_lens, key_lens, causal))
 
 
 def test_no_backend_for_a_device() -> None:
     q = torch.empty(1, 2, P + R, device="meta")
-    with pytest.raises(ValueError, match="q is on device meta; prefill kernels exist for 'cpu', 'cuda'"):
-        select_prefill(q, q[:, 0], q)
+    with pytest.raises(ValueError, match="torch: q is on device meta, not 'cpu' or 'cuda'$"):
+        select_backend(PREFILL_BACKENDS, prefill_call(q, q[:, 0], q))
 
 
 @pytest.mark.parametrize("max_scores", [1, 7, 40, 100])

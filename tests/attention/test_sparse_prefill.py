@@ -2,7 +2,7 @@
 what is selected.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
+from dcpmla.attention import backends, reference
 from dcpmla.attention import prefill as operators
-from dcpmla.attention import prefill_backends, reference
-from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, Prefill, select_prefill
-from dcpmla.attention.segments import join_keys
+from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
+from dcpmla.attention.calls import PrefillCall, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_prefill_kernel import compile_for_hopper, poisoned, segments
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
 from tests.attention.test_reference_prefill import AllRanks
+from tests.support.backends import prefill_call
 from tests.support.shared_memory import run_interpreted
 from tests.test_ownership import deal_slots
 
@@ -118,7 +119,9 @@ def draw_mask(num_tokens: int, num_keys: int) -> Tensor:
     return (padded.long() << torch.arange(32)).sum(-1).to(torch.int32)
 
 
-def check_masked(prefill: Prefill, case: str, dtype: torch.dtype, device: str) -> None:
+def check_masked(
+    prefill: Callable[[PrefillCall], tuple[Tensor, Tensor]], case: str, dtype: torch.dtype, device: str
+) -> None:
     """A backend's (out, lse) against float64, among rows of NaN."""
     query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = CASES[case]
     queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
@@ -132,7 +135,7 @@ def check_masked(prefill: Prefill, case: str, dtype: torch.dtype, device: str) -
     ]
     q, k_nope, k_pe, v = (poisoned(torch.randn(shape, generator=generator), dtype, device) for shape in shapes)
     mask = draw_mask(num_tokens, max(keys.lens))
-    out, lse = prefill(q, k_nope, k_pe, v, queries, keys, SCALE, key_lens is None, mask.to(device))
+    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, queries, keys, SCALE, key_lens is None, mask.to(device)))
     wide = (rows.double().cpu() for rows in (q, join_keys(k_nope, k_pe), v))
     wanted, wanted_lse = reference.mha_prefill(*wide, queries.start, keys.start, SCALE, key_lens is None, mask)
     assert 0 < (wanted_lse == -torch.inf).sum() < wanted_lse.numel()
@@ -146,10 +149,10 @@ def check_in_the_interpreter() -> None:
 
     check_mask_kernel("cpu")
     for case in CASES:
-        check_masked(kernels.mha_prefill, case, torch.float16, "cpu")
+        check_masked(kernels.run, case, torch.float16, "cpu")
     for tiling in kernels.TILINGS[1:]:  # half a word of keys, one, two
         kernels.TILINGS = (tiling,)
-        check_masked(kernels.mha_prefill, "causal", torch.float16, "cpu")
+        check_masked(kernels.run, "causal", torch.float16, "cpu")
 
 
 def test_in_the_interpreter() -> None:
@@ -165,11 +168,13 @@ def test_mask_kernel_compiles_for_hopper() -> None:
 
 
 def test_a_mask_passes_over_kernels_that_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        prefill_backends, "PREFILL_BACKENDS", tuple(replace(each, takes=lambda *_: True) for each in PREFILL_BACKENDS)
-    )
-    rows = torch.empty(1, 1, 1)
-    assert [select_prefill(rows, rows, rows, has_mask).name for has_mask in (False, True)] == ["flashinfer", "triton"]
+    """On a GPU where all kernels of prefill could run."""
+    for name in ("_half_on_gpu_obstacle", "_missing_flashinfer"):
+        monkeypatch.setattr(backends, name, lambda *_: "")
+    rows = torch.empty(1, 1, 192), torch.empty(1, 64), torch.empty(1, 1, 128)
+    masks = None, torch.zeros(1, 1, dtype=torch.int32)
+    chosen = [select_backend(PREFILL_BACKENDS, prefill_call(*rows, mask)).name for mask in masks]
+    assert chosen == ["flashinfer", "triton"]
 
 
 def check_operators(device: str, dtype: torch.dtype) -> None:
@@ -279,9 +284,10 @@ def test_positions_of_other_tokens() -> None:
 def test_masked_kernel_on_a_gpu(case: str, dtype: torch.dtype) -> None:
     nope, rope, v_head_dim = CASES[case][3]
     q, k_pe, v = (torch.empty(1, 1, dim, dtype=dtype, device="cuda") for dim in (nope + rope, rope, v_head_dim))
-    backend = select_prefill(q, k_pe[0], v, has_mask=True)
+    mask = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+    backend = select_backend(PREFILL_BACKENDS, prefill_call(q, k_pe[0], v, mask))
     assert backend.name == "triton"
-    check_masked(backend.load(), case, dtype, "cuda")
+    check_masked(backend.run, case, dtype, "cuda")
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.__main__ import main
-from dcpmla.attention.prefill_backends import PREFILL_BACKENDS, PrefillBackend
+from dcpmla.attention.backends import PREFILL_BACKENDS, Backend, find_backend
+from dcpmla.attention.calls import PrefillCall
 from dcpmla.bench import prefill as bench_prefill
 from tests.support.launchers import run_together
 
@@ -40,14 +41,10 @@ def test_a_row_for_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def backend(name: str, change: Any) -> PrefillBackend:
+def backend(name: str, change: Any) -> Backend[PrefillCall]:
     """Plain torch, its (out, lse) changed."""
-    (torch_backend,) = (backend for backend in PREFILL_BACKENDS if backend.name == "torch")
-
-    def prefill(*args: Any) -> tuple[Tensor, Tensor]:
-        return change(*torch_backend.load()(*args))
-
-    return replace(torch_backend, name=name, load=lambda: prefill)
+    torch_backend = find_backend(PREFILL_BACKENDS, "torch")
+    return replace(torch_backend, name=name, run=lambda call: change(*torch_backend.run(call)))
 
 
 def fail(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ ones.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.__main__ import main
-from dcpmla.attention import backends, prefill_backends, reference
+from dcpmla.attention import reference
+from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, Backend
+from dcpmla.attention.calls import DecodeCall, PrefillCall
 from dcpmla.bench.geometries import GEOMETRIES
 from dcpmla.cli import self_tests
 from dcpmla.cli.self_tests import SelfTest
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.config import MLAConfig
+from tests.support.backends import only
 from tests.support.launchers import run_forked, run_together, torchrun, unattended
 from tests.support.ranks import run_ranks
 
@@ -63,10 +66,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert result.stdout.endswith("all well: 4 self-tests passed on every rank\n")
 
 
-def misses_last_key(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, *more: Any
-) -> tuple[Tensor, Tensor]:
-    return reference.mla_decode(q, kv_cache, block_table, torch.where(seq_lens == 300, 299, seq_lens), *more)
+def misses_last_key(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    return reference.mla_decode(replace(call, seq_lens=torch.where(call.seq_lens == 300, 299, call.seq_lens)))
 
 
 def has_no_compiler(*_: object) -> tuple[Tensor, Tensor]:
@@ -74,15 +75,12 @@ def has_no_compiler(*_: object) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
-def test_broken_kernels_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_kernels_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "doctor.json"
-    decode = backends.DecodeBackend("hasty", lambda *_: True, lambda: misses_last_key)
-    prefill = prefill_backends.PrefillBackend("bare", lambda *_: True, lambda: has_no_compiler)
-    monkeypatch.setattr(backends, "DECODE_BACKENDS", (decode,))
-    monkeypatch.setattr(prefill_backends, "PREFILL_BACKENDS", (prefill,))
-    assert main(["doctor", "--device", "cpu", "--json", str(out)]) == 1
+    decode = Backend[DecodeCall]("hasty", lambda _: "", misses_last_key)
+    prefill = Backend[PrefillCall]("bare", lambda _: "", has_no_compiler)
+    with only(DECODE_BACKENDS, decode), only(PREFILL_BACKENDS, prefill):
+        assert main(["doctor", "--device", "cpu", "--json", str(out)]) == 1
     said = capsys.readouterr().out
     assert "kernels: decode hasty, prefill bare" in said
     assert "self-test of decode: FAILED: rank 0: out differs by " in said

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.step import DecodeMetadata
-from dcpmla.attention.workspace import decode_workspace
 from dcpmla.comm.direct import DirectExchange
 from dcpmla.comm.nccl import AllToAll
 from tests.support.ranks import run_ranks

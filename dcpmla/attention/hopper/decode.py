@@ -9,15 +9,19 @@ and merge them:
 they must run at the same time, so the launch is cooperative.
 """
 
-from functools import partial
+from typing import Any
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dcpmla.attention.calls import DecodeCall
 from dcpmla.attention.hopper.load import NUM_STAGES, load_role
 from dcpmla.attention.hopper.roles import help_role, score_role
 from dcpmla.attention.hopper.setup import find_outputs, launch, launch_sender, new_buffers, open_barriers
 from dcpmla.attention.hopper.split import KEYS, ROWS, cut, look_up_all
+from dcpmla.cache.formats import FP8
+from dcpmla.comm.exchange import Mailbox
 
 
 # Sizes of a step come and go: a variant for each kind of number in these would be compiled while requests wait.
@@ -92,5 +96,27 @@ def decode_kernel(
     )
 
 
-mla_decode = partial(launch, decode_kernel)
-send_mla_decode = partial(launch_sender, decode_kernel)
+def run(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tensor]:
+    """Compute `dcpmla.mla_decode`; with a mailbox, send rows to their owners and return what all ranks' merge to."""
+    kernel = _kernel_of(call)
+    if mailbox is None:
+        flat = call.flat()
+        return launch(kernel, *flat[:-1])
+    merged, merged_lse = call.new_output(len(mailbox.addresses))
+    rank = mailbox.enter(merged)
+    if len(call.q):
+        what = call.q, call.kv_cache, call.block_table, call.seq_lens, call.scale, call.workspace
+        scales = call.kv_scale, call.q_scale, call.dtype
+        launch_sender(kernel, *what, *scales, mailbox.addresses, mailbox.state, rank, mailbox.landing_bytes)
+        mailbox.collect(merged, merged_lse)
+    return merged, merged_lse
+
+
+def _kernel_of(call: DecodeCall) -> Any:
+    from dcpmla.attention.hopper import decode_8bit, decode_fp8, decode_sparse
+
+    if call.q.dtype == call.kv_cache.dtype == FP8:
+        return decode_fp8.decode_kernel
+    if call.q.dtype != call.kv_cache.dtype:
+        return decode_8bit.decode_kernel
+    return decode_sparse.decode_kernel if call.kv_cache.shape[1] == 1 else decode_kernel

@@ -2,15 +2,13 @@
 converter for a loader.
 """
 
-from functools import partial
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dcpmla.attention.hopper.convert import convert_role
 from dcpmla.attention.hopper.load import NUM_STAGES
 from dcpmla.attention.hopper.roles import help_role, score_role
-from dcpmla.attention.hopper.setup import find_outputs, launch, launch_sender, new_buffers, open_barriers
+from dcpmla.attention.hopper.setup import find_outputs, new_buffers, open_barriers
 from dcpmla.attention.hopper.split import KEYS, ROWS, cut, look_up_all
 
 
@@ -111,7 +109,3 @@ def decode_kernel(
         [4, 4],
         [184, 120],
     )
-
-
-mla_decode = partial(launch, decode_kernel)
-send_mla_decode = partial(launch_sender, decode_kernel)

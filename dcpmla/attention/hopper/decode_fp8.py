@@ -6,14 +6,12 @@ while the scorer is
 at the next tile.
 """
 
-from functools import partial
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dcpmla.attention.hopper.fp8_roles import NUM_HANDED, NUM_STAGES, score_role, value_role
 from dcpmla.attention.hopper.load import load_role
-from dcpmla.attention.hopper.setup import find_outputs, launch, launch_sender, new_buffers, open_barriers
+from dcpmla.attention.hopper.setup import find_outputs, new_buffers, open_barriers
 from dcpmla.attention.hopper.split import KEYS, ROWS, cut, look_up_all
 
 
@@ -91,7 +89,3 @@ def decode_kernel(
         [4, 4, 1],
         [192, 192, 24],
     )
-
-
-mla_decode = partial(launch, decode_kernel)
-send_mla_decode = partial(launch_sender, decode_kernel)

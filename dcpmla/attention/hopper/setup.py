@@ -10,11 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dcpmla.attention.calls import COUNTER_WORDS, decode_workspace, num_programs
 from dcpmla.attention.hopper.load import ROPE
 from dcpmla.attention.hopper.merge import LOG2E
 from dcpmla.attention.hopper.rows import address_mail
 from dcpmla.attention.hopper.split import HALF, KEYS, LATENT, ROWS
-from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_programs
 
 _SWIZZLE_BYTES = 128  # at most
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs
 from dcpmla.attention.triton.limits import shared_memory
-from dcpmla.attention.workspace import COUNTER_WORDS, decode_workspace, num_programs
 from dcpmla.cache import formats
 
 _LOG2E = 1.4426950408889634
@@ -239,33 +239,18 @@ def decode_kernel(
         request += 1
 
 
-def mla_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    query_start_loc: Tensor | None,
-    max_query_len: int,
-    workspace: Tensor | None,
-    kv_scale: Tensor | None,
-    q_scale: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """`dcpmla.mla_decode` in one launch, for the inputs that `backends` allows."""
-    num_tokens, num_heads, width = q.shape
-    out = q.new_empty(num_tokens, num_heads, kv_lora_rank, dtype=dtype)
-    lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    if num_tokens == 0:
+def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """Compute `dcpmla.mla_decode` in one launch, for the calls that `backends` lets through."""
+    q, kv_cache, block_table = call.q, call.kv_cache, call.block_table
+    num_heads, width = q.shape[1:]
+    out, lse = call.new_output()
+    if len(q) == 0:
         return out, lse
-    if q_scale is not None:
-        q = q.to(
-            torch.float16
-        )  # exact; keys become float16 in one instruction, and probabilities lose less than in bfloat16
-    workspace = decode_workspace(q.device) if workspace is None else workspace
-    assert workspace is not None
-    num_rows = max_query_len * num_heads
+    if call.q_scale is not None:
+        # Exact; keys become float16 in one instruction, and probabilities lose less than in bfloat16.
+        q = q.to(torch.float16)
+    workspace = call.get_workspace()
+    num_rows = call.max_query_len * num_heads
     max_rows = 64 if shared_memory(q.device) >= _BYTES_OF_64_ROWS else 32
     rows = min(max_rows, max(16, triton.next_power_of_2(num_rows)))
     num_row_tiles = triton.cdiv(num_rows, rows)
@@ -273,14 +258,14 @@ def mla_decode(
         q,
         kv_cache,
         block_table,
-        seq_lens,
-        seq_lens if query_start_loc is None else query_start_loc,
+        call.seq_lens,
+        call.seq_lens if call.query_start_loc is None else call.query_start_loc,
         out,
         lse,
         workspace[:COUNTER_WORDS].view(torch.int32),
         workspace[COUNTER_WORDS:],
-        kv_scale,
-        q_scale,
+        call.kv_scale,
+        call.q_scale,
         q.stride(0),
         q.stride(1),
         kv_cache.stride(0),
@@ -288,15 +273,15 @@ def mla_decode(
         block_table.stride(0),
         kv_cache.shape[1],
         block_table.shape[0],
-        max_query_len,
+        call.max_query_len,
         num_heads,
-        scale * _LOG2E,
+        call.scale * _LOG2E,
         ROWS=rows,
         KEYS=32,
-        LATENT=kv_lora_rank,
-        ROPE=width - kv_lora_rank,
+        LATENT=call.kv_lora_rank,
+        ROPE=width - call.kv_lora_rank,
         REQS=triton.next_power_of_2(block_table.shape[0]),
-        IS_RAGGED=query_start_loc is not None,
+        IS_RAGGED=call.query_start_loc is not None,
         num_warps=4 if rows == 16 and q.dtype == kv_cache.dtype else 8,  # conversions take registers
         num_stages=2,
     )

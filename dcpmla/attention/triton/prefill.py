@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.segments import Segments
+from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.triton.descriptors import describe
 from dcpmla.attention.triton.limits import shared_memory
 
@@ -229,31 +229,15 @@ def select_tiling(qk_tile: int, v_tile: int, shared_memory: int) -> Tiling:
     return next((tiling for tiling in TILINGS if tiling.shared_memory(qk_tile, v_tile) <= shared_memory), TILINGS[-1])
 
 
-def mha_prefill(
-    q: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
-    queries: Segments,
-    keys: Segments,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of a ragged batch on a GPU of compute capability 8.0 or more. No sync with the host.
+def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
+    """Compute a `PrefillCall` of bfloat16 or float16 on a GPU of compute capability 8.0 or more, without a host sync.
 
-    Args:
-        q: [T, h, P + R], bfloat16 or float16.
-        k_nope, k_pe, v: [S, h, P], [S, R], [S, h, V] in the dtype of q, S > 0. Read where they lie if their rows
-            are aligned to 16 bytes; copied first if not.
-        queries, keys: the requests' rows in T, in S.
-        scale: positive.
-        causal: query j of a request sees its first j + 1 keys (there are as many keys as queries); else all.
-        mask: [T, W] int32, contiguous, from `selection_mask`: which of those a query sees; None for all.
-    Returns:
-        out [T, h, V] in the dtype of q, lse [T, h] float32 natural log; (0, -inf) for a query that sees no key.
+    Keys and values are read where they lie if their rows are aligned to 16 bytes, and copied first if not.
+
     Source: FlashAttention-2.
     """
+    q, k_nope, k_pe, v, mask = call.q, call.k_nope, call.k_pe, call.v, call.mask
+    queries, keys = call.queries, call.keys
     (num_tokens, num_heads, _), num_reqs = q.shape, len(queries.start_loc) - 1
     dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
     p_tile, r_tile, v_tile = (max(16, triton.next_power_of_2(dim)) for dim in dims)
@@ -273,7 +257,7 @@ def mha_prefill(
         num_reqs,
         num_heads,
         None if mask is None else mask.shape[1],
-        scale * LOG2_E.value,
+        call.scale * LOG2_E.value,
         *q.stride()[:2],
         P=dims[0],
         R=dims[1],
@@ -281,7 +265,7 @@ def mha_prefill(
         P_TILE=p_tile,
         R_TILE=r_tile,
         V_TILE=v_tile,
-        CAUSAL=causal,
+        CAUSAL=call.causal,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         num_warps=tiling.num_warps,

@@ -1,0 +1,40 @@
+"""Tables of attention backends with some of one's own in them, and calls that only say shapes and dtypes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.backends import Backend
+from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments
+
+
+@contextmanager
+def only(table: list[Backend[Any]], *backends: Backend[Any]) -> Iterator[None]:
+    """Have nothing but these backends in a table for a while."""
+    kept = table[:]
+    table[:] = backends
+    try:
+        yield
+    finally:
+        table[:] = kept
+
+
+def decode_call(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype, **more: Any) -> DecodeCall:
+    """Return a call of one request, unchecked."""
+    numbers = torch.zeros(1, dtype=torch.int32)
+    rest = {"query_start_loc": None, "max_query_len": 1, "workspace": None, "kv_scale": None, "q_scale": None}
+    return DecodeCall(q, kv_cache, numbers[None], numbers, 1.0, kv_lora_rank, **{**rest, "dtype": dtype, **more})
+
+
+def prefill_call(q: Tensor, k_pe: Tensor, v: Tensor, mask: Tensor | None = None, **more: Any) -> PrefillCall:
+    """Return a call whose keys are as wide as its queries."""
+    rows = Segments((0, len(q)), torch.tensor([0, len(q)], dtype=torch.int32))
+    return PrefillCall(q, q[..., : q.shape[-1] - k_pe.shape[-1]], k_pe, v, rows, rows, 1.0, False, mask, **more)
+
+
+def as_kernel(run: Callable[[Any], tuple[Tensor, Tensor]], call: type) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a backend's `run` as a function of the call's arguments."""
+    return lambda *args, **kwargs: run(call(*args, **kwargs))
