@@ -136,10 +136,10 @@ def measure(
             "model": name,
             "tp": num_gpus,
             "dcp": dcp,
-            "dcp_comm_backend": backend,
+            "exchange": backend,
             "num_prompts": len(prompts),
         }
-        row["num_tokens"] = sum(map(len, tokens))
+        row["tokens"] = sum(map(len, tokens))
         if answers is not None:
             row["accuracy"] = sum(new[0] == answer for new, answer in zip(tokens, answers, strict=True)) / len(answers)
         bf16, fp32 = (unsharded(model, prompts, tokens, dtype) for dtype in (torch.bfloat16, torch.float32))

@@ -10,12 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dcpmla.attention import (
-    decode,  # noqa: F401  (registers the custom op)
-    reference,
-)
-from dcpmla.attention.backends import DECODE_BACKENDS, select_backend
+from dcpmla.attention import reference
 from dcpmla.attention.calls import DecodeCall, decode_workspace
+from dcpmla.attention.decode import mla_decode
 from dcpmla.bench.cache_formats import (
     Q_SCALE,
     fill_randomly,
@@ -229,17 +226,21 @@ class Ours:
 
     def __init__(self, inputs: DecodeInputs, backend: str = "auto") -> None:
         self.inputs, self.backend = inputs, backend
-        select_backend(DECODE_BACKENDS, self.call(0))
-
-    def call(self, index: int) -> DecodeCall:
-        """Return the call over set `index`."""
-        inputs, (q, kv_cache, block_table) = self.inputs, self.inputs.at(index)
-        sizes = inputs.seq_lens, SCALE, LATENT_DIM, None, inputs.case.query_len, inputs.workspace
-        scales = inputs.caches.kv_scale, inputs.q_scale, inputs.dtype
-        return DecodeCall.check(q, kv_cache, block_table, *sizes, *scales, self.backend)
 
     def launch(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.ops.dcpmla.mla_decode(*self.call(index).flat())
+        inputs = self.inputs
+        return mla_decode(
+            *inputs.at(index),
+            inputs.seq_lens,
+            SCALE,
+            LATENT_DIM,
+            max_query_len=inputs.case.query_len,
+            workspace=inputs.workspace,
+            kv_scale=inputs.caches.kv_scale,
+            q_scale=inputs.q_scale,
+            dtype=inputs.dtype,
+            backend=self.backend,
+        )
 
     def result(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse

@@ -137,7 +137,8 @@ def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
                     print(benchmark.line(case_rows), flush=True)
             job.watchdog.enter("writing the results", LOAD_TIMEOUT)
             if is_first:
-                print("\n".join(benchmark.summary(rows)), flush=True)
+                for line in benchmark.summary(rows):
+                    print(line, flush=True)
                 if args.json:
                     more = benchmark.more(rows)
                     write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, more)

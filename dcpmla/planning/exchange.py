@@ -76,15 +76,6 @@ def candidates_us(
     return exchange_us(machine, "gather_heads", num_tokens, num_ranks, width, num_ranks, num_nodes, backend)
 
 
-def exchange_kind(operation: str, backend: str) -> str | None:
-    """The numbers of a machine, by name, that an operation's time speaks of; None where those of several mix."""
-    if backend == "direct":
-        return "direct"
-    if operation == "gather_heads":
-        return "all_gather"
-    return "all_to_all" if backend == "a2a" else None
-
-
 @dataclass(frozen=True)
 class _Exchange:
     """Its operations in microseconds; bytes of kernels are what they read and write."""

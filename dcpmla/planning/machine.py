@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
-_ATTENTION = ("attention_overhead_us", "attention_read_share", "attention_tflops")
 _SMALLEST, _LARGEST = 1e-9, 1e18  # numbers of a machine: products and quotients of them stay finite
 
 
@@ -28,10 +27,6 @@ class Collective:
     def transfer_us(self, num_bytes: float) -> float:
         return num_bytes / self.gb_per_s / 1e3
 
-    def scaled(self, latency: float, transfer: float) -> "Collective":
-        changes = {"overhead_us": latency * self.overhead_us, "per_rank_us": latency * self.per_rank_us}
-        return replace(self, **changes, gb_per_s=self.gb_per_s / transfer)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Direct:
@@ -46,10 +41,6 @@ class Direct:
     def operation_us(self, operation: str, num_bytes: float) -> float:
         latency = self.gather_us if operation == "gather_heads" else self.combine_us
         return latency + num_bytes / self.gb_per_s / 1e3
-
-    def scaled(self, latency: float, transfer: float) -> "Direct":
-        changes = {"gather_us": latency * self.gather_us, "combine_us": latency * self.combine_us}
-        return replace(self, **changes, gb_per_s=self.gb_per_s / transfer)
 
 
 def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -119,11 +110,6 @@ class Machine:
         ):
             if not is_right:
                 raise ValueError(f"machine (--machine): {name} is {getattr(self, name)!r}; it must be {wanted}")
-
-    @property
-    def has_best_attention(self) -> bool:
-        """Whether its attention is still the preset's, that of the best published kernels."""
-        return all(getattr(self, name) == getattr(H200X8, name) for name in _ATTENTION)
 
     def num_nodes(self, group_size: int, num_ranks: int) -> int:
         """Nodes that a group of neighbouring ranks touches at worst, in a job of num_ranks that fills nodes one after

@@ -5,6 +5,7 @@ what is cut.
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -155,6 +156,7 @@ class ModelSize:
         """Converted to bfloat16."""
         return replace(self, parameters=tuple(parameter.widened() for parameter in self.parameters))
 
+    @cached_property
     def attention_stack(self) -> "ModelSize":
         """Its attention layers alone, as `MLAAttention` holds them; of sparse MLA without indexers, as benchmarks of
         layers have it.
