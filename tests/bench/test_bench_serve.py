@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
-from dcpmla.bench.load import make_load
-from dcpmla.bench.served import Served, summarize
+from dcpmla.bench.load import Served, make_load, summarize
 from dcpmla.cache.latent import CachePlan
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.engine import Stats
@@ -192,7 +191,7 @@ def test_one_process(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     expected = {
         "tp": 1,
         "dcp": 1,
-        "dcp_comm_backend": "none",
+        "exchange": "none",
         "request_rate": 8.0,
         "num_requests": 12,
         "input_lens": [16, 60],
