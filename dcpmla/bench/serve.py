@@ -141,7 +141,7 @@ class Serve(Benchmark[DCPConfig, None]):
 
     def line(self, rows: Sequence[Row]) -> str:
         (row,) = rows
-        return f"dcp {row['dcp']}: {row['requests_per_second']:,.2f} requests/s, {row['num_fit_mean']:,} fit"
+        return f"served under dcp {row['dcp']}: {row['requests_per_second']:,.2f} requests/s, {row['num_fit_mean']:,} fit"
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield a table: a line for each name, a column for each DCP size."""

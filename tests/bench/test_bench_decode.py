@@ -201,6 +201,7 @@ def test_inputs_rotate(dtypes: tuple[str, str], width: int) -> None:
 
 @pytest.mark.parametrize("dtypes", FORMATS)
 def test_answers_see_what_is_wrong(dtypes: tuple[str, str]) -> None:
+    torch.manual_seed(0)
     inputs = DecodeInputs(DecodeCase(3, 70, 4, 2, *dtypes), Caches(3, 70, 32, torch.float32, CPU, dtypes[0]))
     kernel = Ours(inputs)
     right, lse = kernel.result(*kernel.launch(1))
