@@ -14,6 +14,7 @@ from dcpmla.planning.weights import ModelSize
 
 Row = dict[str, Any]
 _PARTS = ("total", "gather", "attention", "combine")  # those that mean the same to benchmark and planner
+_SIZES = ("tp", "dcp", "gpus_per_node", "tokens", "heads", "row_width", "num_layers", "batch", "context")
 _FITTED = (  # numbers of a machine: group or "", name
     *(("direct", name) for name in ("gather_us", "combine_us", "gb_per_s")),
     *((kind, name) for kind in COLLECTIVES for name in ("overhead_us", "per_rank_us", "gb_per_s")),
@@ -54,7 +55,10 @@ def read_rows(path: Path, option: str, model: ModelSize) -> list[Row]:
     for row in rows:
         try:
             predicted = predict_row(H200X8, model, row)
-            is_right = predicted is None or (0 <= predicted < inf and 0 < row["median_us"] < inf)
+            sizes = [row[name] for name in _SIZES if row.get(name) is not None]
+            is_right = predicted is None or (
+                all(type(size) is int and size > 0 for size in sizes) and 0 < row["median_us"] < inf > predicted
+            )
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{option} is {path}, which has a bad row ({error!r}): {str(row)[:200]}") from error
         if not is_right:
@@ -91,6 +95,7 @@ def calibrate(machine: Machine, model: ModelSize, rows: list[Row]) -> Machine:
 
     for _ in range(_NUM_STEPS):
         now = ratios(logs)
-        slopes = np.stack([(ratios(logs + _STEP * one) - now) / _STEP for one in np.eye(len(numbers))], 1)
+        # Backwards: a share of 1 cannot grow.
+        slopes = np.stack([(now - ratios(logs - _STEP * one)) / _STEP for one in np.eye(len(numbers))], 1)
         logs += np.linalg.lstsq(slopes, 1 - now, rcond=1e-3)[0].clip(-1, 1)
     return scaled(logs)

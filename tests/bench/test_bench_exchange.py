@@ -78,7 +78,9 @@ def test_two_ranks_measure_and_check_each_operation(tmp_path: Path) -> None:
     result, _ = run_forked(unattended([program, *EXCHANGE, *options, "--commit", "abc"], 2))
     content = json.loads(out.read_text())
     assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
-    rows = {(row["operation"], row["exchange"], row["variant"], row["tokens"], row["heads"]): row for row in content["rows"]}
+    rows = {
+        (row["operation"], row["exchange"], row["variant"], row["tokens"], row["heads"]): row for row in content["rows"]
+    }
     assert len(rows) == len(content["rows"])
     merges = [*product(("ag_rs", "a2a"), ("", "pbm"), (1, 257)), ("vllm_direct", "", 1)]
     gathers = list(product(("ag_rs", "a2a"), [""], (1, 257)))
@@ -164,7 +166,9 @@ def rows_of_exchanges() -> list[tuple[str, str, bool]]:
             inputs = make(case)
             row = measured(inputs, exchange, case.device, 450.0)
             assert row["wire_us"] == pytest.approx(inputs.received_bytes / 450e3, abs=6e-4)
-            found.append((type(exchange).__name__, op, is_right({"operation": op, "variant": "", "dtype": "float32", **row})))
+            found.append(
+                (type(exchange).__name__, op, is_right({"operation": op, "variant": "", "dtype": "float32", **row}))
+            )
     return found
 
 

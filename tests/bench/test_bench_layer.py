@@ -43,9 +43,7 @@ def test_two_ranks_measure_each_part(tmp_path: Path) -> None:
     content = json.loads(out.read_text())
     assert list(content) == ["commit", "machine", "versions", "rows", "crossover"]
     assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
-    found = {
-        (row["dcp"], row["exchange"], row["variant"], row["batch"], row["part"]): row for row in content["rows"]
-    }
+    found = {(row["dcp"], row["exchange"], row["variant"], row["batch"], row["part"]): row for row in content["rows"]}
     parts_of = {
         **{(1, "none", "", batch): UNSHARDED for batch in (few, many)},
         **{(2, "a2a", "", batch): ("total", *PARTS) for batch in (few, many)},
@@ -193,7 +191,10 @@ def test_the_parts_are_the_step() -> None:
             "--variants has 'fp8', but --dcp-comm-backend is a2a; direct alone",
         ),
         (["--kv-cache-dtype", "bf16,e5m2"], "'e5m2' is not a cache format; choose from bf16, fp8, fp8_ds_mla"),
-        (["--geometry", "deepseek-v9"], "--geometry is deepseek-v9: no such file or directory; give one, or one of deepseek-v3, "),
+        (
+            ["--geometry", "deepseek-v9"],
+            "--geometry is deepseek-v9: no such file or directory; give one, or one of deepseek-v3, ",
+        ),
         (["--plot", "/nowhere/out.png"], "--plot is /nowhere/out.png"),
     ],
 )
