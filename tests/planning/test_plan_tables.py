@@ -73,7 +73,7 @@ def test_our_exchange_is_as_measured(exchange: str, factor: float, v3: ModelSize
     ratios = [time / row["median_us"] for row in rows if (time := predict_row(H200X8, v3, row))]
     assert len(ratios) == 3 * 11  # gather_heads, combine, and combine of narrower rows
     assert all(within(ratio, 1, factor) for ratio in ratios)
-    assert sum(within(ratio, 1, 1.35) for ratio in ratios) >= 0.85 * len(ratios)
+    assert sum(within(ratio, 1, 1.35) for ratio in ratios) >= 0.8 * len(ratios)
 
 
 class Kernels(TorchDispatchMode):
