@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from dcpmla.job.join import share_mistake
 from dcpmla.job.launcher import claimed_rank
 from dcpmla.job.watchdog import Reported
 
@@ -83,8 +84,6 @@ def _report(mistake: ValueError) -> None:
     if rank is None:
         _say(str(mistake))
         return
-    from dcpmla.cli.options import share_mistake
-
     try:
         share_mistake(mistake)
     except Reported:

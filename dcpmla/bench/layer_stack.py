@@ -94,10 +94,9 @@ class LayerStack:
         self.group_rows = torch.randn(batch, group_heads, row_dim, **new)
         self.group_lse = torch.randn(batch, group_heads, device=device)
         self.rows = torch.randn(batch, heads, row_dim, **new)
-        self.cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
-        self.query_factor = query_factor(
-            self.metadata[0].positions, config.llama_4_scaling, dtype
-        )  # the same in all steps
+        cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
+        factor = query_factor(self.metadata[0].positions, config.llama_4_scaling, dtype)  # the same in all steps
+        self.metadata = [step.with_positions(cos_sin, factor) for step in self.metadata]
 
     def timings(self) -> dict[str, Timing]:
         """Time the whole stack ("total") and the parts that a step has. Collective over the job.
@@ -131,17 +130,17 @@ class LayerStack:
     def step(self, index: int = 0) -> Tensor:
         """Return the hidden states [batch, hidden] after all layers."""
         hidden, metadata = self.hidden, self._metadata(index)
-        for layer, rows in zip(self.layers, self.cache.layers, strict=True):
-            hidden = hidden + layer(hidden, rows, metadata, self.cos_sin, self.query_factor)
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            hidden = hidden + layer(hidden, cache, metadata)
         return hidden
 
     def project(self, index: int = 0) -> None:
         """Run all of a layer's step until it turns to its exchange, for queries or for a mailbox."""
         metadata = self._metadata(index)
-        for layer, rows in zip(self.layers, self.cache.layers, strict=True):
+        for layer, cache in zip(self.layers, self.cache, strict=True):
             layer.exchange = _Stop()
             try:
-                layer(self.hidden, rows, metadata, self.cos_sin, self.query_factor)
+                layer(self.hidden, cache, metadata)
             except _Stopped:
                 continue
             finally:

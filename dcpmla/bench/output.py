@@ -6,11 +6,13 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention.output.quant import OutputQuant, quantize_parts
+from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput
+from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projections import project_values
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
@@ -54,11 +56,16 @@ class OutputInputs:
     def fused(self, quant: OutputQuant, index: int) -> Tensor:
         """Run W_UV and the quantization as one."""
         out, w_uv = self.sets[index % len(self.sets)]
-        return quantize_parts([out], w_uv, quant).values
+        rows = OutputRows(len(out), w_uv, quant)
+        rows.project(out)
+        return cast(QuantizedOutput, rows.finish()).values
 
     def apart(self, quant: OutputQuant, index: int) -> Tensor:
         """Run W_UV, then the quantization."""
-        return quantize_parts([self.project(index)], self.sets[0][1], quant).values
+        values = self.project(index)
+        rows = OutputRows(len(values), self.sets[0][1], quant)
+        rows.append(values)
+        return cast(QuantizedOutput, rows.finish()).values
 
     def time(self, operation: Operation) -> Timing:
         calls = max(_FEWEST_CALLS, len(self.sets)) if self.device.type == "cuda" else 1

@@ -19,12 +19,13 @@ from dcpmla.bench.runner import Benchmark
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.options import Job, add_engine_arguments, build_engine, dcp_config
-from dcpmla.cli.progress import run_with_bar
 from dcpmla.cli.values import positive, positive_list, seed
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.job.bootstrap import Ranks
-from dcpmla.runtime.engine import Engine, Stats
+from dcpmla.llm import run_with_bar
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.stats import Stats
 
 _NUM_WARM_UPS = 8  # requests
 _WARM_UP_OUTPUT_LEN = 16  # most new tokens of one

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
-from dcpmla.attention.sparse.candidates import EMPTY
-from dcpmla.attention.sparse.metadata import SelectedTokens
 from dcpmla.attention.sparse.scores import index_scores
-from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
+from dcpmla.attention.sparse.topk import EMPTY, choose_tokens, local_candidates
+from dcpmla.attention.step import SelectedTokens
 from dcpmla.bench.cache_formats import fill_randomly, kv_scale_of, storage_dtype
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, Caches, DecodeCase, DecodeInputs
 from dcpmla.bench.timing import Operation

@@ -17,7 +17,8 @@ from dcpmla.cache.formats import format_name
 from dcpmla.cache.index_keys import index_format_name
 from dcpmla.cli.output import write_json
 from dcpmla.cli.values import name_list, positive, positive_list
-from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, check_index_options, divisors
+from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
+from dcpmla.hf_config import check_index_options
 from dcpmla.integrations.transformers import load_config
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import Row, calibrate, predict_row, read_rows

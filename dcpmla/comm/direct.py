@@ -1,6 +1,4 @@
-"""The exchange `direct`: one-sided stores into the memory of GPUs that reach each other over NVLink, one kernel an
-operation.
-"""
+"""The exchange `direct`: one-sided stores between GPUs that reach each other over NVLink, one kernel an operation."""
 
 from collections.abc import Callable
 
@@ -12,35 +10,34 @@ from torch.nn import functional as F
 
 from dcpmla.comm.direct_ops import combine, combine_room, gather, new_state, place, raise_fault
 from dcpmla.comm.exchange import Mailbox, pairs
-from dcpmla.comm.kernels.slots import NUM_PROGRAMS
+from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
 
 MAX_SIZE = 8  # ranks of a group: what the NVLink of one host connects
-_MAX_SLOT_BYTES = 1 << 29  # kernels count the bytes of all slots in 32 bits
-_FLAG_BYTES = 2 * MAX_SIZE * NUM_PROGRAMS * 4  # of a landing: flags of all ranks' programs, in two phases
-_LANDING_BYTES = (
-    16 << 20
-)  # of all ranks' queries; from here on they are stored where they belong. Measured on H200s: equal at 18 MB
+_MAX_LANDING_BYTES = 1 << 29  # kernels count the bytes of all landings in 32 bits
+_FLAG_BYTES = 2 * MAX_SIZE * NUM_PROGRAMS * 4  # after the windows: flags of all ranks' programs, in two phases
+# Queries of all ranks of this size or more are stored where they belong. Measured on H200s: equal at 18 MB.
+_WINDOW_BYTES = 16 << 20
 
 
 class DirectExchange:
-    """Exchange over memory that all ranks of a group can write to. One object serves all layers of a step, on one
+    """An exchange over memory that all ranks of a group can write to. One object serves all layers of a step, on one
     stream.
 
     Two micro-batches on two streams need an object each, and every rank must launch their work in the same order.
-    What `gather_heads`
-    and `gather_candidates` give may lie in that memory: it is valid until the next of either.
+    The results of `gather_heads` and `gather_candidates` may lie in that memory: they are valid until the next of
+    either.
 
     Args:
         group: 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
-        slot_bytes: the rows that an exchange brings to a rank at a time; larger batches are exchanged in turns.
+        landing_bytes: most bytes of rows that come to a rank at a time; larger batches are exchanged in turns.
         timeout: seconds to wait for a peer.
         is_fp8: queries and partial rows travel as e4m3, with a float32 scale for each 64 to 256 columns; queries of
-        one byte as they are.
-        allocate: gives the memory.
+            one byte as they are.
+        allocate: allocates the memory.
     Raises:
-        ValueError: a group of another size, slots that are too large or not a multiple of 128.
+        ValueError: a group of another size, landings that are too large or not a multiple of 128.
     """
 
     name = "direct"
@@ -50,7 +47,7 @@ class DirectExchange:
         group: ProcessGroup,
         device: torch.device,
         *,
-        slot_bytes: int = 64 << 20,
+        landing_bytes: int = 64 << 20,
         timeout: float = 60.0,
         is_fp8: bool = False,
         allocate: Allocate = allocate,
@@ -58,17 +55,19 @@ class DirectExchange:
         self.size = dist.get_world_size(group)
         if not 2 <= self.size <= MAX_SIZE:
             raise ValueError(f"group has {self.size} ranks; direct takes 2 to {MAX_SIZE}")
-        if slot_bytes % 128 or not 0 < slot_bytes <= _MAX_SLOT_BYTES:
-            raise ValueError(f"slot_bytes is {slot_bytes}; it must be a multiple of 128, {_MAX_SLOT_BYTES} at most")
+        if landing_bytes % 128 or not 0 < landing_bytes <= _MAX_LANDING_BYTES:
+            raise ValueError(
+                f"landing_bytes is {landing_bytes}; it must be a multiple of 128, {_MAX_LANDING_BYTES} at most"
+            )
         self.group, self.device, self.timeout, self.is_fp8, self._allocate = group, device, timeout, is_fp8, allocate
         self._fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._slot_bytes = slot_bytes
-        self._slots = allocate(2 * slot_bytes + slot_bytes // 4, group, device)
-        self._slots.mine[: 2 * slot_bytes].fill_(0xFF)
-        self._slots.mine[2 * slot_bytes :].zero_()
+        self._landing_bytes = landing_bytes
+        self._landings = allocate(2 * landing_bytes + landing_bytes // 4, group, device)
+        self._landings.mine[: 2 * landing_bytes].fill_(0xFF)
+        self._landings.mine[2 * landing_bytes :].zero_()
         self._state = new_state(device)
-        self._heads = self._new_landing(1, slot_bytes)
-        self._context: _Landing | None = None
+        self._heads = self._new_windows(1, landing_bytes)
+        self._context: _Windows | None = None
         self._collective = AllToAll(group)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         wait_for_all(group, device)
@@ -79,7 +78,7 @@ class DirectExchange:
 
     def _gather(self, q: Tensor, is_fp8: bool, operation: str) -> Tensor:
         num_tokens, num_heads, width = q.shape
-        fits = _LANDING_BYTES <= self.size * q.numel() * q.element_size() <= self._slot_bytes
+        fits = _WINDOW_BYTES <= self.size * q.numel() * q.element_size() <= self._landing_bytes
         # A compiler does not see what peers store in this rank's memory: for it, an operator has to take the rows out.
         if fits and not is_fp8 and not torch.compiler.is_compiling():
             rows = self._heads.place(q.reshape(num_tokens, -1), None, operation)
@@ -98,7 +97,7 @@ class DirectExchange:
 
     def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> Mailbox | None:
         token_bytes, token_words = combine_room(num_heads, width, dtype.itemsize)
-        fits = num_heads % self.size == 0 and num_tokens * max(token_bytes, 64 * token_words) <= self._slot_bytes
+        fits = num_heads % self.size == 0 and num_tokens * max(token_bytes, 64 * token_words) <= self._landing_bytes
         return self._memory() if fits and not self.is_fp8 else None
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
@@ -125,13 +124,13 @@ class DirectExchange:
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         num_bytes = num_tokens * width * dtype.itemsize
-        if self._context is None or self._context.slot_bytes < num_bytes:
+        if self._context is None or self._context.window_bytes < num_bytes:
             wait_for_all(self.group, self.device)  # peers may be storing into the one before
-            self._context = self._new_landing(2, -(-num_bytes // 256) * 256)
+            self._context = self._new_windows(2, -(-num_bytes // 256) * 256)
             wait_for_all(self.group, self.device)
 
     def check(self) -> None:
-        """Raise what a kernel found; for when results have come to the host.
+        """Raise the fault that a kernel has found. To be called when results are on the host, before they are used.
 
         Raises:
             PeerFault: a rank did not send its part in time.
@@ -139,50 +138,50 @@ class DirectExchange:
         raise_fault(self._fault, self.timeout, self.group.group_name)
 
     def _memory(self) -> Mailbox:
-        memory = self._slots.addresses, self._state, self._fault, self._slot_bytes
+        memory = self._landings.addresses, self._state, self._fault, self._landing_bytes
         return Mailbox(*memory, self.timeout, self.group.group_name)
 
-    def _new_landing(self, num_slots: int, slot_bytes: int) -> "_Landing":
-        memory = self._allocate(num_slots * slot_bytes + _FLAG_BYTES, self.group, self.device)
-        memory.mine[num_slots * slot_bytes :].zero_()
-        return _Landing(
-            num_slots, slot_bytes, memory, new_state(self.device), self._fault, self.timeout, self.group.group_name
+    def _new_windows(self, num_windows: int, window_bytes: int) -> "_Windows":
+        memory = self._allocate(num_windows * window_bytes + _FLAG_BYTES, self.group, self.device)
+        memory.mine[num_windows * window_bytes :].zero_()
+        return _Windows(
+            num_windows, window_bytes, memory, new_state(self.device), self._fault, self.timeout, self.group.group_name
         )
 
 
-class _Landing:
-    """Slots in which peers store rows where they belong; each keeps what it got until its next turn."""
+class _Windows:
+    """Windows into which peers store rows where they belong, taken in turn; each keeps its rows until its next turn."""
 
     def __init__(
         self,
-        num_slots: int,
-        slot_bytes: int,
+        num_windows: int,
+        window_bytes: int,
         memory: PeerMemory,
         state: Tensor,
         fault: Tensor,
         timeout: float,
         group_name: str,
     ) -> None:
-        self.slot_bytes = slot_bytes
-        self._num_slots, self._memory, self._next = num_slots, memory, 0
+        self.window_bytes = window_bytes
+        self._num_windows, self._memory, self._next = num_windows, memory, 0
         self._state, self._rest = (state, fault), (timeout, group_name)
 
-    def place(self, rows: Tensor, places: Tensor | None, operation: str) -> Tensor:
-        """Send rows [N, D] to their places (`direct_ops.place`).
+    def place(self, rows: Tensor, targets: Tensor | None, operation: str) -> Tensor:
+        """Send rows [N, D] to their target rows (`direct_ops.place`).
 
-        Returns the slot [.., D], in stream order with all ranks' rows.
+        Returns the window [.., D], in stream order with all ranks' rows.
         """
-        slot_at = self._next * self.slot_bytes
-        self._next = (self._next + 1) % self._num_slots
+        window_at = self._next * self.window_bytes
+        self._next = (self._next + 1) % self._num_windows
         place(
             rows,
-            places,
+            targets,
             self._memory.addresses,
             *self._state,
-            slot_at,
-            self._num_slots * self.slot_bytes,
+            window_at,
+            self._num_windows * self.window_bytes,
             *self._rest,
             operation,
         )
-        slot = self._memory.mine[slot_at : slot_at + self.slot_bytes].view(rows.dtype)
-        return slot[: slot.numel() // rows.shape[1] * rows.shape[1]].view(-1, rows.shape[1])
+        window = self._memory.mine[window_at : window_at + self.window_bytes].view(rows.dtype)
+        return window[: window.numel() // rows.shape[1] * rows.shape[1]].view(-1, rows.shape[1])

@@ -1,4 +1,4 @@
-"""The operations of `direct` as operators of torch: what they check, how they cut their work, their launches."""
+"""The operations of `direct` as custom ops: their checks, tilings and launches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from dcpmla.comm.exchange import Mailbox
-from dcpmla.comm.kernels.place import place_kernel
-from dcpmla.comm.kernels.slots import NUM_PROGRAMS, combine_kernel, gather_kernel
+from dcpmla.comm.kernels.landings import NUM_PROGRAMS, combine_kernel, gather_kernel
+from dcpmla.comm.kernels.window import place_kernel
 from dcpmla.parallel.collectives import PeerFault
 
 _OPERATIONS = ("gather_heads", "combine", "gather_context", "gather_candidates")
@@ -27,12 +27,12 @@ _PLACE_PROGRAMS = 528  # of place_kernel: four a multiprocessor of an H200
 
 
 def new_state(device: torch.device) -> Tensor:
-    """What the device counts of the exchanges over some memory: a counter for each program, and whether one has failed."""
+    """Allocate the counters of the exchanges over one memory: one for each program, and one for a failure."""
     return torch.zeros(NUM_PROGRAMS + 1, dtype=torch.int32, device=device)
 
 
 def raise_fault(fault: Tensor, timeout: float, group_name: str) -> None:
-    """Raise PeerFault if a kernel has left word that a rank did not come."""
+    """Raise PeerFault if a kernel has recorded that a rank did not come."""
     found = int(fault)
     if found:
         epoch, peer, operation = found >> 32, (found >> 8) & 0xFF, _OPERATIONS[found & 0xFF]
@@ -45,7 +45,7 @@ def raise_fault(fault: Tensor, timeout: float, group_name: str) -> None:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a launch cuts rows: columns of an item, items of a program."""
+    """A launch's cut of rows: columns of an item, items of a program."""
 
     columns: int
     items: int
@@ -53,12 +53,11 @@ class Tiling:
 
 
 def choose_tiling(num_rows: int, width: int, size: int, is_fp8: bool) -> Tiling:
-    """Narrow items while there are programs for them, so that a thread has few vectors to move; then wider ones, and
-    several a program.
+    """Choose narrow items while there are programs for them, so that a thread moves few vectors; then wider items, and
+    several for each program.
     """
-    widest = min(
-        max(width, _NARROWEST), 256 if is_fp8 or size > 4 else 512
-    )  # of the rows of 8 ranks, 512 columns would fill all registers
+    # 512 columns of the rows of 8 ranks would fill all registers.
+    widest = min(max(width, _NARROWEST), 256 if is_fp8 or size > 4 else 512)
     shapes = [shape for shape in _SHAPES if shape[0] <= widest]
     fitting = (shape for shape in shapes if num_rows * -(-width // shape[0]) <= shape[1])
     columns, _ = next(fitting, shapes[-1])
@@ -73,21 +72,21 @@ def gather(
     addresses: Tensor,
     state: Tensor,
     fault: Tensor,
-    slot_bytes: int,
+    landing_bytes: int,
     timeout: float,
     group: str,
     is_fp8: bool,
     operation: str,
 ) -> Tensor:
-    """`Exchange.gather_heads` and `gather_candidates` through slots."""
-    rank = enter("q", q, Mailbox(addresses, state, fault, slot_bytes, timeout, group))
+    """Compute `Exchange.gather_heads` or `gather_candidates` through landings."""
+    rank = enter("q", q, Mailbox(addresses, state, fault, landing_bytes, timeout, group))
     num_tokens, num_heads, width = q.shape
     size, row_width = len(addresses), num_heads * width
     gathered = q.new_empty(num_tokens, size * num_heads, width)
     rows = q.reshape(num_tokens, row_width)
     rows = (rows if rows.stride(-1) == 1 else rows.contiguous()).view(_CARRIERS[q.element_size()])
     words = size * -(-row_width // _NARROWEST)
-    for tokens in _turns(num_tokens, size * row_width * q.element_size(), words, slot_bytes):
+    for tokens in _turns(num_tokens, size * row_width * q.element_size(), words, landing_bytes):
         tiling = choose_tiling(len(rows[tokens]), row_width, size, is_fp8)
         gather_kernel[(tiling.num_programs,)](
             rows[tokens],
@@ -99,7 +98,7 @@ def gather(
             rows.stride(0),
             rank,
             tiling.items,
-            slot_bytes,
+            landing_bytes,
             _milliseconds(timeout),
             _OPERATIONS.index(operation),
             WIDTH=row_width,
@@ -127,13 +126,13 @@ def combine(
     addresses: Tensor,
     state: Tensor,
     fault: Tensor,
-    slot_bytes: int,
+    landing_bytes: int,
     timeout: float,
     group: str,
     is_fp8: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`Exchange.combine` through slots."""
-    mailbox = Mailbox(addresses, state, fault, slot_bytes, timeout, group)
+    """Compute `Exchange.combine` through landings."""
+    mailbox = Mailbox(addresses, state, fault, landing_bytes, timeout, group)
     enter("out", out, mailbox)
     size, (num_tokens, num_heads, width) = len(addresses), out.shape
     if num_heads % size:
@@ -146,7 +145,7 @@ def combine(
     )
     out = out if out.stride(-1) == 1 else out.contiguous()
     token_bytes, token_words = combine_room(num_heads, width, out.element_size())
-    for tokens in _turns(num_tokens, token_bytes, token_words, slot_bytes):
+    for tokens in _turns(num_tokens, token_bytes, token_words, landing_bytes):
         results = merged[tokens], merged_lse[tokens]
         _launch_combine(out[tokens], lse[tokens], *results, mailbox, is_fp8, is_sent=False)
     return merged, merged_lse
@@ -159,7 +158,7 @@ def _(out: Tensor, lse: Tensor, addresses: Tensor, *_: object) -> tuple[Tensor, 
 
 
 def combine_room(num_heads: int, width: int, element_size: int) -> tuple[int, int]:
-    """What `combine` takes of a slot for a token: bytes of rows, and words."""
+    """Return the part of a landing that `combine` needs for a token: bytes of rows, and words."""
     return num_heads * width * element_size, num_heads * (1 - (-width // _NARROWEST))
 
 
@@ -206,21 +205,21 @@ def _launch_combine(
 @torch.library.custom_op("dcpmla::direct_place", mutates_args=("state",))
 def place(
     rows: Tensor,
-    places: Tensor | None,
+    targets: Tensor | None,
     addresses: Tensor,
     state: Tensor,
     fault: Tensor,
-    slot_at: int,
+    window_at: int,
     flags_at: int,
     timeout: float,
     group: str,
     operation: str,
 ) -> None:
-    """Store rows [N, D] in each rank's memory from slot_at on: row n as row places[n] there, not at all where that
-    is -1.
+    """Store rows [N, D] in each rank's memory from window_at on: row n becomes row targets[n] there, or none if that is
+    -1; without targets, rank r's row n becomes row n W + r.
 
-    Without places, rank r's row n as row n W + r. Returns, in stream order, when the rows of all ranks are there.
-    Any D goes: rows of fp8_ds_mla are no whole number of 16 bytes for every latent.
+    Returns, in stream order, when the rows of all ranks are there. Any D goes: rows of fp8_ds_mla are no whole number
+    of 16 bytes for every latent.
     """
     rank = _check_carried("rows", rows, fault, timeout, group)
     num_rows, width = rows.shape
@@ -229,13 +228,13 @@ def place(
     num_programs = min(max(1, num_items), _PLACE_PROGRAMS)
     place_kernel[(num_programs,)](
         rows.contiguous().view(_CARRIERS[rows.element_size()]),
-        places,
+        targets,
         addresses,
         state,
         fault,
         num_rows,
         rank,
-        slot_at,
+        window_at,
         flags_at,
         _milliseconds(timeout),
         OPERATION=_OPERATIONS.index(operation),
@@ -272,6 +271,7 @@ def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:
 
 
 def _check_carried(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str) -> int:
+    """Do what `enter` documents, for rows of any width."""
     raise_fault(fault, timeout, group_name)
     if rows.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {rows.dtype}; direct carries {', '.join(map(str, _DTYPES))}")
@@ -282,23 +282,23 @@ def _group(group_name: str) -> dist.ProcessGroup:
     return _resolve_process_group(GroupName(group_name))
 
 
-def _turns(num_tokens: int, token_bytes: int, token_words: int, slot_bytes: int) -> Iterator[slice]:
-    """Tokens that a slot has room for at a time.
+def _turns(num_tokens: int, token_bytes: int, token_words: int, landing_bytes: int) -> Iterator[slice]:
+    """Yield the tokens that a landing has room for at a time.
 
     Args:
-        token_bytes, token_words: what all ranks send of a token, at most.
+        token_bytes, token_words: the most that all ranks send of a token.
     """
-    at_once = min(slot_bytes // token_bytes, slot_bytes // 64 // token_words)
+    at_once = min(landing_bytes // token_bytes, landing_bytes // 64 // token_words)
     if num_tokens and at_once == 0:
         raise ValueError(
-            f"slot_bytes is {slot_bytes}; a token's rows of all ranks take {max(token_bytes, 64 * token_words)}"
+            f"landing_bytes is {landing_bytes}; a token's rows of all ranks take {max(token_bytes, 64 * token_words)}"
         )
     for first in range(0, num_tokens, max(1, at_once)):
         yield slice(first, min(first + at_once, num_tokens))
 
 
 def _share(num_programs: int) -> int:
-    """Of the counters, those of one program of a launch, as a power of two."""
+    """Return how many counters each program of a launch has, as a power of two."""
     return triton.next_power_of_2(-(-NUM_PROGRAMS // num_programs))
 
 

@@ -1,6 +1,4 @@
-"""Start-up and shutdown: the launcher's ranks -> torch.distributed, one context manager; and what all ranks must agree
-on.
-"""
+"""Start-up and shutdown of the ranks: launcher -> device -> torch.distributed, and what all ranks must agree on."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +15,17 @@ from dcpmla.job.rendezvous import meet
 from dcpmla.parallel.collectives import PeerFault
 
 DEVICES = ("auto", "cpu", "cuda")
-_LAST_READ = timedelta(seconds=5)  # for ranks that are as far as this one
+_LAST_READ = timedelta(seconds=5)  # that rank 0 waits for the others to read why the job ends
 _SHOWN = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks(LaunchInfo):
-    """This process among the job's. `device` is where its tensors live."""
+    """This process among the job's ranks.
+
+    Attributes:
+        device: where its tensors live.
+    """
 
     device: torch.device
 
@@ -33,63 +35,66 @@ class Ranks(LaunchInfo):
 
     @property
     def origin(self) -> str:
-        """Who started the job, and where, for people."""
+        """The job's ranks, launcher and devices in words, for the user."""
         devices = "GPUs" if self.device.type == "cuda" else "CPUs"
         if self.launcher == "one process":
             return f"one process, started by no launcher, on {devices}"
-        return f"{self.num_ranks} ranks, {self.num_local_ranks} of them on this host, started by {self.launcher}, on {devices}"
+        ranks = f"{self.num_ranks} ranks, {self.num_local_ranks} of them on this host"
+        return f"{ranks}, started by {self.launcher}, on {devices}"
 
 
 def read_launcher(device: str, timeout: timedelta = timedelta(minutes=1)) -> Ranks:
-    """Who started this process (torchrun, mpirun, srun or nobody), its place among the ranks, and its device. A
-    collective under mpirun.
+    """Find out who started this process (torchrun, mpirun, srun or nobody), which rank it is, and on which device.
+
+    Collective under mpirun.
 
     Args:
         device: as in `assign_device`.
-        timeout: of the ranks' meeting over MPI.
+        timeout: for the ranks to meet over MPI.
     Raises:
-        ValueError: as `assign_device` and `find_launch_info` do.
+        ValueError: as in `assign_device` and `find_launch_info`.
     """
     return assign_device(device, find_launch_info(os.environ, timeout))
 
 
-def assign_device(device: str, place: LaunchInfo) -> Ranks:
-    """Give a rank its device: the GPU of its number on the host, which must see one for each of its ranks, or its CPUs.
+def assign_device(device: str, launch: LaunchInfo) -> Ranks:
+    """Assign a rank its device: the GPU whose number is its local rank, or the CPU.
 
     Args:
-        device: "cuda", "cpu", or "auto": GPUs where any is seen.
+        device: "cuda", "cpu", or "auto", which takes GPUs where any is visible.
+        launch: the rank; its host must show it a GPU for each of the host's ranks.
     Raises:
-        ValueError: an unknown device, or fewer GPUs than ranks of this host.
+        ValueError: an unknown device, or fewer GPUs than ranks on this host.
     """
     if device not in DEVICES:
         raise ValueError(f"device (--device) is {device!r}; choose one of {', '.join(DEVICES)}")
-    num_gpus, num_local = torch.cuda.device_count(), place.num_local_ranks
+    num_gpus, num_local = torch.cuda.device_count(), launch.num_local_ranks
     if device == "cpu" or (device == "auto" and num_gpus == 0):
-        # transformers puts a tensor-parallel model on the accelerator that it sees: now it must see none.
+        # transformers puts a tensor-parallel model on any accelerator that it sees, so it must see none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return Ranks(**vars(place), device=torch.device("cpu"))
+        return Ranks(**vars(launch), device=torch.device("cpu"))
     if num_gpus < num_local:
         hint = (
             "srun --gpus-per-node, no --gpus-per-task, no --gpu-bind"
-            if place.launcher == "srun"
+            if launch.launcher == "srun"
             else "CUDA_VISIBLE_DEVICES"
         )
         raise ValueError(
-            f"device (--device) is {device!r}, but a rank sees {num_gpus} GPUs for {num_local} ranks of its host; start fewer, "
-            f"let each see the GPUs of all ({hint}), or use --device cpu"
+            f"device (--device) is {device!r}, but a rank sees {num_gpus} GPUs for {num_local} ranks of its host; "
+            f"start fewer, let each see the GPUs of all ({hint}), or use --device cpu"
         )
-    return Ranks(**vars(place), device=torch.device("cuda", place.local_rank))
+    return Ranks(**vars(launch), device=torch.device("cuda", launch.local_rank))
 
 
 @contextmanager
 def distributed(ranks: Ranks, timeout: timedelta) -> Iterator[dist.Store]:
-    """`meet` and `process_groups` in one, for a block that nobody watches.
+    """Run a block without a watchdog between `meet` and the shutdown of `process_groups`.
 
     Args:
-        timeout: of the ranks' meeting, and of one collective.
+        timeout: for the ranks to meet, and for one collective.
     Yields:
-        The job's store, over a connection of its own: whoever waits there holds up nobody else. Its keys are apart
-        from torch's.
+        The job's store over a connection of its own, so that waiting on it blocks nobody else. Its keys have a prefix
+        that keeps them apart from torch's.
     """
     store = meet(ranks, timeout)
     with process_groups(ranks, store, timeout):
@@ -98,19 +103,19 @@ def distributed(ranks: Ranks, timeout: timedelta) -> Iterator[dist.Store]:
 
 @contextmanager
 def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Iterator[None]:
-    """Initialize torch.distributed for the block, NCCL on GPUs and gloo on CPU, and shut it down after it.
+    """Initialize torch.distributed (NCCL on GPUs, gloo on CPUs) for a block, and shut it down afterwards.
 
-    Under mpirun and srun torchrun's variables are set meanwhile, because transformers' tensor-parallel loading
-    reads them.
+    Under mpirun and srun the block sees torchrun's variables, because transformers' tensor-parallel loading reads them.
 
-    A ValueError is every rank's (see `agree`), so the groups are shut down for it too; after any other exception
-    the peers may be gone and waiting for them would hang, so the groups are left to the end of the process.
+    A ValueError is raised on every rank (see `agree`), so the groups are shut down after it too. After any other
+    exception the peers, if there are any, may be gone and waiting for them could hang, so the groups are left for the
+    end of the process.
 
     Args:
-        store: where the ranks have met.
-        timeout: of one collective.
+        store: the store where the ranks have met.
+        timeout: for one collective.
     Raises:
-        ValueError: ranks that cannot work together.
+        ValueError: the ranks cannot work together.
     """
     on_gpu = ranks.device.type == "cuda"
     if on_gpu:
@@ -126,26 +131,29 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
         device_id=ranks.device if on_gpu else None,
     )
     try:
-        with _torchrun_s_variables(ranks):
+        with _torchrun_variables(ranks):
             yield
-    except ValueError:
-        dist.destroy_process_group()
+    except BaseException as error:
+        if isinstance(error, ValueError) or ranks.num_ranks == 1:
+            dist.destroy_process_group()
         raise
     dist.barrier()
     dist.destroy_process_group()
 
 
 @contextmanager
-def _torchrun_s_variables(place: LaunchInfo) -> Iterator[None]:
-    """Only for a while: a later `find_launch_info` would take them for torchrun's."""
-    if place.launcher not in ("mpirun", "srun"):
+def _torchrun_variables(launch: LaunchInfo) -> Iterator[None]:
+    """Set torchrun's variables for a block, and only there: later, `find_launch_info` would take them for torchrun's
+    own.
+    """
+    if launch.launcher not in ("mpirun", "srun"):
         yield
         return
     numbers = {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.num_ranks,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": place.num_local_ranks,
+        "RANK": launch.rank,
+        "WORLD_SIZE": launch.num_ranks,
+        "LOCAL_RANK": launch.local_rank,
+        "LOCAL_WORLD_SIZE": launch.num_local_ranks,
     }
     os.environ.update({name: str(number) for name, number in numbers.items()})
     try:
@@ -156,33 +164,36 @@ def _torchrun_s_variables(place: LaunchInfo) -> Iterator[None]:
 
 
 def _keep_flight_records() -> None:
-    """NCCL's last operations in a ring that is written to a file when one times out: its price is a few hundred
-    kilobytes.
-    """
+    """Have NCCL record its last operations, a few hundred kilobytes, and write them to a file when one times out."""
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def _check_equal_ranks(store: dist.Store, ranks: Ranks) -> None:
-    """What would hang in the first collective. Collective."""
+    """Raise ValueError on every rank for differences that would hang in the first collective.
+
+    Collective, over the store.
+    """
     store.set(f"kind/{ranks.rank}", f"{ranks.device.type} {torch.__version__}")
     kinds = [kind.decode().split() for kind in store.multi_get([f"kind/{rank}" for rank in range(ranks.num_ranks)])]
     store.set(f"has read/{ranks.rank}", "")
     try:
         _raise_difference([{"device (--device)": device, "torch's version": version} for device, version in kinds])
     except ValueError:
-        if ranks.rank == 0:  # it may hold the store, in which others still read what is wrong
+        if ranks.rank == 0:  # it may serve the store, which others still have to read
             with suppress(dist.DistError):
                 store.wait([f"has read/{rank}" for rank in range(ranks.num_ranks)], _LAST_READ)
         raise
 
 
 def check_equal_arguments(arguments: Mapping[str, object]) -> None:
-    """Collective: nobody goes on where ranks were started with different arguments. Equal is what has equal `repr`.
+    """Refuse to go on where the ranks were started with different arguments; values are compared by `repr`.
+
+    Collective.
 
     Raises:
-        ValueError: the same on every rank: the argument, the first rank that differs from rank 0, and both values.
+        ValueError: on every rank, with the argument, the first rank that differs from rank 0, and both values.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {name: repr(value) for name, value in arguments.items()})
@@ -197,28 +208,27 @@ def _raise_difference(everyone: Sequence[Mapping[str, str]]) -> None:
             if mine != theirs:
                 start = max(0, len(os.path.commonprefix([mine, theirs])) - _SHOWN // 2)
                 raise ValueError(
-                    f"{name} differs between ranks: {_shown(mine, start)} on rank 0, {_shown(theirs, start)} on rank {rank}; "
-                    "start all ranks with the same"
+                    f"{name} differs between ranks: {_shown(mine, start)} on rank 0, {_shown(theirs, start)} on rank "
+                    f"{rank}; start all ranks with the same"
                 )
 
 
 def _shown(value: str, start: int) -> str:
-    """A long value from where it begins to matter."""
+    """Cut a long value down to the part where the difference starts."""
     return ("..." if start else "") + value[start : start + _SHOWN] + ("..." if len(value) > start + _SHOWN else "")
 
 
 @contextmanager
 def agree() -> Iterator[None]:
-    """Run a block that any rank's ValueError may end: then every rank raises the ValueError of the first rank that
-    has one.
+    """Run a block in which any rank may raise ValueError: every rank then raises that of the first such rank.
 
-    Collective. A mistake that only some ranks can see (a file, a shard of a checkpoint) so ends the whole job with
-    one message, not a hang. Any other exception stays the rank's own; the others raise a PeerFault.
+    Collective. A mistake that only some ranks can see (a file, a shard of a checkpoint) thus ends the whole job with
+    one message instead of a hang. Any other exception stays the rank's own, and the others raise PeerFault.
     """
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # also what is no user's mistake: the other ranks wait below
+    except Exception as caught:  # any exception, because the other ranks wait below
         error = caught
     is_fault = error is not None and not isinstance(error, ValueError)
     reports: list[Any] = [None] * dist.get_world_size()

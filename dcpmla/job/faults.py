@@ -1,7 +1,4 @@
-"""A fault in one line: from what the ranks last said of themselves, or from an exception, to words for the operator.
-
-Pure functions.
-"""
+"""Faults in one line for the operator: from what the ranks last reported, or from an exception. Pure functions."""
 
 import errno
 import re
@@ -27,16 +24,20 @@ _NO_MEMORY = (
 
 @dataclass(frozen=True)
 class Post:
-    """What a rank last said of itself.
+    """A rank's last report of itself.
 
     Attributes:
-        beat: grows with each post; where it stands still, the process is gone or stopped.
-        count: operations entered so far. Ranks enter the same ones in the same order, so a lower count is a rank
-        behind.
-        seconds: in the operation so far. limit: seconds it may take.
-        place: line of code where the main thread was. waits: in a collective there.
-        left: the rank has ended in order. failed: it is about to end, for a fault that it has found.
-        time: of the post, seconds since the epoch.
+        beat: grows with each post; while it does not, the process is gone or stopped.
+        count: operations entered so far. All ranks enter the same ones in the same order, so a lower count means that
+            the rank lags.
+        operation: what the rank is doing.
+        seconds: time in the operation so far.
+        limit: seconds that the operation may take.
+        where: the line of code that the main thread is at.
+        waits: whether that line is in a collective.
+        left: the rank has ended in order.
+        failed: the rank has found a fault and is about to end.
+        time: of the post, in seconds since the epoch.
     """
 
     beat: int
@@ -44,7 +45,7 @@ class Post:
     operation: str
     seconds: float
     limit: float
-    place: str
+    where: str
     waits: bool
     left: bool
     failed: bool
@@ -53,7 +54,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a rank waits too long, in words; `excused` while those it waits for are within limits of their own."""
+    """The reason why a rank waits too long; `excused` while those it waits for are within limits of their own."""
 
     words: str
     excused: bool = False
@@ -65,12 +66,12 @@ class Fault:
 
     what: str
     advice: str
-    is_consequence: bool = False  # of another rank's fault, most likely
+    is_consequence: bool = False  # most likely of another rank's fault
     details: str = ""
 
 
 def find_missing(before: Sequence[Post | None], after: Sequence[Post | None]) -> list[int]:
-    """Ranks that never posted, or not between two looks at all posts; one that left in order is not missing."""
+    """List the ranks that posted nothing between two reads of all posts, or never; ranks that left are not missing."""
     pairs = enumerate(zip(before, after, strict=True))
     return [
         rank for rank, (old, new) in pairs if new is None or (old is not None and old.beat == new.beat and not new.left)
@@ -78,9 +79,10 @@ def find_missing(before: Sequence[Post | None], after: Sequence[Post | None]) ->
 
 
 def describe_missing(missing: Sequence[int], posts: Sequence[Post | None], now: float) -> str:
+    """Say which ranks are missing, when and where the first of them was last seen, and what to do."""
     last = posts[missing[0]]
     seen = (
-        f"last seen {max(0.0, now - last.time):.0f} s ago in {last.operation}, at {last.place}"
+        f"last seen {max(0.0, now - last.time):.0f} s ago in {last.operation}, at {last.where}"
         if last
         else "it never came"
     )
@@ -90,11 +92,11 @@ def describe_missing(missing: Sequence[int], posts: Sequence[Post | None], now: 
 
 
 def blame(rank: int, posts: Sequence[Post | None], missing: Sequence[int], timeout: float, now: float) -> Verdict:
-    """Why a rank waits: because some are lost, or, beyond the limit of its operation, because of those who are behind.
+    """Say why a rank waits: ranks are missing or, once its operation is past its limit, some ranks lag.
 
     Args:
-        rank: who asks.
-        posts: of every rank, by rank; None from one that never came.
+        rank: the rank that waits.
+        posts: by rank; None for a rank that never came.
         missing: ranks that no longer post.
         timeout: seconds without a post after which a rank is given up.
         now: seconds since the epoch.
@@ -109,24 +111,24 @@ def blame(rank: int, posts: Sequence[Post | None], missing: Sequence[int], timeo
     if mine.seconds < mine.limit:
         return Verdict("", excused=True)
     here = {other: post for other, post in enumerate(posts) if post and not post.left}
-    behind = [other for other, post in here.items() if post.count < mine.count]
+    lagging = [other for other, post in here.items() if post.count < mine.count]
     busy = [other for other, post in here.items() if post.count == mine.count and not post.waits]
-    late = behind or busy
+    late = lagging or busy
     if rank in late and (len(late) < len(here) or len(posts) == 1):
         return Verdict(
-            f"rank {rank} has not come back from {mine.operation} for {mine.seconds:.0f} s, at {mine.place}; {_LOOK}"
+            f"rank {rank} has not come back from {mine.operation} for {mine.seconds:.0f} s, at {mine.where}; {_LOOK}"
         )
     if rank in late or not late:  # nobody stands out
-        return Verdict(waited + describe_places(posts) + f"; {_LOOK}")
+        return Verdict(waited + describe_posts(posts) + f"; {_LOOK}")
     first = here[late[0]]
     words = (
-        f"{waited}{name_ranks(late)} has been in {first.operation} for {first.seconds:.0f} s, at {first.place}; {_LOOK}"
+        f"{waited}{name_ranks(late)} has been in {first.operation} for {first.seconds:.0f} s, at {first.where}; {_LOOK}"
     )
     return Verdict(words, excused=any(here[other].seconds < here[other].limit for other in late))
 
 
 def explain(error: BaseException) -> Fault:
-    """An exception's fault: the first error in its chain of causes that an operator can do something about, else a bug."""
+    """Turn an exception into a fault: the first of its chain of causes that an operator can act on, or else a bug."""
     for cause in _causes(error):
         if isinstance(cause, PeerFault):
             advice = f"see what holds it, and its log, then {RESTART}; or raise --dcp-exchange-timeout"
@@ -155,13 +157,14 @@ def explain(error: BaseException) -> Fault:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error is a failed allocation, on the CPU or on a GPU."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in str(error).lower() for words in _NO_MEMORY
     )
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on."""
+    """Yield the error, the one it was raised from, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -169,9 +172,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _first_sentence(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
-    words = re.sub(r"^\[[^]]*\] ", "", lines[0]).partition(". This is typically")[
-        0
-    ]  # less gloo's source file and advice
+    words = re.sub(r"^\[[^]]*\] ", "", lines[0])  # gloo's source file
+    words = words.partition(". This is typically")[0]  # gloo's advice
     return f"{type(error).__name__}: {words}"[:200]
 
 
@@ -179,11 +181,11 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def describe_places(posts: Sequence[Post | None]) -> str:
-    """Where everyone is, the smallest group first: it is the odd one out."""
+def describe_posts(posts: Sequence[Post | None]) -> str:
+    """Say where all ranks are, the smallest group first, since it is the odd one out."""
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, post in enumerate(posts):
         if post:
-            groups["left the job" if post.left else f"in {post.operation} at {post.place}"].append(rank)
+            groups["left the job" if post.left else f"in {post.operation} at {post.where}"].append(rank)
     smallest = sorted(groups.items(), key=lambda group: len(group[1]))
-    return "; ".join(f"{name_ranks(ranks)} {place}" for place, ranks in smallest[:4])
+    return "; ".join(f"{name_ranks(ranks)} {where}" for where, ranks in smallest[:4])

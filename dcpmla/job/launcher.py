@@ -1,10 +1,13 @@
-"""Who started this process (torchrun, mpirun, Slurm's srun, or nobody), its place among the ranks, and where they meet.
+"""Launchers: who started this process (torchrun, mpirun, srun or nobody), as which rank, and where the ranks meet.
 
-torchrun's variables win over mpirun's and those over srun's, because each may start the next: torchrun's agents may
-be the tasks of srun or mpirun, mpirun's daemons the tasks of srun. What cannot be such a pair is refused.
+torchrun's variables take precedence over mpirun's, and those over srun's, because each may start the one before it:
+torchrun's agents may be tasks of srun or mpirun, and mpirun's daemons tasks of srun. Combinations that cannot be such a
+pair are refused.
 """
 
 import re
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 
 from dcpmla.job.mpi import meet_over_mpi
-from dcpmla.job.rendezvous import open_round
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MPIRUN = (
@@ -22,20 +24,20 @@ _MPIRUN = (
     ("PMI_RANK", "PMI_SIZE"),
 )  # Open MPI; MPICH, Intel MPI, Cray
 _SRUN = ("SLURM_PROCID", "SLURM_NTASKS")
-_FIRST_SPECIAL_STEP = (
-    0xFFFFFFF0  # Slurm numbers batch scripts and interactive shells from here: steps that srun did not start
-)
-_PORTS = range(20000, 32000)  # below the range that systems hand out to connections
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on: batch scripts and interactive shells, which srun did not start
+_PORTS = range(20000, 32000)  # below the ephemeral ports
+_POLL = 0.05  # seconds
 
 Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """This process among the job's.
+    """This process as its launcher numbers it.
 
     Attributes:
-        open_store: (timeout) connects to the store where the ranks meet; collective.
+        launcher: "torchrun", "mpirun", "srun" or "one process".
+        open_store: (timeout) -> the store where the ranks meet; collective.
         address: host and port of that store, None for one process.
     """
 
@@ -49,14 +51,14 @@ class LaunchInfo:
 
 
 def find_launch_info(env: Environment, timeout: timedelta) -> LaunchInfo:
-    """Read a launcher's variables.
+    """Read the launcher's variables.
 
-    Under mpirun a collective over MPI, which is initialized for it and finalized (if it was not the caller's).
-    Ranks that do not come within the timeout end the process there.
+    Under mpirun this is a collective over MPI, which it initializes and finalizes unless the caller has initialized it;
+    there, a rank whose peers do not come within the timeout ends its process.
 
     Raises:
-        ValueError: variables that are missing, no numbers, out of range, or another launcher's that contradict
-            them; mpirun without mpi4py.
+        ValueError: variables that are missing, not numbers, out of range or in contradiction to another launcher's;
+            mpirun without mpi4py.
     """
     if any(name in env for name in _TORCHRUN):
         return _torchrun(env)
@@ -68,9 +70,7 @@ def find_launch_info(env: Environment, timeout: timedelta) -> LaunchInfo:
 
 
 def claimed_rank(env: Environment) -> str | None:
-    """The rank that a launcher's variables claim, unchecked, None without a launcher: for what is said before the ranks
-    have met.
-    """
+    """Return the rank that a launcher's variables claim, unchecked, for messages before the ranks have met, or None."""
     if any(name in env for name in _TORCHRUN):
         return env.get("RANK", "?")
     names = [*(rank for rank, _ in _MPIRUN), "PMIX_RANK", *(["SLURM_PROCID"] if _is_srun(env) else [])]
@@ -101,17 +101,16 @@ def _torchrun(env: Environment) -> LaunchInfo:
 
 
 def _check_agents(env: Environment, rank: int, num_ranks: int) -> None:
-    """Another launcher's variables beside torchrun's: its tasks must be torchrun's agents (one a host), or these very
-    ranks.
-    """
+    """Check that another launcher's tasks are torchrun's agents (one a host) or these very ranks."""
     for rank_name, size_name in _claims(env):
         size = _number(env, size_name, 1)
         outer_rank = _number(env, rank_name, 0, size - 1)
         if size == 1 or env.get("GROUP_WORLD_SIZE") == str(size) or (outer_rank, size) == (rank, num_ranks):
             continue
         raise ValueError(
-            f"two launchers contradict each other: RANK is {rank} and WORLD_SIZE {num_ranks}, but {rank_name} is {outer_rank} and "
-            f"{size_name} {size}; start the ranks with one of them, or torchrun once a host (with --nnodes {size})"
+            f"two launchers contradict each other: RANK is {rank} and WORLD_SIZE {num_ranks}, but {rank_name} is "
+            f"{outer_rank} and {size_name} {size}; start the ranks with one of them, or torchrun once a host (with "
+            f"--nnodes {size})"
         )
 
 
@@ -121,8 +120,9 @@ def _claims(env: Environment) -> Iterator[tuple[str, str]]:
 
 
 def _is_mpirun(env: Environment) -> bool:
-    """srun sets PMI's and PMIx's variables too (--mpi), but neither Open MPI's nor those of Hydra, the launcher of
-    MPICH and Intel MPI.
+    """Tell mpirun from srun, which with --mpi sets variables of PMI and PMIx too.
+
+    Only mpirun sets Open MPI's variables, or those of Hydra, the launcher of MPICH and Intel MPI.
     """
     own = any(name in env for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID"))
     return own or (not _is_srun(env) and any(name in env for name in ("PMI_RANK", "PMI_SIZE", "PMIX_RANK")))
@@ -135,8 +135,8 @@ def _mpirun(env: Environment, timeout: timedelta) -> LaunchInfo:
         claimed = env.get(rank_name, str(rank)), env.get(size_name, str(num_ranks))
         if claimed != (str(rank), str(num_ranks)):
             raise ValueError(
-                f"mpirun's {rank_name} is {claimed[0]} and {size_name} {claimed[1]}, but mpi4py found rank {rank} of {num_ranks}; "
-                "use the mpirun that belongs to mpi4py's MPI"
+                f"mpirun's {rank_name} is {claimed[0]} and {size_name} {claimed[1]}, but mpi4py found rank {rank} of "
+                f"{num_ranks}; use the mpirun that belongs to mpi4py's MPI"
             )
     if num_ranks == 1:
         return LaunchInfo("mpirun", 0, 1, 0, 1, _open_own_store)
@@ -146,7 +146,7 @@ def _mpirun(env: Environment, timeout: timedelta) -> LaunchInfo:
 
 
 def _is_srun(env: Environment) -> bool:
-    """A step that srun started. A batch script has SLURM_PROCID and SLURM_NTASKS as well, but is one process."""
+    """Tell a task of srun from a batch script, which also has SLURM_PROCID and SLURM_NTASKS but is one process."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
@@ -156,20 +156,21 @@ def _srun(env: Environment) -> LaunchInfo:
     rank = _number(env, "SLURM_PROCID", 0, num_ranks - 1)
     if env.get("SLURM_STEP_NUM_TASKS", str(num_ranks)) != str(num_ranks):
         raise ValueError(
-            f"SLURM_NTASKS is {num_ranks}, but SLURM_STEP_NUM_TASKS {env['SLURM_STEP_NUM_TASKS']}; srun sets both to its tasks"
+            f"SLURM_NTASKS is {num_ranks}, but SLURM_STEP_NUM_TASKS {env['SLURM_STEP_NUM_TASKS']}; srun sets both to "
+            "its tasks"
         )
     num_local = _num_local_tasks(env, num_ranks)
     local_rank = _number(env, "SLURM_LOCALID", 0, num_local - 1)
     if num_ranks == 1:
         return LaunchInfo("srun", 0, 1, 0, 1, _open_own_store)
-    address = _srun_meeting_place(env)
+    address = _srun_address(env)
     return LaunchInfo(
         "srun", rank, num_ranks, local_rank, num_local, partial(_open_store, address, rank, num_ranks, None), address
     )
 
 
 def _num_local_tasks(env: Environment, num_ranks: int) -> int:
-    """This node's part of SLURM_STEP_TASKS_PER_NODE, as in 4(x2),3: two nodes of four tasks, then one of three."""
+    """Read this node's entry of SLURM_STEP_TASKS_PER_NODE; 4(x2),3 means two nodes of four tasks, then one of three."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "missing"))
     groups = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group) for group in text.split(",")]
     if not all(groups):
@@ -178,15 +179,18 @@ def _num_local_tasks(env: Environment, num_ranks: int) -> int:
     node = _number(env, "SLURM_NODEID", 0, len(tasks) - 1) if len(tasks) > 1 else 0
     if not 1 <= tasks[node] <= num_ranks:
         raise ValueError(
-            f"SLURM_STEP_TASKS_PER_NODE is {text!r}, {tasks[node]} tasks on this node; it must be in [1, SLURM_NTASKS {num_ranks}]"
+            f"SLURM_STEP_TASKS_PER_NODE is {text!r}, {tasks[node]} tasks on this node; it must be in [1, SLURM_NTASKS "
+            f"{num_ranks}]"
         )
     return tasks[node]
 
 
-def _srun_meeting_place(env: Environment) -> tuple[str, int]:
-    """MASTER_ADDR, or the first host of the step's compressed list (`rack[1-2]n[03-05,7],login` starts with
-    rack1n03); MASTER_PORT, or one
-    that follows from job and step, so that two jobs on a host rarely choose the same."""
+def _srun_address(env: Environment) -> tuple[str, int]:
+    """Choose the host and port where srun's ranks meet.
+
+    The host is MASTER_ADDR or the first of the step's compressed node list (`rack[1-2]n[03-05,7],login` starts with
+    rack1n03). The port is MASTER_PORT or derived from job and step, so that two jobs on a host rarely choose the same.
+    """
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
     host = env.get("MASTER_ADDR") or re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
@@ -215,7 +219,7 @@ def _open_own_store(_: timedelta) -> dist.Store:
 
 
 def _open_torchrun_store(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
-    """At MASTER_ADDR and MASTER_PORT; the agent of the first host may serve it, also when it starts the ranks anew."""
+    """Connect to the store at MASTER_ADDR:MASTER_PORT, which torchrun's agent may keep while it restarts the ranks."""
     store: Any = next(dist.rendezvous("env://", rank, num_ranks, timeout=timeout))[0]
     return open_round(store, rank, num_ranks, timeout)
 
@@ -224,3 +228,34 @@ def _open_store(
     address: tuple[str, int], rank: int, num_ranks: int, listener: int | None, timeout: timedelta
 ) -> dist.Store:
     return dist.TCPStore(*address, num_ranks, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)
+
+
+def open_round(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+    """Return the part of a store that belongs to the ranks that are alive now. Collective.
+
+    A greeting in the store may come from a rank that is dead, and restarts are not counted alike on every host. So rank
+    0 names the round and answers every greeting; a rank recognizes the answer to its own by a unique number.
+
+    Raises:
+        torch.distributed.DistStoreError: not all ranks came in time.
+    """
+    if rank:
+        greeting = uuid.uuid4().hex
+        store.set(f"greeting/{rank}", greeting)
+        store.wait([f"answer/{greeting}"], timeout)
+        name = store.get(f"answer/{greeting}").decode()
+        store.add(f"{name}/met", 1)
+    else:
+        name = uuid.uuid4().hex
+        _answer_greetings(store, name, num_ranks, time.monotonic() + timeout.total_seconds())
+    return dist.PrefixStore(name, store)
+
+
+def _answer_greetings(store: dist.Store, name: str, num_ranks: int, until: float) -> None:
+    greetings = [f"greeting/{rank}" for rank in range(1, num_ranks)]
+    while (num_met := store.add(f"{name}/met", 0)) < num_ranks - 1:
+        if time.monotonic() > until:
+            raise dist.DistStoreError(f"{num_met + 1} of {num_ranks} ranks came")
+        for greeting in store.multi_get([key for key in greetings if store.check([key])]):
+            store.set(f"answer/{greeting.decode()}", name)
+        time.sleep(_POLL)

@@ -1,7 +1,6 @@
-"""mpirun: MPI tells the ranks who they are and where to meet, and is done before the first tensor moves.
+"""Start-up under mpirun: MPI numbers the ranks and tells them where to meet, then is finalized before any tensor moves.
 
-An MPI that stayed would have to be finalized by all ranks together, and a rank that fails would wait there for the
-others.
+An MPI that stayed initialized would have to be finalized by all ranks together, and a failing rank would hang there.
 """
 
 import os
@@ -15,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 _INSTALL = "install both with: pip install 'dcpmla[mpi]'"
-# Ends its parent with a line, unless its input ends in time: the parent's word that all is well, or that it is gone.
+# Kills its parent and says why, unless its input ends in time: then the parent is through, or gone.
 _GUARD = """
 import os, select, signal, sys
 parent, seconds, line = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -27,9 +26,10 @@ if not select.select([0], [], [], seconds)[0]:
 
 @dataclass(frozen=True)
 class Meeting:
-    """A place among MPI's ranks, and where the job's store will be.
+    """A rank as MPI numbers it, and the address of the job's store.
 
-    `listener` is rank 0's socket there: the port is held from now on.
+    Attributes:
+        listener: rank 0's socket at that address, which reserves the port; None on other ranks.
     """
 
     rank: int
@@ -42,15 +42,16 @@ class Meeting:
 
 
 def meet_over_mpi(host: str | None, wants_open_mpi: bool, rank: str, timeout: timedelta) -> Meeting:
-    """Agree on a free port of rank 0's host. Collective over MPI; ends the process if the others do not come within
-    the timeout.
+    """Agree on a free port of rank 0's host.
+
+    Collective over MPI; ends the process if the others do not come within the timeout.
 
     Args:
-        host: rank 0's name or address for the others; None takes its host name.
+        host: rank 0's name or address as the others reach it; None takes its host name.
         wants_open_mpi: whether the mpirun that started this process is Open MPI's.
-        rank: this process, in messages before MPI tells.
+        rank: this process in messages, before MPI has numbered it.
     Raises:
-        ValueError: no mpi4py, no MPI library, another MPI than mpirun's, or one that is finalized.
+        ValueError: no mpi4py, no MPI library, another MPI than mpirun's, or one that is finalized already.
     """
     MPI = _load(wants_open_mpi)
     with _deadline(rank, timeout), _initialized(MPI):
@@ -68,7 +69,7 @@ def _load(wants_open_mpi: bool) -> Any:
     try:
         import mpi4py
 
-        mpi4py.rc.initialize = mpi4py.rc.finalize = False  # an MPI that is not mpirun's ends the process when it starts
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False  # MPI_Init ends the process if the MPI is not mpirun's
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ValueError(
@@ -78,7 +79,8 @@ def _load(wants_open_mpi: bool) -> Any:
     if (vendor == "Open MPI") != wants_open_mpi:
         started = "Open MPI's" if wants_open_mpi else "not Open MPI's"
         raise ValueError(
-            f"mpi4py loads {vendor}, but the mpirun that started this process is {started}; use the mpirun that belongs to it"
+            f"mpi4py loads {vendor}, but the mpirun that started this process is {started}; use the mpirun that "
+            "belongs to it"
         )
     if MPI.Is_finalized():
         raise ValueError(
@@ -99,14 +101,14 @@ def _initialized(MPI: Any) -> Iterator[None]:
 
 @contextmanager
 def _deadline(rank: str, timeout: timedelta) -> Iterator[None]:
-    """For ranks that wait in MPI: mpirun does not end them when others are gone.
+    """Kill this process if the block, which waits in MPI, takes longer than the timeout.
 
-    No thread could: MPI.Init keeps Python's lock.
+    mpirun does not end ranks whose peers are gone, and no thread could: MPI.Init holds Python's lock.
     """
     seconds = timeout.total_seconds()
     line = (
-        f"\ndcpmla: error: rank {rank} (started by mpirun) did not meet the others within {seconds:.0f} s: they did not start MPI; "
-        "see that all ranks were started, and what they say\n"
+        f"\ndcpmla: error: rank {rank} (started by mpirun) did not meet the others within {seconds:.0f} s: they did "
+        "not start MPI; see that all ranks were started, and what they say\n"
     )
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(seconds), line], stdin=subprocess.PIPE
@@ -126,5 +128,5 @@ def _listen() -> socket.socket:
 
 
 def _own_name(alone: bool) -> str:
-    """Of this host; one host needs no name that others can resolve."""
+    """Return the name under which the others reach this host; ranks of one host need none that resolves."""
     return "localhost" if alone else socket.gethostname()

@@ -1,6 +1,4 @@
-"""Ends this process, with one line per job, when something goes wrong on any rank: one that hangs, dies, fails or is
-told to stop.
-"""
+"""The watchdog: ends this process, with one line per job, when any rank fails, hangs, dies or is told to stop."""
 
 import faulthandler
 import json
@@ -28,21 +26,24 @@ from dcpmla.job.faults import (
     Verdict,
     blame,
     describe_missing,
-    describe_places,
+    describe_posts,
     explain,
     find_missing,
 )
 
 _BEAT = 0.5  # seconds between two posts of a rank
-_LOOK = 2.0  # seconds between two looks at all posts: who has not posted in between is missing
-_GRACE = 5.0  # seconds that the store may take for an answer
+_LOOK = 2.0  # seconds between two reads of all posts: a rank without a post in between is missing
+_GRACE = 5.0  # seconds that the store may take to answer
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_NO_STORE = f"the job's store does not answer: who holds it, torchrun's agent or rank 0, is gone or stopped: see its log, then {RESTART}"
+_NO_STORE = (
+    "the job's store does not answer: who holds it, torchrun's agent or rank 0, is gone or stopped: see its log, "
+    f"then {RESTART}"
+)
 _T = TypeVar("_T")
 
 
 class Reported(ValueError):
-    """A user's mistake that a rank has reported already."""
+    """A user's mistake that has been printed already."""
 
 
 class _Operation(NamedTuple):
@@ -58,20 +59,19 @@ class _Ending(NamedTuple):
 
 
 class Watchdog:
-    """Around a rank's work: all ranks of the job end when one of them fails, hangs, dies or is told to stop.
+    """A context manager that ends all ranks of the job when one of them fails, hangs, dies or is told to stop.
 
-    The main thread says what it is about to do with `enter`; every rank enters the same operations in the same
-    order. A thread posts that to the store twice a second, and ends this process
+    The main thread announces each operation with `enter`; all ranks enter the same operations in the same order. A
+    thread posts the current one to the store twice a second, and ends this process
 
-    - when the main thread is in one operation for longer than its limit, unless a rank that it waits for is within
-    a limit of its own,
-    - when an exception leaves the block, or SIGTERM or SIGINT arrives, also while the main thread sits in native code,
-    - when another rank has done so.
+    - when the main thread stays in an operation past its limit, unless a rank that it waits for is within its own,
+    - when an exception leaves the block, or SIGTERM or SIGINT arrives, also while the main thread is in native code,
+    - when another rank has ended for one of these reasons.
 
-    The first rank to claim it prints the line; without a store each rank speaks for itself. A second thread, which
-    never touches the store, takes the signals, and steps in when the store does not answer. It uses no process groups;
-    their own
-    timeouts should be longer.
+    The first rank to claim it prints the line; without a store each rank prints its own. A second thread, which never
+    touches the store, takes the signals, and takes over when the store does not answer. The watchdog uses no process
+    groups; their timeouts should be longer than its own.
+
     Exit codes: 1 for a fault, 2 for a user's mistake (ValueError), 128 + n for signal n.
 
     Args:
@@ -79,7 +79,7 @@ class Watchdog:
         timeout: seconds that an operation may take where `enter` names no limit, and that a rank may be silent.
     Raises:
         ValueError: timeout is not positive.
-        Reported: on leaving with a ValueError. Other exceptions end the process there and then.
+        Reported: the block ended with a ValueError. Other exceptions end the process at once.
     """
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, timeout: float) -> None:
@@ -93,9 +93,7 @@ class Watchdog:
         self._left, self._reported, self._wake = threading.Event(), threading.Event(), threading.Event()
 
     def enter(self, operation: str, timeout: float | None = None) -> None:
-        """Say what the main thread does from now on, and how many seconds that may take, its waits for slower ranks
-        aside.
-        """
+        """Announce the main thread's next operation and the seconds it may take, waits for slower ranks not counted."""
         self._operation = _Operation(
             self._operation.number + 1, operation, time.monotonic(), self._timeout if timeout is None else timeout
         )
@@ -106,8 +104,7 @@ class Watchdog:
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         self._signals.settimeout(_BEAT)
-        # Python's handlers wait for the main thread, which may sit in a collective; the C handler writes to the socket
-        # at once.
+        # Python's handlers wait for the main thread, which may be in a collective; the C handler writes at once.
         self._old_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._guard)]
@@ -120,17 +117,17 @@ class Watchdog:
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, ValueError):
             self._end_soon(_Ending(explain(error), 1))
-            threading.Event().wait()  # for the end of the process
+            threading.Event().wait()  # until the thread ends the process
         if isinstance(error, ValueError):
             self._report(2, " ".join(str(error).split()))
         self._leave()
         if isinstance(error, ValueError):
-            raise Reported from error
+            raise Reported(*error.args) from error
 
     def _leave(self) -> None:
         self._left.set()
         self._wake.set()
-        self._wakeup.send(bytes(1))  # no signal: wakes the guard
+        self._wakeup.send(bytes(1))  # not a signal: it wakes the guard
         for thread in self._threads:
             thread.join(_GRACE)
         signal.set_wakeup_fd(self._old_wakeup)
@@ -159,14 +156,13 @@ class Watchdog:
             self._resumed = now
         self._beaten = now
         count, operation, since, limit = self._operation
-        # Native code that keeps the interpreter's lock stops both threads; this timer needs no lock, and says where.
-        with suppress(
-            RuntimeError
-        ):  # it is a thread, and there may be no memory left for one: this rank is about to say so itself
+        # Native code that holds the interpreter's lock stops both threads. This timer needs no lock, and prints where.
+        # It is a thread: with no memory left for one, this rank is about to report that anyway.
+        with suppress(RuntimeError):
             faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
-        place, waits = _place(self._main_thread)
+        where, waits = _current_line(self._main_thread)
         left, failed = self._left.is_set(), self._ending is not None
-        post = Post(self._num_beats, count, operation, now - since, limit, place, waits, left, failed, time.time())
+        post = Post(self._num_beats, count, operation, now - since, limit, where, waits, left, failed, time.time())
         self._ask(lambda: self._store.set(f"post/{self._rank}", json.dumps(asdict(post))), None)
 
     def _follow(self) -> None:
@@ -176,24 +172,24 @@ class Watchdog:
             _, code, num_alive = json.loads(claim)
             self._spoken = True
             self._settle(num_alive)
-            time.sleep(2 * _BEAT)  # the rank with the fault should end first: launchers take the first for the cause
+            time.sleep(2 * _BEAT)  # launchers take the first rank that ends for the cause
             self._exit(code)
 
     def _report(self, code: int, words: str, details: str = "", num_missing: int = 0) -> None:
-        """Say it, if this rank is the first one that has something to say."""
+        """Print the line, if no other rank has claimed to."""
         self._reported.set()
         mine = json.dumps([self._rank, code, self._num_ranks - num_missing])
         claim = self._ask(lambda: self._store.compare_set("claim", "", mine).decode(), mine)
-        # Stopped for so long that the others gave it up and said so, this rank has nothing to add.
+        # A rank that was stopped for so long that the others gave it up, and said so, has nothing to add.
         given_up = time.monotonic() - self._resumed < self._timeout and (self._store_lost or num_missing)
         if claim == mine and not given_up and not self._spoken:
-            # One write, so that no other rank's words come in between; a progress bar may stand on the line before.
+            # One write, so that no other rank's text gets in between; the line may hold a progress bar.
             os.write(2, f"\n{details}dcpmla: error: {words}\n".encode(errors="replace"))
         self._spoken = True
         self._settle(json.loads(claim)[2])
 
     def _settle(self, num_alive: int) -> None:
-        """Wait until all ranks know: one of them may hold the store, and would take it along."""
+        """Wait until all ranks have read the claim, since one of them may serve the store."""
         until = time.monotonic() + _LOOK
         num_settled = self._ask(lambda: self._store.add("settled", 1), num_alive)
         while num_settled < num_alive and time.monotonic() < until:
@@ -207,7 +203,7 @@ class Watchdog:
         return [Post(**json.loads(posts[key])) if key in posts else None for key in keys]
 
     def _look(self) -> tuple[list[Post | None], list[int]]:
-        """All posts, and which ranks are missing; takes a few seconds."""
+        """Read all posts twice, seconds apart; return the later ones and the ranks that are missing."""
         before = self._ask(self._posts, None) or []
         until = time.monotonic() + _LOOK
         while time.monotonic() < until:
@@ -218,7 +214,7 @@ class Watchdog:
         return after, find_missing(before, after) if before and after else []
 
     def _ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
-        """What the store answers, or `otherwise` once it is lost: its client does not reconnect."""
+        """Return the store's answer, or `otherwise` once the store is lost: its client does not reconnect."""
         if self._store_lost:
             return otherwise
         try:
@@ -232,7 +228,7 @@ class Watchdog:
     # Ends.
 
     def _seconds(self) -> float:
-        """In the operation so far."""
+        """Return the time in the operation so far."""
         return time.monotonic() - self._operation.since
 
     def _end_soon(self, ending: _Ending) -> None:
@@ -240,7 +236,7 @@ class Watchdog:
         self._wake.set()
 
     def _judge(self) -> None:
-        """This rank takes long: end the job, if a rank is lost, or if it is beyond its limit and no other within one."""
+        """End the job if a rank is missing, or if this rank and all that it waits for are past their limits."""
         operation = self._operation
         posts, missing = self._look()
         if posts:
@@ -260,8 +256,8 @@ class Watchdog:
             advice, details = describe_missing(missing, posts, time.time()), ""
         elif fault.is_consequence and self._store_lost:
             advice, details = _NO_STORE, ""
-        elif fault.is_consequence and code == 1:  # nobody is missing, nobody says why: where the others are tells
-            others = describe_places([None if post is None or post.failed else post for post in posts])
+        elif fault.is_consequence and code == 1:  # no rank is missing and none says why: where the others are is a hint
+            others = describe_posts([None if post is None or post.failed else post for post in posts])
             advice = "; ".join(filter(None, (others, advice)))
         self._report(code, f"rank {self._rank} {fault.what} in {self._operation.name}: {advice}", details, len(missing))
         self._exit(code)
@@ -282,7 +278,7 @@ class Watchdog:
             for number in self._read_signals():
                 fault = Fault(f"was asked to stop ({signal.Signals(number).name})", RESTART, is_consequence=True)
                 self._end_soon(_Ending(fault, 128 + number))
-            # Counted, not timed: after a stop (SIGSTOP) the other thread, too, gets its time first.
+            # Counted, not timed: after a SIGSTOP the other thread gets its turn first.
             num_silent = num_silent + 1 if self._answered == answered else 0
             answered = self._answered
             if num_silent * _BEAT > _GRACE and not self._store_lost:
@@ -295,7 +291,7 @@ class Watchdog:
             return []
 
     def _step_in(self) -> None:
-        """The other thread hangs: end this process, if it is to end, without the store."""
+        """End this process without the store, if it is due to end, because the other thread hangs."""
         if self._ending or self._spoken or self._seconds() > self._operation.limit:
             self._store_lost = True
             fault, code = self._ending or _Ending(Fault(self._waited(), _NO_STORE), 1)
@@ -303,20 +299,21 @@ class Watchdog:
             os._exit(code)
 
 
-def _place(thread: int) -> tuple[str, bool]:
-    """The line that a thread is at, torch's own left out, and whether it is in a collective there."""
+def _current_line(thread: int) -> tuple[str, bool]:
+    """Return the line that a thread is at, outside of torch's own code, and whether it is in a collective there."""
     frame, waits = sys._current_frames().get(thread), False
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         waits = waits or frame.f_globals["__name__"].startswith("torch.distributed")
         frame = frame.f_back
     if frame is None:
-        return "an unknown place", waits
+        return "an unknown line", waits
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})", waits
 
 
 def write_flight_record(rank: int) -> None:
-    """Write what torch remembers, for its tool `torchfrtrace`, where NCCL would write it at a timeout of its own;
-    without room, do not.
+    """Write torch's record of the last operations where NCCL would after a timeout; `torchfrtrace` reads it.
+
+    Nothing is written where the disk has no room.
     """
     recorder: Any = _distributed_c10d
     dump = getattr(recorder, "_dump_nccl_trace", recorder._dump_fr_trace)  # NCCL's, or gloo's
@@ -329,7 +326,7 @@ def write_flight_record(rank: int) -> None:
 
 
 def _start_of_path() -> Path:
-    """Where torch's own writer puts them, rank to be added: its variable, the older name of it, or its cache directory."""
+    """Return the path, up to the rank, as torch's own writer builds it from its variables or the cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME", f"{os.environ.get('HOME', '/tmp')}/.cache")
     default = f"{cache}/torch/comm_lib_trace_rank_"
     return Path(os.environ.get("TORCH_FR_DUMP_TEMP_FILE", os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default)))

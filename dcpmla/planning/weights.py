@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import nn
 
-from dcpmla.config import MLAConfig, num_index_layers
+from dcpmla.config import MLAConfig
+from dcpmla.hf_config import num_index_layers
 
 _ATTENTION_PLAN = {  # of `MLAAttention`, which replaces transformers' own
     "q_proj": "colwise",

@@ -153,6 +153,7 @@ class DecodeGraph:
             raise ValueError(
                 "cache is another one than the decode graph was made for; give that one, or make a graph for this one"
             )
+        metadata.check_blocks(cache.sizes.num_blocks)
         batch_size = self.batch_size(metadata.num_tokens)
         self._padded.fill(inputs, metadata, batch_size)
         return batch_size

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.sparse.metadata import SparseMetadata
-from dcpmla.attention.step import DecodeMetadata, StepMetadata
+from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
 
 _NO_SLOT = -1  # nothing is written for such a token
 
@@ -64,20 +63,24 @@ class PaddedStep:
 
     def rows(self, batch_size: int) -> tuple[Tensor, StepMetadata]:
         """The first rows, as a step's inputs [batch_size, ...] and metadata."""
-        return self._inputs[:batch_size], StepMetadata(
-            num_tokens=batch_size,
-            num_decode_tokens=batch_size,
-            positions=self._positions[:batch_size],
-            slot_mapping=self._slot_mapping[:batch_size],
-            decode=DecodeMetadata(
-                block_table=self._block_table[:batch_size],
-                local_seq_lens=self._local_seq_lens[:batch_size],
-                query_start_loc=None,
-                max_query_len=1,
-                workspace=self._workspace,
+        return (
+            self._inputs[:batch_size],
+            StepMetadata(
+                num_tokens=batch_size,
+                num_decode_tokens=batch_size,
+                num_blocks=0,  # of steps that come; `DecodeGraph` looks at each one's
+                positions=self._positions[:batch_size],
+                slot_mapping=self._slot_mapping[:batch_size],
+                decode=DecodeMetadata(
+                    block_table=self._block_table[:batch_size],
+                    local_seq_lens=self._local_seq_lens[:batch_size],
+                    query_start_loc=None,
+                    max_query_len=1,
+                    workspace=self._workspace,
+                ),
+                prefill=None,
+                sparse=self._sparse(batch_size),
             ),
-            prefill=None,
-            sparse=self._sparse(batch_size),
         )
 
     def _sparse(self, batch_size: int) -> SparseMetadata | None:

@@ -1,14 +1,27 @@
 """Logits -> tokens, and what a request asks of it."""
 
 import hashlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from dcpmla.fields import FLAG, TEXT, Rule, check_fields, number, option_label, tuple_of, whole
+
 _MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small beside the logits of a large batch
+
+
+_RULES = {
+    "max_new_tokens": whole(1),
+    "temperature": number(0),
+    "top_p": number(0, 1, above=True),
+    "top_k": Rule(f"{whole(0).words} (0 is all tokens)", whole(0).holds),
+    "seed": Rule("a whole number in [0, 2^64)", whole(0, (1 << 64) - 1).holds),
+    "stop": tuple_of(TEXT),
+    "stop_token_ids": tuple_of(whole(0)),
+    "ignore_eos": FLAG,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +34,7 @@ class SamplingParams:
         top_p: draw from the fewest best tokens whose probability reaches this, in (0, 1].
         top_k: draw from this many best tokens and those as good as the last of them; 0 is all.
         seed: of the request's draws, in [0, 2^64).
-        stop: strings that end the request; not part of its text.
+        stop: strings that end the request, or one string; not part of its text.
         stop_token_ids: end the request as an end-of-sequence token does.
         ignore_eos: go on after an end-of-sequence token (for benchmarks).
     Raises:
@@ -33,38 +46,19 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        self._check(
-            "max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "a whole number of at least 1"
-        )
-        self._check(
-            "temperature",
-            _is_number(self.temperature) and 0 <= self.temperature <= sys.float_info.max,
-            "a finite number from 0 on",
-        )
-        self._check("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
-        self._check("top_k", _is_int(self.top_k) and self.top_k >= 0, "a whole number of at least 0 (0 is all tokens)")
-        self._check("seed", _is_int(self.seed) and 0 <= self.seed < 1 << 64, "a whole number in [0, 2^64)")
-        self._check(
-            "stop",
-            _is_tuple(self.stop) and all(isinstance(s, str) and s for s in self.stop),
-            "strings, none of them empty",
-        )
-        token_ids = self.stop_token_ids
-        self._check(
-            "stop_token_ids",
-            _is_tuple(token_ids) and all(_is_int(t) and t >= 0 for t in token_ids),
-            "token ids of at least 0",
-        )
-        self._check("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
+        for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+            if isinstance(value, str | list):
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        check_fields(_RULES, vars(self), option_label)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], defaults: "SamplingParams") -> "SamplingParams":
-        """The defaults with the values of a JSON object put in; `stop` may be one string.
+        """Return the defaults with the values of a JSON object put in.
 
         Raises:
             ValueError: a key that is no field, or a value that is not allowed.
@@ -73,14 +67,13 @@ class SamplingParams:
         for key in values:
             if key not in allowed:
                 raise ValueError(f"{key!r} is not a sampling parameter; allowed are {', '.join(allowed)}")
-        changes = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        if isinstance(stop := changes.get("stop"), str):
-            changes["stop"] = (stop,)
-        return replace(defaults, **changes)  # type: ignore[arg-type]  # __post_init__ checks the types
+        return replace(defaults, **values)  # type: ignore[arg-type]  # __post_init__ checks the types
 
-    def _check(self, name: str, valid: bool, allowed: str) -> None:
-        if not valid:
-            raise ValueError(f"{name} (--{name.replace('_', '-')}) is {getattr(self, name)!r}; allowed: {allowed}")
+    def for_prompt(self, index: int) -> "SamplingParams":
+        """Return these params for the prompt of a number, which draws from a stream of its own: that of the seed
+        seed x 2^31 + index, whatever the other prompts are.
+        """
+        return replace(self, seed=((self.seed << 31) + index) % (1 << 64))
 
 
 def new_generator(seed: int) -> torch.Generator:
@@ -147,15 +140,3 @@ def _keep_best(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return _is_int(value) or isinstance(value, float)
-
-
-def _is_tuple(value: object) -> bool:
-    return isinstance(value, tuple)

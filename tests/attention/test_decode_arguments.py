@@ -77,7 +77,10 @@ def test_decode_names_dtypes_and_scales_that_do_not_belong() -> None:
             {**fp8, "kv_cache": torch.zeros(4, 8, L + R), "kv_scale": None},
             f"q has dtype {e4m3}, kv_cache torch.float32, q_scale is given",
         ),
-        ({**fp8_cache, "q_scale": one}, f"q has dtype torch.float32, kv_cache {e4m3}, q_scale is given and dtype is None"),
+        (
+            {**fp8_cache, "q_scale": one},
+            f"q has dtype torch.float32, kv_cache {e4m3}, q_scale is given and dtype is None",
+        ),
         (
             {**fp8_cache, "dtype": torch.bfloat16},
             f"q has dtype torch.float32, kv_cache {e4m3}, q_scale is missing and dtype is torch.bfloat16",
@@ -176,5 +179,5 @@ def test_decode_names_a_scale_that_is_not_positive(scale: float) -> None:
     ],
 )
 def test_decode_names_numbers_that_kernels_cannot_read(numbers: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(numbers))} has dtype .* it must be int32 with contiguous rows"):
+    with pytest.raises(ValueError, match=f"^{next(iter(numbers))} has dtype .* expected int32 with contiguous rows"):
         mla_decode(**{**decode_arguments(), **numbers})

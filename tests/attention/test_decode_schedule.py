@@ -187,11 +187,11 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
     query_len = max(batch.queries)
     grid = num_parts, -(-query_len * batch.num_heads // ROWS)
     split = split_in_torch(grid)
-    num_slots = grid[0] * grid[1] * 2
+    num_partials = grid[0] * grid[1] * 2
     out, lse = torch.full((len(batch.scores) * LATENT,), torch.nan), torch.full((len(batch.scores),), torch.nan)
     partials, partial_lse = (
-        torch.full((num_slots * ROWS * LATENT,), torch.nan),
-        torch.full((num_slots * ROWS,), torch.nan),
+        torch.full((num_partials * ROWS * LATENT,), torch.nan),
+        torch.full((num_partials * ROWS,), torch.nan),
     )
     counters = torch.zeros(grid[0] * grid[1], dtype=torch.int32)
     dest = Pointer(out), Pointer(lse), None
@@ -221,7 +221,7 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
                         piece_lse,
                     )
                 else:
-                    at = int(split.find_slot(start // size, start == begin, row_tile)) * ROWS
+                    at = int(split.find_partial(start // size, start == begin, row_tile)) * ROWS
                     assert partial_lse[at].isnan(), "a place for a partial output is taken twice"
                     partial_lse[at : at + count] = piece_lse
                     for half in range(2):

@@ -193,7 +193,7 @@ def test_kernels_compile_for_hopper() -> None:
     """Rows move 16 bytes a thread, but for the one row of a token; conversions and the division are the exact ones."""
     pytest.importorskip("triton")
     from dcpmla.attention.triton.projections import absorb_kernel, latents_kernel
-    from dcpmla.cache.kernels import decode_kernel, read_kernel
+    from dcpmla.cache.kernels import dequantize_kernel, read_kernel
 
     latents = [
         compile_for_hopper(latents_kernel, "bf16", LATENTS, **TYPES, cache_ptr="*fp8e4nv"),
@@ -205,12 +205,12 @@ def test_kernels_compile_for_hopper() -> None:
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     copied = compile_for_hopper(read_kernel, "u8", {"WIDTH": 656, "ROWS": 4, "COLUMNS": 1024}, **TYPES)
     widths = {"RANK": 512, "ROPE": 64, "ROWS": 8, "RANK_COLUMNS": 512, "ROPE_COLUMNS": 64}
-    decoded = [
-        compile_for_hopper(decode_kernel, "bf16", widths, **TYPES, rows_ptr="*fp8e4nv"),
-        compile_for_hopper(decode_kernel, "bf16", {**widths, "scale_ptr": None}, **TYPES, rows_ptr="*u8"),
+    dequantized = [
+        compile_for_hopper(dequantize_kernel, "bf16", widths, **TYPES, rows_ptr="*fp8e4nv"),
+        compile_for_hopper(dequantize_kernel, "bf16", {**widths, "scale_ptr": None}, **TYPES, rows_ptr="*u8"),
     ]
-    assert all("cvt.rn.f16x2.e4m3x2" in ptx for ptx in decoded)
-    for ptx in (queries, copied, *decoded):
+    assert all("cvt.rn.f16x2.e4m3x2" in ptx for ptx in dequantized)
+    for ptx in (queries, copied, *dequantized):
         assert "ld.global.v4.b32" in ptx
         assert "st.global.v4.b32" in ptx
         assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)

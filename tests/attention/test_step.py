@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.step import ContextChunk, PrefillMetadata, context_workspace_tokens
+from dcpmla.attention.build import context_workspace_tokens
+from dcpmla.attention.step import ContextChunk, PrefillMetadata
 from tests.test_ownership import deal, deal_slots
 
 Mark = tuple[int, int]  # (request, position)
@@ -122,7 +123,7 @@ def gather_chunks(batch: Batch, prefills: list[PrefillMetadata]) -> list[list[li
     for pieces in zip(*(prefill.context_chunks for prefill in prefills), strict=True):
         rows = [caches[rank].get(slot) for rank, piece in enumerate(pieces) for slot in piece.local_slots.tolist()]
         tokens = [rows[index] for index in pieces[0].order.tolist()]
-        start = pieces[0].key_start
+        start = pieces[0].keys.start
         chunks.append([tokens[start[i] : start[i + 1]] for i in range(len(start) - 1)])
     return chunks
 
@@ -149,14 +150,14 @@ def check_ranks_agree(batch: Batch, prefills: list[PrefillMetadata]) -> None:
     assert len({len(prefill.context_chunks) for prefill in prefills}) == 1
     for pieces in zip(*(prefill.context_chunks for prefill in prefills), strict=True):
         first = pieces[0]
-        assert all(piece.key_start == first.key_start and torch.equal(piece.order, first.order) for piece in pieces)
+        assert all(piece.keys.start == first.keys.start and torch.equal(piece.order, first.order) for piece in pieces)
         assert {(tuple(piece.local_slots.shape), piece.local_slots.dtype) for piece in pieces} == {
             (first.local_slots.shape, torch.int64)
         }
         assert {piece.tokens.dtype for piece in pieces} == {first.order.dtype} == {torch.int64}
         check_tokens_of_rows(pieces)
-        assert first.key_start[0] == 0
-        assert len(first.order) == first.key_start[-1] <= batch.dcp.context_workspace_tokens
+        assert first.keys.start[0] == 0
+        assert len(first.order) == first.keys.start[-1] <= batch.dcp.context_workspace_tokens
         assert (
             batch.size * len(first.local_slots) <= batch.dcp.context_workspace_tokens
         )  # padding has room in it as well
@@ -216,7 +217,7 @@ def check_query_start(batch: Batch, steps: list[StepMetadata]) -> None:
     queries = batch.query_lens[batch.num_decodes :]
     for step in steps:
         if step.prefill is not None:
-            starts = step.prefill.query_start
+            starts = step.prefill.queries.start
             assert [end - start for start, end in zip(starts, starts[1:], strict=False)] == queries
             assert starts[0] == 0
 
@@ -271,7 +272,7 @@ def test_a_chunk_by_hand() -> None:
     for step in (even, odd):
         assert step.decode is None
         assert step.prefill is not None
-        assert step.prefill.query_start == (0, 3)
+        assert step.prefill.queries.start == (0, 3)
         (chunk,) = step.prefill.context_chunks
         assert chunk.local_slots.tolist() == [
             10,
@@ -280,7 +281,7 @@ def test_a_chunk_by_hand() -> None:
         ]  # rank 1 owns two of the five tokens; its third row is padding
         assert chunk.order.tolist() == [0, 3, 1, 4, 2]
         assert chunk.tokens.tolist() == ([0, 2, 4] if step is even else [1, 3, -1])
-        assert chunk.key_start == (0, 5)
+        assert chunk.keys.start == (0, 5)
 
 
 def test_block_tables_may_be_longer_than_needed() -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.sparse import topk as spec
-from dcpmla.attention.sparse.candidates import EMPTY, candidate_width, unpack_positions
-from dcpmla.attention.sparse.metadata import SelectedTokens
+from dcpmla.attention.sparse.topk import EMPTY, candidate_width, unpack_positions
+from dcpmla.attention.step import SelectedTokens
 from tests.support.shared_memory import run_interpreted
 
 SCORES = [0.0, -0.0, 1.0, -1.0, 1e-42, -1e-42, 3e38, math.inf, -math.inf, math.nan, 0.5]
@@ -202,8 +202,8 @@ def check_in_the_interpreter() -> None:
     def no_less(numbers: Any, bound: Any) -> Any:
         return (numbers >= bound).to(tl.float32)
 
-    def scatter(out_ptr: Any, places: Any, values: Any, keys: Any, bound: Any) -> None:
-        tl.store(out_ptr + places, values, mask=keys >= bound)
+    def scatter(out_ptr: Any, indices: Any, values: Any, keys: Any, bound: Any) -> None:
+        tl.store(out_ptr + indices, values, mask=keys >= bound)
 
     threshold.no_less, compaction.scatter = no_less, scatter  # there is no inline assembler
     kernels.TILE, kernels.WARPS = 512, 2

@@ -16,9 +16,9 @@ from dcpmla.__main__ import main
 from dcpmla.bench.load import Served, make_load, summarize
 from dcpmla.cache.latent import CachePlan
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.engine import Stats
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.stats import Stats
 from tests.support.launchers import run_forked, unattended
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
@@ -242,7 +242,7 @@ build_engine, built = bench_serve.build_engine, []
 def build_alone(*arguments):
     assert not any(reference() for reference in built)
     engine, selection = build_engine(*arguments)
-    built.extend([weakref.ref(engine.cache[0]), weakref.ref(engine.model._model.lm_head.weight)])
+    built.extend([weakref.ref(engine.cache.layers[0]), weakref.ref(engine.model._model.lm_head.weight)])
     return engine, selection
 
 bench_serve.build_engine = build_alone

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
-from dcpmla.cli.output_lines import open_output_lines
+from dcpmla.cli.output import open_output_lines
 from tests.support.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
@@ -144,7 +144,7 @@ BAD_LINES = {
         '{"id": 1, "prompt_token_ids": [1], "temprature": 1}',
         "'temprature' is not a sampling parameter; allowed are ",
     ),
-    "value": ('{"id": 1, "prompt_token_ids": [1], "top_p": 7}', "top_p (--top-p) is 7; allowed: a number in (0, 1]"),
+    "value": ('{"id": 1, "prompt_token_ids": [1], "top_p": 7}', "top_p (--top-p) is 7; it must be a number in (0, 1]"),
     "token": (
         f'{{"id": 1, "prompt_token_ids": [{VOCAB_SIZE}]}}',
         f"the prompt has token id {VOCAB_SIZE}; the model's vocabulary is",

@@ -105,19 +105,19 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
 
 
 DIRECT = {"addresses_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64"}
-ALIGNED = "ptr|stride|slot_bytes|_at$"
+ALIGNED = "ptr|stride|landing_bytes|_at$"
 
 
 @pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize(
     ("dtype", "carrier", "is_fp8"), [("bf16", "i16", False), ("fp32", "i32", False), ("bf16", "i16", True)]
 )
-def test_slots_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, size: int) -> None:
+def test_landings_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, size: int) -> None:
     """Rows travel, and are awaited, 16 bytes a thread.
 
     A word is loaded once for all its uses: it may come in between two loads.
     """
-    from dcpmla.comm.kernels.slots import combine_kernel, gather_kernel
+    from dcpmla.comm.kernels.landings import combine_kernel, gather_kernel
 
     peers = triton.next_power_of_2(size)
     common = {
@@ -145,23 +145,23 @@ def test_slots_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, size: 
 
 @pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize("carrier", ["i16", "i32"])
-def test_place_compiles_for_hopper(carrier: str, size: int) -> None:
+def test_window_compiles_for_hopper(carrier: str, size: int) -> None:
     """Rows travel 16 bytes a thread, between flags that other GPUs see."""
-    from dcpmla.comm.kernels.place import place_kernel
+    from dcpmla.comm.kernels.window import place_kernel
 
     common = {"SIZE": size, "PEERS": triton.next_power_of_2(size), "THREADS": 128, "PROGRAMS": 2048, "SHARE": 4}
     context = {"OPERATION": 2, "WIDTH": 576, "ROWS": 16, "COLUMNS": 64}
-    heads = {"OPERATION": 0, "WIDTH": 9216, "ROWS": 1, "COLUMNS": 1024, "places_ptr": None}
+    heads = {"OPERATION": 0, "WIDTH": 9216, "ROWS": 1, "COLUMNS": 1024, "targets_ptr": None}
     for constants in (context, heads):
         ptx = compile_for_hopper(
-            place_kernel, {**DIRECT, "rows_ptr": f"*{carrier}", "places_ptr": "*i64"}, {**common, **constants}, ALIGNED
+            place_kernel, {**DIRECT, "rows_ptr": f"*{carrier}", "targets_ptr": "*i64"}, {**common, **constants}, ALIGNED
         )
         assert "st.global.v4.b32" in ptx
         assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
         assert ptx.count("atom.global.sys.release") == ptx.count("atom.global.sys.acquire") == 2
     narrow = {"OPERATION": 2, "WIDTH": 196, "ROWS": 256, "COLUMNS": 4}  # 392 bytes: a latent of 256 as fp8_ds_mla
     compile_for_hopper(
-        place_kernel, {**DIRECT, "rows_ptr": f"*{carrier}", "places_ptr": "*i64"}, {**common, **narrow}, ALIGNED
+        place_kernel, {**DIRECT, "rows_ptr": f"*{carrier}", "targets_ptr": "*i64"}, {**common, **narrow}, ALIGNED
     )
 
 

@@ -1,6 +1,4 @@
-"""The exchange `direct`: its kernels in Triton's interpreter, on ranks that share memory as GPUs do over NVLink; what
-it refuses.
-"""
+"""The exchange `direct`: its kernels in Triton's interpreter, on ranks that share memory, and what it refuses."""
 
 import random
 import re
@@ -36,7 +34,7 @@ def new_exchange(**changes: Any) -> direct.DirectExchange:
     options = {
         "group": dist.group.WORLD,
         "device": torch.device("cpu"),
-        "slot_bytes": 1 << 15,
+        "landing_bytes": 1 << 15,
         "allocate": allocate,
         **changes,
     }
@@ -44,7 +42,7 @@ def new_exchange(**changes: Any) -> direct.DirectExchange:
 
 
 def exchange_without_pause(exchange: direct.DirectExchange, num_exchanges: int, own: random.Random) -> None:
-    """Nothing between exchanges but ranks that linger in them: another one is ahead as far as may be."""
+    """Exchange with nothing in between but random delays, so that ranks get as far ahead as they can."""
     rank = dist.get_rank(exchange.group)
     draws = [draw(exchange, (1, 1, 8), torch.float16, seed)[0] for seed in range(num_exchanges)]
     delay_kernels(own, 0.2)
@@ -54,16 +52,14 @@ def exchange_without_pause(exchange: direct.DirectExchange, num_exchanges: int, 
 
 
 def check_exchanges(num_steps: int) -> None:
-    """Two groups where there are ranks for them, several exchanges over each, in turn; one's numbers go beyond those of
-    32 bits.
-    """
+    """Exchange over two groups in turn where there are enough ranks; one group's exchange numbers pass 32 bits."""
     rank, size = dist.get_rank(), dist.get_world_size()
     common, own = random.Random(size), random.Random(rank)
     delay_kernels(own)
-    direct._LANDING_BYTES = 4096
+    direct._WINDOW_BYTES = 4096
     direct_ops.NUM_PROGRAMS, direct_ops._PLACE_PROGRAMS = 8, 4  # each with several items
     direct_ops._SHAPES = tuple((columns, num_items // 256) for columns, num_items in direct_ops._SHAPES)
-    exchanges = [new_exchange(), new_exchange(slot_bytes=1024 * size), new_exchange(is_fp8=True)]
+    exchanges = [new_exchange(), new_exchange(landing_bytes=1024 * size), new_exchange(is_fp8=True)]
     if size > 3:
         groups = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
         exchanges.append(new_exchange(group=groups[rank % 2]))
@@ -86,17 +82,17 @@ def test_exchanges(num_ranks: int, num_steps: int) -> None:
 
 
 def check_missing_rank() -> None:
-    """Rank 1 of three does not come.
+    """Leave rank 1 of three out.
 
-    The others wait for it once, in whatever number of turns, then no more; without it all is well.
+    The others wait for it once, in whatever number of turns, then no more; among themselves exchanges work.
     """
     rank, own = dist.get_rank(), random.Random(dist.get_rank())
     delay_kernels(own)
-    exchange_once(new_exchange(), (2, 1, 8), torch.float32, 0, own)  # whatever takes long the first time
-    direct._LANDING_BYTES = 1152
+    exchange_once(new_exchange(), (2, 1, 8), torch.float32, 0, own)  # the first call is slow
+    direct._WINDOW_BYTES = 1152
     q, lse, order = torch.zeros(12, 1, 8), torch.zeros(12, 3), torch.arange(36)
     calls: list[tuple[str, int, int, Callable[[direct.DirectExchange], Any]]] = [
-        ("gather_heads", 2048, 1, lambda exchange: exchange.gather_heads(q)),  # through the landing
+        ("gather_heads", 2048, 1, lambda exchange: exchange.gather_heads(q)),  # through the window
         ("gather_heads", 384, 7, lambda exchange: exchange.gather_heads(q)),
         ("gather_candidates", 384, 7, lambda exchange: exchange.gather_candidates(q[:, 0].view(torch.int64))),
         ("combine", 384, 7, lambda exchange: exchange.combine(q.expand(12, 3, 8), lse)),
@@ -107,18 +103,19 @@ def check_missing_rank() -> None:
             lambda exchange: exchange.start_context(q[:, 0], order, tokens_of_rows(order, 12, rank))(),
         ),
     ]
-    for operation, slot_bytes, number, call in calls:
-        exchange = new_exchange(slot_bytes=slot_bytes, timeout=1.0)
+    for operation, landing_bytes, number, call in calls:
+        exchange = new_exchange(landing_bytes=landing_bytes, timeout=1.0)
         exchange.reserve_context(36, 8, q.dtype, q.device)
         exchange._state[:-1] = 6
         if rank == 1:
             continue
         assert 1.0 <= seconds(call, exchange) < 5.0
-        words = f"{operation} failed on rank {rank} of the group [0, 1, 2]: nothing came from rank 1 for 1 s, in exchange {number}"
+        words = f"{operation} failed on rank {rank} of the group [0, 1, 2]: nothing came from rank 1 for 1 s"
+        words += f", in exchange {number}"
         for again in (exchange.check, lambda: call(exchange)):  # noqa: B023
             with pytest.raises(PeerFault, match=f"{re.escape(words)}$"):
                 again()
-        exchange._fault.zero_()  # so that kernels run, as they do in graphs
+        exchange._fault.zero_()  # so that kernels run as they do in graphs
         assert seconds(call, exchange) < 1.0
     rest = dist.new_group([0, 2])
     if rank != 1:
@@ -145,11 +142,9 @@ def test_missing_rank() -> None:
 
 
 def check_operators() -> None:
-    """torch.compile sees through the exchange and may copy its tensors; what operators give is known; what they do not
-    carry they say.
-    """
+    """Check the operators under torch.compile, which may copy tensors, and with fake tensors; and what they refuse."""
     delay_kernels(random.Random(dist.get_rank()))
-    direct._LANDING_BYTES = 2048
+    direct._WINDOW_BYTES = 2048
     exchange = new_exchange()
 
     def attend(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +163,7 @@ def check_operators() -> None:
         exchange.combine(out[rank], lse[rank])
         exchange.start_context(out[rank, :, 0], order, tokens_of_rows(order, 3, rank))()
 
-    small = new_exchange(slot_bytes=128)
+    small = new_exchange(landing_bytes=128)
     for match, call in {
         "q has dtype torch.float64; direct carries torch.bfloat16, torch.float16, torch.float32": lambda: (
             small.gather_heads(q.double())
@@ -177,8 +172,10 @@ def check_operators() -> None:
             out[rank, ..., :12], lse[rank]
         ),
         "rows has dtype torch.int64": lambda: small.start_context(q[0].long(), order, order[:4]),
-        "slot_bytes is 128; a token's rows of all ranks take 384": lambda: small.gather_heads(q),
-        "slot_bytes is 128; a token's rows of all ranks take 512": lambda: small.combine(out[rank, ..., :8], lse[rank]),
+        "landing_bytes is 128; a token's rows of all ranks take 384": lambda: small.gather_heads(q),
+        "landing_bytes is 128; a token's rows of all ranks take 512": lambda: small.combine(
+            out[rank, ..., :8], lse[rank]
+        ),
     }.items():
         with pytest.raises(ValueError, match=match):
             call()

@@ -1,4 +1,4 @@
-"""Faults in words: whom the ranks' last posts blame, and what an exception says to the operator."""
+"""Faults in words: which ranks the last posts blame, and what an exception says to the operator."""
 
 import errno
 import os
@@ -26,25 +26,25 @@ def post(**changes: Any) -> Post:
             "rank 0 waited 61 s in decode step 5: rank 1 has been in prefill step 4 for 61 s",
         ),
         (
-            [post(waits=False, place="app.py:3 (callback)"), post()],
+            [post(waits=False, where="app.py:3 (callback)"), post()],
             "rank 0 waited 61 s .*: rank 1 has been in .* at app.py:3 \\(callback\\)",
         ),
         ([post(count=6), post(left=True)], "rank 0 waited 61 s in decode step 5: .*rank 2 left the job"),
         ([post(count=4), post(count=4), post()], "rank 0 waited 61 s in decode step 5: each of ranks 1, 2 has been in"),
         (
-            [post(place="b.py:1 (f)"), post(), post()],
+            [post(where="b.py:1 (f)"), post(), post()],
             r"rank 0 waited .*: rank 1 in decode step 5 at b.py:1 \(f\); each of ranks 0, 2, 3 in",
         ),
     ],
 )
-def test_blame_names_who_is_behind(others: list[Post], words: str) -> None:
+def test_blame_names_who_lags(others: list[Post], words: str) -> None:
     verdict = blame(0, [post(), *others], [], 60, 1000.0)
     assert re.match(words, verdict.words), verdict.words
     assert not verdict.excused
 
 
 def test_blame_of_oneself() -> None:
-    here = post(waits=False, place="app.py:3 (callback)")
+    here = post(waits=False, where="app.py:3 (callback)")
     for posts in ([here], [here, post()], [here, post(count=6)]):
         assert blame(0, posts, [], 60, 1000.0).words.startswith(
             "rank 0 has not come back from decode step 5 for 61 s, at app.py:3 (callback)"
@@ -52,9 +52,7 @@ def test_blame_of_oneself() -> None:
 
 
 def test_patience() -> None:
-    """With one that is slower, but within its own limit; with one that was silent for less than the timeout; within
-    one's own limit.
-    """
+    """A rank waits while it or the one it waits for is within its limit, or silent for less than the timeout."""
     assert blame(0, [post(), post(count=4, limit=1800.0)], [], 60, 1000.0).excused
     assert blame(0, [post(), post(time=950.0)], [1], 60, 1000.0).excused
     assert not blame(0, [post(), post(time=930.0)], [1], 60, 1000.0).excused

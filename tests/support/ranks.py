@@ -6,10 +6,10 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -43,10 +43,6 @@ def start_process(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return process
 
 
-class _Crashed(AssertionError):
-    """A rank was ended by a signal: native code, which this package has none of on a CPU."""
-
-
 def run_ranks(
     num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 120
 ) -> list[Any]:
@@ -54,20 +50,9 @@ def run_ranks(
     (picklable) results in order.
 
     Raises:
-        AssertionError: a rank failed, with the traceback of the first that did; or time ran out, naming the ranks
-        that were not done. A crash of native code (seen once: glibc found its heap broken) is warned of and tried once
-        more.
+        AssertionError: a rank failed, with the traceback of the first that did; a signal ended one, with its name; or
+            time ran out, with the ranks that were not done.
     """
-    try:
-        return _run_once(num_ranks, function, args, device, timeout)
-    except _Crashed as crash:
-        warnings.warn(f"{crash}; once more", stacklevel=2)
-        return _run_once(num_ranks, function, args, device, timeout)
-
-
-def _run_once(
-    num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], device: str, timeout: float
-) -> list[Any]:
     with tempfile.TemporaryDirectory() as directory:
         pipes, processes = [], []
         for rank in range(num_ranks):
@@ -97,13 +82,22 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
                     results[rank], error = pickle.loads(pipes[rank].recv_bytes())
                 except EOFError:
                     processes[rank].join(10)
-                    raise _Crashed(
-                        f"rank {rank} of {len(pipes)} ended without a word, exit code {processes[rank].exitcode}"
-                    ) from None
-                if error and any((process.exitcode or 0) < 0 for process in processes):
-                    raise _Crashed(f"rank {rank} of {len(pipes)} lost a rank that crashed:\n{error}")
-                assert error is None, f"rank {rank} of {len(pipes)} failed:\n{error}"
+                    raise AssertionError(f"rank {rank} of {len(pipes)} {_ending(processes[rank])}") from None
+                crashed = [
+                    f"rank {other} {_ending(process)}; " for other, process in enumerate(processes) if _crashed(process)
+                ]
+                assert error is None, f"{''.join(crashed)}rank {rank} of {len(pipes)} failed:\n{error}"
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _crashed(process: Any) -> bool:
+    return (process.exitcode or 0) < 0
+
+
+def _ending(process: Any) -> str:
+    if _crashed(process):
+        return f"was ended by {signal.Signals(-process.exitcode).name}"
+    return f"ended without a result, exit code {process.exitcode}"
 
 
 def _run(

@@ -51,7 +51,7 @@ def decode_kernel(
     rank,
     own_heads,
     num_rows,
-    slot_bytes,
+    landing_bytes,
     REQS: gl.constexpr,
     IS_RAGGED: gl.constexpr,
     IS_SENT: gl.constexpr,
@@ -69,7 +69,7 @@ def decode_kernel(
     handed = (probs, factors)
     ready, free = open_barriers(NUM_STAGES, NUM_HANDED=1, USERS_OF_Q=2, USERS_OF_PROBS=1)
     work = cut(num_tiles, num_reqs) + (lens_ptr, start_ptr, query_len, num_heads)
-    mail = (addresses_ptr, state_ptr, rank, own_heads, num_rows, slot_bytes)
+    mail = (addresses_ptr, state_ptr, rank, own_heads, num_rows, landing_bytes)
     outputs = find_outputs(out_ptr, lse_ptr, counters_ptr, partials_ptr, mail, num_heads, IS_SENT)
     descs = (q_desc, q_pe_desc)
     paging = (table_ptr, table_stride, rows_per_block, block_size)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dcpmla.attention.hopper.merge import GROUP, LN2, arrive, exp2, merge_cut, partial_at, store_columns
 from dcpmla.attention.hopper.roles import here, reinterpret, start_scores, zero_empty
 from dcpmla.attention.hopper.rows import lse_of_row, store_lse
-from dcpmla.attention.hopper.split import HALF, KEYS, ROWS, barrier, find_request, find_slot, next_begin
+from dcpmla.attention.hopper.split import HALF, KEYS, ROWS, barrier, find_partial, find_request, next_begin
 
 NUM_STAGES = gl.constexpr(4)  # of keys
 NUM_HANDED = gl.constexpr(2)  # tiles of probabilities
@@ -202,13 +202,13 @@ def score_role(buffers, handed, ready, free, scales, work, row_tile, IS_RAGGED: 
 
 
 @gluon.jit
-def _store_partial(partials_ptr, slot, half, num_rows, acc):
+def _store_partial(partials_ptr, partial, half, num_rows, acc):
     """A half of a partial output [columns, rows], in the order that `hopper_merge` reads."""
     groups: gl.constexpr = HALF // GROUP
     values = acc.reshape([groups, 2, 4, 2, ROWS]).permute((0, 4, 2, 1, 3)).reshape([HALF * ROWS])
     at = gl.arange(0, HALF * ROWS, layout=PARTIAL)
     is_row = at // GROUP % ROWS < num_rows
-    gl.store(partials_ptr + partial_at(slot, half, 0, 0) + at, gl.convert_layout(values, PARTIAL), mask=is_row)
+    gl.store(partials_ptr + partial_at(partial, half, 0, 0) + at, gl.convert_layout(values, PARTIAL), mask=is_row)
 
 
 @gluon.jit
@@ -284,10 +284,10 @@ def value_role(
                 if half == 0:
                     store_lse(dest, first_row, row, lse_of_row(lse, IS_SENT), row < num_rows, IS_SENT)
             else:
-                slot = find_slot(gl.program_id(0), start == begin, row_tile)
+                partial = find_partial(gl.program_id(0), start == begin, row_tile)
                 if half == 0:
-                    gl.store(partial_lse_ptr + slot * ROWS + row, lse)
-                _store_partial(partials_ptr, slot, half, num_rows, columns)
+                    gl.store(partial_lse_ptr + partial * ROWS + row, lse)
+                _store_partial(partials_ptr, partial, half, num_rows, columns)
                 arrive(counters_ptr, begin // size, row_tile)
             mbarrier.arrive(q_free, count=1)
             last, last_begin = request, begin

@@ -14,8 +14,8 @@ from dcpmla.attention.hopper.split import (
     HALF,
     ROWS,
     barrier,
+    find_partial,
     find_request,
-    find_slot,
     num_shared,
     shared_parts,
     uniform,
@@ -62,17 +62,17 @@ def store_columns(dest, first_row, num_rows, first_column, acc, buffer, IS_SENT:
 
 
 @gluon.jit
-def partial_at(slot, half, row, place):
+def partial_at(partial, half, row, place):
     """Where an element of a partial output lies: groups of columns, all rows of one before the next.
 
     Places are columns in that order.
     """
-    group = (slot * 2 + half) * (HALF // GROUP) + place // GROUP
+    group = (partial * 2 + half) * (HALF // GROUP) + place // GROUP
     return (group * ROWS + row) * GROUP + place % GROUP
 
 
 @gluon.jit
-def store_partial(partials_ptr, slot, half, num_rows, acc):
+def store_partial(partials_ptr, partial, half, num_rows, acc):
     """A half of a partial output from acc [ROWS, HALF], as it lies in the registers of wgmma: a warp writes 512
     bytes without gaps.
 
@@ -85,7 +85,7 @@ def store_partial(partials_ptr, slot, half, num_rows, acc):
     at = gl.expand_dims(gl.expand_dims(group * (ROWS * GROUP), 1) + gl.expand_dims(quarter * 4, 0), 2)
     at += gl.expand_dims(gl.expand_dims(column, 0), 1)
     is_row = gl.expand_dims(gl.expand_dims(quarter // 4 < num_rows, 0), 2)
-    gl.store(partials_ptr + partial_at(slot, half, 0, 0) + at, gl.convert_layout(values, QUARTERS), mask=is_row)
+    gl.store(partials_ptr + partial_at(partial, half, 0, 0) + at, gl.convert_layout(values, QUARTERS), mask=is_row)
 
 
 @gluon.jit
@@ -202,10 +202,10 @@ def _merge_rows(
         for other in range(0, num_parts, PARTS):
             part = gl.expand_dims(other + gl.arange(0, PARTS, layout=gl.SliceLayout(0, by_part)), 0)
             there = gl.minimum(part, num_parts - 1)  # what is read twice weighs nothing the second time
-            slot = find_slot(first_part + there, there == 0, row_tile)
-            lse = gl.where(part < num_parts, gl.load(partial_lse_ptr + (slot * ROWS + row)), -float("inf"))
+            partial = find_partial(first_part + there, there == 0, row_tile)
+            lse = gl.where(part < num_parts, gl.load(partial_lse_ptr + (partial * ROWS + row)), -float("inf"))
             at = partial_at(
-                gl.expand_dims(slot, 2), half, gl.expand_dims(row, 2), gl.expand_dims(gl.expand_dims(place, 0), 0)
+                gl.expand_dims(partial, 2), half, gl.expand_dims(row, 2), gl.expand_dims(gl.expand_dims(place, 0), 0)
             )
             values = gl.load(partials_ptr + at)
             new_peak = gl.maximum(peak, gl.max(lse, 1))

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dcpmla.attention.hopper.load import NUM_STAGES
 from dcpmla.attention.hopper.merge import LN2, arrive, exp2, merge_cut, store_columns, store_partial
 from dcpmla.attention.hopper.rows import lse_of_row, out_at, store_lse
-from dcpmla.attention.hopper.split import HALF, KEYS, LATENT, ROWS, barrier, find_request, find_slot, next_begin
+from dcpmla.attention.hopper.split import HALF, KEYS, LATENT, ROWS, barrier, find_partial, find_request, next_begin
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -167,9 +167,9 @@ def score_role(
                 store_columns(dest, first_row, num_rows, 0, acc, buffers[0].index(0), IS_SENT)
                 store_lse(dest, first_row, row, lse_of_row(lse, IS_SENT), row < num_rows, IS_SENT)
             else:
-                slot = find_slot(gl.program_id(0), start == begin, row_tile)
-                gl.store(partial_lse_ptr + slot * ROWS + row, lse)
-                store_partial(partials_ptr, slot, 0, num_rows, acc)
+                partial = find_partial(gl.program_id(0), start == begin, row_tile)
+                gl.store(partial_lse_ptr + partial * ROWS + row, lse)
+                store_partial(partials_ptr, partial, 0, num_rows, acc)
                 arrive(counters_ptr, begin // size, row_tile)
             mbarrier.arrive(q_free, count=1)
             num_segments += 1
@@ -246,7 +246,7 @@ def help_role(
                     dest, first * num_heads + row_tile * ROWS, num_rows, HALF, acc, buffers[1].index(0), IS_SENT
                 )
             else:
-                store_partial(partials_ptr, find_slot(gl.program_id(0), start == begin, row_tile), 1, num_rows, acc)
+                store_partial(partials_ptr, find_partial(gl.program_id(0), start == begin, row_tile), 1, num_rows, acc)
                 arrive(counters_ptr, begin // size, row_tile)
             mbarrier.arrive(q_free, count=1)
             last, last_begin = request, begin

@@ -1,6 +1,6 @@
 """Where Hopper's decode kernel writes output rows: into tensors, or into the memory of the ranks that own their heads.
 
-There, a row is what `comm.kernels.slots.combine_kernel` would send: this is its first half, done as soon as a row
+There, a row is what `comm.kernels.landings.combine_kernel` would send: this is its first half, done as soon as a row
 is known.
 """
 
@@ -11,11 +11,11 @@ from dcpmla.attention.hopper.split import LATENT
 
 
 @gluon.jit
-def address_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, slot_bytes):
-    """What a row's place at its owner follows from; `comm.kernels.slots.find_slot` says where the slots lie."""
+def address_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, landing_bytes):
+    """What a row's place at its owner follows from; `comm.kernels.landings.find_landing` says where the landings lie."""
     epoch = gl.load(state_ptr) + 1
-    rows_at = (epoch & 1) * slot_bytes
-    words_at = 2 * slot_bytes + (epoch & 1) * (slot_bytes // 8)
+    rows_at = (epoch & 1) * landing_bytes
+    words_at = 2 * landing_bytes + (epoch & 1) * (landing_bytes // 8)
     return addresses_ptr, rows_at, words_at, epoch, rank, own_heads, num_rows, num_heads
 
 

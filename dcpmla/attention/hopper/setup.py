@@ -71,10 +71,10 @@ def find_outputs(out_ptr, lse_ptr, counters_ptr, partials_ptr, mail, num_heads, 
     arrived.
     """
     if IS_SENT:
-        addresses_ptr, state_ptr, rank, own_heads, num_rows, slot_bytes = mail
-        mail = address_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, slot_bytes)
-    num_slots = gl.num_programs(0) * gl.num_programs(1) * 2
-    return (out_ptr, lse_ptr, mail), partials_ptr, partials_ptr + num_slots * ROWS * LATENT, counters_ptr
+        addresses_ptr, state_ptr, rank, own_heads, num_rows, landing_bytes = mail
+        mail = address_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, landing_bytes)
+    num_partials = gl.num_programs(0) * gl.num_programs(1) * 2
+    return (out_ptr, lse_ptr, mail), partials_ptr, partials_ptr + num_partials * ROWS * LATENT, counters_ptr
 
 
 def launch(
@@ -115,13 +115,13 @@ def launch_sender(
     addresses: Tensor,
     state: Tensor,
     rank: int,
-    slot_bytes: int,
+    landing_bytes: int,
 ) -> None:
-    """The same for one query token a request, whose rows of `dtype` go into the slots of the ranks that own their heads
+    """The same for one query token a request, whose rows of `dtype` go into the landings of the ranks that own their heads
     (`hopper_rows`).
     """
     out, lse = q.new_empty(0, dtype=dtype), q.new_empty(0, dtype=torch.float32)  # they say the dtypes
-    mail = addresses, state, rank, len(addresses), slot_bytes
+    mail = addresses, state, rank, len(addresses), landing_bytes
     _launch(kernel, q, kv_cache, block_table, seq_lens, scale, None, 1, workspace, kv_scale, q_scale, out, lse, *mail)
 
 
@@ -143,7 +143,7 @@ def _launch(
     state: Tensor,
     rank: int,
     size: int,
-    slot_bytes: int,
+    landing_bytes: int,
 ) -> None:
     num_tokens, num_heads, width = q.shape
     num_reqs = block_table.shape[0]
@@ -190,10 +190,10 @@ def _launch(
         rank,
         num_heads // size,
         num_tokens * num_heads // size,
-        slot_bytes,
+        landing_bytes,
         REQS=max(32, triton.next_power_of_2(num_reqs)),
         IS_RAGGED=query_start_loc is not None,
-        IS_SENT=slot_bytes > 0,
+        IS_SENT=landing_bytes > 0,
         num_warps=4,
         launch_cooperative_grid=num_parts > 1,
     )

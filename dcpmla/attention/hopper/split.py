@@ -110,7 +110,7 @@ def num_shared(begin, start, end, last_begin):
 
 
 @gluon.jit
-def find_slot(part, begins, row_tile):
+def find_partial(part, begins, row_tile):
     """Where a part leaves a partial output.
 
     It has two places: for a request that it goes on with, and for one that it begins.

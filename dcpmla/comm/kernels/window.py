@@ -1,14 +1,14 @@
 """The kernel that stores rows where they belong in each peer's memory: no copy behind it, so it is the one for many
 rows.
 
-Unlike the kernels of `slots`, it says with a flag that rows are there: a rank's program p tells programs p of its
+Unlike the kernels of `landings`, it says with a flag that rows are there: a rank's program p tells programs p of its
     peers, and awaits them.
 """
 
 import triton
 import triton.language as tl
 
-from dcpmla.comm.kernels.slots import count_exchange, give_up, next_epoch, now, own_address, peer_addresses
+from dcpmla.comm.kernels.landings import count_exchange, give_up, next_epoch, now, own_address, peer_addresses
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _meet(
     tl.debug_barrier()
     tl.atomic_xchg(flags + (program + rank * PROGRAMS), epoch, mask=is_peer, sem="release", scope="sys")
     mine = own_address(addresses_ptr, rank, flags_at, tl.int32) + (program + peer * PROGRAMS)
-    by_all_threads = tl.broadcast_to(mine[:, None], [PEERS, THREADS // PEERS])  # as in `slots.read_words`
+    by_all_threads = tl.broadcast_to(mine[:, None], [PEERS, THREADS // PEERS])  # as in `landings.read_words`
     seen = tl.zeros([PEERS, THREADS // PEERS], tl.int32)
     waits = 2
     while waits == 2:
@@ -51,13 +51,13 @@ def _meet(
 @triton.jit(do_not_specialize=["num_rows", "rank", "limit"])
 def place_kernel(
     rows_ptr,
-    places_ptr,
+    targets_ptr,
     addresses_ptr,
     state_ptr,
     fault_ptr,
     num_rows,
     rank,
-    slot_at,
+    window_at,
     flags_at,
     limit,
     OPERATION: tl.constexpr,
@@ -70,12 +70,12 @@ def place_kernel(
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Rows [N, WIDTH] -> row places[n] of a slot in each rank's memory, none where that is -1; without places, row n
+    """Rows [N, WIDTH] -> row targets[n] of a window in each rank's memory, none where that is -1; without targets, row n
     SIZE + rank.
     """
     epoch = next_epoch(state_ptr)
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
-    # What is in the slot may be in use on another rank, until that one comes here.
+    # What is in the window may be in use on another rank, until that one comes here.
     _meet(
         0,
         flags_at,
@@ -97,14 +97,14 @@ def place_kernel(
         row = (item // tiles) * ROWS + tl.arange(0, ROWS).to(tl.int64)
         column = (item % tiles) * COLUMNS + tl.arange(0, COLUMNS)
         is_row = row < num_rows
-        place = row * SIZE + rank
-        if places_ptr is not None:
-            place = tl.load(places_ptr + row, mask=is_row, other=-1)
-        mask = (is_row & (place >= 0))[:, None]
+        target = row * SIZE + rank
+        if targets_ptr is not None:
+            target = tl.load(targets_ptr + row, mask=is_row, other=-1)
+        mask = (is_row & (target >= 0))[:, None]
         x = tl.load(rows_ptr + (row[:, None] * WIDTH + column[None, :]), mask=mask)
-        at = place[:, None] * WIDTH + column[None, :]
+        at = target[:, None] * WIDTH + column[None, :]
         for step in tl.static_range(SIZE):  # each rank begins with another one
-            tl.store(own_address(addresses_ptr, (rank + step) % SIZE, slot_at, carrier) + at, x, mask=mask)
+            tl.store(own_address(addresses_ptr, (rank + step) % SIZE, window_at, carrier) + at, x, mask=mask)
     _meet(
         1,
         flags_at,

@@ -1,23 +1,23 @@
 """Kernels of the one-sided exchange: each rank stores into its peers' memory, and waits for what they store into
 its own.
 
-Data is its own flag. A slot of a rank's memory holds nothing but ones (as integers -1, as rows a NaN that no kernel
+Data is its own flag. A landing of a rank's memory holds nothing but ones (as integers -1, as rows a NaN that no kernel
 computes) until a peer's element arrives in its place; whoever waits for an element takes it and puts -1 back. So
 nothing but rows
 travels, in 16 bytes a
 thread, and no fence is needed: an element is there or it is not. What many read (an LSE, a scale) travels in words
 of 8 bytes, with the exchange's number beside it.
 
-Exchanges take two slots in turn. A peer writes into a slot again two exchanges later, behind the whole of its
-exchange before that, for which this rank sent something when its own kernel of the slot's last exchange had ended: the
-slot is free then, and
+Exchanges take two landings in turn. A peer writes into a landing again two exchanges later, behind the whole of its
+exchange before that, for which this rank sent something when its own kernel of the landing's last exchange had ended: the
+landing is free then, and
 nobody says so. The numbers are counted on the device, so that replays of CUDA graphs and eager calls may follow each
 other.
 
 A program is one warp: its threads see the same at the same time, also the clock. (Of several warps, one could go on
 waiting while another gives up.)
 
-Source: the protocol "Lamport" of TensorRT-LLM's all-reduce (two slots do where its sums need three), words like
+Source: the protocol "Lamport" of TensorRT-LLM's all-reduce (two landings do where its sums need three), words like
     NCCL's LL.
 """
 
@@ -45,7 +45,7 @@ def next_epoch(state_ptr):
 
 @triton.jit
 def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.constexpr):
-    """Count this exchange, and say when to give it up. In slots, behind the stores of rows: what it waits for
+    """Count this exchange, and say when to give it up. In landings, behind the stores of rows: what it waits for
     should not delay them.
 
     A program counts for itself, and its share for those that other launches have and this one does not. After a
@@ -67,11 +67,11 @@ def give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS: 
 
 
 @triton.jit
-def find_slot(epoch, slot_bytes):
-    """Where this exchange's rows begin in each rank's memory, and its words: both slots of rows come first, then both
+def find_landing(epoch, landing_bytes):
+    """Where this exchange's rows begin in each rank's memory, and its words: both landings of rows come first, then both
     of words.
     """
-    return (epoch & 1) * slot_bytes, 2 * slot_bytes + (epoch & 1) * (slot_bytes // 8)
+    return (epoch & 1) * landing_bytes, 2 * landing_bytes + (epoch & 1) * (landing_bytes // 8)
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def gather_kernel(
     token_stride,
     rank,
     items,
-    slot_bytes,
+    landing_bytes,
     limit,
     operation,
     WIDTH: tl.constexpr,
@@ -168,7 +168,7 @@ def gather_kernel(
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     peer = tl.arange(0, PEERS)
     is_peer = peer < SIZE
-    rows_at, scales_at = find_slot(epoch, slot_bytes)
+    rows_at, scales_at = find_landing(epoch, landing_bytes)
     peer_rows = peer_addresses(addresses_ptr, rows_at, peer, SIZE, carrier)
     peer_scales = peer_addresses(addresses_ptr, scales_at, peer, SIZE, tl.int64)
     my_rows = own_address(addresses_ptr, rank, rows_at, carrier)
@@ -230,7 +230,7 @@ def combine_kernel(
     lse_stride_head,
     rank,
     items,
-    slot_bytes,
+    landing_bytes,
     limit,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
@@ -254,7 +254,7 @@ def combine_kernel(
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     peer = tl.arange(0, PEERS)
     is_peer = peer < SIZE
-    rows_at, lses_at = find_slot(epoch, slot_bytes)
+    rows_at, lses_at = find_landing(epoch, landing_bytes)
     peer_rows = peer_addresses(addresses_ptr, rows_at, peer, SIZE, carrier)
     peer_lses = peer_addresses(addresses_ptr, lses_at, peer, SIZE, tl.int64)
     my_rows = own_address(addresses_ptr, rank, rows_at, carrier)

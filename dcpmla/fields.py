@@ -1,0 +1,104 @@
+"""Rules for the fields of configurations, and one function that names the field that breaks its rule."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+_SHOWN = 80  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a field's value must be: in words for the message, and as a test that takes a value of any type."""
+
+    words: str
+    holds: Callable[[object], bool]
+
+
+def whole(low: int, high: int | None = None) -> Rule:
+    """Integers from `low` to `high`; no bool, no float."""
+    words = f"a whole number of at least {low}" if high is None else f"a whole number in [{low}, {high}]"
+    return Rule(words, lambda value: is_whole(value) and low <= value and (high is None or value <= high))
+
+
+def number(low: float, high: float | None = None, *, above: bool = False) -> Rule:
+    """Finite numbers from `low` (with `above`, greater than it) to `high`; no bool."""
+    if high is None:
+        words = f"a finite number {'above' if above else 'of at least'} {low:g}"
+    else:
+        words = f"a number in {'(' if above else '['}{low:g}, {high:g}]"
+    return Rule(
+        words,
+        lambda value: is_number(value) and (low < value if above else low <= value) and (high is None or value <= high),
+    )
+
+
+def one_of(choices: Sequence[str]) -> Rule:
+    """One of some texts."""
+    return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
+
+
+def optional(rule: Rule) -> Rule:
+    """A rule's values, or None."""
+    return Rule(f"{rule.words}, or none", lambda value: value is None or rule.holds(value))
+
+
+def list_of(rule: Rule, length: int | None = None) -> Rule:
+    """A list, of any length or the one given, whose items all keep to a rule."""
+    words = f"a list{'' if length is None else f' of {length}'}, each {rule.words}"
+    return Rule(
+        words,
+        lambda value: (
+            isinstance(value, list)
+            and len(value) == (len(value) if length is None else length)
+            and all(map(rule.holds, value))
+        ),
+    )
+
+
+def tuple_of(rule: Rule) -> Rule:
+    """A tuple whose items all keep to a rule."""
+    return Rule(f"a tuple, each {rule.words}", lambda value: isinstance(value, tuple) and all(map(rule.holds, value)))
+
+
+def either(first: Rule, second: Rule) -> Rule:
+    """The values of both rules."""
+    return Rule(f"{first.words}, or {second.words}", lambda value: first.holds(value) or second.holds(value))
+
+
+FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+TEXT = Rule("text that is not empty", lambda value: isinstance(value, str) and value != "")
+
+
+def check_fields(
+    rules: Mapping[str, Rule], values: Mapping[str, object], label: Callable[[str], str] = lambda name: name
+) -> None:
+    """Raise ValueError for the first value that breaks its field's rule, called by the field's label.
+
+    Args:
+        values: by field name; fields without a rule may hold anything, rules without a value ask for none.
+    """
+    for name, rule in rules.items():
+        if name in values and not rule.holds(values[name]):
+            raise ValueError(f"{label(name)} is {_shown(values[name])}; it must be {rule.words}")
+
+
+def option_label(name: str) -> str:
+    """A field's name with the option that sets it: block_size (--block-size)."""
+    return f"{name} (--{name.replace('_', '-')})"
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is an int; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is an int or a float, and finite as a float."""
+    return (is_whole(value) or isinstance(value, float)) and abs(value) <= sys.float_info.max
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,0 +1,34 @@
+"""What `run_ranks` makes of ranks that end badly."""
+
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+
+
+def end_one_by(signal_number: int, waits: bool) -> None:
+    """Rank 1 dies; the other one waits for it, or does not notice."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal_number)
+    if waits:
+        dist.barrier()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_rank_that_a_signal_ended_is_a_failure(number: signal.Signals, waits: bool) -> None:
+    with pytest.raises(AssertionError, match=rf"rank 1 (of 2 )?was ended by {number.name}"):
+        run_ranks(2, end_one_by, int(number), waits)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def test_a_rank_that_leaves_without_a_result_is_a_failure() -> None:
+    with pytest.raises(AssertionError, match="rank 0 of 1 ended without a result, exit code 3"):
+        run_ranks(1, leave)
