@@ -21,10 +21,10 @@ from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
 from dcpmla.bench.timing import Timing, time_with_result
-from dcpmla.cli.options import LOAD_TIMEOUT, Job
 from dcpmla.cli.values import name_list, positive, positive_list
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.faults import is_out_of_memory
+from dcpmla.job.join import LOAD_TIMEOUT, Job
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend in DECODE_BACKENDS}}

@@ -22,16 +22,15 @@ from dcpmla.bench.layouts import (
     crossovers,
     efficiencies,
     layout_of,
-    load_of,
     totals_of,
 )
 from dcpmla.bench.plots import MARKERS, legend_beside, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
-from dcpmla.cli.options import Job
 from dcpmla.cli.values import exchange_list, positive, positive_list
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
 from dcpmla.job.bootstrap import Ranks
+from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
 
 _VARIANTS: dict[str, dict[str, Any]] = {  # fields of DCPConfig, by the names of `bench exchange`
@@ -123,13 +122,20 @@ class Layer(Benchmark[LayerCase, LayerStack]):
         layout = case.layout
         if layout.variant == "pbm" and case.batch < PROJECT_FIRST_TOKENS:
             raise ValueError(f"a step of fewer than {PROJECT_FIRST_TOKENS} tokens does not project before it merges")
-        exchange = {"dcp_comm_backend": layout.exchange, **_VARIANTS[layout.variant]} if layout.dcp > 1 else {}
-        dtypes = {
-            "kv_cache_dtype": config_name(layout.kv_cache_dtype),
-            "decode_query_dtype": layout.decode_query_dtype,
-        }
-        sizes = self.args.num_layers, case.batch, case.context
-        return LayerStack(self.config, self.meshes[layout.dcp], *sizes, self.device, self.dtype, **exchange, **dtypes)
+        options: dict[str, Any] = {"decode_query_dtype": layout.decode_query_dtype}
+        if layout.dcp > 1:
+            options |= {"dcp_comm_backend": layout.exchange, **_VARIANTS[layout.variant]}
+        return LayerStack(
+            self.config,
+            self.meshes[layout.dcp],
+            self.args.num_layers,
+            case.batch,
+            case.context,
+            self.device,
+            self.dtype,
+            kv_cache_dtype=config_name(layout.kv_cache_dtype),
+            **options,
+        )
 
     def measure(self, case: LayerCase, inputs: LayerStack) -> list[Row]:
         """Return a row for each part, the total first, with what its parts add up to, each timed alone."""
@@ -244,7 +250,8 @@ def _plot_speedups(axis: Any, rows: Sequence[Row]) -> None:
     """Draw a dot for each load: a color for each DCP size and exchange, a marker for each variant and dtypes."""
     totals = totals_of(rows)
     plain = {layout.dtypes: times for layout, times in totals.items() if layout.dcp == 1}
-    exchanges, variants = (list(dict.fromkeys(layout[part] for layout in totals)) for part in (slice(2), slice(2, 5)))
+    exchanges = list(dict.fromkeys((layout.dcp, layout.exchange) for layout in totals))
+    variants = list(dict.fromkeys(layout[2:] for layout in totals))
     for layout, times in totals.items():
         unsharded = plain.get(layout.dtypes, {})
         loads = times.keys() & unsharded.keys()
@@ -252,7 +259,7 @@ def _plot_speedups(axis: Any, rows: Sequence[Row]) -> None:
             (batch * context, unsharded[batch, context] / times[batch, context]) for batch, context in loads
         )
         marker = MARKERS[variants.index(layout[2:]) % len(MARKERS)]
-        look = {"color": f"C{exchanges.index(layout[:2])}", "marker": marker, "linestyle": ""}
+        look = {"color": f"C{exchanges.index((layout.dcp, layout.exchange))}", "marker": marker, "linestyle": ""}
         axis.plot([tokens for tokens, _ in points], [ratio for _, ratio in points], label=str(layout), **look)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("cached tokens of all requests")

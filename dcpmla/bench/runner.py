@@ -11,10 +11,11 @@ import torch
 from dcpmla.bench.plots import check_outputs
 from dcpmla.bench.results import Row, add_commit_argument, write_results
 from dcpmla.bench.timing import TimeLimit
-from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join, start
+from dcpmla.cli.options import add_job_arguments, join, start
 from dcpmla.cli.values import seconds
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.faults import is_out_of_memory
+from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.job.launcher import LaunchInfo
 
 _TIMEOUTS = 5  # that one case may take, compilation of its kernels included

@@ -18,11 +18,12 @@ from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.latent import num_blocks
-from dcpmla.cli.options import Job, add_engine_arguments, build_engine, dcp_config
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config
 from dcpmla.cli.values import positive, positive_list, seed
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.job.bootstrap import Ranks
+from dcpmla.job.join import Job
 from dcpmla.llm import run_with_bar
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.stats import Stats
@@ -142,7 +143,9 @@ class Serve(Benchmark[DCPConfig, None]):
 
     def line(self, rows: Sequence[Row]) -> str:
         (row,) = rows
-        return f"served under dcp {row['dcp']}: {row['requests_per_second']:,.2f} requests/s, {row['num_fit_mean']:,} fit"
+        return (
+            f"served under dcp {row['dcp']}: {row['requests_per_second']:,.2f} requests/s, {row['num_fit_mean']:,} fit"
+        )
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield a table: a line for each name, a column for each DCP size."""

@@ -20,7 +20,7 @@ from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, passed_
 from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments
 from dcpmla.bench.geometries import config_of
 from dcpmla.bench.results import dtype_name, installed, versions
-from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
+from dcpmla.cli.options import add_job_arguments, join
 from dcpmla.cli.output import check_writable, write_json
 from dcpmla.cli.self_tests import (
     SelfTest,
@@ -35,6 +35,7 @@ from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
 from dcpmla.job.bootstrap import Ranks, agree
+from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh
 
 _NUM_TOKENS = (1, 32, 256)
