@@ -141,7 +141,7 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         }
 
     def _with_ratios(self, rows: list[Row], case: DecodeCase) -> list[Row]:
-        """Add `speedup_over_NAME` to our rows: a peer's time over ours, or our own over plain rows, both being right."""
+        """Add `speedup_over_NAME` to our rows: a peer's time, or our own over plain rows, over ours; of right ones."""
         peers = {row["kernel"]: row["median_us"] for row in rows if row["kernel"] in PEERS and is_right(row)}
         plain_case = replace(case, kv_cache_dtype="bf16", decode_query_dtype="auto")
         for row in (row for row in rows if row["kernel"] in OURS and is_right(row)):
@@ -175,7 +175,8 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         for name in dict.fromkeys(map(kernel_name, rows)):
             mine = [row for row in rows if kernel_name(row) == name]
             share, num_wrong = median(row["floor_share"] for row in mine), sum(not is_right(row) for row in mine)
-            yield f"{name}: {share:.0%} of the floor's speed in the median of {len(mine)} cases, {num_wrong} of them wrong"
+            found = f"in the median of {len(mine)} cases, {num_wrong} of them wrong"
+            yield f"{name}: {share:.0%} of the floor's speed {found}"
             for other in (*PEERS, "bf16"):
                 ratios = [row[f"speedup_over_{other}"] for row in mine if f"speedup_over_{other}" in row]
                 if ratios:

@@ -158,7 +158,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         return "\n".join(map(_line, rows)) or "no backend took this case"
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        """Draw TFLOP/s by backend: over new tokens that attend to themselves, and over contexts of the longest chunk."""
+        """Draw TFLOP/s by backend: over new tokens that attend to themselves, over contexts of the longest chunk."""
         longest = max(row["tokens"] for row in rows)
         title = f"prefill kernels, {self.args.heads} heads of {_DIMS[0]} + {_DIMS[1]} and {_DIMS[2]}"
         figure, (causal, context) = new_figure(title, num_axes=2)

@@ -21,7 +21,7 @@ FIELDS = {
     # what was measured
     "model": "name of the checkpoint's directory",
     "geometry": "published model whose layers were measured, or the config's file",
-    "operation": "of an exchange (`gather_heads`, `combine`, `gather_context`) or sparse MLA (`selection`, `attention`)",
+    "operation": "an exchange's `gather_heads`, `combine`, `gather_context`; sparse MLA's `selection`, `attention`",
     "part": "of a decode step of attention layers: `total`, or one of its parts",
     "kernel": "kernel or backend of attention",
     "quantization": "of attention's output",
@@ -36,7 +36,7 @@ FIELDS = {
     "context": "cached tokens of each request",
     "query_len": "new tokens of each request",
     "tokens": "tokens of an operation or a step; of `gather_context`, cached ones of all ranks",
-    "heads": "query heads: of the device, in a layer of the model, in an exchange of the group; of a selection's indexer",
+    "heads": "query heads: of one device, the model (`part`), the group (an exchange) or the indexer (`selection`)",
     "topk": "tokens that a new token selects",
     "num_selected": "of these, the mean number on this rank",
     "row_width": "columns of the rows that an operation moves",

@@ -205,7 +205,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         return row
 
     def _attend(self, kernel: Kernel, inputs: AttentionInputs) -> tuple[Timing, tuple[float | None, ...]]:
-        """Return a kernel's time, and the largest errors of its last timed call on any rank. Collective over the job."""
+        """Return a kernel's time, and the largest errors of its last timed call on any rank. Collective."""
         calls = len(inputs.caches) * -(-_FEWEST_CALLS // len(inputs.caches))
         timing, last = time_with_result(kernel.launch, self.device, calls, _SAMPLE_SECONDS)
         errors = Answer(inputs, calls - 1).errors(*kernel.result(*last))
@@ -224,7 +224,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         return "\n".join(map(_line, rows))
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Yield wrong results, and the speed of selections compared with a DCP size of 1, of attention with the peer."""
+        """Yield wrong results, the speed of selections compared with dcp 1, and that of attention with the peer."""
         for name in dict.fromkeys(map(_name, rows)):
             mine = [row for row in rows if _name(row) == name]
             key = _RATIOS[mine[0]["operation"]]

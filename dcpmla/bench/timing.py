@@ -74,7 +74,7 @@ def time_operation(
 def time_with_result(
     operation: Callable[[int], Result], device: torch.device, calls: int | None = None, seconds: float = math.inf
 ) -> tuple[Timing, Result]:
-    """Time as `time_operation` does; also return what the last timed call gave: in a graph, what its last replay left."""
+    """Time as `time_operation` does; also return the result of the last timed call: in a graph, of its last replay."""
     results: list[Result] = []
 
     def launch(index: int) -> None:

@@ -24,7 +24,7 @@ _STEP, _NUM_STEPS = 1e-3, 20  # of Gauss-Newton on the logarithms of factors
 
 
 def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
-    """Return the microseconds predicted for a row; None for what the planner does not predict, as other models' rows."""
+    """Return the microseconds predicted for a row; None where the planner predicts none, as for other models' rows."""
     if "gpus_per_node" in row:
         machine = replace(machine, gpus_per_node=row["gpus_per_node"])
     if row.get("operation") in ("gather_heads", "combine"):

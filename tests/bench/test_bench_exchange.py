@@ -34,7 +34,7 @@ EXCHANGE = [
 
 
 def received_bytes(op: str, tokens: int, heads: int | None, row_width: int) -> int:
-    """What a rank of two gets from the other one, in float32."""
+    """Count what a rank of two gets from the other one, in float32."""
     if op == "gather_context":
         return -(-tokens // 2) * (WIDTH + 64) * 4
     assert heads is not None

@@ -30,7 +30,7 @@ alone = pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
 def read(
     path: Path,
 ) -> tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]], dict[tuple[Any, ...], dict[str, Any]]]:
-    """The file, and its rows of selections and of attention, which differ in dcp, format, and exchange or heads."""
+    """Read a file, and its rows of selections and of attention, which differ in dcp, format, and exchange or heads."""
     content = json.loads(path.read_text())
     selections = [row for row in content["rows"] if row["operation"] == "selection"]
     attentions = [row for row in content["rows"] if row["operation"] == "attention"]

@@ -1,4 +1,4 @@
-"""What benchmarks share: times, time limits, cases that do not fit, result files and their vocabulary; a stack's step."""
+"""The runner of benchmarks: times, time limits, cases that do not fit, result files and their vocabulary."""
 
 import argparse
 import json
@@ -131,7 +131,7 @@ StackOfRank = tuple[
 
 
 def stacks_of(cuts: list[tuple[int, int]]) -> list[StackOfRank]:
-    """A step of a stack under each (tp, dcp)."""
+    """Run a step of a stack under each (tp, dcp)."""
     config = MLAConfig.from_hf(tiny_config("deepseek_v3"))
     stacks: list[StackOfRank] = []
     with torch.inference_mode():

@@ -112,7 +112,7 @@ def test_quantized_caches_do_not_calibrate(v3: ModelSize) -> None:
 
 
 def test_dense_layers_speak_of_sparse_models_too(v3: ModelSize) -> None:
-    """Benchmarks of layers leave the indexer out: their rows are predicted alike for V3.2, which so has V3's machine."""
+    """Benchmarks of layers leave the indexer out: their rows are predicted alike for V3.2, which has V3's machine."""
     rows = layer_rows(v3)
     assert [predict_row(H200X8, read_v32(), row) for row in rows] == [predict_row(H200X8, v3, row) for row in rows]
     assert calibrate(H200X8, read_v32(), rows) == calibrate(H200X8, v3, rows)
@@ -170,7 +170,7 @@ def test_bad_machine_files_are_refused(content: Any, message: str, v3: ModelSize
 
 
 def test_calibration_by_few_rows(v3: ModelSize) -> None:
-    """One row cannot tell latency and bandwidth apart, but is met; an overhead of 0 stays, so nothing begins below 0."""
+    """One row cannot tell latency and bandwidth apart, but is met; an overhead never falls below 0."""
     row = exchange_row("gather_heads", "a2a", 64, median_us=200.0)
     assert ratio(calibrate(H200X8, v3, [row]), v3, row) == pytest.approx(1)
     steep = [

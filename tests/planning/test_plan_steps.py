@@ -60,7 +60,7 @@ def test_crossover_is_where_dcp_starts_to_win(dcp: int, kv_cache_dtype: str, bat
 
 
 def test_a_large_batch_multiplies_with_the_activated_parameters(v3: ModelSize) -> None:
-    """DeepSeek-V3 activates 37e9 parameters a token (its report, section 1); a token more costs two operations on each."""
+    """DeepSeek-V3 activates 37e9 parameters a token (its report, section 1); one more costs two operations on each."""
     setting = Setting(tp=1, dcp=1, kv_cache_dtype="bf16")
     steps = [predict_step(H200X8, v3, setting, batch, 1) for batch in (1 << 20, 2 << 20)]
     weights = [step["projections"] + step["rest"] for step in steps]
@@ -156,7 +156,7 @@ def test_recommendation_when_nothing_fits(v3: ModelSize) -> None:
 
 
 def crossing(plans: list[Plan], batch: int, context: int) -> tuple[int, str]:
-    """The DCP size recommended, and what is said of nodes after the reason."""
+    """Return the DCP size recommended, and what is said of nodes after the reason."""
     best, reason = recommend(H200X8, plans, batch, context)
     return best.dcp, reason.partition("). ")[2]
 
@@ -175,7 +175,8 @@ def test_dcp_stays_inside_a_node_where_that_holds_the_load(v3: ModelSize) -> Non
     assert dcp == 8
     assert said.startswith(f"Keep DCP inside a node of 8 GPUs: tp 128, dcp 8 pays {exchange_ms(plans[8])}")
     assert said.endswith(
-        f"tp 128, dcp 16 pays {exchange_ms(plans[16])} {plans[16].step_us['total'] / 1e3:.2f} ms for its exchange over 2 nodes."
+        f"tp 128, dcp 16 pays {exchange_ms(plans[16])} {plans[16].step_us['total'] / 1e3:.2f} ms "
+        "for its exchange over 2 nodes."
     )
 
 

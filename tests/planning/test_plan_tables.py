@@ -68,7 +68,7 @@ def test_exchange_of_8_ranks_is_as_measured(operation: str, width: int, table: t
 
 @pytest.mark.parametrize(("exchange", "factor"), [("direct", 1.3), ("a2a", 1.5), ("ag_rs", 1.5)])
 def test_our_exchange_is_as_measured(exchange: str, factor: float, v3: ModelSize) -> None:
-    """On 4 GPUs, 1 to 4,096 tokens. The file is measured again from time to time: a single row may lie further off."""
+    """On 4 GPUs, 1 to 4,096 tokens. The file is measured again from time to time: single rows may be further off."""
     rows = select(read_rows(RESULTS / "h200x4" / "exchange.json", "--measured", v3), exchange=exchange)
     ratios = [time / row["median_us"] for row in rows if (time := predict_row(H200X8, v3, row))]
     assert len(ratios) == 3 * 11  # gather_heads, combine, and combine of narrower rows
@@ -77,7 +77,7 @@ def test_our_exchange_is_as_measured(exchange: str, factor: float, v3: ModelSize
 
 
 class Kernels(TorchDispatchMode):
-    """What launches a kernel on a GPU, which is all but views and new tensors; and the bytes that it reads and writes."""
+    """Whatever launches a kernel on a GPU (all but views and new tensors), and the bytes that it reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Kernels(TorchDispatchMode):
 
 
 def planned(predict: Callable[[Machine], float]) -> dict[str, float]:
-    """What the planner counts, read off machines on which one thing alone takes time: a microsecond each, or a byte."""
+    """Return what the planner counts, by machines on which one thing alone takes time, a microsecond each or a byte."""
     free = Collective(overhead_us=0, per_rank_us=0, gb_per_s=1e15)
     nothing = replace(H200X8, kernel_us=0, copy_gb_per_s=1e15, **dict.fromkeys(COLLECTIVES, free))
     changes = {"number": {"kernel_us": 1}, "num_bytes": {"copy_gb_per_s": 1e-3}}
@@ -151,7 +151,7 @@ def test_weight_bytes_are_those_of_the_checkpoint(family: str, tmp_path: Path) -
 
 
 def loaded_bytes(directory: Path, tp: int) -> int:
-    """What a rank really holds."""
+    """Return what a rank really holds."""
     dcp = DCPConfig(tensor_parallel_size=tp)
     mesh = init_mesh(tp, 1)
     selection = select_exchange(dcp, mesh.dcp_group, "cpu")

@@ -70,14 +70,14 @@ def within(predicted: float, measured: float, factor: float) -> bool:
 
 
 def exchange_row(operation: str, exchange: str, tokens: int, **fields: Any) -> Row:
-    """A row of `bench exchange`, over 8 ranks unless fields say otherwise."""
+    """Return a row of `bench exchange`, over 8 ranks unless fields say otherwise."""
     row_width = 512 if operation == "combine" else 576
     setting = {"tp": 8, "dcp": 8, "heads": 128, "row_width": row_width, "variant": ""}
     return {"operation": operation, "exchange": exchange, "tokens": tokens, **setting, **fields}
 
 
 def layer_row(part: str, **fields: Any) -> Row:
-    """A row of `bench layer`: 4 of DeepSeek-V3's layers on one GPU unless fields say otherwise."""
+    """Return a row of `bench layer`: 4 of DeepSeek-V3's layers on one GPU unless fields say otherwise."""
     setting = {"tp": 1, "dcp": 1, "exchange": "direct", "variant": "", "kv_cache_dtype": "bf16", "num_layers": 4}
     sizes = {"batch": 32, "context": 8192, "heads": 128, "query_dim": 576, "latent_dim": 512}
     return {"part": part, **setting, **sizes, **fields}
