@@ -150,7 +150,7 @@ def test_public_names_are_documented(name: str) -> None:
 
 def subcommand(name: str) -> argparse.ArgumentParser:
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return commands.choices[name]
+    return commands.choices[name].filled()
 
 
 def test_options_of_generate() -> None:
