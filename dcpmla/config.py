@@ -1,13 +1,10 @@
-"""What a model's attention is (`MLAConfig`) and how it is spread over ranks (`DCPConfig`).
-
-The only place that knows Hugging Face names.
-"""
+"""What a model's attention is (`MLAConfig`) and how it is spread over ranks (`DCPConfig`)."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
-from dcpmla.fields import FLAG, Rule, check_fields, is_whole, number, one_of, optional, whole
+from dcpmla.fields import FLAG, TEXT, Rule, check_fields, is_whole, number, one_of, option_label, optional, whole
 from dcpmla.ownership import check_block_size
 
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
@@ -15,26 +12,14 @@ DCP_EXCHANGE_DTYPES = ("auto", "fp8")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "fp8_ds_mla")
 DECODE_QUERY_DTYPES = ("auto", "fp8")
 INDEX_CACHE_DTYPES = ("auto", "fp8")
-# Hugging Face model types whose self-attention is MLA: that of DeepSeek-V2/V3, or the sparse one of DeepSeek-V3.2 and
-# GLM-5.
-SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
-MLA_MODEL_TYPES = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "kimi_k2",
-    "glm4_moe_lite",
-    "longcat_flash",
-    "mistral4",
-    *SPARSE_MODEL_TYPES,
-)
+MODEL_DTYPES = ("auto", "float32", "bfloat16")  # to compute in
 
-
-_LARGEST = 1 << 24  # of any size: larger ones are slips, and would be found by what cannot be allocated
+LARGEST_SIZE = 1 << 24  # of any dim, vocabulary or block: more is a slip, and fails where memory runs out
 _MOST_RANKS = 1 << 16
-_SIZE = whole(1, _LARGEST)
+_SIZE = whole(1, LARGEST_SIZE)
 _INDEXER_RULES = {"num_heads": _SIZE, "head_dim": _SIZE, "topk": _SIZE, "rope_interleaved": FLAG}
 _EVEN_SIZE = Rule(
-    f"an even number in [2, {_LARGEST}]", lambda value: is_whole(value) and _SIZE.holds(value) and value % 2 == 0
+    f"an even number in [2, {LARGEST_SIZE}]", lambda value: is_whole(value) and _SIZE.holds(value) and value % 2 == 0
 )
 _MLA_RULES = {
     "hidden_size": _SIZE,
@@ -47,6 +32,7 @@ _MLA_RULES = {
     "scale": number(0, above=True),
     "rms_norm_eps": number(0),
     "rope_interleaved": FLAG,
+    "use_rope": FLAG,
     "attention_bias": FLAG,
     "kv_lora_scale": number(0, above=True),
     "llama_4_scaling": optional(
@@ -87,8 +73,9 @@ class MLAConfig:
 
     Attributes:
         scale: factor of the attention scores; YaRN's mscale^2 and LongCat's query factor are folded in.
-        rms_norm_eps: of the two latent norms (q_c, kv_c); transformers uses 1e-6 whatever the model's own eps.
+        rms_norm_eps: of the norms of both latents (q_c, kv_c), not of the model's others.
         rope_interleaved: rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
+        use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
         attention_bias: q_a, kv_a and o projections have a bias.
         kv_lora_scale: factor of kv_c after its norm (LongCat).
         llama_4_scaling: (beta, original_max_position) of the position-dependent query factor (Mistral 4), or None.
@@ -105,6 +92,7 @@ class MLAConfig:
     scale: float
     rms_norm_eps: float = 1e-6
     rope_interleaved: bool = True
+    use_rope: bool = True
     attention_bias: bool = False
     kv_lora_scale: float = 1.0
     llama_4_scaling: tuple[float, int] | None = None
@@ -135,68 +123,44 @@ class MLAConfig:
         if tensor_parallel_size < 1 or self.num_heads % tensor_parallel_size:
             raise ValueError(
                 f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide the model's {self.num_heads} attention heads: "
-                f"{_choices(divisors(self.num_heads))}"
+                f"{choices(divisors(self.num_heads))}"
             )
         return self.num_heads // tensor_parallel_size
 
-    @classmethod
-    def from_hf(cls, config: Any) -> "MLAConfig":
-        """Read a transformers config of one of MLA_MODEL_TYPES.
+    @staticmethod
+    def from_hf(config: Any) -> "MLAConfig":
+        """Read a transformers config of one of `dcpmla.hf_config.MLA_MODEL_TYPES`.
 
         Raises:
             ValueError: another architecture, or layers that reuse a selection that no layer makes.
-        Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper; LongCat's factors
-            from its report.
         """
-        check_model_type(config.model_type)
-        rope = config.rope_parameters or {}
-        scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-        if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
-            scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
-        kv_lora_scale = 1.0
-        if config.model_type == "longcat_flash":
-            scale *= math.sqrt(config.hidden_size / config.q_lora_rank)
-            kv_lora_scale = math.sqrt(config.hidden_size / config.kv_lora_rank)
-        llama_4_scaling = None
-        if config.model_type == "mistral4" and rope.get("llama_4_scaling_beta"):
-            llama_4_scaling = (float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
-        return cls(
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            q_lora_rank=config.q_lora_rank,
-            kv_lora_rank=config.kv_lora_rank,
-            qk_nope_head_dim=config.qk_nope_head_dim,
-            qk_rope_head_dim=config.qk_rope_head_dim,
-            v_head_dim=config.v_head_dim,
-            scale=scale,
-            rope_interleaved=getattr(config, "rope_interleave", True),
-            attention_bias=config.attention_bias,
-            kv_lora_scale=kv_lora_scale,
-            llama_4_scaling=llama_4_scaling,
-            indexer=_indexer_from_hf(config) if config.model_type in SPARSE_MODEL_TYPES else None,
-        )
+        from dcpmla.hf_config import attention_config  # which builds on this file
+
+        return attention_config(config)
 
 
 _DCP_RULES = {
     "tensor_parallel_size": whole(1, _MOST_RANKS),
     "decode_context_parallel_size": whole(1, _MOST_RANKS),
-    "cp_kv_cache_interleave_size": whole(1, _LARGEST),
+    "cp_kv_cache_interleave_size": whole(1, LARGEST_SIZE),
     "dcp_comm_backend": one_of(DCP_COMM_BACKENDS),
     "exchange_timeout": Rule("a finite number above 0, in seconds", number(0, above=True).holds),
     "check_exchange": FLAG,
     "dcp_exchange_dtype": one_of(DCP_EXCHANGE_DTYPES),
-    "block_size": whole(1, _LARGEST),
+    "block_size": whole(1, LARGEST_SIZE),
     "kv_cache_dtype": one_of(KV_CACHE_DTYPES),
     "kv_cache_scale": optional(Rule("a normal float32 above 0", number(1e-37, 1e38).holds)),
     "calculate_kv_scales": FLAG,
     "decode_query_dtype": one_of(DECODE_QUERY_DTYPES),
     "index_cache_dtype": one_of(INDEX_CACHE_DTYPES),
     "index_hadamard": FLAG,
+    "attention_backend": TEXT,
+    "prefill_backend": TEXT,
     "context_workspace_tokens": whole(1),
     "dcp_q_replicate": FLAG,
     "dcp_project_before_merge": FLAG,
 }
-_SHORT_OPTIONS = {
+_OPTIONS = {
     "tensor_parallel_size": "-tp",
     "decode_context_parallel_size": "-dcp",
     "exchange_timeout": "--dcp-exchange-timeout",
@@ -207,7 +171,7 @@ def _dcp_label(name: str) -> str:
     """A field with its option; the workspace has none."""
     if name == "context_workspace_tokens":
         return name
-    return f"{name} ({_SHORT_OPTIONS.get(name) or '--' + name.replace('_', '-')})"
+    return f"{name} ({_OPTIONS[name]})" if name in _OPTIONS else option_label(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +187,7 @@ class DCPConfig:
         dcp_exchange_dtype: how decode's rows travel: "auto" as they are, "fp8" as e4m3 with scales (`direct` alone).
         block_size: tokens of one cache block on one rank.
         kv_cache_dtype: format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same
-        for models in bfloat16.
+            for models in bfloat16; "fp8_e4m3" is another name of "fp8".
         kv_cache_scale: of an fp8 cache, latents over cached values; None takes the checkpoint's, 1 where it has none.
         calculate_kv_scales: take the scales of an fp8 cache and of fp8 queries from the first prompt's values instead.
         index_cache_dtype: format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the
@@ -265,11 +229,13 @@ class DCPConfig:
     dcp_project_before_merge: bool = False
 
     def __post_init__(self) -> None:
+        if self.kv_cache_dtype == "fp8_e4m3":
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
         check_fields(_DCP_RULES, vars(self), _dcp_label)
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
         if tp % dcp:
             raise ValueError(
-                f"decode_context_parallel_size (-dcp) is {dcp}; it must divide tensor_parallel_size (-tp) {tp}: {_choices(divisors(tp))}"
+                f"decode_context_parallel_size (-dcp) is {dcp}; it must divide tensor_parallel_size (-tp) {tp}: {choices(divisors(tp))}"
             )
         check_block_size(self.block_size, self.cp_kv_cache_interleave_size)
         if self.dcp_exchange_dtype == "fp8" and self.dcp_comm_backend not in ("auto", "direct"):
@@ -312,65 +278,13 @@ class DCPConfig:
         return self.block_size * self.decode_context_parallel_size
 
 
-def _indexer_from_hf(config: Any) -> IndexerConfig:
-    types, num_layers = getattr(config, "indexer_types", None), config.num_hidden_layers
-    if types is not None and (len(types) < num_layers or types[:1] != ["full"]):
-        raise ValueError(
-            f"model: the config's indexer_types are {types}; each of {num_layers} layers has one, the first 'full'"
-        )
-    return IndexerConfig(
-        num_heads=config.index_n_heads,
-        head_dim=config.index_head_dim,
-        topk=config.index_topk,
-        rope_interleaved=config.model_type == "glm_moe_dsa",
-    )
-
-
-def skips_topk(config: Any, layer: int) -> bool:
-    """Whether a layer of a transformers config has no indexer, and attends to what the layer before it did (GLM-5's
-    "shared" ones).
-    """
-    return config.model_type == "glm_moe_dsa" and config.indexer_types[layer] == "shared"
-
-
-def num_index_layers(config: Any) -> int:
-    """Layers of a transformers config that have an indexer, and so an index cache; 0 in a dense model."""
-    if config.model_type not in SPARSE_MODEL_TYPES:
-        return 0
-    return sum(not skips_topk(config, layer) for layer in range(config.num_hidden_layers))
-
-
-def check_index_options(attention: MLAConfig, dcp: DCPConfig) -> None:
-    """Raise ValueError for options of an index cache in a model that has none."""
-    asked = (
-        (f"index_cache_dtype (--index-cache-dtype) {dcp.index_cache_dtype}", dcp.index_cache_dtype != "auto"),
-        ("index_hadamard (--index-hadamard)", dcp.index_hadamard),
-    )
-    for name, is_asked in asked:
-        if is_asked and attention.indexer is None:
-            raise ValueError(
-                f"{name} goes with sparse MLA ({', '.join(SPARSE_MODEL_TYPES)}); this model's attention is dense"
-            )
-
-
-def check_model_type(model_type: str) -> None:
-    """Raise ValueError for an architecture whose attention this package does not know."""
-    if model_type not in MLA_MODEL_TYPES:
-        raise ValueError(
-            f"model: architecture {model_type!r} is not an MLA model this runtime knows; {_choices(MLA_MODEL_TYPES)}"
-        )
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention temperature for a context stretched by factor: 0.1 mscale ln(factor) + 1 (YaRN, section 3.4)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def divisors(number: int) -> list[int]:
+    """Every size from 1 to `number` that divides it."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _choices(values: list[int] | tuple[str, ...]) -> str:
+def choices(values: list[int] | tuple[str, ...]) -> str:
+    """What an error message offers: "choose 1, 2 or 4"."""
     return (
         "choose " + ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else f"choose {values[0]}"
     )

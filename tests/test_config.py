@@ -15,15 +15,8 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from dcpmla import DCPConfig, MLAConfig
-from dcpmla.config import (
-    MLA_MODEL_TYPES,
-    IndexerConfig,
-    check_index_options,
-    divisors,
-    num_index_layers,
-    skips_topk,
-    yarn_mscale,
-)
+from dcpmla.config import IndexerConfig, divisors
+from dcpmla.hf_config import MLA_MODEL_TYPES, check_index_options, num_index_layers, skips_topk, yarn_mscale
 from tests.support.models import FAMILIES, SPARSE_FAMILIES, tiny_config
 
 POSITIONS = torch.tensor([0, 15, 16, 40, 100])
@@ -34,6 +27,7 @@ ropes = pytest.mark.parametrize("rope", ROPES)
 
 def make_config(family: str, rope: str = "yarn") -> Any:
     config = tiny_config(family)
+    config.rms_norm_eps = 1e-3  # not that of the latents' norms
     if rope == "yarn without mscale_all_dim":
         config.rope_parameters = {
             key: value for key, value in config.rope_parameters.items() if key != "mscale_all_dim"
@@ -205,7 +199,7 @@ def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPa
 def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
     hf_config = tiny_config("glm_moe_dsa")
     hf_config.indexer_types = types
-    message = f"model: the config's indexer_types are {types}; each of 3 layers has one, the first 'full'"
+    message = f"model: the config's indexer_types are {types}; each of 3 layers has one, full or shared, and the first is full"
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         MLAConfig.from_hf(hf_config)
 

@@ -1,7 +1,7 @@
 """Slices of a safetensors checkpoint, read from disk as they are asked for, block-quantized fp8 undone on the way."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,7 @@ class Checkpoint:
         self.fp8_block_size = fp8_block_size
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"checkpoint: {index} has no readable weight_map") from error
+            names = _shard_names(index)
         elif (directory / "model.safetensors").is_file():
             names = ["model.safetensors"]
         else:
@@ -46,8 +43,31 @@ class Checkpoint:
                 ) from error
             self._files.update(dict.fromkeys(file.keys(), file))
 
+    @property
+    def names(self) -> KeysView[str]:
+        """Of all tensors."""
+        return self._files.keys()
+
+    def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare the shapes of tensors, and of their scales, with a model's, by name. No values are read.
+
+        Raises:
+            ValueError: the first tensor here with another shape.
+        """
+        for name in filter(expected.__contains__, self._files):
+            if self._shape(name) != expected[name]:
+                raise ValueError(
+                    f"checkpoint: tensor {name} has shape {self._shape(name)}; "
+                    f"the model's config asks for {expected[name]}"
+                )
+            self._check_scales(name)
+
     def weights(self, prefix: str) -> Mapping[str, Weight]:
-        """The tensors whose names start with a prefix, by the rest of their names."""
+        """The tensors whose names start with a prefix, by the rest of their names.
+
+        Raises:
+            ValueError: scales that do not belong to their tensor's blocks.
+        """
         return {
             name.removeprefix(prefix): self._weight(name)
             for name in self._files
@@ -56,11 +76,44 @@ class Checkpoint:
 
     def _weight(self, name: str) -> Weight:
         file, scale_name = self._files[name], name + _SCALE_SUFFIX
+        weight = _SafetensorsWeight(file, name)
         if scale_name not in self._files:
-            return _SafetensorsWeight(file, name)
-        return _Fp8BlockWeight(
-            _SafetensorsWeight(file, name), self._files[scale_name].get_tensor(scale_name), self.fp8_block_size
-        )
+            return weight
+        self._check_scales(name)
+        return _Fp8BlockWeight(weight, self._files[scale_name].get_tensor(scale_name), self.fp8_block_size)
+
+    def _check_scales(self, name: str) -> None:
+        if name + _SCALE_SUFFIX not in self._files:
+            return
+        shape, found = self._shape(name), self._shape(name + _SCALE_SUFFIX)
+        blocks = tuple(-(-size // block) for size, block in zip(shape, self.fp8_block_size, strict=False))
+        if len(shape) != 2 or found != blocks:
+            raise ValueError(
+                f"checkpoint: the fp8 tensor {name} of shape {shape} has scales of shape {found}; "
+                f"blocks of {self.fp8_block_size} ask for {blocks}"
+            )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+
+def _shard_names(index: Path) -> list[str]:
+    """The files of a checkpoint's index, which transformers reads as well.
+
+    Raises:
+        ValueError: no JSON object with weight_map and metadata, or a shard that is no file beside the index.
+    """
+    try:
+        content = json.loads(index.read_text())
+        weight_map, metadata = content["weight_map"], content["metadata"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint: {index} is no JSON object with weight_map and metadata") from error
+    if not isinstance(weight_map, dict) or not isinstance(metadata, dict) or not weight_map:
+        raise ValueError(f"checkpoint: {index} has a weight_map or metadata that is no object, or empty")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ValueError(f"checkpoint: {index} has tensor {name} in {shard!r}; it must be a file beside the index")
+    return sorted(set(weight_map.values()))
 
 
 class _SafetensorsWeight:
@@ -82,12 +135,6 @@ class _Fp8BlockWeight:
 
     def __init__(self, codes: Weight, scale_inv: Tensor, block_size: tuple[int, int]) -> None:
         self._codes, self._scale_inv, self._block_size = codes, scale_inv.to(torch.float32), block_size
-        blocks = tuple(-(-size // block) for size, block in zip(codes.shape, block_size, strict=True))
-        if tuple(scale_inv.shape) != blocks:
-            raise ValueError(
-                f"checkpoint: an fp8 tensor of shape {tuple(codes.shape)} has scales of shape {tuple(scale_inv.shape)}; "
-                f"blocks of {block_size} ask for {blocks}"
-            )
 
     @property
     def shape(self) -> torch.Size:

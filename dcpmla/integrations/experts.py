@@ -82,4 +82,9 @@ def _own_routes(
 
 def experts_of(model: Any) -> Iterator[Any]:
     """The modules that hold all experts of a layer."""
-    return (module for name, module in model.named_modules() if name.endswith(".experts"))
+    return (experts for _, experts in named_experts(model))
+
+
+def named_experts(model: Any) -> Iterator[tuple[str, Any]]:
+    """The modules that hold all experts of a layer, each after its name."""
+    return ((name, module) for name, module in model.named_modules() if name.endswith(".experts"))

@@ -1,5 +1,7 @@
 """transformers' model without its attention, cut over the TP group by transformers' own tensor-parallel plan."""
 
+import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +10,19 @@ import transformers
 from torch import nn
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.experts import (
     check_experts,
     choose_implementation,
     experts_of,
     keep_own_routes,
+    named_experts,
     spread_experts,
 )
 from dcpmla.integrations.static_experts import prepare_experts
 from dcpmla.parallel.mesh import DCPMesh
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # a tensor of one expert: its layer's prefix, its number
 
 
 class Placeholder(nn.Module):
@@ -25,6 +31,7 @@ class Placeholder(nn.Module):
 
 def load_skeleton(
     directory: Path,
+    checkpoint: Checkpoint,
     config: Any,
     mesh: DCPMesh,
     dtype: torch.dtype | None,
@@ -35,6 +42,7 @@ def load_skeleton(
     TP group.
 
     Args:
+        checkpoint: the directory's.
         config: a transformers config.
         dtype: of the parameters; None takes the checkpoint's.
         enable_expert_parallel: spread experts whole over the ranks; dense and shared MLPs are cut either way.
@@ -53,6 +61,7 @@ def load_skeleton(
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
+            _check_shapes(self, checkpoint)
             for name, module in list(self.named_modules()):
                 if hasattr(module, "kv_a_proj_with_mqa"):
                     self.set_submodule(name, Placeholder())
@@ -117,13 +126,37 @@ def _without_zero_experts(config: Any) -> dict[str, str]:
     return {rf"\.mlp\.experts\.({'|'.join(zero_experts)})\.": r".mlp.zero_experts.\1."} if zero_experts else {}
 
 
+def _check_shapes(model: Any, checkpoint: Checkpoint) -> None:
+    """Raise ValueError for a weight of another shape than the model's, and for missing or surplus experts.
+
+    transformers itself joins whatever weights it finds for a layer's experts, and cuts what it has joined.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    num_experts: dict[str, int] = {}
+    for prefix, experts in named_experts(model):
+        num_experts[prefix], hidden_size, size = experts.down_proj.shape
+        for number, weight in product(range(num_experts[prefix]), ("gate_proj", "up_proj", "down_proj")):
+            name = f"{prefix}.{number}.{weight}.weight"
+            shapes[name] = (hidden_size, size) if weight == "down_proj" else (size, hidden_size)
+            if name not in checkpoint.names and f"{prefix}.down_proj" not in checkpoint.names:
+                raise ValueError(f"checkpoint: tensor {name} is missing")
+    zero_experts = getattr(model.config, "zero_expert_num", None) or 0
+    for name in checkpoint.names:
+        prefix, digits = found.groups() if (found := _EXPERT.match(name)) else ("", "0")
+        if prefix in num_experts and int(digits) >= num_experts[prefix] + zero_experts:
+            raise ValueError(
+                f"checkpoint: tensor {name} is one too many; the model's config has n_routed_experts {num_experts[prefix]}"
+            )
+    checkpoint.check_shapes(shapes)
+
+
 def _check_loaded(info: dict[str, Any]) -> None:
     """transformers fills what a checkpoint lacks with random numbers; here that is an error."""
     if info["missing_keys"]:
         raise ValueError(
             f"checkpoint: {len(info['missing_keys'])} tensors are missing, the first is {min(info['missing_keys'])}"
         )
-    if info["mismatched_keys"]:
+    if info["mismatched_keys"]:  # of a tensor that transformers renames, or joins from others
         name, found, expected = min(info["mismatched_keys"])
         raise ValueError(
             f"checkpoint: tensor {name} has shape {tuple(found)}; the model's config asks for {tuple(expected)}"

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.request import Request
 
 
@@ -42,23 +43,26 @@ class Scheduler:
         allocator: of the cache.
         max_num_batched_tokens: most tokens of a step.
         max_num_seqs: most requests that run at the same time.
+        enable_prefix_caching: remember full blocks, for later requests that begin with the same tokens.
     Raises:
         ValueError: a limit below 1.
     """
 
-    def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        for name, value in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
-            if value < 1:
-                raise ValueError(f"{name} (--{name.replace('_', '-')}) is {value}; it must be at least 1")
-        self.allocator = allocator
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+        check_fields(dict.fromkeys(limits, whole(1)), limits, option_label)
+        self.allocator, self.enable_prefix_caching = allocator, enable_prefix_caching
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self._refused: tuple[Request | None, int, int] = (
-            None,
-            0,
-            0,
-        )  # whom there was no room for; blocks free and remembered then
+        # Whom there was no room for; blocks free and remembered then.
+        self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError if the whole cache is too small for a request.
@@ -87,6 +91,8 @@ class Scheduler:
 
     def remember(self, request: Request) -> None:
         """Let the request's full, computed blocks be found by requests that start with the same tokens."""
+        if not self.enable_prefix_caching:
+            return
         block_tokens, blocks = self.allocator.block_tokens, request.block_ids
         for index in range(request.num_remembered_blocks, request.num_computed_tokens // block_tokens):
             tokens = request.tokens(index * block_tokens, (index + 1) * block_tokens)

@@ -1,0 +1,134 @@
+"""Hugging Face configs -> `MLAConfig`. The only file that knows their names of attention's fields."""
+
+import math
+from typing import Any
+
+from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig, choices
+
+# Hugging Face model types whose self-attention is MLA: that of DeepSeek-V2/V3, or the sparse one of DeepSeek-V3.2 and
+# GLM-5.
+SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+MLA_MODEL_TYPES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
+    "glm4_moe_lite",
+    "longcat_flash",
+    "mistral4",
+    *SPARSE_MODEL_TYPES,
+)
+# eps of the norms of both latents. Whatever a config's rms_norm_eps is (it holds for the other norms), the modeling
+# code published with DeepSeek-V2, V3 and V3.2, Kimi-K2 and LongCat, and transformers' for all families, leave these
+# two at their class's default.
+_LATENT_NORM_EPS = 1e-6
+
+
+def attention_config(config: Any) -> MLAConfig:
+    """Return the attention of a transformers config of one of MLA_MODEL_TYPES.
+
+    Raises:
+        ValueError: another architecture, a field that no attention can have, or layers that reuse a selection that no
+            layer makes.
+    Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper; LongCat's factors from its
+        report.
+    """
+    check_model_type(config.model_type)
+    rope = config.rope_parameters or {}
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
+        scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+    kv_lora_scale = 1.0
+    if config.model_type == "longcat_flash":
+        scale *= math.sqrt(config.hidden_size / config.q_lora_rank)
+        kv_lora_scale = math.sqrt(config.hidden_size / config.kv_lora_rank)
+    llama_4_scaling = None
+    if config.model_type == "mistral4" and rope.get("llama_4_scaling_beta"):
+        llama_4_scaling = (float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
+    return MLAConfig(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        scale=scale,
+        rms_norm_eps=_LATENT_NORM_EPS,
+        rope_interleaved=getattr(config, "rope_interleave", True),
+        attention_bias=config.attention_bias,
+        kv_lora_scale=kv_lora_scale,
+        llama_4_scaling=llama_4_scaling,
+        indexer=_indexer_config(config) if config.model_type in SPARSE_MODEL_TYPES else None,
+    )
+
+
+def _indexer_config(config: Any) -> IndexerConfig:
+    _indexer_types(config)
+    interleaved = getattr(config, "indexer_rope_interleave", None)
+    return IndexerConfig(
+        num_heads=config.index_n_heads,
+        head_dim=config.index_head_dim,
+        topk=config.index_topk,
+        rope_interleaved=config.model_type == "glm_moe_dsa" if interleaved is None else interleaved,
+    )
+
+
+def _indexer_types(config: Any) -> list[str]:
+    """Whether each layer selects ("full") or reuses the selection before it ("shared"), by whichever is given:
+    indexer_types, index_topk_pattern ("FSSF"), or every index_topk_freq-th layer after the first
+    index_skip_topk_offset - 1.
+
+    Source: GLM-5's config in transformers, whose names vLLM reads for DeepSeek-V3.2 as well.
+    """
+    num_layers, types = config.num_hidden_layers, getattr(config, "indexer_types", None)
+    pattern, freq = getattr(config, "index_topk_pattern", None), getattr(config, "index_topk_freq", None) or 1
+    if types is None and pattern is not None:
+        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    if types is None:
+        offset = getattr(config, "index_skip_topk_offset", None)
+        first = 1 if offset is None else offset - 1
+        types = ["shared" if max(layer - first, 0) % freq else "full" for layer in range(num_layers)]
+    if len(types) < num_layers or types[:1] != ["full"] or set(types) - {"full", "shared"}:
+        raise ValueError(
+            f"model: the config's indexer_types are {types}; each of {num_layers} layers has one, full or shared, "
+            f"and the first is full"
+        )
+    return types
+
+
+def skips_topk(config: Any, layer: int) -> bool:
+    """Whether a layer of a transformers config has no indexer, and attends to what the layer before it did."""
+    return config.model_type in SPARSE_MODEL_TYPES and _indexer_types(config)[layer] == "shared"
+
+
+def num_index_layers(config: Any) -> int:
+    """Layers of a transformers config that have an indexer, and so an index cache; 0 in a dense model."""
+    if config.model_type not in SPARSE_MODEL_TYPES:
+        return 0
+    return sum(not skips_topk(config, layer) for layer in range(config.num_hidden_layers))
+
+
+def check_index_options(attention: MLAConfig, dcp: DCPConfig) -> None:
+    """Raise ValueError for options of an index cache in a model that has none."""
+    asked = (
+        (f"index_cache_dtype (--index-cache-dtype) {dcp.index_cache_dtype}", dcp.index_cache_dtype != "auto"),
+        ("index_hadamard (--index-hadamard)", dcp.index_hadamard),
+    )
+    for name, is_asked in asked:
+        if is_asked and attention.indexer is None:
+            raise ValueError(
+                f"{name} goes with sparse MLA ({', '.join(SPARSE_MODEL_TYPES)}); this model's attention is dense"
+            )
+
+
+def check_model_type(model_type: str) -> None:
+    """Raise ValueError for an architecture whose attention this package does not know."""
+    if model_type not in MLA_MODEL_TYPES:
+        raise ValueError(
+            f"model: architecture {model_type!r} is not an MLA model this runtime knows; {choices(MLA_MODEL_TYPES)}"
+        )
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's attention temperature for a context stretched by factor: 0.1 mscale ln(factor) + 1 (YaRN, section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

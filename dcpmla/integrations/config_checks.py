@@ -1,0 +1,196 @@
+"""What a model's JSON files may say: every field that transformers' modules or this package read, checked by name.
+
+transformers checks types alone, and takes a size of 0, -1 or 10^12 until something fails far from its cause.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dcpmla.config import LARGEST_SIZE
+from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, list_of, number, one_of, optional, whole
+
+_SIZE = whole(1, LARGEST_SIZE)
+_NUM_LAYERS = whole(1, 1024)
+_NUM_EXPERTS = whole(1, 1 << 16)
+_THETA = number(1, above=True)
+_POSITIVE = number(0, above=True)
+_OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+_TOKEN_IDS = optional(either(whole(0), list_of(whole(0))))
+_DTYPE = optional(one_of(("float32", "bfloat16", "float16", "float64")))
+_LETTERS = Rule("text of F and S", lambda value: isinstance(value, str) and not set(value) - {"F", "S"})
+_INDEXER_TYPES = list_of(one_of(("full", "shared")))
+_POSITIONS = whole(1, (1 << 31) - 1)
+_ROPE_TYPE = one_of(("default", *ROPE_INIT_FUNCTIONS))
+# The names of all families: those that a config has not are passed over.
+_CONFIG_RULES = {
+    "num_hidden_layers": _NUM_LAYERS,
+    "num_layers": _NUM_LAYERS,
+    "vocab_size": _SIZE,
+    "hidden_size": _SIZE,
+    "intermediate_size": _SIZE,
+    "ffn_hidden_size": _SIZE,
+    "moe_intermediate_size": _SIZE,
+    "expert_ffn_hidden_size": _SIZE,
+    "num_attention_heads": _SIZE,
+    "num_key_value_heads": optional(_SIZE),
+    "q_lora_rank": optional(_SIZE),
+    "kv_lora_rank": _SIZE,
+    "qk_nope_head_dim": _SIZE,
+    "qk_rope_head_dim": _SIZE,
+    "qk_head_dim": optional(_SIZE),
+    "head_dim": _SIZE,
+    "v_head_dim": _SIZE,
+    "max_position_embeddings": whole(2, (1 << 31) - 1),
+    "rms_norm_eps": number(0, 1),
+    "hidden_act": one_of(sorted(ACT2FN)),
+    "attention_bias": FLAG,
+    "rope_interleave": FLAG,
+    "n_routed_experts": _NUM_EXPERTS,
+    "num_experts": _NUM_EXPERTS,
+    "num_local_experts": _NUM_EXPERTS,
+    "num_experts_per_tok": _NUM_EXPERTS,
+    "moe_topk": _NUM_EXPERTS,
+    "zero_expert_num": optional(whole(0, 1 << 16)),
+    "n_shared_experts": _NUM_EXPERTS,
+    "n_group": optional(_NUM_EXPERTS),
+    "topk_group": optional(_NUM_EXPERTS),
+    "routed_scaling_factor": _POSITIVE,
+    "first_k_dense_replace": whole(0),
+    "index_n_heads": _SIZE,
+    "index_head_dim": _SIZE,
+    "index_topk": _SIZE,
+    "index_topk_freq": optional(whole(1)),
+    "index_skip_topk_offset": optional(whole(0)),
+    "index_topk_pattern": optional(either(_LETTERS, _INDEXER_TYPES)),
+    "indexer_types": optional(_INDEXER_TYPES),
+    "indexer_rope_interleave": optional(FLAG),
+    "rope_theta": _THETA,
+    "rope_parameters": optional(_OBJECT),
+    "rope_scaling": optional(_OBJECT),
+    "quantization_config": optional(_OBJECT),
+    "eos_token_id": _TOKEN_IDS,
+    "pad_token_id": optional(whole(-LARGEST_SIZE)),
+}
+_ROPE_RULES = {
+    "rope_type": _ROPE_TYPE,
+    "type": _ROPE_TYPE,
+    "rope_theta": _THETA,
+    "factor": _POSITIVE,
+    "original_max_position_embeddings": _POSITIONS,
+    "attention_factor": optional(_POSITIVE),
+    "beta_fast": optional(_POSITIVE),
+    "beta_slow": optional(_POSITIVE),
+    "mscale": optional(number(0)),
+    "mscale_all_dim": optional(number(0)),
+    "partial_rotary_factor": number(0, 1, above=True),
+    "low_freq_factor": _POSITIVE,
+    "high_freq_factor": _POSITIVE,
+    "short_factor": list_of(_POSITIVE),
+    "long_factor": list_of(_POSITIVE),
+    "truncate": FLAG,
+    "llama_4_scaling_beta": optional(number(0)),
+}
+_QUANTIZATION_RULES = {
+    "quant_method": one_of(("fp8",)),
+    "weight_block_size": optional(list_of(whole(1, LARGEST_SIZE), 2)),
+    "activation_scheme": one_of(("dynamic", "static")),
+    "modules_to_not_convert": optional(list_of(TEXT)),
+    "modules_to_convert": optional(list_of(TEXT)),
+    "ignored_layers": optional(list_of(TEXT)),
+    "dequantize": FLAG,
+}
+
+
+def check_generation_config(directory: Path) -> None:
+    """Raise ValueError for a model's generation_config.json, if it has one, that transformers cannot read or whose
+    end-of-sequence tokens are none.
+    """
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return
+    try:
+        raw = json.loads(file.read_text())
+        check_fields({"the file": _OBJECT}, {"the file": raw})
+        check_fields({"eos_token_id": _TOKEN_IDS}, raw)
+        transformers.GenerationConfig.from_dict(raw)
+    except Exception as error:  # of many kinds
+        raise ValueError(f"model (--model): {file} is no generation config: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """What an exception of transformers' says, with its kind where that is more than a wrong value."""
+    return str(error) if isinstance(error, ValueError) else repr(error)
+
+
+def check_raw_config(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError for a field of a config.json that no model can have, by its name in the file."""
+    check_fields(_CONFIG_RULES | {"dtype": _DTYPE, "torch_dtype": _DTYPE}, raw)
+    for name in ("rope_parameters", "rope_scaling"):
+        check_fields(_ROPE_RULES, raw.get(name) or {}, f"{name}.{{}}".format)
+    if (quantization := raw.get("quantization_config")) is not None:
+        check_fields(_QUANTIZATION_RULES, {"quant_method": None, **quantization}, "quantization_config.{}".format)
+
+
+def check_config(config: Any) -> None:
+    """Raise ValueError for a transformers config that its own modules could not be built or run with.
+
+    Fields that the file leaves out have transformers' defaults by now, so that what belongs together can be compared.
+    """
+    check_fields(_CONFIG_RULES, {name: getattr(config, name) for name in _CONFIG_RULES if hasattr(config, name)})
+    _check_rope(config)
+    _check_experts(config)
+    qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if config.qk_head_dim != qk_head_dim:
+        raise ValueError(
+            f"qk_head_dim is {config.qk_head_dim}; it must be qk_nope_head_dim + qk_rope_head_dim = {qk_head_dim}"
+        )
+    pad = config.pad_token_id
+    if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
+        raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")
+
+
+def _check_rope(config: Any) -> None:
+    """Raise ValueError unless transformers' rotary embedding rotates as many dims as attention has for it."""
+    rope, dims = config.rope_parameters, config.qk_rope_head_dim
+    check_fields(_ROPE_RULES, rope, "rope_parameters.{}".format)
+    rotated = config.head_dim
+    if rope["rope_type"] not in ("default", "proportional"):
+        rotated = int(rotated * rope.get("partial_rotary_factor", 1.0))
+    if rotated != dims or dims % 2:
+        raise ValueError(
+            f"qk_rope_head_dim is {dims}; it must be even, and what head_dim {config.head_dim} and rope_parameters "
+            f"({rope['rope_type']}) rotate: {rotated}"
+        )
+    for name in ("short_factor", "long_factor"):
+        if rope["rope_type"] == "longrope" and len(rope[name]) != dims // 2:
+            raise ValueError(
+                f"rope_parameters.{name} has {len(rope[name])} numbers; it must have one for each pair of "
+                f"qk_rope_head_dim {dims}"
+            )
+
+
+def _check_experts(config: Any) -> None:
+    """Raise ValueError for experts that a router cannot choose."""
+    chosen, experts = config.num_experts_per_tok, config.n_routed_experts
+    by_groups = hasattr(config, "n_group") and getattr(config, "topk_method", "") != "greedy"
+    if not by_groups:
+        experts += getattr(config, "zero_expert_num", None) or 0
+    else:
+        groups, least = config.n_group, 1 if config.model_type == "deepseek_v2" else 2  # a group's score sums its best
+        if groups is None or experts % groups or experts // groups < least:
+            raise ValueError(
+                f"n_group is {groups}; it must divide the n_routed_experts {experts} into groups of at least {least}"
+            )
+        if config.topk_group is None or config.topk_group > groups:
+            raise ValueError(f"topk_group is {config.topk_group}; it must be in [1, n_group {groups}]")
+        experts = config.topk_group * (experts // groups)
+    least = 2 if config.model_type == "longcat_flash" else 1  # transformers' module drops the dim of a single one
+    if not least <= chosen <= experts:
+        name = config.attribute_map.get("num_experts_per_tok", "num_experts_per_tok")
+        raise ValueError(f"{name} is {chosen}; it must be in [{least}, {experts}], the experts to choose from")
