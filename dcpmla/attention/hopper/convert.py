@@ -1,7 +1,7 @@
 """The converting producer of Hopper's decode kernel: 8-bit keys from memory, through registers, into shared memory in
 the queries' dtype.
 
-Four warps take the place of `producers.produce_tiles`; the consumers do not know the difference. Registers hold three
+Four warps replace `producers.produce_tiles`; the consumers do not know the difference. Registers hold three
 fifths of a tile: while one part of it is converted, the next ones are on their way from memory.
 """
 

@@ -37,7 +37,7 @@ QUARTERS = gl.constexpr(
 
 @aggregate
 class Mail:
-    """What a row's address in its owner's memory follows from."""
+    """The numbers from which a row's address in its owner's memory follows."""
 
     addresses_ptr: gl.tensor  # int64 [W], where each rank's memory begins
     rows_at: gl.tensor  # offsets of the rows and of the words of this exchange's landing
@@ -51,9 +51,9 @@ class Mail:
 
 @aggregate
 class Outputs:
-    """Where the output goes.
+    """The memory that the output goes to.
 
-    Rows whose program saw all keys go to out and lse, or with `mail` to their owners; other rows become partial
+    Rows whose program saw all their keys go to out and lse, or with `mail` to their owners; other rows become partial
     outputs, which are counted as they arrive.
     """
 
