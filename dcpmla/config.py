@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dcpmla.fields import FLAG, TEXT, Rule, check_fields, is_whole, number, one_of, optional, whole
+from dcpmla.fields import FLAG, TEXT, Rule, check_fields, is_whole, number, one_of, option_label, optional, whole
 from dcpmla.ownership import check_block_size
 
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
@@ -160,7 +160,7 @@ _DCP_RULES = {
     "dcp_q_replicate": FLAG,
     "dcp_project_before_merge": FLAG,
 }
-_SHORT_OPTIONS = {
+_OPTIONS = {
     "tensor_parallel_size": "-tp",
     "decode_context_parallel_size": "-dcp",
     "exchange_timeout": "--dcp-exchange-timeout",
@@ -171,7 +171,7 @@ def _dcp_label(name: str) -> str:
     """A field with its option; the workspace has none."""
     if name == "context_workspace_tokens":
         return name
-    return f"{name} ({_SHORT_OPTIONS.get(name) or '--' + name.replace('_', '-')})"
+    return f"{name} ({_OPTIONS[name]})" if name in _OPTIONS else option_label(name)
 
 
 @dataclass(frozen=True, kw_only=True)

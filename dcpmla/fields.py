@@ -84,6 +84,11 @@ def check_fields(
             raise ValueError(f"{label(name)} is {_shown(values[name])}; it must be {rule.words}")
 
 
+def option_label(name: str) -> str:
+    """A field's name with the option that sets it: block_size (--block-size)."""
+    return f"{name} (--{name.replace('_', '-')})"
+
+
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is an int; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)

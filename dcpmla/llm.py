@@ -211,8 +211,8 @@ def run_with_bar(engine: Engine, name: str, num_requests: int, is_shown: bool) -
     once the caller has dealt with them.
 
     Raises:
-        RuntimeError: in place of a ValueError: all that a user can get wrong has been checked, this one wants its
-            traceback.
+        RuntimeError: in place of a ValueError. All that a user can get wrong has been checked by then, so its traceback
+            is wanted.
     """
     with tqdm(total=num_requests, desc=name, unit="request", disable=not is_shown) as bar:
         while engine.has_requests:
@@ -251,6 +251,7 @@ def _pair(
         return [(prompt, shared.for_prompt(index)) for index, prompt in enumerate(each)]
     if len(sampling_params) != len(each):
         raise ValueError(
-            f"sampling_params has {len(sampling_params)} elements, prompts {len(each)}; give one, or one for each prompt"
+            f"sampling_params has {len(sampling_params)} elements, prompts {len(each)}; "
+            f"give one, or one for each prompt"
         )
     return list(zip(each, sampling_params, strict=True))

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/stream.py examples/needle/model 4
 
-or, as one process, `python examples/stream.py examples/needle/model`. The number is that of the ranks that share a cache.
+or, as one process, `python examples/stream.py examples/needle/model`. The number is how many ranks share the cache.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""The package as its users get it: built as a wheel, complete, imported from an environment with nothing else of ours in
-it; and the names that it imports exist in the oldest versions that it declares.
+"""The package as its users get it: built as a wheel, complete, imported from an environment of its own; and the names
+that it imports exist in the oldest versions that it declares.
 """
 
 import ast
@@ -54,7 +54,7 @@ def build(directory: Path) -> Path:
 
 
 def check_content(wheel: Path) -> None:
-    """Every module is in the wheel, with the marker of types and the licence."""
+    """Check that every module is in the wheel, with the marker of types and the licence."""
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "dcpmla").rglob("*.py")} | {"dcpmla/py.typed"}
     assert wanted <= names, sorted(wanted - names)
@@ -72,7 +72,7 @@ def check_import(wheel: Path, environment: Path) -> None:
 
 
 def check_oldest_versions(directory: Path) -> None:
-    """What the package imports by name is in the oldest versions that it declares."""
+    """Check that what the package imports by name is in the oldest versions that it declares."""
     oldest = dict(lower_bounds())
     pip("download", "--no-deps", "--dest", directory, *(f"{name}=={oldest[name]}" for name in READABLE))
     files: dict[str, str] = {}
@@ -94,7 +94,7 @@ def lower_bounds() -> Iterator[tuple[str, str]]:
 
 
 def imported_names() -> Iterator[tuple[str, str]]:
-    """(module, name) of each `from module import name`, and of `module.name` where `import module` made it."""
+    """Yield (module, name) of each `from module import name`, and of each `module.name`."""
     for path in (ROOT / "dcpmla").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and not node.level:
@@ -104,7 +104,7 @@ def imported_names() -> Iterator[tuple[str, str]]:
 
 
 def has_name(files: dict[str, str], module: str, name: str) -> bool:
-    """Whether a module's file speaks of the name, or the package exports it lazily from a file that defines it."""
+    """Tell whether a module's file has the name, or the package exports it lazily from a file that defines it."""
     path = module.replace(".", "/")
     texts = [files.get(f"{path}.py", ""), files.get(f"{path}/__init__.py", "")]
     if any(re.search(rf"\b{name}\b", text) for text in texts) or f"{path}/{name}/__init__.py" in files:

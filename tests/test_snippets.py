@@ -93,3 +93,15 @@ def test_the_stream_s_example() -> None:
     assert sum(line.startswith("0: ' ") for line in lines) == 3
     assert "0: length, {'queue_seconds': " in first.stdout
     assert other.stdout == ""
+
+
+def test_the_walk_through_the_code_names_what_is_there() -> None:
+    """`path.py: name, Class.method` in docs/structure.md, and every path in it."""
+    page = (ROOT / "docs" / "structure.md").read_text()
+    references = re.findall(r"`((?:[\w]+/)*\w+\.py)(?:: ([\w., ]+))?`", page)
+    assert len(references) > 40
+    for path, names in references:
+        file = next((file for file in (ROOT / "dcpmla" / path, ROOT / path) if file.is_file()), None)
+        assert file is not None, f"{path} is not there"
+        for name in filter(None, re.split(r"[., ]+", names)):
+            assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.* = ", file.read_text(), re.MULTILINE), (path, name)

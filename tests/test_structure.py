@@ -56,7 +56,7 @@ FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def resolve(name: str) -> str:
-    """The module that a dotted name lives in: `dcpmla.config.MLAConfig` -> `dcpmla.config`."""
+    """Find the module that a dotted name lives in: `dcpmla.config.MLAConfig` -> `dcpmla.config`."""
     while name not in FILES:
         name = name.rpartition(".")[0]
     return name
@@ -99,7 +99,7 @@ def test_a_floor_imports_only_floors_below(module: str) -> None:
 
 def test_the_reader_of_imports_sees_them_all() -> None:
     assert "dcpmla.config" in set(imports_of("dcpmla.attention.layer"))
-    assert "dcpmla.ownership" in set(imports_of("dcpmla.attention.step"))  # `from dcpmla import ownership`
+    assert "dcpmla.ownership" in set(imports_of("dcpmla.attention.build"))  # `from dcpmla import ownership`
     assert "dcpmla.cli.generate" in set(imports_of("dcpmla.__main__"))
     assert not may_import("dcpmla.cache.latent", "dcpmla.comm.exchange")
     assert not may_import("dcpmla.runtime.engine", "dcpmla.integrations.transformers")
@@ -249,7 +249,7 @@ def metadata() -> dict[str, Any]:
 
 
 def third_party() -> set[str]:
-    """Packages that any file imports, at its top or inside a function."""
+    """Collect the packages that any file imports, at its top or inside a function."""
     names: set[str] = set()
     for path in FILES.values():
         for node in ast.walk(ast.parse(path.read_text())):

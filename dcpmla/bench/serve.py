@@ -24,7 +24,8 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.loading import ModelFiles, check_layout, open_model
 from dcpmla.job.bootstrap import agree
 from dcpmla.llm import run_with_bar
-from dcpmla.runtime.engine import Engine, Stats
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.stats import Stats
 
 _NUM_WARM_UPS = 8  # requests
 _WARM_UP_OUTPUT_LEN = 16  # most new tokens of one

@@ -119,12 +119,13 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _missing(prompts: list[Prompt], lines: OutputLines) -> list[Prompt]:
-    """The prompts that have no output yet."""
+    """Return the prompts that have no output yet."""
     foreign = lines.ids - {prompt.request_id for prompt in prompts}
     if foreign:
         example = min(map(repr, foreign))
         raise ValueError(
-            f"--output-file is {lines.path}, which has id {example} that --prompt-file has not; give the files of one job"
+            f"--output-file is {lines.path}, which has id {example} that is not in --prompt-file; "
+            f"give the files of one job"
         )
     if lines.ids:
         print(f"{lines.path} has {len(lines.ids)} of {len(prompts)} outputs already", flush=True)
@@ -132,7 +133,7 @@ def _missing(prompts: list[Prompt], lines: OutputLines) -> list[Prompt]:
 
 
 def _broadcast(prompts: list[Prompt]) -> list[Prompt]:
-    """The first rank's prompts, for every rank: only its host needs the file."""
+    """Hand the first rank's prompts to every rank: only its host needs the file."""
     message = [prompts]
     dist.broadcast_object_list(message, src=0)
     return message[0]
@@ -149,7 +150,7 @@ def _output_line(request: Request) -> dict[str, object]:
 
 
 def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request], chosen: ChosenExchange) -> None:
-    """Write the files of --json and --logits and print the answers; in any case print what was measured."""
+    """Write the files of --json and --logits, print the answers unless they are in a file, and what was measured."""
     kv_tokens_per_rank = _kv_tokens_per_rank(engine, requests)
     if args.json:
         outputs = [
@@ -187,18 +188,18 @@ def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request
     for index, request in enumerate(requests if args.output_file is None else ()):
         print(f"[{index}] {len(request.prompt_token_ids)} prompt tokens -> {request.text or request.token_ids}")
     stats = engine.stats
-    print(
-        f"prefill: {stats.num_prefill_tokens} tokens, {stats.num_prefill_tokens / max(stats.prefill_seconds, 1e-9):,.0f} tok/s"
-    )
-    print(
-        f"decode: {stats.num_decode_tokens} tokens, {stats.num_decode_tokens / max(stats.decode_seconds, 1e-9):,.0f} tok/s"
-    )
+    _print_rate("prefill", stats.num_prefill_tokens, stats.prefill_seconds)
+    _print_rate("decode", stats.num_decode_tokens, stats.decode_seconds)
     print(f"from earlier requests: {stats.num_cached_tokens} tokens; preemptions: {stats.num_preemptions}")
     print(f"KV tokens per rank: {kv_tokens_per_rank}")
 
 
+def _print_rate(phase: str, num_tokens: int, seconds: float) -> None:
+    print(f"{phase}: {num_tokens} tokens, {num_tokens / max(seconds, 1e-9):,.0f} tok/s")
+
+
 def _kv_tokens_per_rank(engine: Engine, requests: Sequence[Request]) -> list[int]:
-    """Tokens that each TP rank cached for the requests: all but each one's last."""
+    """Count the tokens that each TP rank cached for the requests: all but the last of each request."""
     size, interleave = engine.dcp.decode_context_parallel_size, engine.dcp.cp_kv_cache_interleave_size
     lens = torch.tensor([request.num_tokens - 1 for request in requests])
     per_dcp_rank = local_seq_lens(lens, size, interleave=interleave).sum(0).tolist()

@@ -1,16 +1,15 @@
 """The engine: requests that come and go -> steps of decodes and prefill chunks -> tokens, texts, measurements."""
 
 import heapq
+import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from operator import index
+from dataclasses import replace
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
@@ -18,15 +17,17 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
-from dcpmla.parallel.collectives import named
+from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.runtime.agreement import Agreement
 from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.request import Request, check_prompt
+from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.sampling import SamplingParams, sample
 from dcpmla.runtime.scheduler import Scheduler, Step
+from dcpmla.runtime.stats import Stats
 from dcpmla.runtime.text import TextStream, Tokenizer
 
-_MICROSECOND = 1e-6
+_logger = logging.getLogger(__name__)
 _MAX_SLEEP = 1.0  # seconds; whoever watches the steps hears of an idle engine as often as that
 _NOW = -math.inf  # arrival time of a request that the next step dates
 
@@ -44,33 +45,11 @@ class Model(Protocol):
     def check(self) -> None: ...
 
 
-@dataclass
-class Stats:
-    """Totals of a run. A step with a prompt's tokens in it counts as prefill, with all its tokens; any other as decode.
-
-    Attributes:
-        num_preemptions, num_cached_tokens: of the finished requests; tokens that an earlier request had computed
-        for them.
-        max_num_running: most requests that held blocks at the same time.
-    """
-
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    num_steps: int = 0
-    num_finished: int = 0
-    num_new_tokens: int = 0
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0
-    max_num_running: int = 0
-
-
 class Engine:
     """Continuous batching over one sharded cache. Every rank of the TP group makes the same calls, in the same order.
 
-    Ranks decide alike without talking: only the first rank's choice of tokens and its clock are sent to the others,
-        once a step.
+    Ranks decide alike without talking: once a step they agree on the first rank's choice of tokens, its clock, and
+    whose callbacks failed (`Agreement`).
 
     Args:
         cache: its blocks are handed out to requests as they run.
@@ -79,11 +58,10 @@ class Engine:
         max_num_seqs: most requests that run at the same time.
         tokenizer: for prompts that are texts, for texts of new tokens and stop strings; None serves token ids only.
         on_step: called with a line on what comes next, before the work of each step.
-        graph: of the model's decode step over the cache; takes the steps of decodes alone that are not larger than
-            its largest batch.
+        graph: the model's decode step over the cache; takes steps of decodes alone, up to its largest batch.
         enable_prefix_caching: reuse the blocks of earlier requests that begin with the same tokens.
     Raises:
-        ValueError: a limit below 1.
+        ValueError: a limit that is too low.
     """
 
     def __init__(
@@ -102,15 +80,16 @@ class Engine:
     ) -> None:
         self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
         self.max_model_len, self.tokenizer, self.on_step, self.graph = max_model_len, tokenizer, on_step, graph
+        check_fields({"max_model_len": whole(2)}, {"max_model_len": max_model_len}, option_label)
         self.allocator = BlockAllocator(cache.sizes.num_blocks, dcp.virtual_block_size)
         self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs, enable_prefix_caching)
         self.stats = Stats()
         self._workspace = decode_workspace(model.device)
-        self._lacks_scales = (
-            dcp.calculate_kv_scales
-        )  # layers take them from the first prefill, before which nothing may be cached
+        # Layers take scales from the first prefill, before which nothing may be cached.
+        self._lacks_scales = dcp.calculate_kv_scales
+        self._agreement = Agreement(mesh, model.device)
         self.now = 0.0  # seconds on the first rank's clock when the last step ended
-        self._started = time.monotonic()
+        self._called: list[Request] = []  # in the last step: any rank's callback may have failed
         self._arriving: list[tuple[float, int, Request]] = []  # a heap by arrival time, then the order of the calls
         self._num_added = 0
         self._finished: deque[Request] = deque()  # not given to the caller yet
@@ -131,18 +110,18 @@ class Engine:
             params: default greedy, 16 tokens; max_new_tokens is cut to what max_model_len leaves.
             arrival_time: seconds on the engine's clock before which it is not looked at; default now.
             on_token: called at each of its tokens with the request and the text that became certain; may add and
-            abort requests.
+                abort requests, on every rank alike. If it raises, on any rank, the request takes no further token
+                and ends as "error" on all ranks (`Request.error`); the others go on.
             keep_logits: keep the logits that each token was chosen from.
         Raises:
-            ValueError: a prompt the model cannot continue, or that the whole cache has no room for; a text or a
-                stop string without a tokenizer; an arrival_time that never comes.
+            ValueError: an argument of another type, a prompt the model cannot continue, or that the whole cache has
+                no room for; a text or a stop string without a tokenizer; an arrival_time that never comes.
         """
+        check_arguments(params, request_id, arrival_time, on_token, keep_logits)
         params = params or SamplingParams()
         if params.stop and self.tokenizer is None:
             raise ValueError("stop has strings, but the engine has no tokenizer; give stop_token_ids")
-        if arrival_time is not None and not math.isfinite(arrival_time):
-            raise ValueError(f"arrival_time is {arrival_time}; it must be a number of seconds")
-        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else _whole_numbers(prompt)
+        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else whole_numbers(prompt)
         check_prompt("prompt", token_ids, self.model.vocab_size, self.max_model_len)
         request = Request(
             prompt_token_ids=token_ids,
@@ -159,7 +138,7 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request, unless it is finished: its tokens so far stay, its blocks are freed."""
+        """End a request that is not finished: its tokens so far stay, its blocks are freed."""
         if request.finish_reason:
             return
         if any(request is other for _, _, other in self._arriving):
@@ -167,9 +146,8 @@ class Engine:
             heapq.heapify(self._arriving)
         else:
             self.scheduler.remove(request)
-        request.finish_reason, request.finish_time = "abort", self.now
-        if request.text_stream is not None:
-            request.text_stream.finish()
+        request.end("abort")
+        request.finish_time = self.now
 
     @property
     def has_requests(self) -> bool:
@@ -177,7 +155,7 @@ class Engine:
         return bool(self._arriving or self.scheduler.waiting or self.scheduler.running or self._finished)
 
     def run(self) -> Iterator[Request]:
-        """Step until no request is left; gives each one as it finishes.
+        """Step until no request is left, and yield each one as it finishes.
 
         Requests may be added on the way, on every rank alike.
         """
@@ -188,7 +166,7 @@ class Engine:
                 yield self._finished.popleft()
 
     def step(self) -> list[Request]:
-        """One step of the batch; returns the requests that it finished. Collective over the TP group."""
+        """Run one step of the batch and return the requests that it finished. Collective over the TP group."""
         self._advance()
         finished = list(self._finished)
         self._finished.clear()
@@ -201,11 +179,12 @@ class Engine:
 
     def restart_clock(self) -> None:
         """Set the engine's clock to 0: arrival times count from here."""
-        self._started, self.now = time.monotonic(), 0.0
+        self._agreement.restart_clock()
+        self.now = 0.0
 
     def _advance(self) -> None:
         if not self.scheduler.running:
-            self._synchronize(torch.empty(0, dtype=torch.int64))  # the clock went on while nothing was computed
+            self._agree(torch.empty(0, dtype=torch.int64))  # the clock went on while nothing was computed
         self._let_in()
         step = self.scheduler.schedule(self.now)
         if not step.pieces:
@@ -221,15 +200,11 @@ class Engine:
         )
         requests, token_ids, logits = self._compute(step, graph)
         pieces = self._append(requests, token_ids, logits)
-        self._count(is_prefill, num_tokens, time.perf_counter() - started)
-        for request, piece in zip(
-            requests, pieces, strict=True
-        ):  # after all of them have their tokens: a callback may abort any
-            if request.on_token is not None:
-                request.on_token(request, piece)
+        self.stats.count_step(is_prefill, num_tokens, time.perf_counter() - started)
+        self._call_back(pieces)
 
     def cache_use(self) -> float:
-        """The part of the cache's blocks that running requests hold, in [0, 1]."""
+        """Return the part of the cache's blocks that running requests hold, in [0, 1]."""
         return 1 - self.allocator.num_free / self.allocator.num_blocks
 
     def _tokenize(self, prompt: str) -> list[int]:
@@ -250,7 +225,7 @@ class Engine:
             time.sleep(min(_MAX_SLEEP, max(0.0, self._arriving[0][0] - self.now)))
 
     def _graph_of(self, step: Step) -> DecodeGraph | None:
-        """The decode graph, if the step is one for it."""
+        """Return the decode graph, if the step is one for it."""
         if self.graph is None or self._lacks_scales:
             return None
         if len(step.pieces) > self.graph.batch_sizes[-1] or any(num > 1 for _, num in step.pieces):
@@ -258,9 +233,8 @@ class Engine:
         return self.graph
 
     def _compute(self, step: Step, graph: DecodeGraph | None) -> tuple[list[Request], list[int], Tensor]:
-        """Compute a step's tokens.
-
-        Returns the requests that have all theirs computed, a new token for each, and its logits.
+        """Compute a step's tokens, and return the requests that have all theirs computed, a new token for each, and the
+        logits of these.
         """
         metadata = StepMetadata.build(
             query_lens=[num_tokens for _, num_tokens in step.pieces],
@@ -294,62 +268,64 @@ class Engine:
             self.scheduler.remember(request)
         generators = [request.generator if request.params.temperature else None for request in ready]
         tokens = sample(logits, [request.params for request in ready], generators)
-        return ready, self._synchronize(tokens), logits
+        return ready, self._agree(tokens), logits
 
-    def _append(self, requests: Sequence[Request], token_ids: Sequence[int], logits: Tensor) -> list[str]:
-        """Give each request its token, and finish those that end with it; returns the text that became certain for
-        each.
+    def _append(
+        self, requests: Sequence[Request], token_ids: Sequence[int], logits: Tensor
+    ) -> list[tuple[Request, str]]:
+        """Give each request that has not failed its token, finish those that end with it, and return each with the text
+        that became certain.
         """
         pieces = []
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
+            if request.finish_reason:
+                continue
             if request.keep_logits:
                 request.logits.append(logits[row].cpu())
             if request.first_token_time is None:
                 request.first_token_time = self.now
-            pieces.append(request.append(token_id, self.model.eos_token_ids))
+            pieces.append((request, request.append(token_id, self.model.eos_token_ids)))
             if request.finish_reason:
                 self._finish(request)
-        self.stats.num_new_tokens += len(requests)
+        self.stats.num_new_tokens += len(pieces)
         return pieces
+
+    def _call_back(self, pieces: Sequence[tuple[Request, str]]) -> None:
+        """Tell of a step's tokens, after all requests have theirs: a callback may abort any of them.
+
+        One that raises may do so on this rank alone, while the other ranks are already at the next step. So its
+        request goes on until they agree, at the end of that step; one that has ended by itself stays as it is.
+        """
+        self._called = [request for request, _ in pieces]
+        for request, piece in pieces:
+            if request.on_token is None:
+                continue
+            try:
+                request.on_token(request, piece)
+            except Exception as error:
+                request.error = error
+                _logger.error("on_token of request %r failed", request.request_id, exc_info=error)
 
     def _finish(self, request: Request) -> None:
         request.finish_time = self.now
         self.scheduler.remove(request)
         self._finished.append(request)
-        self.stats.num_finished += 1
-        self.stats.num_preemptions += request.num_preemptions
-        self.stats.num_cached_tokens += request.num_cached_tokens
+        self.stats.count_finished(request)
 
-    def _synchronize(self, tokens: Tensor) -> list[int]:
-        """The first rank's tokens [n] int64, and its clock, for every rank; for none, where the step failed on any."""
+    def _agree(self, tokens: Tensor) -> list[int]:
+        """Take the first rank's tokens [n] int64 and its clock, and end requests whose callbacks failed on any rank.
+
+        No rank gets here, and none goes on, where the step failed on any.
+        """
         if tokens.is_cuda:
             torch.cuda.current_stream().synchronize()  # also where no request has a token yet
         self.model.check()
-        message = [int((time.monotonic() - self._started) / _MICROSECOND), *tokens.tolist()]
-        if self.mesh.tp_size > 1:
-            # A sum, to which the others add nothing: unlike a broadcast it ends nowhere before all ranks have come,
-            # with sound steps.
-            total = torch.tensor(message if self.mesh.tp_rank == 0 else [0] * len(message), device=self.model.device)
-            with named("agreeing on new tokens", self.mesh.tp_group):
-                dist.all_reduce(total, group=self.mesh.tp_group)
-            message = total.tolist()
-        microseconds, *token_ids = message
-        self.now = microseconds * _MICROSECOND
-        return token_ids
-
-    def _count(self, is_prefill: bool, num_tokens: int, seconds: float) -> None:
-        stats = self.stats
-        stats.num_steps += 1
-        if is_prefill:
-            stats.num_prefill_tokens += num_tokens
-            stats.prefill_seconds += seconds
-        else:
-            stats.num_decode_tokens += num_tokens
-            stats.decode_seconds += seconds
-
-
-def _whole_numbers(prompt: Sequence[int]) -> list[int]:
-    try:
-        return [index(token) for token in prompt]
-    except TypeError as error:
-        raise ValueError(f"prompt must be a text or token ids, whole numbers ({error})") from error
+        agreed = self._agreement.reach(tokens, [request.error is not None for request in self._called])
+        self.now = agreed.now
+        for request, has_failed in zip(self._called, agreed.failed, strict=True):
+            if has_failed and not request.finish_reason:
+                request.error = request.error or RuntimeError("on_token failed on another rank")
+                request.end("error")
+                self._finish(request)
+        self._called = []
+        return agreed.token_ids

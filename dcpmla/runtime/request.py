@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
 
 import torch
 from torch import Tensor
 
+from dcpmla.fields import FLAG, Rule, check_fields, is_number, is_whole, optional
 from dcpmla.runtime.sampling import SamplingParams, new_generator
 from dcpmla.runtime.text import TextStream
 
@@ -23,7 +25,9 @@ class Request:
         token_ids: new tokens so far; one that stops the request is the last one.
         logits: [vocab] float32 each new token was chosen from, when they are to be kept.
         finish_reason: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at
-            max_new_tokens, "abort" where the caller ended it, None before.
+            max_new_tokens, "abort" where the caller ended it, "error" where on_token failed before its last token,
+            None before.
+        error: what on_token raised, on this rank or (a RuntimeError says so) on another.
         num_computed_tokens: whose latents are in the cache.
         num_cached_tokens: of the prompt, that an earlier request had computed.
         num_preemptions: how often its blocks were taken away and it was computed anew.
@@ -40,6 +44,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     finish_reason: str | None = None
+    error: Exception | None = None
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
@@ -97,6 +102,12 @@ class Request:
             piece += self.text_stream.finish()
         return piece
 
+    def end(self, reason: str) -> None:
+        """Finish before its last token, for a reason of the caller's or the engine's; its text so far stays."""
+        self.finish_reason = reason
+        if self.text_stream is not None:
+            self.text_stream.finish()
+
     def metrics(self) -> dict[str, float | None]:
         """Seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (of those
         after the first).
@@ -115,6 +126,22 @@ def _seconds(start: float | None, end: float | None, parts: int = 1) -> float | 
     return None if start is None or end is None else round((end - start) / parts, 6)
 
 
+_ARGUMENTS = {
+    "params": optional(Rule("SamplingParams", lambda value: isinstance(value, SamplingParams))),
+    "request_id": Rule("text or a whole number", lambda value: isinstance(value, str) or is_whole(value)),
+    "arrival_time": optional(Rule("a finite number of seconds", is_number)),
+    "on_token": optional(Rule("a function of a request and a text", callable)),
+    "keep_logits": FLAG,
+}
+
+
+def check_arguments(
+    params: object, request_id: object, arrival_time: object, on_token: object, keep_logits: object
+) -> None:
+    """Raise ValueError for an argument of `Engine.add` that has another type."""
+    check_fields(_ARGUMENTS, locals())
+
+
 def check_prompt(name: str, token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
     """Raise ValueError, calling the prompt by a name, unless a model can continue it."""
     if not token_ids:
@@ -126,3 +153,13 @@ def check_prompt(name: str, token_ids: Sequence[int], vocab_size: int, max_model
         raise ValueError(
             f"{name} has {len(token_ids)} tokens; with --max-model-len {max_model_len} at most {max_model_len - 1} leave room for a new one"
         )
+
+
+def whole_numbers(prompt: Sequence[int]) -> list[int]:
+    """Return a prompt's token ids as ints; ValueError for anything else."""
+    try:
+        if any(isinstance(token, bool) for token in prompt):
+            raise TypeError("'bool' object is no token id")
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise ValueError(f"prompt must be a text or token ids, whole numbers ({error})") from error

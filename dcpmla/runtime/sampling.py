@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from dcpmla.fields import FLAG, TEXT, Rule, check_fields, number, tuple_of, whole
+from dcpmla.fields import FLAG, TEXT, Rule, check_fields, number, option_label, tuple_of, whole
 
 _MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small beside the logits of a large batch
 
@@ -54,7 +54,7 @@ class SamplingParams:
         for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
             if isinstance(value, str | list):
                 object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        check_fields(_RULES, vars(self), lambda name: f"{name} (--{name.replace('_', '-')})")
+        check_fields(_RULES, vars(self), option_label)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], defaults: "SamplingParams") -> "SamplingParams":

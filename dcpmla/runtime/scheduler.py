@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.request import Request
 
 
@@ -54,18 +55,14 @@ class Scheduler:
         max_num_seqs: int,
         enable_prefix_caching: bool = True,
     ) -> None:
-        for name, value in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
-            if value < 1:
-                raise ValueError(f"{name} (--{name.replace('_', '-')}) is {value}; it must be at least 1")
+        limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+        check_fields(dict.fromkeys(limits, whole(1)), limits, option_label)
         self.allocator, self.enable_prefix_caching = allocator, enable_prefix_caching
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self._refused: tuple[Request | None, int, int] = (
-            None,
-            0,
-            0,
-        )  # whom there was no room for; blocks free and remembered then
+        # Whom there was no room for; blocks free and remembered then.
+        self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError if the whole cache is too small for a request.

@@ -17,9 +17,9 @@ from dcpmla.bench.load import make_load
 from dcpmla.bench.served import Served, summarize
 from dcpmla.cache.latent import CachePlan
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.engine import Stats
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.stats import Stats
 from tests.support.launchers import run_forked, unattended
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks

@@ -88,6 +88,10 @@ def test_options_reach_the_layout() -> None:
         assert dcp_config(args, 2) == dataclasses.replace(plain, **{name: True})
     assert dcp_config(build_parser().parse_args([*options, "--dcp-check-exchange"]), 2).check_exchange
     assert dcp_config(build_parser().parse_args([*options, "--index-cache-dtype", "fp8"]), 2).index_cache_dtype == "fp8"
+    assert dcp_config(build_parser().parse_args([*options, "--kv-cache-dtype", "fp8_e4m3"]), 2).kv_cache_dtype == "fp8"
+    backends = ["--attention-backend", "torch", "--prefill-backend", "triton"]
+    chosen = dcp_config(build_parser().parse_args([*options, *backends]), 2)
+    assert (chosen.attention_backend, chosen.prefill_backend) == ("torch", "triton")
 
 
 def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> None:
@@ -215,6 +219,10 @@ MISTAKES = {
         "--prompt-file does not go with --prompt, --prompt-ids, --json or --logits",
     ),
     "timeout": (["--timeout", 0], "argument --timeout: '0' is not a whole number of at least 1"),
+    "attention backend": (
+        ["--attention-backend", "fa9"],
+        "attention_backend (--attention-backend) is 'fa9'; expected 'auto' or one of hopper, triton",
+    ),
     "seed": (["--seed=-1"], "argument --seed: '-1' is not a whole number in [0, 2^32)"),
     "device file": (["--logits", "/dev/null"], "--logits is /dev/null, which is there and not a file"),
     "long name": (["--json", "/tmp/" + 250 * "x"], "where no file can be written (File name too long)"),
@@ -249,7 +257,7 @@ def test_one_file_for_both_outputs(model: Path, tmp_path: Path, capfd: pytest.Ca
 
 
 def hub_model(model: Path, directory: Path) -> Path:
-    """A model as the hub's cache has it: links to files that lie elsewhere, under other names."""
+    """Copy a model as the hub's cache has it: links to files that lie elsewhere, under other names."""
     (directory / "blobs").mkdir()
     (directory / "snapshot").mkdir()
     for number, file in enumerate(sorted(model.iterdir())):

@@ -20,7 +20,7 @@ from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.models import FAMILIES, VOCAB_SIZE, save_tiny
+from tests.support.models import FAMILIES, VOCAB_SIZE, random_model, save_tiny, tiny_config
 from tests.support.ranks import run_ranks
 
 PROMPT_LENS = (1, 2, 5, 37, 70)  # shorter than W, one token, and contexts that chunks cut unevenly
@@ -130,3 +130,32 @@ def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
 def test_eight_ranks(family: str, tmp_path: Path) -> None:
     reference = save_tiny(family, tmp_path)
     check(reference, tmp_path, 8, make_cases(8, [8], (1, 16), ("a2a",)) + make_cases(8, [8, 4], (2,), ("ag_rs",)))
+
+
+def small_latents(family: str, directory: Path) -> Any:
+    """Save a model whose latents are about as small as the root of their norms' eps, 1e-6; other norms' is 1e-3."""
+    config = tiny_config(family)
+    config.rms_norm_eps = 1e-3
+    model = random_model(config)
+    for name, weight in model.named_parameters():
+        if "q_a_proj" in name or "kv_a_proj" in name:
+            weight.data *= 1e-3
+    model.save_pretrained(directory)
+    return model
+
+
+def test_eps_of_the_latents_norms(tmp_path: Path) -> None:
+    """The latents' norms have an eps of their own, whatever the config's rms_norm_eps."""
+    references = [small_latents(family, tmp_path / family) for family in FAMILIES]
+    results = run_ranks(1, run_families, [tmp_path / family for family in FAMILIES], timeout=300)[0]
+    for family, reference, (tokens, logits) in zip(FAMILIES, references, results, strict=True):
+        prompt = prompts()[3]
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0, msg=lambda text, of=family: f"{of}: {text}")
+
+
+def run_families(directories: list[Path]) -> list[tuple[list[int], torch.Tensor]]:
+    """On one rank: the fourth prompt's new tokens and their logits, by each model."""
+    case = Case(DCPConfig(block_size=16), 1000)
+    return [run_cases(directory, [case], "cpu")[0][3] for directory in directories]

@@ -141,22 +141,38 @@ def test_a_callback_adds_a_request() -> None:
     assert sum((turn.token_ids for turn in turns), []) == alone_ignoring_eos([1], 4 * 8)
 
 
-@pytest.mark.parametrize("num_before", [3, 8])
-def test_a_callback_that_fails_leaves_the_engine_as_after_the_step(num_before: int) -> None:
-    """Half-way, and at the last token of all three."""
-    engine = make_engine(num_blocks=50)
+@pytest.mark.parametrize("num_before", [1, 3, 8])
+def test_a_callback_that_fails_ends_its_request(num_before: int, caplog: pytest.LogCaptureFixture) -> None:
+    """At the first token, half-way, and at the last token of all three."""
+    engine = make_engine(num_blocks=50, tokenizer=Letters())
+    failure = CallbackError("no more of it")
 
     def fail(request: Request, piece: str) -> None:
         if len(request.token_ids) == num_before:
-            raise CallbackError
+            raise failure
 
-    requests = [engine.add([index], PARAMS, on_token=fail if index == 1 else None) for index in range(3)]
-    with pytest.raises(CallbackError):
-        list(engine.run())
-    assert [len(request.token_ids) for request in requests] == 3 * [num_before]
-    assert list(engine.run()) == requests
-    assert [request.token_ids for request in requests] == [alone_ignoring_eos([index], 8) for index in range(3)]
+    requests = [
+        engine.add([index], PARAMS, request_id=index, on_token=fail if index == 1 else None) for index in range(3)
+    ]
+    finished = list(engine.run())
+    assert sorted(request.request_id for request in finished) == [0, 1, 2]
+    assert [len(request.token_ids) for request in requests] == [8, num_before, 8]
+    for index, request in enumerate(requests):
+        assert request.token_ids == alone_ignoring_eos([index], 8)[: len(request.token_ids)]
+    assert [request.finish_reason for request in requests] == [
+        "length",
+        "length" if num_before == 8 else "error",
+        "length",
+    ]
+    assert [request.error for request in requests] == [None, failure, None]
+    assert requests[1].text == Letters().decode(requests[1].token_ids)
+    assert [record.getMessage() for record in caplog.records] == ["on_token of request 1 failed"]
     assert engine.allocator.num_free == 50
+    assert engine.stats.num_finished == 3
+    assert engine.stats.num_new_tokens == 16 + num_before
+    again = engine.add([1], PARAMS)
+    assert list(engine.run()) == [again]
+    assert again.token_ids == alone_ignoring_eos([1], 8)
 
 
 def test_a_consumer_may_leave_and_come_back() -> None:
@@ -227,10 +243,7 @@ def serve(engine: Engine, load: list[Ask]) -> tuple[list[Request], list[Request]
     for _ in range(-(-len(load) // 2)):
         add()
     while True:
-        try:
-            request = next(engine.run(), None)  # a consumer that leaves at each request, and comes back
-        except CallbackError:
-            continue
+        request = next(engine.run(), None)  # a consumer that leaves at each request, and comes back
         if request is not None:
             finished.append(request)
         elif len(requests) < len(load):
@@ -252,17 +265,18 @@ def test_every_request_gives_the_text_that_it_gives_alone(load: list[Ask], spare
     requests, finished, texts = serve(engine, load)
     for ask, request in zip(load, requests, strict=True):
         tokens, text, reason = answer(ask.prompt, ask.params)
-        is_aborted = request.finish_reason == "abort"
-        assert finished.count(request) == (not is_aborted)
-        if is_aborted:
+        assert finished.count(request) == (request.finish_reason != "abort")
+        if request.finish_reason in ("abort", "error"):
             num_tokens = len(request.token_ids)
-            assert seen(request) == (tokens[:num_tokens], letters(tokens[:num_tokens]), "abort")
+            assert (request.token_ids, request.text) == (tokens[:num_tokens], letters(tokens[:num_tokens]))
             assert num_tokens < len(tokens)
         else:
             assert seen(request) == (tokens, text, reason)
-            assert texts.get(request) == text or any(
-                other.action == "fail" for other in load
-            )  # a failure takes its step's other pieces along
+            assert texts[request] == text
+        has_failed = ask.action == "fail" and len(request.token_ids) >= ask.at
+        assert isinstance(request.error, CallbackError) == has_failed
+        if request.finish_reason == "error":
+            assert (has_failed, len(request.token_ids)) == (True, ask.at)
     check_all_is_free(engine)
 
 

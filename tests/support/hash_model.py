@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dcpmla.runtime.agreement as agreement_module
 import dcpmla.runtime.engine as engine_module
 from dcpmla.attention.step import ContextChunk, StepMetadata
 from dcpmla.cache.latent import CachePlan, LatentCache
@@ -144,9 +145,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = -1.0
-        monkeypatch.setattr(
-            engine_module, "time", SimpleNamespace(monotonic=self.look, perf_counter=self.look_on, sleep=self.sleep)
-        )
+        clock = SimpleNamespace(monotonic=self.look, perf_counter=self.look_on, sleep=self.sleep)
+        for module in (engine_module, agreement_module):
+            monkeypatch.setattr(module, "time", clock)
 
     def look(self) -> float:
         self.now += 1

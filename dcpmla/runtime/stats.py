@@ -1,0 +1,43 @@
+"""What an engine counts."""
+
+from dataclasses import dataclass
+
+from dcpmla.runtime.request import Request
+
+
+@dataclass
+class Stats:
+    """Totals of a run. A step with a prompt's tokens in it counts as prefill, with all its tokens; any other as decode.
+
+    Attributes:
+        num_preemptions: of the finished requests.
+        num_cached_tokens: of the finished requests' prompts, that earlier requests had computed.
+        max_num_running: most requests that held blocks at the same time.
+    """
+
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    num_steps: int = 0
+    num_finished: int = 0
+    num_new_tokens: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    max_num_running: int = 0
+
+    def count_step(self, is_prefill: bool, num_tokens: int, seconds: float) -> None:
+        """Add a step's tokens and the seconds that it took."""
+        self.num_steps += 1
+        if is_prefill:
+            self.num_prefill_tokens += num_tokens
+            self.prefill_seconds += seconds
+        else:
+            self.num_decode_tokens += num_tokens
+            self.decode_seconds += seconds
+
+    def count_finished(self, request: Request) -> None:
+        """Add what a request that has finished went through."""
+        self.num_finished += 1
+        self.num_preemptions += request.num_preemptions
+        self.num_cached_tokens += request.num_cached_tokens
