@@ -1,5 +1,5 @@
-"""How decode kernels share the work: the Hopper kernel's own schedule and merge run in torch, the portable kernel in
-the interpreter.
+"""The split of decode's work over programs: the Hopper kernel's schedule and merge in torch, the portable kernel in
+Triton's interpreter.
 """
 
 from collections import Counter
@@ -123,7 +123,7 @@ def schedule_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
 
 
 def _reader() -> Callable[[Pointer], Tensor]:
-    """Of counters; a loop that goes on reading one is waiting for parts that never arrive."""
+    """Return a reader of counters; a loop that goes on reading one is waiting for parts that never arrive."""
     reads = Counter[int]()
 
     def read(counter: Pointer) -> Tensor:
@@ -179,9 +179,9 @@ class Batch:
 
 
 def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """All programs' segments, then all programs' merges, as the roles do both.
+    """Run all programs' segments, then all programs' merges, as the roles do both.
 
-    Gives out, LSE, counters, and the tiles of each program.
+    Returns out, LSE, counters, and the tiles of each program.
     """
     start_loc = torch.tensor([0, *batch.queries]).cumsum(0)
     query_len = max(batch.queries)
@@ -274,7 +274,7 @@ requests = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40)), min_size=1
 def test_the_hopper_kernels_split_and_merge(
     requests: list[tuple[int, int]], num_heads: int, num_parts: int, is_uniform: bool
 ) -> None:
-    """Every row once, from every key that it sees; about as many tiles for each program; counters as they were."""
+    """Each row is computed once, from every key that it sees; programs have about as many tiles; counters are reset."""
     if is_uniform:
         requests = [(requests[0][0], keys) for _, keys in requests]
     batch = Batch.draw(requests, num_heads)

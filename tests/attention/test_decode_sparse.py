@@ -1,5 +1,4 @@
-"""Decode over pages of one row on a GPU: which kernel runs. And over 8-bit caches: what the converter gives, bit by
-bit.
+"""Decode on a GPU: the backend that takes pages of one row, and the conversion of 8-bit caches bit by bit.
 
 `test_decode_kernel` has the cases against float64.
 """

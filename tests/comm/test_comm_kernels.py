@@ -28,9 +28,8 @@ def check_merge_rows(device: str) -> None:
             (torch.float16, 1e-3),
         ):  # the interpreter truncates
             out, lse = partials(num_parts, dtype)
-            padded = torch.full(
-                (*out.shape[:-1], out.shape[-1] + 8), torch.nan, dtype=dtype
-            )  # rows with something behind them
+            # Rows with something after them.
+            padded = torch.full((*out.shape[:-1], out.shape[-1] + 8), torch.nan, dtype=dtype)
             padded[..., :-8] = out
             merged, merged_lse = merge_rows(
                 padded.to(device)[..., :-8], lse.to(device).transpose(0, 1).contiguous().transpose(0, 1)
@@ -41,7 +40,7 @@ def check_merge_rows(device: str) -> None:
 
 
 def check_weigh_rows(device: str) -> None:
-    """What the ranks make of their rows adds up to the merged ones, each owner's apart."""
+    """The ranks' weighed rows add up to the merged ones, those of each owner apart."""
     from dcpmla.comm.kernels.merge import weigh_rows
 
     for size, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float64), (8, torch.float16)):
@@ -74,8 +73,9 @@ def test_kernels_in_the_interpreter(check: Callable[[str], None]) -> None:
 def compile_for_hopper(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: str = "", num_warps: int = 4
 ) -> str:
-    """The PTX of a kernel whose other arguments are int32; `aligned`, a pattern, matches those that are multiples of
-    16.
+    """Return the PTX of a kernel whose other arguments are int32.
+
+    `aligned`, a pattern, matches those that are multiples of 16.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
