@@ -40,9 +40,14 @@ def parts_case(dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value
     return [out, values, torch.zeros(3, heads * value, dtype=dtype)], w_uv
 
 
-def written(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant | None) -> Any:
-    """Parts as a layer appends them; as many rows of padding as the last one has, which is zeros, are left to be."""
-    padding = len(parts[-1]) if len(parts) > 1 and not parts[-1].any() else 0
+def num_padding(parts: Sequence[Tensor]) -> int:
+    """Count the rows of the last part, if it is all zeros."""
+    return len(parts[-1]) if len(parts) > 1 and not parts[-1].any() else 0
+
+
+def written(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant | None, padding: int | None = None) -> Any:
+    """Append parts as a layer does, and leave the rows of padding, which the last part may be, to `finish`."""
+    padding = num_padding(parts) if padding is None else padding  # given where no one may wait for the GPU
     rows = OutputRows(sum(map(len, parts)), w_uv, quant)
     for part in parts[:-1] if padding else parts:
         if part.ndim == 3:
@@ -211,9 +216,9 @@ def test_operators_run_the_kernels() -> None:
         difference = (numbers(got.values) - numbers(unfused(rows, on_gpu)[0])).abs()
         assert difference.max() <= 1
         assert (difference > 0).double().mean() < 5e-4
-        graph = torch.cuda.CUDAGraph()
+        graph, padding = torch.cuda.CUDAGraph(), num_padding(moved)
         with torch.cuda.graph(graph):
-            captured = written(moved, w_uv, on_gpu)
+            captured = written(moved, w_uv, on_gpu, padding)
         captured.values.view(torch.uint8).fill_(0)
         graph.replay()
         assert torch.equal(codes(captured.values), codes(got.values))
