@@ -24,8 +24,7 @@ UNFINISHED = (  # files and directories whose prose is not done
     *("README.md", "docs/benchmarks.md", "docs/launch.md", "docs/planning.md", "docs/structure.md"),
     *("dcpmla/attention/hopper", "dcpmla/bench", "dcpmla/cli", "dcpmla/comm", "dcpmla/integrations"),
     *("dcpmla/planning", "dcpmla/runtime", "dcpmla/config.py", "dcpmla/fields.py"),
-    *("dcpmla/attention/calls.py", "dcpmla/attention/output", "dcpmla/attention/rope.py", "dcpmla/attention/sparse"),
-    *("dcpmla/attention/step.py", "dcpmla/cache/blocks.py", "dcpmla/cache/capacity.py", "dcpmla/cache/latent.py"),
+    *("dcpmla/attention/calls.py", "dcpmla/cache/blocks.py", "dcpmla/cache/capacity.py", "dcpmla/cache/latent.py"),
 )
 
 

@@ -1,4 +1,4 @@
-"""What must hold of decode graphs on any device: checks that run on every rank of a job, captured on GPUs and padded
+"""Checks of decode graphs on any device, run on every rank of a job: captured on GPUs, padded
 alone on CPUs.
 """
 
