@@ -240,7 +240,7 @@ def check_mistakes(hf_config: Any) -> None:
 
     refused(r"hidden_states has shape \(2, 48\); expected \[at least 3, 48\]", hidden[:2], cache, step)
     refused("step is NoneType; expected what StepMetadata.build gives", hidden, cache, None)
-    refused("cache is Tensor; expected a LayerCache, as cache", hidden, cache.latents, step)
+    refused("cache is Tensor; expected a LayerCache, such as", hidden, cache.latents, step)
     for latents, message in (
         (cache.latents[..., :23], r"kv_cache has shape \(2, 4, 23\); expected \[num_blocks, 4, 24\]"),
         (
