@@ -83,7 +83,7 @@ def room(module: str) -> str:
 def may_import(importer: str, imported: str) -> bool:
     """Rooms on floors below, and one's own; the ground floor is one room."""
     if imported == "dcpmla":
-        return False  # the list of public names stands above everything
+        return False  # the list of public names is above everything
     below, above = ROOMS[room(imported)], ROOMS[room(importer)]
     return (
         below < above or room(imported) == room(importer) or (above == below and above in (GROUND_FLOOR, ROOMS["cli"]))
@@ -150,7 +150,7 @@ def test_public_names_are_documented(name: str) -> None:
 
 def subcommand(name: str) -> argparse.ArgumentParser:
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return commands.choices[name]
+    return commands.choices[name].filled()
 
 
 def test_options_of_generate() -> None:
