@@ -102,7 +102,7 @@ def unfused(x: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor]:
 
 
 def fused(out: Tensor, w_uv: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor]:
-    """By the operators behind W_UV."""
+    """Quantize by the operators that apply W_UV first."""
     if quant.kind == "fp8_groups":
         return output_ops.project_values_fp8_groups(out, w_uv, quant.group_size, quant.scale_layout, quant.ue8m0)
     assert quant.scale is not None
@@ -128,7 +128,7 @@ def numbers(values: Tensor) -> Tensor:
 def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value: int) -> None:
     """All kinds that take such heads, into memory that holds other bytes, against plain torch on the CPU.
 
-    Rows as they are: every byte. Behind W_UV: sums of another order round to another number of 16 bits at times,
+    Rows as they are: every byte. After W_UV: sums of another order round to another number of 16 bits at times,
     which has another code more rarely.
     """
     from dcpmla.attention.output import kernels
@@ -197,7 +197,7 @@ def test_kernels(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_operators_run_the_kernels() -> None:
-    """What the operators give on a GPU, into one result and apart, at DeepSeek's sizes; then replayed in a graph."""
+    """Compare the operators on a GPU, into one result and apart, at DeepSeek's sizes; then replayed in a graph."""
     for quant in KINDS:
         scale = None if quant.scale is None else quant.scale.cuda()
         on_gpu = OutputQuant(
@@ -304,7 +304,7 @@ def test_operators() -> None:
 
 
 def check_layer() -> None:
-    """Decodes, a prefill and padding in one step, all kinds; with W_UV behind the merge and before it."""
+    """Decodes, a prefill and padding in one step, all kinds; with W_UV after the merge and before it."""
     config = dataclasses.replace(SMALL, num_heads=2, v_head_dim=128)
     layer = make_layer(config, 1, "auto", torch.float32, "cpu")
     layer_module.PROJECT_FIRST_TOKENS = 1
