@@ -199,7 +199,7 @@ def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPa
 def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
     hf_config = tiny_config("glm_moe_dsa")
     hf_config.indexer_types = types
-    message = f"model: the config's indexer_types are {types}; each of 3 layers has one, full or shared, and the first is full"
+    message = f"model: the config's indexer_types give {types}; each of 3 layers has one, full or shared, and the first is full"
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         MLAConfig.from_hf(hf_config)
 
@@ -233,10 +233,16 @@ def test_which_layers_select(family: str, fields: dict[str, Any], types: str) ->
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"index_topk_pattern": "FSX"}, "the config's indexer_types are ['full', 'shared', 'X']; each of 3 layers"),
-        ({"index_topk_pattern": "SFF"}, "the config's indexer_types are ['shared', 'full', 'full']; each of 3 layers"),
-        ({"index_topk_pattern": "FS"}, "the config's indexer_types are ['full', 'shared']; each of 3 layers"),
-        ({"indexer_types": ["full", "half", "full"]}, "the config's indexer_types are ['full', 'half', 'full']; each"),
+        (
+            {"index_topk_pattern": "FSX"},
+            "the config's index_topk_pattern give ['full', 'shared', 'X']; each of 3 layers",
+        ),
+        (
+            {"index_topk_pattern": "SFF"},
+            "the config's index_topk_pattern give ['shared', 'full', 'full']; each of 3 layers",
+        ),
+        ({"index_topk_pattern": "FS"}, "the config's index_topk_pattern give ['full', 'shared']; each of 3 layers"),
+        ({"indexer_types": ["full", "half", "full"]}, "the config's indexer_types give ['full', 'half', 'full']; each"),
     ],
 )
 def test_layers_that_neither_select_nor_share(fields: dict[str, Any], message: str) -> None:
