@@ -1,10 +1,9 @@
-"""How far does `dcpmla generate` in bfloat16 agree with the unsharded model? Per DCP size and exchange backend.
+"""Agreement of `dcpmla generate` in bfloat16 with the unsharded model, per DCP size and exchange.
 
 Two models: the needle model (does it still answer right?), and DeepSeek-V2-Lite's geometry with random weights in a
 few layers (do logits and greedy tokens stay?). The unsharded model is transformers' own in bfloat16 on one GPU, fed
-with the same tokens;
-its distance from float32 is the yardstick. Random weights make near-ties, so tokens may part there without anything
-being wrong.
+with the same tokens; its distance from float32 is the yardstick. Random weights make near-ties, so tokens may differ
+there without anything being wrong.
 """
 
 import argparse
@@ -47,7 +46,7 @@ def random_prompts(num_prompts: int) -> list[list[int]]:
 def generate(
     model: Path, prompts: list[list[int]], num_new: int, num_ranks: int, dcp: int, backend: str
 ) -> tuple[list[list[int]], list[Any]]:
-    """New tokens and their logits [num_new, vocab] of each prompt, by the command line in bfloat16."""
+    """Return the new tokens and their logits [num_new, vocab] of each prompt, by the command line in bfloat16."""
     with tempfile.TemporaryDirectory() as directory:
         out, logits = Path(directory) / "out.json", Path(directory) / "out.npz"
         command = [
@@ -92,7 +91,7 @@ def generate(
 
 @torch.inference_mode()
 def unsharded(model: Path, prompts: list[list[int]], tokens: list[list[int]], dtype: torch.dtype) -> list[Any]:
-    """transformers' logits [num_new, vocab] at the places of the new tokens, which it is fed as well."""
+    """Return transformers' logits [num_new, vocab] at the positions of the new tokens, which it is fed as well."""
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map="cuda").eval()
     logits = []
     for prompt, new in zip(prompts, tokens, strict=True):
@@ -102,8 +101,8 @@ def unsharded(model: Path, prompts: list[list[int]], tokens: list[list[int]], dt
 
 
 def compare(ours: list[Any], tokens: list[list[int]], bf16: list[Any], fp32: list[Any]) -> dict[str, float]:
-    """Agreement of greedy tokens with the unsharded runs, and root mean square distances of logits over those of the
-    float32 logits.
+    """Return the agreement of greedy tokens with the unsharded runs, and distances of logits: root mean squares over
+    that of the float32 logits.
     """
 
     def distance(left: list[Any], right: list[Any]) -> float:
@@ -136,10 +135,10 @@ def measure(
             "model": name,
             "tp": num_gpus,
             "dcp": dcp,
-            "dcp_comm_backend": backend,
+            "exchange": backend,
             "num_prompts": len(prompts),
         }
-        row["num_tokens"] = sum(map(len, tokens))
+        row["tokens"] = sum(map(len, tokens))
         if answers is not None:
             row["accuracy"] = sum(new[0] == answer for new, answer in zip(tokens, answers, strict=True)) / len(answers)
         bf16, fp32 = (unsharded(model, prompts, tokens, dtype) for dtype in (torch.bfloat16, torch.float32))

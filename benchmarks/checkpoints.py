@@ -94,7 +94,7 @@ def save_random(config: Any, directory: Path, seed: int = 0) -> int:
 
 
 def _published(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The published names and shapes of a parameter: a matrix for each expert and projection."""
+    """Yield the published names and shapes of a parameter: a matrix for each expert and projection."""
     experts = _EXPERTS.fullmatch(name)
     if experts is None:
         yield name, shape

@@ -2,27 +2,55 @@
 parallelism).
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dcpmla.attention.decode import dcp_mla_decode, mla_decode
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
-from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 from dcpmla.merge import merge_partials
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
+from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from dcpmla.integrations.loading import load_engine
+    from dcpmla.llm import LLM
+
+__version__ = "0.1.0"
 __all__ = [
+    "LLM",
     "DCPConfig",
     "DCPMesh",
     "DecodeGraph",
+    "Engine",
+    "IndexerConfig",
     "LatentCache",
     "MLAAttention",
     "MLAConfig",
+    "SamplingParams",
     "StepMetadata",
     "dcp_mla_decode",
     "dcp_mla_prefill",
     "init_mesh",
+    "load_engine",
     "merge_partials",
     "mla_decode",
+    "select_exchange",
 ]
+_WITH_TRANSFORMERS = {"LLM": "dcpmla.llm", "load_engine": "dcpmla.integrations.loading"}  # imported when asked for
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TRANSFORMERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_WITH_TRANSFORMERS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,42 +1,69 @@
-"""`python -m dcpmla COMMAND`: a user's mistake is one line and exit code 2; faults of ranks: see docs/faults.md."""
+"""`python -m dcpmla COMMAND`: a user's mistake is one line and exit code 2; for faults of ranks see docs/faults.md."""
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
-from dcpmla.cli import bench, doctor, generate, plan
-from dcpmla.cli.options import share_mistake
+from dcpmla.job.join import share_mistake
 from dcpmla.job.launcher import claimed_rank
 from dcpmla.job.watchdog import Reported
 
+_COMMANDS = {  # modules of dcpmla.cli
+    "generate": "generate from prompts",
+    "bench": "measure",
+    "plan": "predict memory and speed, from a config alone",
+    "doctor": "say what this machine can do, and prove it",
+}
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are ValueErrors, so that one rank reports them and not all; options are written out."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are ValueErrors, so that one rank reports them and not all; options are written out.
+
+    Args:
+        fill: adds the arguments; it is called when the parser is asked for, so that a command imports only what it
+        needs.
+    """
+
+    def __init__(self, *args: Any, fill: Callable[["Parser"], None] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+        self._fill = fill
+
+    def filled(self) -> "Parser":
+        """Return the parser with its arguments."""
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            fill(self)
+        return self
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse as argparse does, with all arguments."""
+        return super(Parser, self.filled()).parse_known_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
         raise ValueError(message)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="dcpmla", description="MLA with its latent KV cache sharded over a tensor-parallel group")
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    generate.add_arguments(commands.add_parser("generate", help="generate from prompts", description=generate.__doc__))
-    bench.add_arguments(commands.add_parser("bench", help="measure", description=bench.__doc__))
-    plan.add_arguments(
-        commands.add_parser("plan", help="predict memory and speed, from a config alone", description=plan.__doc__)
-    )
-    doctor.add_arguments(
-        commands.add_parser("doctor", help="say what this machine can do, and prove it", description=doctor.__doc__)
-    )
+def build_parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(prog="dcpmla", description="MLA with its latent KV cache sharded over a tensor-parallel group")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    for name, summary in _COMMANDS.items():
+        commands.add_parser(name, help=summary, fill=_fill)
     return parser
 
 
+def _fill(parser: Parser) -> None:
+    command = import_module(f"dcpmla.cli.{parser.prog.split()[-1]}")
+    parser.description = command.__doc__
+    command.add_arguments(parser)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code."""
     try:
         args = build_parser().parse_args(argv)
         code: int | None = args.run(args)

@@ -12,6 +12,7 @@ DCP_EXCHANGE_DTYPES = ("auto", "fp8")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "fp8_ds_mla")
 DECODE_QUERY_DTYPES = ("auto", "fp8")
 INDEX_CACHE_DTYPES = ("auto", "fp8")
+MODEL_DTYPES = ("auto", "float32", "bfloat16")  # to compute in
 
 LARGEST_SIZE = 1 << 24  # of any dim, vocabulary or block: more is a slip, and fails where memory runs out
 _MOST_RANKS = 1 << 16
@@ -31,6 +32,7 @@ _MLA_RULES = {
     "scale": number(0, above=True),
     "rms_norm_eps": number(0),
     "rope_interleaved": FLAG,
+    "use_rope": FLAG,
     "attention_bias": FLAG,
     "kv_lora_scale": number(0, above=True),
     "llama_4_scaling": optional(
@@ -73,6 +75,7 @@ class MLAConfig:
         scale: factor of the attention scores; YaRN's mscale^2 and LongCat's query factor are folded in.
         rms_norm_eps: of the norms of both latents (q_c, kv_c), not of the model's others.
         rope_interleaved: rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
+        use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
         attention_bias: q_a, kv_a and o projections have a bias.
         kv_lora_scale: factor of kv_c after its norm (LongCat).
         llama_4_scaling: (beta, original_max_position) of the position-dependent query factor (Mistral 4), or None.
@@ -89,6 +92,7 @@ class MLAConfig:
     scale: float
     rms_norm_eps: float = 1e-6
     rope_interleaved: bool = True
+    use_rope: bool = True
     attention_bias: bool = False
     kv_lora_scale: float = 1.0
     llama_4_scaling: tuple[float, int] | None = None
@@ -183,7 +187,7 @@ class DCPConfig:
         dcp_exchange_dtype: how decode's rows travel: "auto" as they are, "fp8" as e4m3 with scales (`direct` alone).
         block_size: tokens of one cache block on one rank.
         kv_cache_dtype: format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same
-        for models in bfloat16.
+            for models in bfloat16; "fp8_e4m3" is another name of "fp8".
         kv_cache_scale: of an fp8 cache, latents over cached values; None takes the checkpoint's, 1 where it has none.
         calculate_kv_scales: take the scales of an fp8 cache and of fp8 queries from the first prompt's values instead.
         index_cache_dtype: format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the
@@ -225,6 +229,8 @@ class DCPConfig:
     dcp_project_before_merge: bool = False
 
     def __post_init__(self) -> None:
+        if self.kv_cache_dtype == "fp8_e4m3":
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
         check_fields(_DCP_RULES, vars(self), _dcp_label)
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
         if tp % dcp:

@@ -1,7 +1,7 @@
-"""Attention over parts of the keys -> attention over all of them, by the log-sum-exp (LSE) of the scores of each part.
+"""Merging of attention over parts of the keys by the log-sum-exp (LSE) of each part's scores.
 
-The reduction of Flash-Decoding. LSE is natural log; a part without keys has lse -inf, and its weight is zero
-whatever its rows hold.
+The reduction of Flash-Decoding. LSE is natural log; a part without keys has lse -inf and weight zero, whatever its rows
+hold.
 """
 
 import torch
@@ -15,8 +15,8 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         out: [N, T, H, D], any float dtype; a row whose lse is -inf may hold anything, NaN included.
         lse: [N, T, H] float32, natural log.
     Returns:
-        out [T, H, D] in the dtype given and lse [T, H] float32; zeros and -inf where every part is empty. Sums are
-    in float32 at least.
+        out [T, H, D] in the dtype given and lse [T, H] float32; zeros and -inf where every part is empty. Sums are at
+        least in float32.
     Raises:
         ValueError: shapes that do not belong together.
     Source: the reduction of Flash-Decoding (online softmax).
@@ -29,18 +29,12 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def partial_weights(lse: Tensor) -> Tensor:
-    """Share of each part in the merged output: [N, ...] LSE -> [N, ...], adding up to 1 over the parts, or to 0 where
-    all are empty.
-    """
-    return lse.softmax(0).where(lse != -torch.inf, 0.0)  # the softmax over empty parts alone is NaN
+    """Compute each part's weight in the merged output from lse [N, ...]; they add up to 1, or to 0 if all are empty."""
+    return lse.softmax(0).where(lse != -torch.inf, 0.0)  # the softmax over nothing but empty parts is NaN
 
 
 def weigh_partial(out: Tensor, weight: Tensor) -> Tensor:
-    """A part's rows [..., D] times its weights [...], in float32 (float64 stays): the sum over the parts is the merged
-    output.
-    """
+    """Multiply a part's rows [..., D] by its weights [...], in float32 at least; their sum is the merged out."""
     weight = weight.unsqueeze(-1)
     out = out.to(torch.promote_types(out.dtype, torch.float32))
-    return (out * weight).where(
-        weight != 0, 0.0
-    )  # 0 x NaN is NaN: the product alone would let an empty row's payload through
+    return (out * weight).where(weight != 0, 0.0)  # an empty row may hold NaN, and 0 x NaN is NaN

@@ -1,12 +1,11 @@
-"""Who owns which token: the index arithmetic of decode context parallelism (DCP).
+"""Ownership of tokens: the index arithmetic of decode context parallelism (DCP).
 
-W = dcp_size ranks share one sequence in groups of I = interleave tokens: position p lives on rank (p // I) % W, as
-that rank's token number (p // (W I)) I + p % I. In a paged cache one block id stands for block_size tokens on every
-rank, that is block_size
-W positions.
+W = dcp_size ranks share a sequence in groups of I = interleave tokens: position p belongs to rank (p // I) % W, as that
+rank's token number (p // (W I)) I + p % I. In a paged cache a block id covers block_size tokens on each rank, that is,
+block_size W positions.
 
-Every function takes Python ints or integer tensors (any shape, any device) and returns the same kind. Nothing here
-knows torch.distributed.
+All functions take Python ints or integer tensors (any shape, any device) and return the same kind. Nothing here depends
+on torch.distributed.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
 
 def owner_rank(position: IntOrTensor, dcp_size: int, interleave: int = 1) -> IntOrTensor:
-    """DCP rank that stores the token at a position of its sequence.
+    """Return the DCP rank that stores the token at a position of its sequence.
 
     Args:
         position: 0-based position in the sequence.
@@ -34,14 +33,14 @@ def owner_rank(position: IntOrTensor, dcp_size: int, interleave: int = 1) -> Int
 
 
 def local_index(position: IntOrTensor, dcp_size: int, interleave: int = 1) -> IntOrTensor:
-    """Index of the token among the tokens of its owner; see `owner_rank` for arguments and errors."""
+    """Return the token's index among its owner's tokens; arguments and errors as in `owner_rank`."""
     _check_layout(dcp_size, interleave)
     _check_non_negative("position", position)
     return position // (dcp_size * interleave) * interleave + position % interleave
 
 
 def global_position(local_index: IntOrTensor, dcp_rank: int, dcp_size: int, interleave: int = 1) -> IntOrTensor:
-    """Position in the sequence of a rank's local token: the inverse of (`owner_rank`, `local_index`).
+    """Return the position in the sequence of a rank's local token, the inverse of (`owner_rank`, `local_index`).
 
     Raises:
         ValueError: dcp_size or interleave below 1, dcp_rank outside [0, dcp_size), or a negative int index.
@@ -60,14 +59,14 @@ def local_seq_lens(seq_lens: Tensor, dcp_size: int, dcp_rank: int | None = None,
 def local_seq_lens(
     seq_lens: int | Tensor, dcp_size: int, dcp_rank: int | None = None, interleave: int = 1
 ) -> int | Tensor:
-    """Number of tokens of each sequence that a rank stores.
+    """Count the tokens of each sequence that a rank stores.
 
     Args:
         seq_lens: lengths of whole sequences, any shape.
-        dcp_rank: the rank asked about; None asks about all.
+        dcp_rank: the rank; None for all ranks.
     Returns:
-        int32 tensor of the shape of seq_lens, with a last dim of size dcp_size added when dcp_rank is None. An int
-        stays an int when dcp_rank is given.
+        int32 tensor of the shape of seq_lens, with a last dim of size dcp_size added when dcp_rank is None. With a
+        dcp_rank, an int gives an int.
     Raises:
         ValueError: dcp_size or interleave below 1, dcp_rank outside [0, dcp_size), or a negative int length.
     """
@@ -105,13 +104,13 @@ def slot_mapping(
     dcp_rank: int,
     interleave: int = 1,
 ) -> int | Tensor:
-    """Cache slot (block id x block_size + offset) of each token on this rank, -1 where another rank owns it.
+    """Map tokens to cache slots (block id x block_size + offset) on this rank, -1 where another rank owns the token.
 
     Args:
         positions: [T] positions of tokens in their sequences; a negative position (padding) gets -1.
-        block_table_rows: [T, max_blocks] block ids of each token's sequence, or [max_blocks] when all tokens are of
-        one sequence.
-        block_size: tokens of one block on one rank.
+        block_table_rows: [T, max_blocks] block ids of each token's sequence, or [max_blocks] if all tokens belong to
+            one sequence.
+        block_size: tokens of a block on one rank.
     Returns:
         [T] int64; an int for an int position.
     Raises:
@@ -130,7 +129,7 @@ def slot_mapping(
 
 
 def check_block_size(block_size: int, interleave: int) -> None:
-    """Raise ValueError unless a group of interleaved tokens lies within one block."""
+    """Raise ValueError unless each group of interleaved tokens lies within one block."""
     if block_size < 1:
         raise ValueError(f"block_size (--block-size) is {block_size}; it must be at least 1")
     if block_size % interleave:
@@ -150,6 +149,6 @@ def _check_layout(dcp_size: int, interleave: int, dcp_rank: int | None = None) -
 
 
 def _check_non_negative(name: str, value: int | Tensor) -> None:
-    # Tensors are not looked into: that would synchronize with the GPU.
+    # Tensors are not checked: that would synchronize with the GPU.
     if isinstance(value, int) and value < 0:
         raise ValueError(f"{name} is {value}; it must not be negative")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Lint, types and every test that this machine can run.
+# Lint, types, the package as a wheel, and every test that this machine can run.
 set -euo pipefail
 . "$(dirname "$0")/setup.sh" '[dev]'
 ruff check .
 mypy
+python launch/check_package.py
 exec python -m pytest "$@"

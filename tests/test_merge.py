@@ -1,4 +1,4 @@
-"""Merging against one softmax over all keys in float64, with every way to cut the keys and every kind of empty part."""
+"""Merging compared with one softmax over all keys in float64: every way to cut the keys, every kind of empty part."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ GARBAGE = (0.0, math.nan, math.inf, -math.inf, 3e38)
 
 
 def attend(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, H, S] scores and [S, H, D] values in float64 -> out [T, H, D], lse [T, H]: softmax as in the textbook."""
+    """Compute out [T, H, D] and lse [T, H] from float64 scores [T, H, S] and values [S, H, D] by textbook softmax."""
     peak = scores.amax(-1, keepdim=True)
     weights = (scores - peak).exp()
     total = weights.sum(-1, keepdim=True)
@@ -27,9 +27,7 @@ def attend(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def cut(
     scores: Tensor, values: Tensor, parts: list[int], num_parts: int, garbage: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Each key to its part -> out [N, T, H, D] and float32 lse [N, T, H]; a part without keys has lse -inf over
-    garbage.
-    """
+    """Assign each key to a part; return out [N, T, H, D] and float32 lse [N, T, H], garbage and -inf if empty."""
     out = torch.full((num_parts, *scores.shape[:2], values.shape[-1]), garbage, dtype=dtype)
     lse = torch.full(out.shape[:-1], -math.inf)
     for part in set(parts):
@@ -47,9 +45,7 @@ def problem(num_keys: int, seed: int, biases: Tensor | None = None) -> tuple[Ten
 
 
 def tolerance(lse: Tensor) -> float:
-    """A float32 LSE is off by half an ulp, and every weight by that factor: at |lse| = 1e4 this is what float32 can
-    tell.
-    """
+    """Return float32's resolution: an LSE is off by half an ulp, every weight by that factor (2^-11 at 1e4)."""
     return 2e-6 + 4 * float(lse[lse.isfinite()].abs().max()) * 2**-24
 
 
@@ -109,7 +105,7 @@ def test_rows_that_are_empty_everywhere(num_parts: int, garbage: float, dtype: t
 
 
 def test_emptiness_is_per_row_and_head() -> None:
-    """Every pattern of empty parts over the [T, H] grid, NaN behind each."""
+    """Every pattern of empty parts over the [T, H] grid merges right, with NaN in the empty rows."""
     patterns = torch.tensor(list(itertools.product([False, True], repeat=3))).T.reshape(3, 4, 2)
     lse = torch.tensor([0.25, -1.5, 2.0])[:, None, None].expand(3, 4, 2).masked_fill(patterns, -math.inf)
     payload = torch.tensor([1.0, -2.0, 4.0])[:, None, None].expand(3, 4, 2)
@@ -155,9 +151,7 @@ def test_one_part_is_the_identity(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "half_ulp"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_narrow_rows_are_summed_in_float32_and_rounded_once(dtype: torch.dtype, half_ulp: float) -> None:
-    """64 parts: a sum in the narrow dtype would lose several bits, one rounding loses half an ulp (in [1, 2): 2^-8,
-    2^-11).
-    """
+    """Summing 64 parts in the narrow dtype would lose several bits; one rounding loses half an ulp (2^-8, 2^-11)."""
     generator = np.random.default_rng(0)
     out = torch.tensor(generator.uniform(1, 2, (64, 5, 2, 8))).to(dtype)
     lse = torch.tensor(generator.uniform(-1, 1, (64, 5, 2)), dtype=torch.float32)
@@ -239,7 +233,7 @@ def test_shares_add_up_whatever_the_magnitude(magnitude: float) -> None:
 
 
 def test_nan_of_a_part_with_keys_is_not_lost() -> None:
-    """A part whose LSE is NaN is no empty part: without it the merge would look right."""
+    """A part whose LSE is NaN is not empty: without it the merge would look right."""
     out, lse = torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3)
     lse[0, 0, 1], lse[1, 0, 2] = math.nan, -math.inf
     out[1, 0, 2] = math.nan

@@ -1,6 +1,4 @@
-"""Ownership against a deal of the cards: tokens handed to ranks one by one, blocks filled slot by slot, with no
-arithmetic on positions.
-"""
+"""Ownership compared with dealing cards: tokens go to ranks one by one and blocks fill slot by slot."""
 
 import itertools
 import random
@@ -23,9 +21,7 @@ layouts = pytest.mark.parametrize(("dcp_size", "interleave"), LAYOUTS, ids=[f"W{
 
 
 def deal(num_tokens: int, dcp_size: int, interleave: int) -> list[tuple[int, int]]:
-    """(rank, index among the rank's tokens) of each token: `interleave` tokens to a rank, then it is the next rank's
-    turn.
-    """
+    """Deal `interleave` tokens to each rank in turn; return (rank, index among the rank's tokens) of each token."""
     counts = [0] * dcp_size
     turns = itertools.chain.from_iterable(
         itertools.repeat(rank, interleave) for rank in itertools.cycle(range(dcp_size))
@@ -40,7 +36,7 @@ def deal(num_tokens: int, dcp_size: int, interleave: int) -> list[tuple[int, int
 def deal_slots(
     num_tokens: int, blocks: list[int], block_size: int, dcp_size: int, interleave: int
 ) -> list[tuple[int, int]]:
-    """(rank, cache slot) of each token: every rank fills the same blocks, in order, slot after slot."""
+    """Return (rank, cache slot) of each token: every rank fills the same blocks in order, slot after slot."""
     free: list[Iterator[int]] = [
         (block * block_size + offset for block in blocks for offset in range(block_size)) for _ in range(dcp_size)
     ]
@@ -167,7 +163,7 @@ def test_slots_fill_the_blocks_in_order(dcp_size: int, interleave: int, blocks_o
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_ranks_together_hold_each_token_once(data: st.DataObject) -> None:
-    """Several sequences in one batch, tokens in any order, padding among them."""
+    """A batch holds several sequences, tokens in any order and padding."""
     dcp_size, interleave = data.draw(st.integers(1, 8)), data.draw(st.sampled_from(INTERLEAVES))
     block_size = interleave * data.draw(st.integers(1, 3))
     ids = shuffled_blocks(12, seed=data.draw(st.integers(0, 9)))
@@ -256,7 +252,8 @@ def test_slots_past_32_bits(dtype: torch.dtype) -> None:
         ),
         (
             lambda: ownership.slot_mapping(torch.tensor([0]), [0], 24, 2, 0, 16),
-            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size (--block-size) 24",
+            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size "
+            "(--block-size) 24",
         ),
         (lambda: ownership.check_block_size(0, 1), "block_size (--block-size) is 0; it must be at least 1"),
         (lambda: ownership.check_block_size(-4, 2), "block_size (--block-size) is -4; it must be at least 1"),
@@ -268,7 +265,7 @@ def test_mistakes_are_named(call: Callable[[], Any], message: str) -> None:
 
 
 def test_tensors_are_not_looked_into() -> None:
-    """A look would be a host sync; on the meta device it would fail."""
+    """Reading a tensor would synchronize with the host; on the meta device it fails."""
     positions = torch.empty(3, dtype=torch.int64, device="meta")
     tensors: list[Tensor] = [
         ownership.owner_rank(positions, 4),

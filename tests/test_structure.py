@@ -1,16 +1,24 @@
-"""The house: what may import what, the public names, the options, and that importing it leaves the process as it was."""
+"""The house: what may import what, the public names, the options, what is declared, and that importing it leaves the
+process as it was.
+"""
 
 import argparse
 import ast
 import inspect
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import dcpmla
 from dcpmla.__main__ import build_parser
@@ -30,6 +38,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "planning": 5,
     "job": 5,
     "integrations": 6,
+    "llm": 7,
     "cli": 7,
     "bench": 7,
     "__main__": 7,
@@ -47,7 +56,7 @@ FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def resolve(name: str) -> str:
-    """The module that a dotted name lives in: `dcpmla.config.MLAConfig` -> `dcpmla.config`."""
+    """Find the module that a dotted name lives in: `dcpmla.config.MLAConfig` -> `dcpmla.config`."""
     while name not in FILES:
         name = name.rpartition(".")[0]
     return name
@@ -74,7 +83,7 @@ def room(module: str) -> str:
 def may_import(importer: str, imported: str) -> bool:
     """Rooms on floors below, and one's own; the ground floor is one room."""
     if imported == "dcpmla":
-        return False  # the list of public names stands above everything
+        return False  # the list of public names is above everything
     below, above = ROOMS[room(imported)], ROOMS[room(importer)]
     return (
         below < above or room(imported) == room(importer) or (above == below and above in (GROUND_FLOOR, ROOMS["cli"]))
@@ -90,7 +99,7 @@ def test_a_floor_imports_only_floors_below(module: str) -> None:
 
 def test_the_reader_of_imports_sees_them_all() -> None:
     assert "dcpmla.config" in set(imports_of("dcpmla.attention.layer"))
-    assert "dcpmla.ownership" in set(imports_of("dcpmla.attention.step"))  # `from dcpmla import ownership`
+    assert "dcpmla.ownership" in set(imports_of("dcpmla.attention.build"))  # `from dcpmla import ownership`
     assert "dcpmla.cli.generate" in set(imports_of("dcpmla.__main__"))
     assert not may_import("dcpmla.cache.latent", "dcpmla.comm.exchange")
     assert not may_import("dcpmla.runtime.engine", "dcpmla.integrations.transformers")
@@ -101,19 +110,28 @@ def test_the_reader_of_imports_sees_them_all() -> None:
 
 def test_public_names() -> None:
     assert dcpmla.__all__ == [
+        "LLM",
         "DCPConfig",
         "DCPMesh",
         "DecodeGraph",
+        "Engine",
+        "IndexerConfig",
         "LatentCache",
         "MLAAttention",
         "MLAConfig",
+        "SamplingParams",
         "StepMetadata",
         "dcp_mla_decode",
         "dcp_mla_prefill",
         "init_mesh",
+        "load_engine",
         "merge_partials",
         "mla_decode",
+        "select_exchange",
     ]
+    assert set(dcpmla.__all__) <= set(dir(dcpmla))
+    with pytest.raises(AttributeError, match="module 'dcpmla' has no attribute 'LMM'"):
+        dcpmla.LMM  # noqa: B018
 
 
 @pytest.mark.parametrize("name", dcpmla.__all__)
@@ -132,7 +150,7 @@ def test_public_names_are_documented(name: str) -> None:
 
 def subcommand(name: str) -> argparse.ArgumentParser:
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return commands.choices[name]
+    return commands.choices[name].filled()
 
 
 def test_options_of_generate() -> None:
@@ -155,8 +173,11 @@ def test_options_of_generate() -> None:
         ("--decode-query-dtype",),
         ("--index-cache-dtype",),
         ("--index-hadamard",),
+        ("--attention-backend",),
+        ("--prefill-backend",),
         ("--enable-expert-parallel",),
         ("--block-size",),
+        ("--enable-prefix-caching", "--no-enable-prefix-caching"),
         ("--max-num-batched-tokens",),
         ("--max-num-seqs",),
         ("--max-model-len",),
@@ -203,7 +224,8 @@ def state():
 before = state()
 import dcpmla
 after = state()
-print(json.dumps([{key: [before[key], after[key]] for key in before if before[key] != after[key]}, "transformers" in sys.modules]))
+changed = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
+print(json.dumps([changed, "transformers" in sys.modules]))
 """
     # A variable that the import sets is set in this process already, and would be inherited: hand down what Python
     # needs, no more.
@@ -220,3 +242,41 @@ print(json.dumps([{key: [before[key], after[key]] for key in before if before[ke
 
 def test_types_are_for_users_too() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+def metadata() -> dict[str, Any]:
+    return tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+
+
+def third_party() -> set[str]:
+    """Collect the packages that any file imports, at its top or inside a function."""
+    names: set[str] = set()
+    for path in FILES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add((node.module or "").split(".")[0])
+    return names - {"dcpmla"} - sys.stdlib_module_names
+
+
+def test_what_is_imported_is_declared() -> None:
+    distributions = {"huggingface_hub": "huggingface-hub", "pynvml": "nvidia-ml-py"}
+    optional = {"flashinfer"}  # taken where it is there
+    declared = [*metadata()["dependencies"], *itertools.chain(*metadata()["optional-dependencies"].values())]
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in declared}
+    missing = {distributions.get(name, name) for name in third_party() - optional} - names
+    assert not missing
+
+
+def test_what_is_installed_is_what_is_declared() -> None:
+    """Also the upper bounds: nothing newer than what is tested here."""
+    requirements = [Requirement(text) for text in metadata()["dependencies"]]
+    assert len(requirements) > 5
+    for requirement in requirements:
+        if requirement.marker is None or requirement.marker.evaluate():
+            assert requirement.specifier.contains(version(requirement.name), prereleases=True), requirement
+
+
+def test_the_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", dcpmla.__version__)

@@ -13,6 +13,7 @@ from dcpmla.attention import flashinfer, reference
 from dcpmla.attention.calls import DecodeCall, PrefillCall
 from dcpmla.cache.formats import FP8, is_quantized
 from dcpmla.comm.exchange import Mailbox
+from dcpmla.config import DCPConfig
 
 Call = TypeVar("Call", DecodeCall, PrefillCall)
 _HALF = (torch.bfloat16, torch.float16)
@@ -27,12 +28,14 @@ class Backend(Generic[Call]):
         run: computes (out, lse); imports what only this kernel needs.
         sends_rows: whether `run` of decode takes a `Mailbox` as well: it stores rows at the ranks that own their heads
             as soon as it has them, and returns what all ranks' rows merge to.
+        joins_keys: whether `run` of prefill copies k_nope and k_pe into one tensor (`join_keys`).
     """
 
     name: str
     obstacle: Callable[[Call], str]
     run: Callable[..., tuple[Tensor, Tensor]]
     sends_rows: bool = False
+    joins_keys: bool = False
 
     def takes(self, call: Call) -> bool:
         """Return whether the backend can run the call."""
@@ -56,16 +59,18 @@ def select_backend(table: list[Backend[Call]], call: Call) -> Backend[Call]:
     raise ValueError("; ".join(f"{name}: {obstacle}" for name, obstacle in passed_over(table, call).items()))
 
 
-def find_backend(table: list[Backend[Call]], name: str) -> Backend[Call]:
+def find_backend(table: list[Backend[Call]], name: str, argument: str = "backend") -> Backend[Call]:
     """Return the backend of that name.
 
+    Args:
+        argument: which gave the name, for the error.
     Raises:
         ValueError: the table has none.
     """
     for backend in table:
         if backend.name == name:
             return backend
-    raise ValueError(f"backend is {name!r}; expected 'auto' or one of {', '.join(each.name for each in table)}")
+    raise ValueError(f"{argument} is {name!r}; expected 'auto' or one of {', '.join(each.name for each in table)}")
 
 
 def passed_over(table: list[Backend[Call]], call: Call) -> dict[str, str]:
@@ -224,7 +229,15 @@ DECODE_BACKENDS: list[Backend[DecodeCall]] = [
 ]
 # Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans each ragged call anew, for 45 ms.
 PREFILL_BACKENDS: list[Backend[PrefillCall]] = [
-    Backend("flashinfer", _flashinfer_prefill_obstacle, flashinfer.run_prefill),
+    Backend("flashinfer", _flashinfer_prefill_obstacle, flashinfer.run_prefill, joins_keys=True),
     Backend("triton", _triton_prefill_obstacle, _run_triton_prefill),
-    Backend("torch", _device_obstacle, reference.run_prefill),
+    Backend("torch", _device_obstacle, reference.run_prefill, joins_keys=True),
 ]
+
+
+def check_backends(dcp: DCPConfig) -> None:
+    """Raise ValueError for a backend that is asked for, and that neither table has."""
+    if dcp.attention_backend != "auto":
+        find_backend(DECODE_BACKENDS, dcp.attention_backend, "attention_backend (--attention-backend)")
+    if dcp.prefill_backend != "auto":
+        find_backend(PREFILL_BACKENDS, dcp.prefill_backend, "prefill_backend (--prefill-backend)")

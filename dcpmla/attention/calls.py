@@ -240,7 +240,7 @@ def _check_requests(q: Tensor, block_table: Tensor, seq_lens: Tensor, query_star
     for name, numbers in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
         if numbers is not None and (numbers.dtype != torch.int32 or numbers.stride(-1) != 1):
             raise ValueError(
-                f"{name} has dtype {numbers.dtype} and strides {numbers.stride()}; it must be int32 with contiguous rows"
+                f"{name} has dtype {numbers.dtype} and strides {numbers.stride()}; expected int32 with contiguous rows"
             )
 
 

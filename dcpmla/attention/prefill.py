@@ -1,4 +1,4 @@
-"""Prefill: new tokens attend to themselves, then to their cached context chunk by chunk, each rank for its own heads."""
+"""Prefill: new tokens attend to themselves, then to their context chunk by chunk, each rank for its own heads."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,16 +27,15 @@ def dcp_mla_prefill(
     exchange: Exchange,
     kv_scale: Tensor | None = None,
     positions: Tensor | None = None,
+    *,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Multi-head attention of prefill tokens over themselves and over a context cached on all ranks of the DCP
-    group. Collective.
+    """Attend from prefill tokens to themselves and to a context cached on all ranks of the DCP group. Collective.
 
-    No merge across ranks is needed: after the gather each rank has all keys for its own heads.
-    Each gather runs under the attention before it. Rows of 8-bit caches are gathered as they are, and decoded
-    behind that: fewer bytes travel. New tokens attend to their own latents as they were before the cache rounded them.
-    In sparse attention a
-    mask leaves out what a token did not select, a bit for each key, made for the new tokens and for each chunk in its
-    turn.
+    No merge across ranks is needed: after the gather each rank has all keys for its own heads. Each gather runs under
+    the attention before it. Rows of 8-bit caches are gathered as they are and dequantized afterwards: fewer bytes
+    travel. New tokens attend to their own latents as they were before the cache rounded them. In sparse attention a
+    mask leaves out what a token did not select: a bit for each key, made for the new tokens and for one chunk at a time.
 
     Args:
         q: [T, h, P + R], rotated.
@@ -44,73 +43,56 @@ def dcp_mla_prefill(
         kv_cache: [num_blocks, block_size, width], this rank's tokens in one of the formats of `dcpmla.cache.formats`.
         w_kv_b: [h, P + V, L], the up-projection of this rank's heads, W_UK over W_UV.
         kv_scale: float32 of one element, of an fp8 cache, and for that alone.
-        positions: [T, topk] int32, those that each token attends to (`SelectedTokens.positions`), none behind its
-    own; None for all.
+        positions: [T, topk] int32, those that each token attends to (`SelectedTokens.positions`), none after its own;
+            None for all.
+        backend: "auto" takes the first of `backends.PREFILL_BACKENDS` that can; or the name of one.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:
-        ValueError: a scale that is missing or too many; positions of fewer or more tokens.
+        ValueError: a scale that is missing or superfluous; positions for another number of tokens; a backend that does
+            not exist or cannot run the call.
     """
     check_kv_scale(kv_cache.dtype, kv_scale)
     if positions is not None and positions.shape[0] != q.shape[0]:
         raise ValueError(
             f"positions has {positions.shape[0]} rows; expected one for each of the {q.shape[0]} tokens of q"
         )
-    chunks = prefill.context_chunks
+    queries, chunks = prefill.queries, prefill.context_chunks
 
     def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
         return exchange.start_context(read_latents(kv_cache, chunk.local_slots), chunk.order, chunk.tokens)
 
-    started = [start_gather(chunk) for chunk in chunks[:1]]
-    queries = Segments(prefill.query_start, prefill.query_start_loc)
-
     def attend(
         kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        mask = (
-            None if positions is None else selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
-        )
-        return _attend(q, kv_c, k_pe, w_kv_b, queries, keys, scale, causal, mask)
+        # Keys and values, the largest tensors of a step, live no longer than this call.
+        k_nope, v = up_project(kv_c, w_kv_b, q.shape[-1] - k_pe.shape[-1])
+        mask = None
+        if positions is not None:
+            mask = selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
+        return mha_prefill(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend)
 
+    started = [start_gather(chunk) for chunk in chunks[:1]]
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True)
-    if chunks:
-        out = out.to(
-            torch.promote_types(q.dtype, torch.float32)
-        )  # rounded once, behind the last chunk, not once a chunk
+    if chunks:  # rounded once, after the last chunk
+        out = out.to(torch.promote_types(q.dtype, torch.float32))
     for index, chunk in enumerate(chunks):
         # Popped: what a gather held is free before the next one begins.
         latents = _to_latents(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
-        keys = Segments(chunk.key_start, chunk.key_start_loc)
-        merge_into(out, lse, *attend(context_kv_c, context_k_pe, keys, chunk.first_position, causal=False))
+        merge_into(out, lse, *attend(context_kv_c, context_k_pe, chunk.keys, chunk.first_position, causal=False))
         del latents, context_kv_c, context_k_pe  # before the next ones: no more than two chunks are there at a time
     return out.to(q.dtype), lse
 
 
 def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows as they were cached -> latents; those of a plain cache are not copied."""
+    """Return rows as they were cached as latents; those of a plain cache are not copied."""
     return dequantize_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
 
 
-def _attend(
-    q: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    w_kv_b: Tensor,
-    queries: Segments,
-    keys: Segments,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Attention over latents: their keys and values, the largest tensors of a step, live no longer than this call."""
-    k_nope, v = up_project(kv_c, w_kv_b, q.shape[-1] - k_pe.shape[-1])
-    return mha_prefill(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask)
-
-
 def up_project(kv_c: Tensor, w_kv_b: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
-    """Latents -> the nope part of keys, and values, of this rank's heads.
+    """Make the nope part of keys, and values, of this rank's heads from latents.
 
     Args:
         kv_c: [S, L].
@@ -151,7 +133,7 @@ def _(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, *_: object) -> tuple[T
 
 @torch.library.custom_op("dcpmla::merge_into", mutates_args=("out", "lse"))
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge one more part into (out, lse), which it overwrites: `merge_partials` of the two.
+    """Merge one more part into (out, lse) in place: `merge_partials` of the two.
 
     Args:
         out, lse: [T, h, V] float32 or float64, [T, h] float32, contiguous.

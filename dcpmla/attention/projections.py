@@ -1,7 +1,7 @@
-"""What stands between the projections, the cache and attention: norms, RoPE, the cache write, W_UK and W_UV absorbed.
+"""The operations between projections, cache and attention: norms, RoPE, the cache write, W_UK and W_UV absorbed.
 
-Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs
-run the kernels of `attention/triton/projections.py` and `rope.py`. No gradients.
+Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the
+kernels of `attention/triton/projections.py` and `attention/triton/rope.py`. No gradients.
 """
 
 import torch
@@ -25,16 +25,16 @@ def finish_latents(
     rope_interleaved: bool,
     kv_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Norms of both latents, RoPE of k_pe, and the write of the rows that this rank owns.
+    """Normalize both latents, rotate k_pe, and write the rows that this rank owns into the cache.
 
     Args:
         down: [T, Lq + L + R], the fused down-projection: query latent (Lq may be 0), latent, rope part of the key.
         kv_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`, written at the slots.
         slots: [T] int64, -1 where another rank owns the token.
         q_weight, kv_weight: [Lq] or None, [L], of the norms.
-        kv_lora_scale: factor of kv_c behind its norm.
+        kv_lora_scale: factor of kv_c after its norm (LongCat).
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves k_pe as it is.
-        kv_scale: of an fp8 cache (`formats.quantize`), and for that alone.
+        kv_scale: float32 of one element, of an fp8 cache (`formats.quantize`), and for that alone.
     Returns:
         q_c [T, Lq] after its norm, latents [T, L + R] as given to the cache: kv_c after its norm, k_pe rotated.
     Source: DeepSeek-V2, section 2.1; norms with the roundings of transformers' models.
@@ -64,14 +64,14 @@ def _(down: Tensor, kv_cache: Tensor, slots: Tensor, q_weight: Tensor | None, *_
 def absorb_query(
     q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None
 ) -> Tensor:
-    """The query of attention over latents: [q_nope W_UK | q_pe rotated].
+    """Return the query of attention over latents, [q_nope W_UK | q_pe rotated].
 
     Args:
         q: [T, h, P + R], not rotated.
         w_uk: [h, P, L].
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
-        q_scale: float32 of one element, to have the query as e4m3, rounded from q's dtype (`formats.to_fp8`); None
-    leaves it in that.
+        q_scale: float32 of one element, to round the query from q's dtype to e4m3 (`formats.to_fp8`); None leaves it in
+            q's dtype.
     Returns:
         [T, h, L + R].
     """
@@ -106,10 +106,9 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
 
 @torch.library.custom_op("dcpmla::project_values", mutates_args=())
 def project_values(out: Tensor, w_uv: Tensor) -> Tensor:
-    """Attention over latents -> values: out [T, h, L] times w_uv [h, V, L] -> [T, h V], the input of o_proj."""
+    """Turn attention over latents, out [T, h, L], into values [T, h V], the input of o_proj, by w_uv [h, V, L]."""
     values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
-    # A matrix product writes into any result with contiguous columns: no transposition is left to copy.
-    torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
+    project_into(out, w_uv, values)
     return values
 
 
@@ -118,9 +117,15 @@ def _(out: Tensor, w_uv: Tensor) -> Tensor:
     return out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
 
 
+def project_into(out: Tensor, w_uv: Tensor, values: Tensor) -> None:
+    """Write `project_values(out, w_uv)` into values [T, h V], whose columns are contiguous."""
+    # A matrix product writes into any result with contiguous columns: no transposition is left to copy.
+    torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[T, N] in float32 at least, rounded where transformers' models round: behind the norm, and again behind the
-    weight [N].
+    """Normalize x [T, N] in float32 at least, rounded where transformers' models round: after the norm, and again after
+    the weight [N].
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Positions into queries and keys: rotary embedding in both layouts, and Llama 4's length-dependent query factor."""
+"""Positions in queries and keys: rotary embedding in both layouts, and Llama 4's length-dependent query factor."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
         cos_sin: [T, R] float32, R / 2 cosines then R / 2 sines (YaRN's factor, if any, multiplied in).
         interleaved: pairs (2i, 2i+1), GPT-J's layout; else (i, i + R/2), NeoX's.
     Returns:
-        As x; pairs stay where they were.
+        Shape and dtype of x; pairs stay where they were.
     Source: RoFormer; the two layouts as in GPT-J and GPT-NeoX.
     """
     cos, sin = cos_sin.view(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1]).chunk(2, -1)
@@ -23,7 +23,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def llama_4_factor(positions: Tensor, beta: float, original_max_position: int) -> Tensor:
-    """[T] positions -> [T] float32 factor of the query: 1 + beta ln(1 + floor(position / original_max_position)).
+    """Return the query's factor [T] float32 at positions [T]: 1 + beta ln(1 + floor(position / original_max_position)).
 
     Source: Llama 4's attention temperature, as Mistral 4 uses it.
     """
@@ -31,8 +31,8 @@ def llama_4_factor(positions: Tensor, beta: float, original_max_position: int) -
 
 
 def query_factor(positions: Tensor, llama_4_scaling: tuple[float, int] | None, dtype: torch.dtype) -> Tensor | None:
-    """What the layers of a step multiply their queries by: `llama_4_factor` [T] in their dtype; None for a model
-    that has none.
+    """Return what the layers of a step multiply their queries by: `llama_4_factor` [T] in their dtype; None for a model
+    without it.
 
     Source: transformers' Mistral 4 rounds the factor before the product.
     """

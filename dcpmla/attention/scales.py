@@ -1,7 +1,7 @@
-"""The scales of fp8 caches and of fp8 queries: one float32 number of a layer, the same on every rank, at an address
+"""The scales of fp8 caches and of fp8 queries: a float32 number for each layer, the same on every rank, at an address
 that stays.
 
-A scale is what cached values are multiplied by. Sources, first to last: the options, the checkpoint, 1. Or it is
+Cached values are multiplied by their scale. It comes from the options, else from the checkpoint, else it is 1; or it is
 calculated once.
 """
 
@@ -17,24 +17,23 @@ from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.linear import Weight
 
-# Under which names checkpoints have them, next to the weights of a layer's attention: those that vLLM takes.
+# Their names in checkpoints, next to the weights of a layer's attention: those that vLLM takes.
 KV_SCALE_NAMES = ("k_scale", "attn.k_scale", "mla_attn.k_scale", "k_proj.k_scale", "kv_scale")
 Q_SCALE_NAMES = ("q_scale", "attn.q_scale", "mla_attn.q_scale", "q_proj.q_scale")
-_CODE_OF_LARGEST = (
-    200.0  # of e4m3's 448: leaves room for what is larger later on. vLLM's K_SCALE_CONSTANT and Q_SCALE_CONSTANT
-)
+# Of e4m3's 448: leaves room for larger values later on. vLLM's K_SCALE_CONSTANT and Q_SCALE_CONSTANT.
+_CODE_OF_LARGEST = 200.0
 
 
 def new_scale(value: float | None, device: torch.device | str) -> Tensor:
-    """float32 [1]; 1 where no value is given."""
+    """Return a scale, float32 [1]; 1 where no value is given."""
     return torch.full((1,), 1.0 if value is None else value, dtype=torch.float32, device=device)
 
 
 def read_scale(weights: Mapping[str, Weight], names: tuple[str, ...]) -> float:
-    """What a checkpoint has under the first of the names that it knows; 1 where it knows none.
+    """Return what a checkpoint has under the first of the names that it knows; 1 where it knows none.
 
     Raises:
-        ValueError: a tensor of more than one element, or a number that is no scale.
+        ValueError: a tensor of more than one element, or a number that is not finite and above 0.
     """
     name = next((name for name in names if name in weights), None)
     if name is None:
@@ -46,13 +45,14 @@ def read_scale(weights: Mapping[str, Weight], names: tuple[str, ...]) -> float:
     scale = float(weights[name][()])
     if not 0 < scale < math.inf:
         raise ValueError(
-            f"checkpoint: tensor {name} is {scale}; it must be a finite number above 0 (--kv-cache-scale gives another one)"
+            f"checkpoint: tensor {name} is {scale}; it must be a finite number above 0 (--kv-cache-scale gives another "
+            f"one)"
         )
     return scale
 
 
 def missing_scales(weights: Mapping[str, Weight], dcp: DCPConfig) -> set[str]:
-    """Those of "kv_scale" and "q_scale" that are 1 for want of another source."""
+    """Return those of "kv_scale" and "q_scale" that are 1 for want of another source."""
     if dcp.kv_cache_dtype != "fp8" or dcp.calculate_kv_scales:
         return set()
     wanted: dict[str, tuple[str, ...]] = {"kv_scale": KV_SCALE_NAMES} if dcp.kv_cache_scale is None else {}
@@ -63,11 +63,10 @@ def missing_scales(weights: Mapping[str, Weight], dcp: DCPConfig) -> set[str]:
 
 @torch.no_grad()
 def calculate_scale_(scale: Tensor, values: Tensor, group: ProcessGroup) -> None:
-    """Set a scale, in place, by the largest of the values that all ranks have; 1 where all are zero. Collective
-    over the group.
+    """Set a scale, in place, by the largest of all ranks' values; 1 where all are zero. Collective over the group.
 
-    Source: vLLM's --calculate-kv-scales. There the cache's scale is that of kv_c; here k_pe, which shares it,
-        counts as well.
+    Source: vLLM's --calculate-kv-scales. There the cache's scale is that of kv_c; here k_pe, which shares it, counts as
+    well.
     """
     largest = values.abs().amax().float()
     with named("all-reduce of a scale", group):

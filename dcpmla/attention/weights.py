@@ -1,17 +1,45 @@
-"""What one rank holds of an MLA layer: its heads' part of the weights, and the scales of its cache."""
+"""The part of an MLA layer that one rank holds: its heads' weights, and the scales of its cache."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from dcpmla.attention.heads import held_heads
 from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.linear import RowParallelLinear, Weight, fill, read_weight, shard
 from dcpmla.parallel.mesh import DCPMesh
+
+
+@dataclass(frozen=True)
+class HeldHeads:
+    """Neighbouring heads that one rank's weight covers, in TP order: its own, or those of its whole DCP group.
+
+    Attributes:
+        first: the first of them, counted over the model's heads.
+        count: how many they are.
+        own: those among them whose values this rank hands to o_proj.
+    """
+
+    first: int
+    count: int
+    own: slice
+
+    @classmethod
+    def of(cls, mesh: DCPMesh, heads_per_rank: int, whole_group: bool) -> "HeldHeads":
+        """Return the heads of this rank, or with whole_group those of all ranks of its DCP group."""
+        first_own = mesh.tp_rank * heads_per_rank
+        if not whole_group:
+            return cls(first_own, heads_per_rank, slice(0, heads_per_rank))
+        before = mesh.dcp_rank * heads_per_rank  # heads of the group's ranks before this one
+        return cls(first_own - before, mesh.dcp_size * heads_per_rank, slice(before, before + heads_per_rank))
+
+    def rows(self, rows_per_head: int) -> slice:
+        """Return their rows of a model's whole weight, in which each head has rows_per_head."""
+        return slice(self.first * rows_per_head, (self.first + self.count) * rows_per_head)
 
 
 class AttentionWeights(nn.Module):
@@ -31,8 +59,8 @@ class AttentionWeights(nn.Module):
             )
         self.config, self.dcp, self.mesh = config, dcp, mesh
         self.num_heads = config.heads_per_rank(mesh.tp_size)
-        self.q_heads = held_heads(mesh, self.num_heads, dcp.dcp_q_replicate)
-        self.kv_heads = held_heads(mesh, self.num_heads, dcp.dcp_q_replicate or dcp.dcp_project_before_merge)
+        self.q_heads = HeldHeads.of(mesh, self.num_heads, dcp.dcp_q_replicate)
+        self.kv_heads = HeldHeads.of(mesh, self.num_heads, dcp.dcp_q_replicate or dcp.dcp_project_before_merge)
         kv_scale = new_scale(dcp.kv_cache_scale, device) if dcp.kv_cache_dtype == "fp8" else None
         self.register_buffer("kv_scale", kv_scale, persistent=False)
         self.register_buffer(
@@ -66,7 +94,7 @@ class AttentionWeights(nn.Module):
 
     @property
     def query_proj(self) -> nn.Linear:
-        """Makes queries from q_c, or from hidden states in a model that does not compress them."""
+        """The projection that makes queries from q_c, or from hidden states in a model that does not compress them."""
         return self.q_proj if self.config.q_lora_rank is None else self.q_b_proj
 
     @property
@@ -89,12 +117,11 @@ class AttentionWeights(nn.Module):
         """Read this rank's part of every parameter, and the scales that no option gives.
 
         Args:
-            weights: whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only
-                the slices that this rank needs are taken from them. Scales by the names of `dcpmla.attention.scales`, 1
-                without.
+            weights: whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the
+                slices that this rank needs are read. Scales by the names of `dcpmla.attention.scales`, 1 without.
         Raises:
-            ValueError: a weight is missing or has another shape than the config asks for; a scale that is none
-                (`read_scale`).
+            ValueError: a weight that is missing or has another shape than the config asks for; a scale that is not a
+                finite number above 0.
         """
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank

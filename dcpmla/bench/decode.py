@@ -1,11 +1,11 @@
-"""Measure decode kernels on one GPU, ours beside FlashMLA, FlashAttention-3 and FlashInfer: times, share of the floor,
-ratios, errors.
+"""Measure decode kernels on one GPU, ours and FlashMLA's, FlashAttention-3's and FlashInfer's: times, share of the
+floor, ratios, errors.
 """
 
 import argparse
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -13,193 +13,135 @@ from typing import Any
 
 import torch
 
+from dcpmla.attention.backends import DECODE_BACKENDS
 from dcpmla.bench.cache_formats import add_cache_arguments, quantized_name, query_dtypes
-from dcpmla.bench.decode_inputs import Answer, Caches, Ceilings, DecodeCase, DecodeInputs, measure_ceilings
-from dcpmla.bench.decode_kernels import OURS, PEERS, MakeKernel, Peer, load_kernel
-from dcpmla.bench.kernel_plots import best_peer_ratio, kernel_name, plot_decode
-from dcpmla.bench.plots import check_outputs
-from dcpmla.bench.results import add_commit_argument, write_results
-from dcpmla.bench.runner import measurement, memory_on_all, num_samples
-from dcpmla.bench.timing import TimeLimit, Timing, time_with_result
-from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
-from dcpmla.cli.values import positive, positive_list, seconds
-from dcpmla.job.bootstrap import agree
+from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours, measure_ceilings
+from dcpmla.bench.peers import PEERS, Peer, check_peers
+from dcpmla.bench.plots import new_figure, save_figure, select
+from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.runner import Benchmark, Kept, leave_out
+from dcpmla.bench.timing import Timing, time_with_result
+from dcpmla.cli.values import name_list, positive, positive_list
+from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.faults import is_out_of_memory
-from dcpmla.job.launcher import LaunchInfo
+from dcpmla.job.join import LOAD_TIMEOUT, Job
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# Of out or lse, by the queries' dtype; a kernel beyond computes something else. Products in bfloat16 stay under 0.005,
-# whatever the cache. Those of e4m3 round the probabilities too, by up to 1/16 each: of these inputs 1.7 % of the
-# output, 2.2 % if small
-# ones are denormals.
+OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend in DECODE_BACKENDS}}
+# Of out or lse, by the queries' dtype; a larger error means that something else was computed. Products in bfloat16
+# stay below 0.005 over every cache. Those in e4m3 round the probabilities too, by up to 1/16 each: 1.7 % of these
+# outputs, 2.2 % where small ones are denormals.
 _LARGEST_ERROR = {"auto": 0.02, "fp8": 0.04}
 _SAMPLE_SECONDS = 0.1  # that the samples of one kernel may take
 _FEWEST_CALLS = 4  # of a sample
-Row = dict[str, Any]
+Load = tuple[int, int]  # requests, cached tokens of each
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run)
-    add = parser.add_argument
-    add(
-        "--peers",
-        type=Path,
-        metavar="DIR",
-        help="directory with peers.py and the libraries of FlashMLA and FlashAttention-3",
-    )
-    names = ", ".join([*OURS, *PEERS])
-    add(
-        "--kernels",
-        type=_kernels,
-        metavar="NAME,...",
-        help=f"of {names}; default: dcpmla, and with --peers all of theirs",
-    )
-    add("--heads", type=positive_list, default="16,64,128", metavar="H,...")
-    add("--batch", type=positive_list, default="1,8,32,128", metavar="B,...", help="requests")
-    add(
-        "--context",
-        type=positive_list,
-        default="1024,4096,16384,65536",
-        metavar="S,...",
-        help="cached tokens of each request",
-    )
-    add("--query-len", type=positive_list, default="1,2,4", metavar="Q,...", help="new tokens of each request, causal")
-    add("--block-size", type=positive, default=64, metavar="P", help="tokens of a cache block")
-    add("--dtype", choices=tuple(_DTYPES), help="of what is not quantized; default: bfloat16 on GPUs, float32 on CPUs")
-    add_cache_arguments(parser)
-    add("--time-limit", type=seconds, default=450, metavar="S", help="seconds after which no further case is begun")
-    add_job_arguments(parser)
-    add("--json", type=Path, metavar="OUT.json", help="write a row for each case and kernel")
-    add("--plot", type=Path, metavar="OUT.png", help="draw shares of the floor and ratios; needs the extra plot")
-    add_commit_argument(parser)
+class Decode(Benchmark[DecodeCase, DecodeInputs]):
+    """Every kernel on the same inputs, case by case.
 
-
-def run(args: argparse.Namespace) -> None:
-    """Measure every case with every kernel, report."""
-    with join(args, _check_alone) as job, torch.no_grad():
-        device = job.ranks.device
-        with agree():
-            names = _check(args)
-        dtype = _DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-        limit = TimeLimit(args.time_limit, device)
-        job.watchdog.enter("loading the kernels", LOAD_TIMEOUT)
-        benchmark = _Benchmark(
-            _load(names, args.peers), measure_ceilings(device, dtype), args.block_size, dtype, device
-        )
-        rows = []
-        for case_rows in _measure(args, job, benchmark, limit):
-            rows += case_rows
-            print(_line(case_rows), flush=True)
-        print("\n".join(_summary(rows)))
-        job.watchdog.enter("writing the results", LOAD_TIMEOUT)
-        if args.json:
-            write_results(args.json, rows, 1, device, args.commit, {"ceilings": asdict(benchmark.ceilings)})
-        if args.plot and rows:
-            plot_decode(
-                args.plot, rows, f"decode kernels, {str(dtype).removeprefix('torch.')}, blocks of {args.block_size}"
-            )
-
-
-def _check_alone(launch: LaunchInfo) -> None:
-    if launch.num_ranks != 1:
-        raise ValueError(f"bench decode measures one device, but {launch.num_ranks} ranks were started; start one")
-
-
-def _kernels(text: str) -> list[str]:
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in (*OURS, *PEERS):
-            raise argparse.ArgumentTypeError(f"{name!r} is not a kernel; choose from {', '.join([*OURS, *PEERS])}")
-    return names
-
-
-def _check(args: argparse.Namespace) -> list[str]:
-    """The kernels to measure.
-
-    Raises:
-        ValueError: options that contradict each other, or files that cannot be.
+    Attributes:
+        kernels: that can be had here, by name.
+        plain_us: times of our kernels over plain rows, by kernel and case.
     """
-    check_outputs(args.json, args.plot)
-    names: list[str] = args.kernels or (["dcpmla", *PEERS] if args.peers else ["dcpmla"])
-    wanted = [name for name in names if name in PEERS]
-    if wanted and args.peers is None:
-        raise ValueError(f"--kernels has {wanted[0]}, which is loaded from --peers; give --peers DIR")
-    unread = [name for name in wanted if not _is_read(PEERS[name], args)]
-    if unread and args.kernels:
-        formats = f"--kv-cache-dtype {PEERS[unread[0]].kv_cache_dtype} and --decode-query-dtype {PEERS[unread[0]].decode_query_dtype}"
-        raise ValueError(f"--kernels has {unread[0]}, which reads what {formats} gives; add them, or leave it out")
-    if args.peers is not None and not (args.peers / "peers.py").is_file():
-        raise ValueError(f"--peers is {args.peers}, which has no peers.py; give the directory that has it")
-    if max(args.query_len) > min(args.context):
-        raise ValueError(
-            f"--query-len has {max(args.query_len)} and --context {min(args.context)}; new tokens are part of the context"
-        )
-    return [name for name in names if name not in unread]
 
+    ranks_of = "one"
+    plot_help = "shares of the floor and ratios"
 
-def _is_read(peer: Peer, args: argparse.Namespace) -> bool:
-    """Whether some case is of the formats that a peer reads."""
-    asked = query_dtypes(peer.kv_cache_dtype, args.decode_query_dtype)
-    return peer.kv_cache_dtype in args.kv_cache_dtype and peer.decode_query_dtype in asked
-
-
-def _load(names: Sequence[str], peers: Path | None) -> dict[str, MakeKernel]:
-    """The kernels that can be had here; a line on each that cannot."""
-    kernels = {}
-    for name in names:
-        try:
-            kernels[name] = load_kernel(name, peers)
-        except Exception as error:  # others' code: whatever it raises, we measure without it
-            _leave_out(name, error)
-    return kernels
-
-
-def _leave_out(name: str, error: Exception) -> None:
-    print(f"left out: {name}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}", flush=True)
-
-
-class _Benchmark:
-    """The kernels under test, and what one case makes of them."""
-
-    def __init__(
-        self,
-        kernels: dict[str, MakeKernel],
-        ceilings: Ceilings,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.kernels, self.ceilings = kernels, ceilings
-        self.block_size, self.dtype, self.device = block_size, dtype, device
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        super().__init__(args, job)
+        self.dtype = _DTYPES[args.dtype] if args.dtype else self.dtype
+        job.watchdog.enter("loading the kernels", LOAD_TIMEOUT)
+        self.kernels = dict(_load(args))
+        self.ceilings = measure_ceilings(self.device, self.dtype)
+        self.caches: Kept[Caches] = Kept()
         self.refused: set[str] = set()  # kernels that did not take some case, which is said once
-        self.plain_us: dict[tuple[str, DecodeCase], float] = {}  # of our kernels over plain rows
+        self.plain_us: dict[tuple[str, DecodeCase], float] = {}
 
-    def rows(self, case: DecodeCase, caches: Caches) -> list[Row]:
-        """A row for each kernel that takes the case; ours with their ratios to the peers'."""
-        inputs = DecodeInputs(case, caches)
-        calls = len(caches) * -(-_FEWEST_CALLS // len(caches))
-        answer = Answer(inputs, calls - 1)
-        rows = []
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        peers = "directory with peers.py and the libraries of FlashMLA and FlashAttention-3"
+        add("--peers", type=Path, metavar="DIR", help=peers)
+        names = f"of {', '.join([*OURS, *PEERS])}; default: dcpmla, and with --peers all of theirs"
+        add("--kernels", type=partial(_names, choices=[*OURS, *PEERS]), metavar="NAME,...", help=names)
+        add("--heads", type=positive_list, default="16,64,128", metavar="H,...", help="query heads")
+        add("--batch", type=positive_list, default="1,8,32,128", metavar="B,...", help="requests")
+        contexts = "1024,4096,16384,65536"
+        add("--context", type=positive_list, default=contexts, metavar="S,...", help="cached tokens of each request")
+        add("--query-len", type=positive_list, default="1,2,4", metavar="Q,...", help="new tokens of each, causal")
+        add("--block-size", type=positive, default=64, metavar="P", help="tokens of a cache block")
+        dtype = "of what is not quantized; default: bfloat16 on GPUs, float32 on CPUs"
+        add("--dtype", choices=tuple(_DTYPES), help=dtype)
+        add_cache_arguments(parser)
+
+    @staticmethod
+    def check(args: argparse.Namespace, ranks: Ranks) -> None:
+        wanted = [name for name in args.kernels or () if name in PEERS]
+        if wanted and args.peers is None:
+            raise ValueError(f"--kernels has {wanted[0]}, which is loaded from --peers; give --peers DIR")
+        for peer, name in ((PEERS[name], name) for name in wanted if not _is_read(PEERS[name], args)):
+            formats = f"--kv-cache-dtype {peer.kv_cache_dtype} and --decode-query-dtype {peer.decode_query_dtype}"
+            raise ValueError(f"--kernels has {name}, which reads what {formats} gives; add them, or leave it out")
+        check_peers(args.peers)
+        if max(args.query_len) > min(args.context):
+            sizes = f"--query-len has {max(args.query_len)} and --context {min(args.context)}"
+            raise ValueError(f"{sizes}; new tokens are part of the context")
+
+    def cases(self) -> Iterator[DecodeCase]:
+        """Yield cases, those over the same caches one after the other."""
+        args = self.args
+        for batch, context, cache in product(*map(dict.fromkeys, (args.batch, args.context, args.kv_cache_dtype))):
+            queries = query_dtypes(cache, args.decode_query_dtype)
+            for heads, query_len, query_dtype in product(*map(dict.fromkeys, (args.heads, args.query_len, queries))):
+                yield DecodeCase(batch, context, heads, query_len, cache, query_dtype)
+
+    def inputs(self, case: DecodeCase) -> DecodeInputs:
+        size = case.batch, case.context, self.args.block_size, self.dtype, self.device, case.kv_cache_dtype
+        return DecodeInputs(case, self.caches.get(size, lambda: Caches(*size)))
+
+    def measure(self, case: DecodeCase, inputs: DecodeInputs) -> list[Row]:
+        """Return a row for each kernel that takes the case; ours with their ratios to the peers'."""
+        num_sets = len(inputs.caches)
+        calls = num_sets * -(-_FEWEST_CALLS // num_sets)
+        answer, rows = Answer(inputs, calls - 1), []
         for name, make in self.kernels.items():
             if name in PEERS and not PEERS[name].reads(case):
                 continue
             try:
                 kernel = make(inputs)
-                timing, (out, lse) = time_with_result(
-                    kernel.launch, self.device, calls, num_samples(self.device), _SAMPLE_SECONDS
-                )
-            except Exception as error:
+                timing, last = time_with_result(kernel.launch, self.device, calls, _SAMPLE_SECONDS)
+            except Exception as error:  # others' code may raise anything
                 if name in OURS and not (isinstance(error, ValueError) or is_out_of_memory(error)):
                     raise
                 if name not in self.refused:
                     self.refused.add(name)
-                    _leave_out(f"{name} of {_words(case)}", error)
+                    leave_out(f"{name} of {case}", error)
                 continue
-            rows.append(self._row(name, inputs, timing, answer.errors(*kernel.result(out, lse))))
+            rows.append(self._row(name, inputs, timing, answer.errors(*kernel.result(*last))))
         return self._with_ratios(rows, case)
 
+    def _row(self, name: str, inputs: DecodeInputs, timing: Timing, errors: tuple[float, float]) -> Row:
+        case, us, itemsize = inputs.case, timing.median_us, self.dtype.itemsize
+        floor_us = self.ceilings.floor_us(case, itemsize)
+        return {
+            "kernel": name,
+            **asdict(case),
+            "block_size": self.args.block_size,
+            "dtype": dtype_name(self.dtype),
+            "num_sets": len(inputs.caches),
+            "in_graph": timing.in_graph,
+            "median_us": round(us, 2),
+            "tflops": round(case.flops / us / 1e6, 2),
+            "gb_per_s": round(case.num_bytes(itemsize) / us / 1e3, 1),
+            "floor_us": round(floor_us, 2),
+            "floor_share": round(floor_us / us, 4),
+            "error": finite(errors[0]),
+            "lse_error": finite(errors[1]),
+        }
+
     def _with_ratios(self, rows: list[Row], case: DecodeCase) -> list[Row]:
-        """Ours with `speedup_over_<peer>`, the peer's time over ours, or its own over bf16, where both are right."""
+        """Add `speedup_over_NAME` to our rows: a peer's time, or our own over plain rows, over ours; of right ones."""
         peers = {row["kernel"]: row["median_us"] for row in rows if row["kernel"] in PEERS and is_right(row)}
         plain_case = replace(case, kv_cache_dtype="bf16", decode_query_dtype="auto")
         for row in (row for row in rows if row["kernel"] in OURS and is_right(row)):
@@ -211,96 +153,114 @@ class _Benchmark:
             row.update({f"speedup_over_{name}": round(us / row["median_us"], 3) for name, us in others.items()})
         return rows
 
-    def _row(self, name: str, inputs: DecodeInputs, timing: Timing, errors: tuple[float, float]) -> Row:
-        case, us = inputs.case, timing.median_us
-        floor_us = self.ceilings.floor_us(case, self.dtype.itemsize)
-        error, lse_error = (error if math.isfinite(error) else None for error in errors)  # JSON has no NaN
-        return {
-            "kernel": name,
-            "num_heads": case.num_heads,
-            "batch": case.batch,
-            "context": case.context,
-            "query_len": case.query_len,
-            "block_size": self.block_size,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "kv_cache_dtype": case.kv_cache_dtype,
-            "decode_query_dtype": case.decode_query_dtype,
-            "num_sets": len(inputs.caches),
-            "in_graph": timing.in_graph,
-            "median_us": round(us, 2),
-            "tflops": round(case.flops / us / 1e6, 2),
-            "gb_per_s": round(case.num_bytes(self.dtype.itemsize) / us / 1e3, 1),
-            "floor_us": round(floor_us, 2),
-            "floor_share": round(floor_us / us, 4),
-            "error": error,
-            "lse_error": lse_error,
-        }
+    def line(self, rows: Sequence[Row]) -> str:
+        if not rows:
+            return "no kernel took this case"
+        first = rows[0]
+        case = f"{first['batch']} x {first['context']:,}".rjust(14) + f"  heads {first['heads']:>3}"
+        formats = quantized_name(first["kv_cache_dtype"], first["decode_query_dtype"])
+        cells = [f"{case}  new {first['query_len']}  floor {first['floor_us']:>8,.1f} us", *filter(None, [formats])]
+        for row in rows:
+            wrong = "" if is_right(row) else " WRONG"
+            cells.append(f"{row['kernel']} {row['median_us']:>8,.1f} us {row['floor_share']:>4.0%}{wrong}")
+        for row in rows:
+            if (best := best_peer_ratio(row)) is not None:
+                cells.append(f"{row['kernel']} {best:.2f} x the best peer's speed")
+            if "speedup_over_bf16" in row:
+                cells.append(f"{row['speedup_over_bf16']:.2f} x its own in bf16")
+        return "  ".join(cells)
+
+    def summary(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Yield for each kernel and format its share of the floor and its wrong results; for ours also the ratios."""
+        for name in dict.fromkeys(map(kernel_name, rows)):
+            mine = [row for row in rows if kernel_name(row) == name]
+            share, num_wrong = median(row["floor_share"] for row in mine), sum(not is_right(row) for row in mine)
+            found = f"in the median of {len(mine)} cases, {num_wrong} of them wrong"
+            yield f"{name}: {share:.0%} of the floor's speed {found}"
+            for other in (*PEERS, "bf16"):
+                ratios = [row[f"speedup_over_{other}"] for row in mine if f"speedup_over_{other}" in row]
+                if ratios:
+                    least, most = min(ratios), max(ratios)
+                    yield f"{name} against {other}: {median(ratios):.2f} x in the median, {least:.2f} x to {most:.2f} x"
+
+    def more(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {"ceilings": asdict(self.ceilings)}
+
+    def plot(self, path: Path, rows: Sequence[Row]) -> None:
+        """Draw for each number of heads every kernel's share of the floor's speed; and the first kernel's ratio to its
+        best peer. A kernel measured over several formats is drawn once for each.
+        """
+        heads, query_lens = sorted({row["heads"] for row in rows}), sorted({row["query_len"] for row in rows})
+        rows = [{**row, "name": kernel_name(row)} for row in rows]
+        names, loads = list(dict.fromkeys(row["name"] for row in rows)), sorted({_load_of(row) for row in rows})
+        title = f"decode kernels, {dtype_name(self.dtype)}, blocks of {self.args.block_size}"
+        figure, axes = new_figure(title, num_axes=len(heads) + 1, width=max(4.8, 0.4 * len(loads)))
+        for axis, num_heads in zip(axes, heads, strict=False):
+            for name in names:
+                mine = select(rows, name=name, heads=num_heads, query_len=query_lens[0])
+                _plot_over_loads(axis, loads, {_load_of(row): row["floor_share"] for row in mine}, name)
+            axis.set_title(f"{num_heads} heads, {query_lens[0]} new")
+            axis.set_ylim(bottom=0)
+        axes[0].set_ylabel("share of the floor's speed")
+        kernel = rows[0]["kernel"]
+        for name, num_heads, query_len in product(names, heads, query_lens):
+            mine = select(rows, name=name, kernel=kernel, heads=num_heads, query_len=query_len)
+            ratios = {_load_of(row): ratio for row in mine if (ratio := best_peer_ratio(row)) is not None}
+            if ratios:
+                _plot_over_loads(axes[-1], loads, ratios, f"{name}, {num_heads} heads, {query_len} new")
+        axes[-1].axhline(1.0, color="black", linewidth=0.8)
+        axes[-1].set_title(f"the best peer's time over {kernel}'s")
+        save_figure(path, figure)
 
 
-def _measure(args: argparse.Namespace, job: Job, benchmark: _Benchmark, limit: TimeLimit) -> Iterator[list[Row]]:
-    """The rows of one case after the other, until time is over.
+def _names(text: str, choices: Sequence[str]) -> list[str]:
+    return name_list(text, choices, "a kernel")
 
-    The caches of one size and format serve all its heads and queries.
-    """
-    for batch, context, kv_cache_dtype in product(
-        dict.fromkeys(args.batch), dict.fromkeys(args.context), args.kv_cache_dtype
-    ):
-        with measurement(args, job, f"{batch} x {context:,} cached tokens in {kv_cache_dtype}"):
-            with memory_on_all():
-                caches = Caches(batch, context, args.block_size, benchmark.dtype, benchmark.device, kv_cache_dtype)
+
+def _is_read(peer: Peer, args: argparse.Namespace) -> bool:
+    """Return whether some case has the formats that a peer reads."""
+    asked = query_dtypes(peer.kv_cache_dtype, args.decode_query_dtype)
+    return peer.kv_cache_dtype in args.kv_cache_dtype and peer.decode_query_dtype in asked
+
+
+def _load(args: argparse.Namespace) -> Iterator[tuple[str, MakeKernel]]:
+    """Yield the names and makers of the kernels that can be had here; print a line on each that cannot."""
+    for name in args.kernels or ["dcpmla", *(PEERS if args.peers else ())]:
+        if name in OURS:
+            yield name, partial(Ours, backend=OURS[name])
+        elif _is_read(PEERS[name], args):
             try:
-                queries = query_dtypes(kv_cache_dtype, args.decode_query_dtype)
-                for num_heads, query_len, query_dtype in product(
-                    dict.fromkeys(args.heads), dict.fromkeys(args.query_len), queries
-                ):
-                    case = DecodeCase(batch, context, num_heads, query_len, kv_cache_dtype, query_dtype)
-                    if limit.is_over():
-                        print(f"time is over (--time-limit): {_words(case)} and what follows is left out", flush=True)
-                        return
-                    with memory_on_all():
-                        rows = benchmark.rows(case, caches)
-                    yield rows
-            finally:
-                del caches  # before the next ones are made
+                yield name, PEERS[name].load(args.peers)
+            except Exception as error:  # others' code: whatever it raises, we measure without it
+                leave_out(name, error)
 
 
 def is_right(row: Row) -> bool:
-    """Whether a kernel computed what it should."""
+    """Return whether a kernel computed what it should."""
     limit = _LARGEST_ERROR[row["decode_query_dtype"]]
     return all(row[key] is not None and row[key] <= limit for key in ("error", "lse_error"))
 
 
-def _words(case: DecodeCase) -> str:
-    sizes = f"{case.batch} x {case.context:,}, {case.num_heads} heads, {case.query_len} new"
-    return ", ".join(filter(None, [sizes, quantized_name(case.kv_cache_dtype, case.decode_query_dtype)]))
-
-
-def _line(rows: Sequence[Row]) -> str:
-    if not rows:
-        return "no kernel took this case"
-    first = rows[0]
-    load = f"{first['batch']} x {first['context']:,}"
-    cells = [
-        f"{row['kernel']} {row['median_us']:>8,.1f} us {row['floor_share']:>4.0%}{'' if is_right(row) else ' WRONG'}"
-        for row in rows
-    ]
-    ratios = [f"{row['kernel']} {best:.2f} x the best peer's speed" for row in rows if (best := best_peer_ratio(row))]
-    ratios += [f"{row['speedup_over_bf16']:.2f} x its own in bf16" for row in rows if "speedup_over_bf16" in row]
-    case = f"{load:>14}  heads {first['num_heads']:>3}  new {first['query_len']}  floor {first['floor_us']:>8,.1f} us"
-    return "  ".join(
-        [case, *filter(None, [quantized_name(first["kv_cache_dtype"], first["decode_query_dtype"])]), *cells, *ratios]
+def best_peer_ratio(row: Row) -> float | None:
+    """Return the time of the fastest peer over that of the row's kernel; None without peers."""
+    return min(
+        (row[key] for key in row if key.startswith("speedup_over_") and key != "speedup_over_bf16"), default=None
     )
 
 
-def _summary(rows: Sequence[Row]) -> Iterator[str]:
-    """For each kernel and format its share of the floor and its wrong results; for ours also the ratios, over all
-    cases.
-    """
-    for name in dict.fromkeys(map(kernel_name, rows)):
-        mine = [row for row in rows if kernel_name(row) == name]
-        shares, num_wrong = [row["floor_share"] for row in mine], sum(not is_right(row) for row in mine)
-        yield f"{name}: {median(shares):.0%} of the floor's speed in the median of {len(mine)} cases, {num_wrong} of them wrong"
-        for other in (*PEERS, "bf16"):
-            ratios = [row[f"speedup_over_{other}"] for row in mine if f"speedup_over_{other}" in row]
-            if ratios:
-                yield f"{name} against {other}: {median(ratios):.2f} x in the median, {min(ratios):.2f} x to {max(ratios):.2f} x"
+def kernel_name(row: Row) -> str:
+    """Return the kernel of a row, with what it reads where that is quantized."""
+    return ", ".join(filter(None, [row["kernel"], quantized_name(row["kv_cache_dtype"], row["decode_query_dtype"])]))
+
+
+def _load_of(row: Row) -> Load:
+    return row["batch"], row["context"]
+
+
+def _plot_over_loads(axis: Any, loads: Sequence[Load], values: Mapping[Load, float], label: str) -> None:
+    axis.plot([loads.index(load) for load in values], list(values.values()), ".-", label=label)
+    axis.set_xticks(range(len(loads)), [f"{batch} x {context:,}" for batch, context in loads], rotation=90)
+    axis.legend(fontsize="small")
+
+
+BENCHMARK = Decode

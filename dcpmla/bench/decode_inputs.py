@@ -1,22 +1,31 @@
-"""What `bench decode` gives every kernel: a case's sizes, its rotated inputs, the float64 answer, and the floor that
-the hardware sets.
+"""Inputs of decode kernels: a case's sizes, its rotated inputs, the float64 answer, the floor that the hardware sets;
+and our kernels behind the interface that peers have too.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention import reference
 from dcpmla.attention.calls import DecodeCall, decode_workspace
-from dcpmla.bench.cache_formats import Q_SCALE, fill_randomly, kv_scale_of, scale_tensor, storage_dtype
+from dcpmla.attention.decode import mla_decode
+from dcpmla.bench.cache_formats import (
+    Q_SCALE,
+    fill_randomly,
+    kv_scale_of,
+    quantized_name,
+    scale_tensor,
+    storage_dtype,
+)
 from dcpmla.bench.timing import time_operation
 from dcpmla.cache import formats
 
-LATENT_DIM, ROPE_DIM = 512, 64  # what every kernel here is built for
-SCALE = (128 + ROPE_DIM) ** -0.5  # of the heads before absorption: 128 without positions, 64 with
+LATENT_DIM, ROPE_DIM = 512, 64  # the widths that every kernel here is built for
+SCALE = (128 + ROPE_DIM) ** -0.5  # of the heads before absorption: 128 columns without positions, 64 with
 _ROTATED_BYTES = {"cuda": 512 << 20, "cpu": 1 << 20}  # many times the L2 of an H200, 60 MB
 _MOST_SETS = 256  # nodes of a graph that small caches may cost
 _NUM_NEWEST = 4  # keys of a request that every query finds by its last column
@@ -38,7 +47,7 @@ class DecodeCase:
 
     batch: int
     context: int
-    num_heads: int
+    heads: int
     query_len: int
     kv_cache_dtype: str = "bf16"
     decode_query_dtype: str = "auto"
@@ -50,25 +59,28 @@ class DecodeCase:
 
     @property
     def flops(self) -> int:
-        """Scores over 576 and values over 512, for the keys that each query token sees."""
+        """Operations of scores over 576 and values over 512 columns, for the keys that each query token sees."""
         pairs = self.batch * sum(self.context - later for later in range(self.query_len))
-        return 2 * self.num_heads * pairs * (LATENT_DIM + ROPE_DIM + LATENT_DIM)
+        return 2 * self.heads * pairs * (LATENT_DIM + ROPE_DIM + LATENT_DIM)
 
     def num_bytes(self, itemsize: int) -> int:
-        """The cache, the queries and the output, each moved once; itemsize is that of what is not quantized."""
+        """Return the bytes of cache, queries and output, each moved once; itemsize is that of what is not quantized."""
         storage = storage_dtype(self.kv_cache_dtype, torch.bfloat16)
         row_bytes = formats.row_width(storage, LATENT_DIM, ROPE_DIM) * (
             itemsize if storage == torch.bfloat16 else storage.itemsize
         )
         query_bytes = (LATENT_DIM + ROPE_DIM) * (1 if self.decode_query_dtype == "fp8" else itemsize)
-        return self.batch * self.context * row_bytes + self.num_tokens * self.num_heads * (
-            query_bytes + LATENT_DIM * itemsize
-        )
+        head_bytes = query_bytes + LATENT_DIM * itemsize
+        return self.batch * self.context * row_bytes + self.num_tokens * self.heads * head_bytes
+
+    def __str__(self) -> str:
+        sizes = f"{self.batch} x {self.context:,}, {self.heads} heads, {self.query_len} new"
+        return ", ".join(filter(None, [sizes, quantized_name(self.kv_cache_dtype, self.decode_query_dtype)]))
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches on work that does nothing else: FLOP/s of a matrix product (and of one in e4m3), bytes/s
+    """Rates of the device on work that does nothing else: FLOP/s of a matrix product (and of one in e4m3), bytes/s
     of a read.
     """
 
@@ -77,7 +89,7 @@ class Ceilings:
     fp8_flops_per_second: float
 
     def floor_us(self, case: DecodeCase, itemsize: int) -> float:
-        """Microseconds below which no kernel can be."""
+        """Return the microseconds below which no kernel can be."""
         flops_per_second = self.fp8_flops_per_second if case.decode_query_dtype == "fp8" else self.flops_per_second
         return max(case.flops / flops_per_second, case.num_bytes(itemsize) / self.bytes_per_second) * 1e6
 
@@ -85,7 +97,7 @@ class Ceilings:
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Time products of 8192 x 8192 matrices and the maximum over 2 GiB (on CPUs: 256 and 1 MiB).
 
-    A device that does not multiply in e4m3 has the rate of `dtype` for it.
+    A device that does not multiply in e4m3 gets the rate of `dtype` for it.
     """
     size, num_bytes = (8192, 2 << 30) if device.type == "cuda" else (256, 1 << 20)
     left, right = torch.randn(2, size, size, device=device).to(dtype)
@@ -101,11 +113,10 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 class Caches:
-    """As many caches of `batch` requests as exceed the L2 many times over, each with shuffled blocks and a table of
+    """Caches of `batch` requests, as many as exceed the L2 many times over, each with shuffled blocks and a table of
     its own.
 
-    Each of a request's newest keys moves the output as much as all others do, so that a causal bound that is missed
-    shows.
+    Each of a request's newest keys moves the output as much as all others do, so that a missed causal bound shows.
 
     Args:
         dtype: of latents before they are quantized, and of plain rows.
@@ -143,8 +154,8 @@ class Caches:
     def _mark_newest(self, context: int) -> None:
         block_size, device = self.rows.shape[2], self.rows.device
         newest = torch.arange(max(0, context - _NUM_NEWEST), context, device=device)
-        # The mean of S random values shrinks with sqrt(S), and so does the weight that stands up to it: exp of this
-        # score over S.
+        # The mean of S random values shrinks with sqrt(S), and so does the weight that equals it: exp of this score
+        # over S.
         score = 2.0 + 0.5 * math.log(context)
         for rows, table in zip(self.rows, self.block_tables.long(), strict=True):
             blocks = table[:, newest // block_size]
@@ -161,18 +172,20 @@ class DecodeInputs:
 
     Attributes:
         dtype: of the output, and of what is not quantized.
-        q: [num_sets, T, H, 576], in `dtype`, or e4m3 with its q_scale, which else is None.
+        q: [num_sets, T, H, 576], in `dtype`, or e4m3 with its q_scale, which is None otherwise.
         seq_lens: [T] int32, the keys that each query token sees.
         context_lens: [batch] int32; query_start_loc: [batch + 1] int32. For kernels with lengths of requests.
+        selected_blocks: the cache in blocks where `caches` has it in single rows, else None.
     """
+
+    selected_blocks: Tensor | None = None
 
     def __init__(self, case: DecodeCase, caches: Caches) -> None:
         self.case, self.caches, self.dtype = case, caches, caches.dtype
         device = caches.rows.device
         new: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self.q = torch.randn(
-            len(caches), case.num_tokens, case.num_heads, LATENT_DIM + ROPE_DIM, dtype=self.dtype, device=device
-        )
+        width = LATENT_DIM + ROPE_DIM
+        self.q = torch.randn(len(caches), case.num_tokens, case.heads, width, dtype=self.dtype, device=device)
         self.q[..., -1] = _QUERY_MARK
         self.q_scale: Tensor | None = None
         if case.decode_query_dtype == "fp8":
@@ -188,15 +201,55 @@ class DecodeInputs:
         return self.caches.rows.shape[2]
 
     def at(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, H, 576], kv_cache [num_blocks, block_size, row_width] and block_table [batch, max_blocks] of a call."""
+        """Return a call's q [T, H, 576], kv_cache [num_blocks, block_size, row_width] and block_table [batch,
+        max_blocks].
+        """
         number = index % len(self.caches)
         return self.q[number], self.caches.rows[number], self.caches.block_tables[number]
 
 
-class Answer:
-    """What a call must give for the first and the last request, in float64 from `attention/reference.py`.
+class Kernel(Protocol):
+    """A kernel made for a case. Its constructor raises ValueError for a case that it does not take."""
 
-    Of inputs as they are, quantized: what errors are left are the kernel's, not those of the format.
+    def launch(self, index: int) -> tuple[Tensor, Tensor]:
+        """Run the timed call, over set `index`; return (out, lse) in the kernel's own layout."""
+
+    def result(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `launch`'s as [T, H, 512] and [T, H] natural log, (0, -inf) for a query that sees no token."""
+
+
+MakeKernel = Callable[[DecodeInputs], Kernel]
+
+
+class Ours:
+    """`dcpmla.mla_decode`, on the backend that it selects or on a given one."""
+
+    def __init__(self, inputs: DecodeInputs, backend: str = "auto") -> None:
+        self.inputs, self.backend = inputs, backend
+
+    def launch(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs
+        return mla_decode(
+            *inputs.at(index),
+            inputs.seq_lens,
+            SCALE,
+            LATENT_DIM,
+            max_query_len=inputs.case.query_len,
+            workspace=inputs.workspace,
+            kv_scale=inputs.caches.kv_scale,
+            q_scale=inputs.q_scale,
+            dtype=inputs.dtype,
+            backend=self.backend,
+        )
+
+    def result(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return out, lse
+
+
+class Answer:
+    """The float64 result of a call for the first and the last request, from `attention/reference.py`.
+
+    Inputs go into it as they are, quantized: errors are the kernel's, not those of the format.
     """
 
     def __init__(self, inputs: DecodeInputs, index: int) -> None:
@@ -204,17 +257,13 @@ class Answer:
         requests = torch.tensor(sorted({0, case.batch - 1}), device=q.device)
         self.tokens = (requests[:, None] * case.query_len + torch.arange(case.query_len, device=q.device)).flatten()
         blocks = block_table[requests]
+        sizes = inputs.seq_lens[self.tokens], SCALE, LATENT_DIM, None, case.query_len, None
         self.out, self.lse = reference.mla_decode(
             DecodeCall(
                 q[self.tokens],
                 kv_cache[blocks.flatten().long()],
                 torch.arange(blocks.numel(), device=q.device, dtype=torch.int32).view_as(blocks),
-                inputs.seq_lens[self.tokens],
-                SCALE,
-                LATENT_DIM,
-                None,
-                case.query_len,
-                None,
+                *sizes,
                 inputs.caches.kv_scale,
                 inputs.q_scale,
                 torch.float64,
@@ -222,8 +271,8 @@ class Answer:
         )
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
-        """||out - answer|| / ||answer|| and the largest |lse - answer|, of out [T, H, 512] and lse [T, H]; NaN where
-        any is.
+        """Return ||out - answer|| / ||answer|| and the largest |lse - answer|, of out [T, H, 512] and lse [T, H]; NaN
+        where any is.
         """
         error = (out[self.tokens].double() - self.out).norm() / self.out.norm()
         return float(error), float((lse[self.tokens].double() - self.lse).abs().max())

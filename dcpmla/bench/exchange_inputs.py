@@ -1,9 +1,8 @@
 """Random inputs of the exchange's operations on the ranks of a group, and what each must give, in float64 from all
 ranks' inputs.
 
-Every rank draws everyone's inputs by itself, so that nothing that is under test moves the answers.
-Calls rotate through sets of inputs, one for each timed call; one set more stands behind them, in which shards are
-empty (`Combine`).
+Every rank draws everyone's inputs by itself, so that nothing that is under test moves the answers. Calls rotate
+through sets of inputs, one for each timed call; in one more set, the last, shards are empty (`Combine`).
 """
 
 import math
@@ -15,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcpmla.bench.timing import largest
 from dcpmla.comm.exchange import Exchange, tokens_of_rows
+from dcpmla.comm.reach import reach
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.merge import merge_partials
 from dcpmla.ownership import local_index, owner_rank
 
-_NUM_DRAWN = 131071  # numbers that are drawn before they repeat; a prime: fewer rows than that are all different
+_NUM_DRAWN = 131071  # numbers drawn before they repeat; a prime: fewer rows than that are all different
 
 
 @dataclass(frozen=True)
@@ -52,29 +53,38 @@ class ExchangeCase:
         return dist.get_rank(self.group)
 
     def draw(self, rank: int, index: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Normal numbers of a rank's set, the same wherever they are drawn."""
+        """Return the normal numbers of a rank's set, the same wherever they are drawn."""
         generator, size = torch.Generator().manual_seed(index * self.size + rank), math.prod(shape)
         drawn = torch.randn(min(size, _NUM_DRAWN), generator=generator).to(self.device, dtype)
         return drawn.repeat(-(-size // _NUM_DRAWN))[:size].view(shape)
 
     def sets(self, *shape: int) -> Tensor:
-        """This rank's rows for each call, and one set more."""
+        """Return this rank's rows for each call, and one set more."""
         sets = torch.empty(self.num_calls + 1, *shape, device=self.device, dtype=self.dtype)
         for index, rows in enumerate(sets):
             rows.copy_(self.draw(self.rank, index, self.dtype, *shape))
         return sets
 
     def of_ranks(self, index: int, *shape: int) -> list[Tensor]:
-        """Every rank's rows of a set, in rank order."""
+        """Return every rank's rows of a set, in rank order."""
         return [self.draw(rank, index, self.dtype, *shape) for rank in range(self.size)]
 
 
 def exchange_of(group: dist.ProcessGroup, device: torch.device, **options: Any) -> Exchange:
-    """The exchange of a group that is as large as its TP group, by fields of DCPConfig. Collective over the group."""
+    """Return the exchange of a group that is as large as its TP group, by fields of DCPConfig. Collective over the
+    group.
+    """
     size = dist.get_world_size(group)
-    return select_exchange(
-        DCPConfig(tensor_parallel_size=size, decode_context_parallel_size=size, **options), group, device
-    ).exchange
+    dcp = DCPConfig(tensor_parallel_size=size, decode_context_parallel_size=size, **options)
+    return select_exchange(dcp, group, device).exchange
+
+
+def with_direct(backends: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Return backends, and `direct` where it runs on every group of the job: all ranks measure the same. Collective
+    over the job.
+    """
+    is_out_of_reach = largest(bool(reach(group, device)), device)
+    return [*backends, *([] if is_out_of_reach else ["direct"])]
 
 
 class ExchangeInputs(Protocol):
@@ -87,10 +97,10 @@ class ExchangeInputs(Protocol):
     received_bytes: int
 
     def run(self, exchange: Exchange, index: int) -> tuple[Tensor, ...]:
-        """The operation over a set. Collective over the group."""
+        """Run the operation over a set. Collective over the group."""
 
     def answer(self, index: int) -> tuple[Tensor, ...]:
-        """What it must give on this rank, float64."""
+        """Return what it must give on this rank, float64."""
 
 
 class GatherHeads:
@@ -123,16 +133,13 @@ class Combine:
         return exchange.combine(self.out[index], self.lse[index])
 
     def answer(self, index: int) -> tuple[Tensor, ...]:
-        case = self.case
-        shards = [
-            [part.chunk(case.size, 1)[case.rank].double() for part in self._shard(rank, index)]
-            for rank in range(case.size)
-        ]
+        size, own = self.case.size, self.case.rank
+        shards = [[part.chunk(size, 1)[own].double() for part in self._shard(rank, index)] for rank in range(size)]
         out, lse = (torch.stack(parts) for parts in zip(*shards, strict=True))
         return merge_partials(out, lse)
 
     def _shard(self, rank: int, index: int) -> tuple[Tensor, Tensor]:
-        """A rank's set.
+        """Return a rank's set.
 
         In the last one every fourth token has nothing on the first rank, another on the last rank, a third on any.
         """
@@ -146,7 +153,7 @@ class Combine:
 
 
 class GatherContext:
-    """rows [N, query_dim] a set, of tokens laid on the ranks in turn, the last ones padded; order [T] and tokens [N]."""
+    """rows [N, query_dim] a set, of tokens dealt to the ranks in turn, the last ones padded; order [T], tokens [N]."""
 
     def __init__(self, case: ExchangeCase) -> None:
         num_rows = -(-case.num_tokens // case.size)
@@ -160,11 +167,8 @@ class GatherContext:
         return (exchange.start_context(self.rows[index], self.order, self.tokens)(),)
 
     def answer(self, index: int) -> tuple[Tensor, ...]:
-        return (
-            torch.stack(self.case.of_ranks(index, *self.rows.shape[1:]), 1)
-            .flatten(0, 1)[: self.case.num_tokens]
-            .double(),
-        )
+        rows = torch.stack(self.case.of_ranks(index, *self.rows.shape[1:]), 1)
+        return (rows.flatten(0, 1)[: self.case.num_tokens].double(),)
 
 
 OPERATIONS: dict[str, Callable[[ExchangeCase], ExchangeInputs]] = {
@@ -175,14 +179,14 @@ OPERATIONS: dict[str, Callable[[ExchangeCase], ExchangeInputs]] = {
 
 
 def find_errors(results: Sequence[Tensor], answers: Sequence[Tensor]) -> list[float]:
-    """Of rows, and of their LSE where the results have one."""
+    """Return the error of rows, and that of their LSE where the results have one."""
     (rows, *lse), (rows_answer, *lse_answer) = results, answers
     return [row_error(rows, rows_answer), *map(lse_error, lse, lse_answer)]
 
 
 def row_error(rows: Tensor, answer: Tensor) -> float:
-    """Of rows [..., D], the largest difference beside the row's largest number; inf for another shape, or where a row
-    is not finite.
+    """Return the largest difference of rows [..., D], relative to the row's largest number; inf for another shape, or
+    where a row is not finite.
     """
     if rows.shape != answer.shape:
         return math.inf
@@ -191,7 +195,9 @@ def row_error(rows: Tensor, answer: Tensor) -> float:
 
 
 def lse_error(lse: Tensor, answer: Tensor) -> float:
-    """The largest difference, -inf equal to itself; inf for another shape, or where one alone is not finite."""
+    """Return the largest difference, -inf being equal to itself; inf for another shape, or where one alone is not
+    finite.
+    """
     if lse.shape != answer.shape:
         return math.inf
     difference = (lse.double() - answer.double()).where(lse != answer, 0.0)

@@ -1,33 +1,38 @@
-"""Measure one decode step of a stack of MLA layers under each DCP size, part by part, and from which context on DCP is
-faster than TP.
+"""Measure one decode step of a stack of MLA layers under each DCP size, part by part, on one host or several: how it
+scales, and from which context on DCP is faster than TP.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
-
-import torch
+from textwrap import fill
+from typing import Any, NamedTuple
 
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench.cache_formats import add_cache_arguments, config_name, query_dtypes
-from dcpmla.bench.crossover import Layout, added_us_per_layer, crossovers, layout_of
-from dcpmla.bench.geometries import GEOMETRIES
-from dcpmla.bench.kernel_plots import plot_layer
+from dcpmla.bench.exchange_inputs import with_direct
+from dcpmla.bench.geometries import GEOMETRIES, config_of
 from dcpmla.bench.layer_stack import PARTS, LayerStack
-from dcpmla.bench.plots import check_outputs
-from dcpmla.bench.results import add_commit_argument, write_results
-from dcpmla.bench.runner import measurement, memory_on_all
-from dcpmla.bench.timing import TimeLimit, largest
-from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, start
-from dcpmla.cli.values import exchange_list, positive, positive_list, seconds
-from dcpmla.comm.reach import reach
+from dcpmla.bench.layouts import (
+    Layout,
+    compare_with_plain,
+    crossovers,
+    efficiencies,
+    layout_of,
+    totals_of,
+)
+from dcpmla.bench.plots import MARKERS, legend_beside, new_figure, save_figure, select
+from dcpmla.bench.results import Row, dtype_name
+from dcpmla.bench.runner import Benchmark
+from dcpmla.cli.values import exchange_list, positive, positive_list
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
-from dcpmla.job.bootstrap import agree
-from dcpmla.parallel.mesh import DCPMesh, init_mesh
+from dcpmla.job.bootstrap import Ranks
+from dcpmla.job.join import Job
+from dcpmla.parallel.mesh import init_mesh
 
-Row = dict[str, Any]
 _VARIANTS: dict[str, dict[str, Any]] = {  # fields of DCPConfig, by the names of `bench exchange`
     "": {},
     "pbm": {"dcp_project_before_merge": True},
@@ -35,202 +40,231 @@ _VARIANTS: dict[str, dict[str, Any]] = {  # fields of DCPConfig, by the names of
     "fp8": {"dcp_exchange_dtype": "fp8"},
 }
 _NAMES = ", ".join(filter(None, _VARIANTS))
+_CHARACTERS_PER_INCH = 12  # of a small title
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run)
-    add = parser.add_argument
-    add("--geometry", choices=tuple(GEOMETRIES), default="deepseek-v3", help="whose layers")
-    add(
-        "-tp",
-        "--tensor-parallel-size",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="ranks that cut the heads; all ranks of the job",
-    )
-    add(
-        "-dcp",
-        "--decode-context-parallel-size",
-        type=positive_list,
-        default="1",
-        metavar="D,...",
-        help="sizes to measure; 1 is plain TP",
-    )
-    backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: a2a, and direct where ranks have NVLink"
-    add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
-    variants = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
-    add("--variants", type=_variant_list, default="", metavar="NAME,...", help=variants)
-    add_cache_arguments(parser)
-    add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")
-    add(
-        "--batch",
-        type=positive_list,
-        default="1,4,16,64,128",
-        metavar="B,...",
-        help="requests of a step, one new token each",
-    )
-    add(
-        "--context",
-        type=positive_list,
-        default="8192,32768,131072,524288",
-        metavar="S,...",
-        help="cached tokens of each request",
-    )
-    add("--time-limit", type=seconds, default=450, metavar="S", help="seconds after which no further step is measured")
-    add_job_arguments(parser)
-    add("--json", type=Path, metavar="OUT.json", help="write a row for each part of each step")
-    add(
-        "--plot",
-        type=Path,
-        metavar="OUT.png",
-        help="draw the parts over contexts, and the speedup over TP; needs the extra plot",
-    )
-    add_commit_argument(parser)
+class LayerCase(NamedTuple):
+    """A load under one layout of the cache."""
+
+    layout: Layout
+    batch: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"{self.layout}, {self.batch} x {self.context:,}"
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measure on the ranks of the job, report. Every rank calls it; the first one reports."""
-    with start(args) as job, torch.inference_mode():
-        ranks, config = job.ranks, MLAConfig.from_hf(GEOMETRIES[args.geometry]())
-        with agree():
-            config.heads_per_rank(args.tensor_parallel_size)  # raises, with the sizes that divide
-            for dcp in args.decode_context_parallel_size:
-                DCPConfig(tensor_parallel_size=args.tensor_parallel_size, decode_context_parallel_size=dcp)
-            if "fp8" in args.variants and "direct" not in (args.dcp_comm_backend or ["direct"]):
-                given = ",".join(args.dcp_comm_backend)
-                raise ValueError(
-                    f"--variants has 'fp8', but --dcp-comm-backend is {given}; direct alone carries rows in fp8, add it"
-                )
-            if ranks.is_first:
-                check_outputs(args.json, args.plot)
-        if ranks.is_first:
-            print(f"ranks: {ranks.origin}", flush=True)
-        rows = []
-        for step_rows in _measure(args, job, config):
-            rows += step_rows
-            if ranks.is_first:
-                print(_line(step_rows), flush=True)
-        job.watchdog.enter("writing the results", LOAD_TIMEOUT)
-        if ranks.is_first:
-            _report(args, job, rows)
+class Layer(Benchmark[LayerCase, LayerStack]):
+    """Every load under all layouts, plain TP first.
 
+    Attributes:
+        plain: rows of plain TP, by load and dtypes of cache and queries.
+    """
 
-def _measure(args: argparse.Namespace, job: Job, config: MLAConfig) -> Iterator[list[Row]]:
-    """The rows of one step after the other, until time is over: for every load, all layouts of the cache."""
-    device, tp = job.ranks.device, args.tensor_parallel_size
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    limit = TimeLimit(args.time_limit, device)
-    meshes = {dcp: init_mesh(tp, dcp) for dcp in sorted(set(args.decode_context_parallel_size))}
-    layouts = _layouts(args, meshes, device)
-    for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
-        plain: dict[
-            tuple[str, str], list[Row]
-        ] = {}  # what the others are set against, by the dtypes of cache and queries
-        for layout in layouts:
-            name = f"{layout}, {batch} x {context:,}"
-            if limit.is_over():
-                if job.ranks.is_first:
-                    print(f"time is over (--time-limit): {name} and what follows is left out", flush=True)
-                return
-            with measurement(args, job, name):
-                if layout.variant == "pbm" and batch < PROJECT_FIRST_TOKENS:
-                    raise ValueError(
-                        f"a step of fewer than {PROJECT_FIRST_TOKENS} tokens does not project before it merges"
-                    )
-                with memory_on_all():
-                    stack = LayerStack(
-                        config, meshes[layout.dcp], args.num_layers, batch, context, device, dtype, **_options(layout)
-                    )
-                try:
-                    with memory_on_all():
-                        rows = _rows(args, stack, {**layout._asdict(), "batch": batch, "context": context})
-                    if layout.dcp == 1:
-                        plain[layout.dtypes] = rows
-                    elif layout.dtypes in plain:
-                        rows[0]["added_us_per_layer"] = round(added_us_per_layer(rows, plain[layout.dtypes]), 1)
-                    yield rows
-                finally:
-                    del stack  # its cache, before the next one is made
+    ranks_of = "tp"
+    plot_help = "the parts over contexts, and the speedup over TP"
 
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        super().__init__(args, job)
+        self.config = _read_config(args.geometry)
+        sizes = sorted(set(args.decode_context_parallel_size))
+        self.meshes = {dcp: init_mesh(args.tensor_parallel_size, dcp) for dcp in sizes}
+        self.layouts = [layout for dcp in sizes for layout in self._layouts(dcp)]
+        self.plain: dict[tuple[Any, ...], list[Row]] = {}
 
-def _layouts(args: argparse.Namespace, meshes: Mapping[int, DCPMesh], device: torch.device) -> list[Layout]:
-    """What is measured of each load. Collective over the job."""
-    layouts: list[Layout] = []
-    dtypes = [(name, dtype) for name in args.kv_cache_dtype for dtype in query_dtypes(name, args.decode_query_dtype)]
-    for dcp, mesh in meshes.items():
-        if dcp == 1:
-            layouts += [Layout(1, "none", "", *pair) for pair in dtypes]
-            continue
-        is_apart = largest(
-            bool(reach(mesh.dcp_group, device)), device
-        )  # some group's ranks: all ranks measure the same
-        backends = args.dcp_comm_backend or ["a2a", *([] if is_apart else ["direct"])]
-        exchanges = [pair for pair in product(backends, args.variants) if pair[1] != "fp8" or pair[0] == "direct"]
-        layouts += [Layout(dcp, *exchange, *pair) for pair, exchange in product(dtypes, exchanges)]
-    return layouts
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        geometry = f"whose layers: {', '.join(GEOMETRIES)}, or a directory with a config.json"
+        add("--geometry", default="deepseek-v3", metavar="NAME_OR_DIR", help=geometry)
+        tp = "ranks that cut the heads; all ranks of the job"
+        add("-tp", "--tensor-parallel-size", type=positive, default=1, metavar="N", help=tp)
+        dcp = "sizes to measure; 1 is plain TP, which others are compared with"
+        add("-dcp", "--decode-context-parallel-size", type=positive_list, default="1", metavar="D,...", help=dcp)
+        backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: a2a, and direct where ranks have NVLink"
+        add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
+        variants = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
+        add("--variants", type=_variant_list, default="", metavar="NAME,...", help=variants)
+        add_cache_arguments(parser)
+        add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")
+        batch = "requests of a step, one new token each"
+        add("--batch", type=positive_list, default="1,4,16,64,128", metavar="B,...", help=batch)
+        contexts = "8192,32768,131072,524288"
+        add("--context", type=positive_list, default=contexts, metavar="S,...", help="cached tokens of each request")
 
+    @staticmethod
+    def check(args: argparse.Namespace, ranks: Ranks) -> None:
+        _read_config(args.geometry).heads_per_rank(args.tensor_parallel_size)  # raises, with the sizes that divide
+        for dcp in args.decode_context_parallel_size:
+            DCPConfig(tensor_parallel_size=args.tensor_parallel_size, decode_context_parallel_size=dcp)
+        if "fp8" in args.variants and "direct" not in (args.dcp_comm_backend or ["direct"]):
+            given = f"--variants has 'fp8', but --dcp-comm-backend is {','.join(args.dcp_comm_backend)}"
+            raise ValueError(f"{given}; direct alone carries rows in fp8, add it")
 
-def _options(layout: Layout) -> dict[str, Any]:
-    """Fields of DCPConfig."""
-    exchange = {"dcp_comm_backend": layout.dcp_comm_backend, **_VARIANTS[layout.variant]} if layout.dcp > 1 else {}
-    return {
-        **exchange,
-        "kv_cache_dtype": config_name(layout.kv_cache_dtype),
-        "decode_query_dtype": layout.decode_query_dtype,
-    }
+    def _layouts(self, dcp: int) -> Iterator[Layout]:
+        """Yield the layouts of a DCP size. Collective over the job."""
+        args = self.args
+        exchanges = [("none", "")]
+        if dcp > 1:
+            group = self.meshes[dcp].dcp_group
+            backends = args.dcp_comm_backend or with_direct(("a2a",), group, self.device)
+            exchanges = [pair for pair in product(backends, args.variants) if pair[1] != "fp8" or pair[0] == "direct"]
+        for name in args.kv_cache_dtype:
+            for dtype, exchange in product(query_dtypes(name, args.decode_query_dtype), exchanges):
+                yield Layout(dcp, *exchange, name, dtype)
 
+    def cases(self) -> Iterator[LayerCase]:
+        args = self.args
+        for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
+            yield from (LayerCase(layout, batch, context) for layout in self.layouts)
 
-def _rows(args: argparse.Namespace, stack: LayerStack, setting: Row) -> list[Row]:
-    """A row for each part, the total first: with what its parts add up to, each timed alone."""
-    config, timings = stack.config, stack.timings()
-    common = {
-        "geometry": args.geometry,
-        "tp": args.tensor_parallel_size,
-        **setting,
-        "num_layers": args.num_layers,
-        "dtype": str(stack.hidden.dtype).removeprefix("torch."),
-        "num_heads": config.num_heads,
-        "query_dim": config.latent_dim,
-        "latent_dim": config.kv_lora_rank,
-    }
-    rows = [
-        {"part": part, **common, "in_graph": timing.in_graph, "median_us": round(timing.median_us, 1)}
-        for part, timing in timings.items()
-    ]
-    rows[0]["sum_of_parts_us"] = round(sum(timings[part].median_us for part in PARTS if part in timings), 1)
-    return rows
-
-
-def _report(args: argparse.Namespace, job: Job, rows: Sequence[Row]) -> None:
-    found = crossovers(rows)
-    for crossover in found:
-        tokens = (
-            "at no load measured" if crossover["tokens"] is None else f"from {crossover['tokens']:,} cached tokens on"
-        )
-        print(f"{layout_of(crossover)} is faster than tp {args.tensor_parallel_size}: {tokens}")
-    if args.json:
-        write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, {"crossover": found})
-    if args.plot and rows:
-        plot_layer(
-            args.plot,
-            rows,
-            f"{args.geometry}: a decode step of {args.num_layers} attention layers, tp {args.tensor_parallel_size}",
+    def inputs(self, case: LayerCase) -> LayerStack:
+        layout = case.layout
+        if layout.variant == "pbm" and case.batch < PROJECT_FIRST_TOKENS:
+            raise ValueError(f"a step of fewer than {PROJECT_FIRST_TOKENS} tokens does not project before it merges")
+        options: dict[str, Any] = {"decode_query_dtype": layout.decode_query_dtype}
+        if layout.dcp > 1:
+            options |= {"dcp_comm_backend": layout.exchange, **_VARIANTS[layout.variant]}
+        return LayerStack(
+            self.config,
+            self.meshes[layout.dcp],
+            self.args.num_layers,
+            case.batch,
+            case.context,
+            self.device,
+            self.dtype,
+            kv_cache_dtype=config_name(layout.kv_cache_dtype),
+            **options,
         )
 
+    def measure(self, case: LayerCase, inputs: LayerStack) -> list[Row]:
+        """Return a row for each part, the total first, with what its parts add up to, each timed alone."""
+        config, timings = self.config, inputs.timings()
+        common = {
+            "geometry": self.args.geometry if self.args.geometry in GEOMETRIES else Path(self.args.geometry).name,
+            "tp": self.args.tensor_parallel_size,
+            "gpus_per_node": self.job.ranks.num_local_ranks,
+            **case.layout._asdict(),
+            "batch": case.batch,
+            "context": case.context,
+            "num_layers": self.args.num_layers,
+            "dtype": dtype_name(self.dtype),
+            "heads": config.num_heads,
+            "query_dim": config.latent_dim,
+            "latent_dim": config.kv_lora_rank,
+        }
+        rows = [
+            {"part": part, **common, "in_graph": timing.in_graph, "median_us": round(timing.median_us, 1)}
+            for part, timing in timings.items()
+        ]
+        rows[0]["sum_of_parts_us"] = round(sum(timings[part].median_us for part in PARTS if part in timings), 1)
+        setting = case.batch, case.context, case.layout.dtypes
+        if case.layout.dcp == 1:
+            self.plain[setting] = rows
+        elif setting in self.plain:
+            compare_with_plain(rows, self.plain[setting])
+        return rows
 
-def _line(rows: Sequence[Row]) -> str:
-    total = rows[0]
-    name, load = str(layout_of(total)), f"{total['batch']} x {total['context']:,}"
-    parts = "  ".join(f"{row['part']} {row['median_us']:>8,.1f}" for row in rows)
-    added = f"  adds {total['added_us_per_layer']:,.1f} a layer" if "added_us_per_layer" in total else ""
-    return f"{name:<36} {load:>14}  us: {parts}  (parts together {total['sum_of_parts_us']:,.1f}){added}"
+    def line(self, rows: Sequence[Row]) -> str:
+        total = rows[0]
+        load = f"{total['batch']} x {total['context']:,}"
+        parts = "  ".join(f"{row['part']} {row['median_us']:>8,.1f}" for row in rows)
+        added = f"  adds {total['added_us_per_layer']:,.1f} a layer" if "added_us_per_layer" in total else ""
+        sums = f"(parts together {total['sum_of_parts_us']:,.1f})"
+        return f"{layout_of(total)!s:<36} {load:>14}  us: {parts}  {sums}{added}"
+
+    def summary(self, rows: Sequence[Row]) -> Iterator[str]:
+        yield from efficiencies(rows)
+        for found in crossovers(rows):
+            where = f"from {found['tokens']:,} cached tokens on" if found["tokens"] else "at no load measured"
+            yield f"{layout_of(found)} is faster than tp {self.args.tensor_parallel_size}: {where}"
+
+    def more(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {"crossover": crossovers(rows)}
+
+    def plot(self, path: Path, rows: Sequence[Row]) -> None:
+        """Draw the parts of a step over contexts, stacked, a bar for each layout, at the smallest and largest batch;
+        and all speedups over dcp 1 with the same cache and queries.
+        """
+        batches, layouts = sorted({row["batch"] for row in rows}), sorted({*map(layout_of, rows)})
+        shown = list(dict.fromkeys([batches[0], batches[-1]]))
+        width = max(6.4, 0.5 * len(layouts))
+        sizes = f"{self.args.num_layers} attention layers, tp {self.args.tensor_parallel_size}"
+        figure, axes = new_figure(f"{self.args.geometry}: a decode step of {sizes}", len(shown) + 1, width)
+        for axis, batch in zip(axes, shown, strict=False):
+            mine = select(rows, batch=batch)
+            bars = [layout for layout in layouts if layout in map(layout_of, mine)]  # a variant may want more requests
+            _plot_parts(axis, mine, bars)
+            names = f"{batch} requests; bars: {', '.join(map(str, bars))}"
+            axis.set_title(fill(names, int(_CHARACTERS_PER_INCH * width)), fontsize="small")
+        axes[0].set_ylabel("time of the parts / of the slowest layout's")
+        _plot_speedups(axes[-1], rows)
+        save_figure(path, figure)
+
+
+def _read_config(geometry: str) -> MLAConfig:
+    """Return the attention of one of GEOMETRIES or of a config's file or directory, without an indexer: layers of
+    sparse MLA run as dense ones.
+    """
+    if geometry in GEOMETRIES:
+        return MLAConfig.from_hf(config_of(geometry))
+    if not os.path.exists(geometry):
+        names = ", ".join(GEOMETRIES)
+        raise ValueError(f"--geometry is {geometry}: no such file or directory; give one, or one of {names}")
+    from dcpmla.integrations.transformers import load_config  # transformers: only for a config of one's own
+
+    return replace(MLAConfig.from_hf(load_config(Path(geometry))), indexer=None)
 
 
 def _variant_list(text: str) -> list[str]:
-    """Different names of variants, separated by commas; an empty one is the plain step."""
+    """Read different names of variants, separated by commas; an empty one is the plain step."""
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in _VARIANTS:
             raise argparse.ArgumentTypeError(f"{name!r} is not a variant; choose from {_NAMES}, or an empty name")
     return names
+
+
+def _plot_parts(axis: Any, rows: Sequence[Row], layouts: Sequence[Layout]) -> None:
+    contexts, width = sorted({row["context"] for row in rows}), 0.8 / len(layouts)
+    sums = {(row["context"], layout_of(row)): row["sum_of_parts_us"] for row in rows if row["part"] == "total"}
+    slowest = {context: max(time for (other, _), time in sums.items() if other == context) for context in contexts}
+    left = {key: contexts.index(key[0]) + width * layouts.index(key[1]) for key in sums}
+    bottoms = dict.fromkeys(sums, 0.0)
+    for part in PARTS:
+        heights = {
+            (row["context"], layout_of(row)): row["median_us"] / slowest[row["context"]]
+            for row in select(rows, part=part)
+        }
+        starts = [bottoms[key] for key in heights]
+        axis.bar([left[key] for key in heights], heights.values(), width * 0.9, starts, label=part)
+        bottoms = {key: bottom + heights.get(key, 0.0) for key, bottom in bottoms.items()}
+    middle = width * (len(layouts) - 1) / 2
+    axis.set_xticks([number + middle for number in range(len(contexts))], [f"{context:,}" for context in contexts])
+    axis.set_xlabel("cached tokens of each request")
+    axis.set_ylim(0, 1.2)
+    axis.legend(fontsize="small", loc="upper center", ncols=len(PARTS))
+
+
+def _plot_speedups(axis: Any, rows: Sequence[Row]) -> None:
+    """Draw a dot for each load: a color for each DCP size and exchange, a marker for each variant and dtypes."""
+    totals = totals_of(rows)
+    plain = {layout.dtypes: times for layout, times in totals.items() if layout.dcp == 1}
+    exchanges = list(dict.fromkeys((layout.dcp, layout.exchange) for layout in totals))
+    variants = list(dict.fromkeys(layout[2:] for layout in totals))
+    for layout, times in totals.items():
+        unsharded = plain.get(layout.dtypes, {})
+        loads = times.keys() & unsharded.keys()
+        points = sorted(
+            (batch * context, unsharded[batch, context] / times[batch, context]) for batch, context in loads
+        )
+        marker = MARKERS[variants.index(layout[2:]) % len(MARKERS)]
+        look = {"color": f"C{exchanges.index((layout.dcp, layout.exchange))}", "marker": marker, "linestyle": ""}
+        axis.plot([tokens for tokens, _ in points], [ratio for _, ratio in points], label=str(layout), **look)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("cached tokens of all requests")
+    axis.set_ylabel("time under dcp 1 / time")
+    legend_beside(axis)
+
+
+BENCHMARK = Layer

@@ -1,6 +1,6 @@
-"""A stack of MLA layers with random weights: everything of a decode step but MLPs, timed as a whole and part by part."""
+"""A stack of MLA layers with random weights: a decode step without MLPs, timed as a whole and part by part."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from dcpmla.attention.projections import project_values
 from dcpmla.attention.rope import query_factor
 from dcpmla.attention.step import StepMetadata
 from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly
-from dcpmla.bench.runner import num_samples
 from dcpmla.bench.timing import Timing, time_operation
 from dcpmla.cache.formats import to_fp8
 from dcpmla.cache.latent import LatentCache, num_blocks
@@ -24,8 +23,8 @@ from dcpmla.parallel.mesh import DCPMesh
 
 PARTS = ("projections", "gather", "attention", "combine", "output")
 _WEIGHT_STD = 0.02
-_ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # cached, of all layers: several times the L2 of an H200, 60 MB
-_MOST_STEPS = 32  # over different blocks: what small caches may cost in nodes of a graph
+_ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # of all layers' caches: several times the L2 of an H200, 60 MB
+_MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
 _FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # of a sample
 _SAMPLE_SECONDS = 0.2  # that the samples of one part may take
 
@@ -33,16 +32,16 @@ _SAMPLE_SECONDS = 0.2  # that the samples of one part may take
 class LayerStack:
     """MLA layers, residual around each, over caches that hold `batch` requests of `context` tokens.
 
-    Calls in a row take other blocks of the caches, as many as it takes to find none of them in the L2.
+    Consecutive calls take other blocks of the caches, so many that none of them is found in the L2.
 
     Args:
         mesh: of this job; the cache is sharded over its DCP group.
         num_layers: layers, each with its own weights and cache, random.
         options: fields of DCPConfig, for the cache's format, what decode exchanges and how.
     Attributes:
-        parts: of PARTS, those that a step has: no exchange where the cache is not sharded, no gather where queries
-        are replicated.
-        projects_first: whether a step projects before it merges; so do only those of enough tokens.
+        parts: those of PARTS that a step has: no exchange where the cache is not sharded, no gather where queries
+            are replicated.
+        projects_first: whether a step projects before it merges; only those of enough tokens do.
         metadata: of each of the steps over other blocks.
     Raises:
         ValueError: heads that do not divide, or a cache that does not fit.
@@ -95,24 +94,21 @@ class LayerStack:
         self.group_rows = torch.randn(batch, group_heads, row_dim, **new)
         self.group_lse = torch.randn(batch, group_heads, device=device)
         self.rows = torch.randn(batch, heads, row_dim, **new)
-        self.cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
-        self.query_factor = query_factor(
-            self.metadata[0].positions, config.llama_4_scaling, dtype
-        )  # the same in all steps
+        cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
+        factor = query_factor(self.metadata[0].positions, config.llama_4_scaling, dtype)  # the same in all steps
+        self.metadata = [step.with_positions(cos_sin, factor) for step in self.metadata]
 
-    def timings(self, parts: Sequence[str] = ("total", *PARTS)) -> dict[str, Timing]:
-        """Of the whole stack ("total") and of parts of it. Collective over the job.
+    def timings(self) -> dict[str, Timing]:
+        """Time the whole stack ("total") and the parts that a step has. Collective over the job.
 
         Parts: "projections", all before the exchange of queries, or before attention where queries are replicated;
         "gather"; "attention" over this rank's tokens; "combine" of latents, or of values if the stack projects first;
-        "output", W_UV
-        wherever it stands (of all the group's heads if the stack projects first), o_proj and its all-reduce. A part
-        that the step does not
-        have is left out.
+        "output", W_UV wherever it is applied (of all the group's heads if the stack projects first), o_proj and its
+        all-reduce.
 
         Where attention sends rows to their owners itself (`dcp_mla_decode` through a mailbox), the step runs
-        attention and combine as one
-        operation: the parts are then the plain kernel and a whole combine, which take longer one after the other.
+        attention and combine as one operation: the parts are then the plain kernel and a whole combine, which take
+        longer one after the other.
         """
         runs: dict[str, Callable[[int], object]] = {
             "total": self.step,
@@ -124,42 +120,40 @@ class LayerStack:
         }
         calls = max(_FEWEST_CALLS[self.device.type], len(self.metadata))
         timings = {
-            part: time_operation(runs[part], self.device, calls, num_samples(self.device), _SAMPLE_SECONDS)
-            for part in parts
+            part: time_operation(run, self.device, calls, _SAMPLE_SECONDS)
+            for part, run in runs.items()
             if part in ("total", *self.parts)
         }
         self.exchange.check()
         return timings
 
     def step(self, index: int = 0) -> Tensor:
-        """[batch, hidden] after all layers."""
+        """Return the hidden states [batch, hidden] after all layers."""
         hidden, metadata = self.hidden, self._metadata(index)
-        for layer, rows in zip(self.layers, self.cache.layers, strict=True):
-            hidden = hidden + layer(hidden, rows, metadata, self.cos_sin, self.query_factor)
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            hidden = hidden + layer(hidden, cache, metadata)
         return hidden
 
     def project(self, index: int = 0) -> None:
-        """All that a layer does before its decode turns to the exchange, for queries or for a mailbox: its step, broken
-        off there.
-        """
+        """Run all of a layer's step until it turns to its exchange, for queries or for a mailbox."""
         metadata = self._metadata(index)
-        for layer, rows in zip(self.layers, self.cache.layers, strict=True):
+        for layer, cache in zip(self.layers, self.cache, strict=True):
             layer.exchange = _Stop()
             try:
-                layer(self.hidden, rows, metadata, self.cos_sin, self.query_factor)
+                layer(self.hidden, cache, metadata)
             except _Stopped:
                 continue
             finally:
                 layer.exchange = self.exchange
-            raise RuntimeError(
-                "a layer asked nothing of its exchange before attention: there is nothing to tell its projections by"
-            )
+            raise RuntimeError("a layer attends without its exchange: nothing tells where its projections end")
 
     def gather(self, _: int = 0) -> None:
+        """Gather the queries of the group's heads."""
         for _layer in self.layers:
             self.exchange.gather_heads(self.q)
 
     def attend(self, index: int = 0) -> None:
+        """Attend with the group's heads to this rank's tokens."""
         decode = self._metadata(index).decode
         assert decode is not None
         for layer, rows in zip(self.layers, self.cache.layers, strict=True):
@@ -179,11 +173,12 @@ class LayerStack:
             )
 
     def combine(self, _: int = 0) -> None:
+        """Send rows and LSE to the heads' owners and merge them."""
         for _layer in self.layers:
             self.exchange.combine(self.group_rows, self.group_lse)
 
     def finish(self, _: int = 0) -> None:
-        """W_UV, before or behind the merge, o_proj, its all-reduce."""
+        """Run W_UV, before or after the merge, o_proj and its all-reduce."""
         for layer in self.layers:
             if self.projects_first:
                 project_values(self.group_out, layer.w_uv_group)
@@ -200,7 +195,7 @@ class _Stopped(Exception):
 
 
 class _Stop(LocalExchange):
-    """In place of a layer's exchange: ends its step."""
+    """An exchange that ends a layer's step."""
 
     name = "stop"
 

@@ -1,14 +1,19 @@
-"""A synthetic load for the engine."""
+"""A synthetic load for the engine, and what came of it."""
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
+from dcpmla.bench.results import Row
+from dcpmla.cache.latent import num_blocks
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
+
+_PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
@@ -39,20 +44,19 @@ def make_load(
     vocab_size: int,
     seed: int,
 ) -> Load:
-    """Poisson arrivals, lengths drawn evenly from the lists; the same everywhere for the same arguments.
+    """Draw Poisson arrivals, and lengths evenly from the lists; the same everywhere for the same arguments.
 
-    Each part draws from a stream of its own: at another rate come the same requests, and more of them begin with
-        the same.
+    Each part draws from a stream of its own: another rate brings the same requests, and a longer load begins with those
+    of a shorter one.
 
     Args:
         request_rate: requests a second on average; inf: all at once.
     """
     times, inputs, outputs, tokens = (np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(4))
+    lens = inputs.choice(input_lens, num_requests)
     return Load(
         arrival_times=times.exponential(1 / request_rate, num_requests).cumsum().tolist(),
-        prompts=[
-            tokens.integers(vocab_size, size=length).tolist() for length in inputs.choice(input_lens, num_requests)
-        ],
+        prompts=[tokens.integers(vocab_size, size=length).tolist() for length in lens],
         output_lens=outputs.choice(output_lens, num_requests).tolist(),
     )
 
@@ -63,20 +67,16 @@ def add_load(engine: Engine, load: Load) -> list[Request]:
     Raises:
         ValueError: a request that the whole cache has no room for.
     """
-    requests = [
-        engine.add(
-            prompt, SamplingParams(max_new_tokens=output_len, ignore_eos=True), request_id=index, arrival_time=time
-        )
-        for index, (time, prompt, output_len) in enumerate(
-            zip(load.arrival_times, load.prompts, load.output_lens, strict=True)
-        )
-    ]
+    requests = []
+    for index, (time, prompt) in enumerate(zip(load.arrival_times, load.prompts, strict=True)):
+        params = SamplingParams(max_new_tokens=load.output_lens[index], ignore_eos=True)
+        requests.append(engine.add(prompt, params, request_id=index, arrival_time=time))
     engine.restart_clock()  # queueing a large load takes its time
     return requests
 
 
 def request_rate(text: str) -> float:
-    """For argparse: a positive number, or inf."""
+    """Read a positive number, or inf, for argparse."""
     try:
         rate = float(text)
     except ValueError:
@@ -84,3 +84,87 @@ def request_rate(text: str) -> float:
     if not rate > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests a second above 0; inf: all at once")
     return rate
+
+
+@dataclass(frozen=True)
+class Served:
+    """One load under one DCP size.
+
+    Attributes:
+        row: results by name.
+        latencies: seconds of each request, by kind; one with a single new token has no time per token.
+        running: (seconds after the load's beginning, running requests) after each step.
+    """
+
+    row: Row
+    latencies: dict[str, list[float]]
+    running: list[tuple[float, int]]
+
+    @classmethod
+    def of(cls, engine: Engine, requests: Sequence[Request], running: Sequence[tuple[float, int]]) -> Self:
+        """Return what came of finished requests, from the engine that served them and no others since its `stats` and
+        its clock were new.
+        """
+        latencies = _latencies(requests)
+        end_to_end = zip(requests, latencies["end_to_end_seconds"], strict=True)
+        seconds = max(request.arrival_time + delay for request, delay in end_to_end)
+        row = {
+            **_capacity(engine, requests),
+            "max_num_running": engine.stats.max_num_running,
+            "num_preemptions": engine.stats.num_preemptions,
+            "num_cached_tokens": engine.stats.num_cached_tokens,
+            **_throughput(requests, seconds),
+        }
+        for kind, values in latencies.items():
+            row |= {f"{kind}_{name}": value for name, value in summarize(values).items()}
+        return cls(row, latencies, list(running))
+
+
+def summarize(values: Sequence[float]) -> dict[str, float | None]:
+    """Return mean and percentiles (linear between neighbors); None where there are no values."""
+    names = ["mean", *(f"p{percentile}" for percentile in _PERCENTILES)]
+    if not values:
+        return dict.fromkeys(names)
+    numbers = [np.mean(values), *np.percentile(values, _PERCENTILES)]
+    return {name: round(float(number), 6) for name, number in zip(names, numbers, strict=True)}
+
+
+def _latencies(requests: Sequence[Request]) -> dict[str, list[float]]:
+    return {
+        "queue_seconds": _metric("queue_seconds", requests),
+        "time_to_first_token": _metric("time_to_first_token", requests),
+        "time_per_token": _metric("time_per_token", [request for request in requests if len(request.token_ids) > 1]),
+        "end_to_end_seconds": [_end_to_end(request) for request in requests],
+    }
+
+
+def _metric(name: str, requests: Sequence[Request]) -> list[float]:
+    return [seconds for request in requests if (seconds := request.metrics()[name]) is not None]
+
+
+def _end_to_end(request: Request) -> float:
+    assert request.finish_time is not None
+    return request.finish_time - request.arrival_time
+
+
+def _capacity(engine: Engine, requests: Sequence[Request]) -> Row:
+    """Return what the cache holds: tokens, and such requests at their full lengths."""
+    sizes, blocks = engine.cache.sizes, [num_blocks(request.max_seq_len, engine.dcp) for request in requests]
+    return {
+        "kv_cache_bytes_per_rank": sizes.bytes_per_rank,
+        "kv_tokens_total": sizes.tokens_total,
+        "num_fit_mean": sizes.num_blocks * len(blocks) // sum(blocks),
+        "num_fit_largest": sizes.num_blocks // max(blocks),
+    }
+
+
+def _throughput(requests: Sequence[Request], seconds: float) -> Row:
+    """Return rates over the seconds from the load's beginning to the end of its last request."""
+    num_input = sum(len(request.prompt_token_ids) for request in requests)
+    num_output = sum(len(request.token_ids) for request in requests)
+    return {
+        "seconds": round(seconds, 6),
+        "requests_per_second": round(len(requests) / seconds, 3),
+        "input_tokens_per_second": round(num_input / seconds, 1),
+        "output_tokens_per_second": round(num_output / seconds, 1),
+    }

@@ -1,9 +1,11 @@
-"""Benchmark files: `{"commit", "machine", "versions", "rows"}`, so that a number can be traced to what made it."""
+"""Result files, `{"commit", "machine", "versions", "rows"}`, and the one vocabulary of their rows."""
 
 import argparse
+import math
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,118 @@ import torch
 
 from dcpmla.cli.output import write_json
 
+Row = dict[str, Any]
+
+# Every field of every row, by its name or pattern; docs/benchmarks.md has the same table. Times end in their unit.
+FIELDS = {
+    # what was measured
+    "model": "name of the checkpoint's directory",
+    "geometry": "published model whose layers were measured, or the config's file",
+    "operation": "an exchange's `gather_heads`, `combine`, `gather_context`; sparse MLA's `selection`, `attention`",
+    "part": "of a decode step of attention layers: `total`, or one of its parts",
+    "kernel": "kernel or backend of attention",
+    "quantization": "of attention's output",
+    "mode": "`graph`: decode steps as CUDA graphs; `eager`: without",
+    "tp": "ranks of the job, all of which cut the heads",
+    "dcp": "ranks that share a cache, and exchange",
+    "gpus_per_node": "ranks on a host",
+    "exchange": "backend; `none` under `dcp` 1, `made up` where one process measures one rank of several",
+    "variant": "what decode exchanges: empty (rows as they are), `pbm`, `q_replicate` or `fp8`",
+    "num_layers": "layers of the stack; times are of all of them",
+    "batch": "requests of a step",
+    "context": "cached tokens of each request",
+    "query_len": "new tokens of each request",
+    "tokens": "tokens of an operation or a step; of `gather_context`, cached ones of all ranks",
+    "heads": "query heads: of one device, the model (`part`), the group (an exchange) or the indexer (`selection`)",
+    "topk": "tokens that a new token selects",
+    "num_selected": "of these, the mean number on this rank",
+    "row_width": "columns of the rows that an operation moves",
+    "query_dim": "columns of an absorbed query and of a cached row",
+    "latent_dim": "columns of the latent, and of partial outputs",
+    "block_size": "tokens of a cache block",
+    "causal": "new tokens attend to themselves; else to a context",
+    "dtype": "of what is not quantized",
+    "kv_cache_dtype": "format of the latent cache; `bf16`: rows that are not quantized",
+    "decode_query_dtype": "`fp8`: e4m3 queries; `auto`: in `dtype`",
+    "index_cache_dtype": "format of the index cache; `auto`: in `dtype`",
+    "num_sets": "sets of inputs that calls rotate through",
+    # what was found
+    "in_graph": "whether a CUDA graph was timed, or calls one by one",
+    "median_us": "time of one call: the median over samples, the slowest rank's",
+    "first_call_ms": "time of the first call with these sizes: compilation, a library's plan",
+    "added_us_per_layer": "what sharding adds to a layer apart from attention, compared with `dcp` 1 at the same load",
+    "*_us": "time of what the name says, as `median_us`",
+    "tflops": "TFLOP/s of both matrix products; pairs beyond the causal bound do not count",
+    "gb_per_s": "GB/s of what must move: cache, queries and output of decode, rows that a rank receives",
+    "index_bytes": "bytes of the keys that a rank scores in a call",
+    "index_gb_per_s": "rate at which `index_scores` reads them",
+    "floor_share": "`floor_us` / `median_us`",
+    "speedup_over_*": "time of what the name says / `median_us`",
+    "scaling_efficiency": "time under `dcp` 1 / (`dcp` x time), at the same load",
+    "error": "largest relative difference to float64; null: not finite",
+    "lse_error": "largest difference of an LSE to float64; null: not finite",
+    "different": "share of bytes or selected tokens that differ from the reference's",
+    "tokens_per_second": "`batch` / `median_us`",
+    # a load that was served
+    "request_rate": "requests a second of the Poisson process, or `inf`",
+    "seconds": "from the load's beginning to the end of its last request",
+    "*_per_second": "requests, prompt tokens or new tokens over `seconds`",
+    **{
+        f"{name}_*": f"seconds, {what}: mean and percentiles over the requests"
+        for name, what in {
+            "queue_seconds": "arrival to first step",
+            "time_to_first_token": "arrival to first token",
+            "time_per_token": "a token after the first",
+            "end_to_end_seconds": "arrival to last token",
+        }.items()
+    },
+    "kv_cache_bytes_per_rank": "bytes of a rank's cache",
+    "kv_tokens_total": "tokens that the caches of a DCP group hold",
+    "num_fit_mean": "requests of average size that the cache holds at their full lengths",
+    "num_fit_largest": "requests of the largest size that it holds",
+    "max_num_running": "most requests that ran at the same time",
+    "num_preemptions": "requests sent back for want of blocks",
+    "num_cached_tokens": "prompt tokens that earlier requests had computed",
+    # benchmarks/agreement.py
+    "num_prompts": "prompts of the comparison",
+    "accuracy": "share of prompts whose answer is right",
+    "tokens_as_*": "share of greedy tokens equal to those of what the name says",
+    "logits_from_*": "largest difference of logits to those of what the name says",
+    "unsharded_bf16_*": "the same of the unsharded model in bfloat16: the yardstick",
+}
+
+
+OPTIONS = (  # of engine and load, which rows have by their own names
+    *("cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "index_hadamard", "enforce_eager"),
+    *("enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs", "num_requests", "input_len", "input_lens"),
+    *("output_len", "output_lens", "seed"),
+)
+
+
+def unknown_fields(rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the fields of rows that are not in the vocabulary."""
+    names = {name for row in rows for name in row}
+    return {name for name in names if not any(fnmatchcase(name, pattern) for pattern in (*FIELDS, *OPTIONS))}
+
+
+def finite(number: float) -> float | None:
+    """Return a number as JSON can hold it: None for infinities and NaN."""
+    return number if math.isfinite(number) else None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
 
 def add_commit_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--commit", help="recorded in the result; default: git's HEAD")
+    """Add --commit, for `write_results`."""
+    parser.add_argument("--commit", help="commit to record in the result; default: git's HEAD")
 
 
 def write_results(
     path: Path,
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     num_ranks: int,
     device: torch.device,
     commit: str | None = None,
@@ -28,8 +134,9 @@ def write_results(
     """Write rows with the commit (git's HEAD if None), the machine and the versions that they were measured with.
 
     Args:
-        more: what stands behind the rows: findings that are none of them.
+        more: findings beyond the rows, after them in the file.
     """
+    assert not unknown_fields(rows), unknown_fields(rows)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     content = {
         "commit": commit or _head(),
@@ -41,7 +148,7 @@ def write_results(
 
 
 def _head() -> str:
-    """Git's HEAD where the package lies; "unknown" where that is no checkout."""
+    """Return git's HEAD where the package lies; "unknown" where that is no checkout."""
     try:
         command = ["git", "rev-parse", "--short", "HEAD"]
         return subprocess.run(
@@ -52,7 +159,7 @@ def _head() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """What numbers hang on: torch and what it works with; NCCL where there are GPUs."""
+    """Return the versions that numbers depend on: torch and what it works with, NCCL where there are GPUs."""
     found: dict[str, str | None] = {
         "torch": torch.__version__,
         "transformers": installed("transformers"),
@@ -65,7 +172,7 @@ def versions() -> dict[str, str | None]:
 
 
 def installed(package: str) -> str | None:
-    """Its version; None where it is not there."""
+    """Return a package's version; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,41 +1,203 @@
-"""What the benchmarks of layers share: the exchange of a DCP group, timed; measurements that may not fit."""
+"""What all benchmarks share: options, time limit, cases that do not fit, memory on all ranks, printing, files."""
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from dcpmla.bench.exchange_inputs import Combine, ExchangeCase, GatherHeads, exchange_of
-from dcpmla.bench.timing import CALLS_PER_SAMPLE, Operation, Timing, time_operation
-from dcpmla.cli.options import Job
-from dcpmla.config import MLAConfig
-from dcpmla.job.bootstrap import agree
+from dcpmla.bench.plots import check_outputs
+from dcpmla.bench.results import Row, add_commit_argument, write_results
+from dcpmla.bench.timing import TimeLimit
+from dcpmla.cli.options import add_job_arguments, join, start
+from dcpmla.cli.values import seconds
+from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.faults import is_out_of_memory
+from dcpmla.job.join import LOAD_TIMEOUT, Job
+from dcpmla.job.launcher import LaunchInfo
 
-BACKENDS = ("a2a", "ag_rs")
-_TIMEOUTS = 5  # that one measurement may take, kernels' compilation in it
+_TIMEOUTS = 5  # that one case may take, compilation of its kernels included
+_TIME_LIMIT = 450  # seconds
+
+Case = TypeVar("Case")
+Inputs = TypeVar("Inputs")
+Value = TypeVar("Value")
+
+
+class Benchmark(Generic[Case, Inputs]):
+    """A benchmark, of which each file of this package has one; `run` takes it through its cases.
+
+    Attributes:
+        ranks_of: how many ranks may measure: "one", "tp" (as many as -tp says) or "any".
+        has_engine: it runs a model: it adds `generate`'s options itself, and has no time limit unless one is given.
+        plot_help: what --plot draws; "" where there is no plot.
+        args, job, device: the options, the job that measures, this rank's device.
+        dtype: of what is not quantized: bfloat16 on GPUs, float32 on CPUs.
+    """
+
+    ranks_of: ClassVar[str] = "any"
+    has_engine: ClassVar[bool] = False
+    plot_help: ClassVar[str] = ""
+
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        self.args, self.job = args, job
+        self.device = job.ranks.device
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the benchmark's own options."""
+
+    @staticmethod
+    def check(args: argparse.Namespace, ranks: Ranks) -> None:
+        """Raise ValueError for options that contradict each other, or that these ranks cannot measure."""
+
+    def cases(self) -> Iterable[Case]:
+        """Yield what to measure, in order; `str` names a case for people. The same on all ranks."""
+        raise NotImplementedError
+
+    def inputs(self, case: Case) -> Inputs:
+        """Return what a case allocates; where that raises ValueError or finds no memory, all ranks skip the case."""
+        raise NotImplementedError
+
+    def measure(self, case: Case, inputs: Inputs) -> list[Row]:
+        """Return the rows of a case. Collective over the job."""
+        raise NotImplementedError
+
+    def line(self, rows: Sequence[Row]) -> str:
+        """Return what to print of a case's rows."""
+        raise NotImplementedError
+
+    def summary(self, rows: Sequence[Row]) -> Iterable[str]:
+        """Yield the lines to print after the last case."""
+        return ()
+
+    def more(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return what the file holds beyond its rows."""
+        return {}
+
+    def plot(self, path: Path, rows: Sequence[Row]) -> None:
+        """Draw rows, of which there is at least one."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what outlives the cases."""
+
+
+class Kept(Generic[Value]):
+    """The last value made: neighbouring cases share their inputs, and the old ones are freed before new ones are
+    made.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Hashable, Value] | None = None
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Return the value made for a key, if it is the last one's; else make it."""
+        if self._last is None or self._last[0] != key:
+            self._last = None
+            self._last = key, make()
+        return self._last[1]
+
+
+def add_arguments(kind: type[Benchmark[Any, Any]], parser: argparse.ArgumentParser) -> None:
+    """Add the options of a benchmark, with those that all have; `args.run` measures."""
+    parser.set_defaults(run=lambda args: run(kind, args))
+    add = parser.add_argument
+    kind.add_arguments(parser)
+    if not kind.has_engine:
+        add_job_arguments(parser)
+    limit = None if kind.has_engine else _TIME_LIMIT
+    add("--time-limit", type=seconds, default=limit, metavar="S", help="seconds after which no further case begins")
+    add("--json", type=Path, metavar="OUT.json", help="write the rows")
+    if kind.plot_help:
+        add("--plot", type=Path, metavar="OUT.png", help=f"draw {kind.plot_help}; needs the extra plot")
+    add_commit_argument(parser)
+
+
+def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
+    """Measure every case, print and write the rows. Every rank calls it; the first one reports."""
+    plot_path: Path | None = getattr(args, "plot", None)
+    with _joined(kind, args) as job, nullcontext() if kind.has_engine else torch.inference_mode():
+        job.watchdog.enter("checking the options", LOAD_TIMEOUT)
+        is_first = job.ranks.is_first
+        with agree():
+            kind.check(args, job.ranks)
+            if is_first:
+                read = [Path(args.model) / "config.json"] if kind.has_engine else []
+                check_outputs(args.json, plot_path, read)
+        if is_first and not kind.has_engine:  # an engine says it itself
+            print(f"ranks: {job.ranks.origin}", flush=True)
+        rows: list[Row] = []
+        with closing(kind(args, job)) as benchmark:
+            for case_rows in _measure(benchmark):
+                rows += case_rows
+                if is_first:
+                    print(benchmark.line(case_rows), flush=True)
+            job.watchdog.enter("writing the results", LOAD_TIMEOUT)
+            if is_first:
+                for line in benchmark.summary(rows):
+                    print(line, flush=True)
+                if args.json:
+                    more = benchmark.more(rows)
+                    write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, more)
+                if plot_path and rows:
+                    benchmark.plot(plot_path, rows)
 
 
 @contextmanager
-def measurement(args: argparse.Namespace, job: Job, name: str) -> Iterator[None]:
-    """What does not fit on some rank (ValueError on all) is skipped, with a line: it may fit at the next size."""
-    job.watchdog.enter(name, _TIMEOUTS * args.timeout)
-    try:
-        yield
-    except ValueError as error:
-        if job.ranks.is_first:
-            print(f"skipped: {name}: {error}", flush=True)
-    if job.ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
+def _joined(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> Iterator[Job]:
+    def check_alone(info: LaunchInfo) -> None:
+        if kind.ranks_of == "one" and info.num_ranks != 1:
+            raise ValueError(
+                f"bench {args.benchmark} measures one device, but {info.num_ranks} ranks were started; start one"
+            )
+
+    with start(args) if kind.ranks_of == "tp" else join(args, check_alone) as job:
+        yield job
+
+
+def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:
+    """Yield the rows of one case after the other until time is over; what does not fit is skipped with a line."""
+    args, ranks, watchdog = benchmark.args, benchmark.job.ranks, benchmark.job.watchdog
+    limit = TimeLimit(args.time_limit, ranks.device)
+    for case in benchmark.cases():
+        if limit.is_over():
+            if ranks.is_first:
+                print(f"time is over (--time-limit): {case} and what follows is left out", flush=True)
+            return
+        watchdog.enter(str(case), LOAD_TIMEOUT if benchmark.has_engine else _TIMEOUTS * args.timeout)
+        try:
+            yield _rows(benchmark, case)
+        except ValueError as error:
+            if benchmark.has_engine:  # each of its cases must fit: this is a mistake
+                raise
+            if ranks.is_first:
+                print(f"skipped: {case}: {error}", flush=True)
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _rows(benchmark: Benchmark[Case, Any], case: Case) -> list[Row]:
+    """Return the rows of a case, whose inputs are gone by then."""
+    if benchmark.has_engine:  # its faults are those of `generate`, told without another collective
+        return benchmark.measure(case, benchmark.inputs(case))
+    with memory_on_all():
+        inputs = benchmark.inputs(case)
+    with memory_on_all():
+        return benchmark.measure(case, inputs)
+
+
+def leave_out(name: str, error: Exception) -> None:
+    """Print that something is not measured, and why."""
+    print(f"left out: {name}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}", flush=True)
 
 
 @contextmanager
 def memory_on_all() -> Iterator[None]:
-    """Around allocations: where some rank has no room for them, every rank raises a ValueError. Collective."""
+    """Raise ValueError on every rank if some rank finds no memory for the block. Collective."""
     with agree():
         try:
             yield
@@ -43,61 +205,3 @@ def memory_on_all() -> Iterator[None]:
             if not is_out_of_memory(error):
                 raise
             raise ValueError(str(error).partition("\n")[0] or "out of memory") from error
-
-
-def exchange_timings(
-    config: MLAConfig, group: dist.ProcessGroup, num_tokens: int, device: torch.device, dtype: torch.dtype
-) -> list[tuple[dict[str, Any], Timing]]:
-    """`gather_heads` and `combine` of all heads over a group, by backend, and the all-reduce of a layer's output.
-    Collective over the job.
-
-    Returns:
-        (what it is, its time) of each: keys operation, backend (none for all_reduce), dcp, num_tokens and the sizes
-    of a row.
-    Raises:
-        ValueError: so many tokens do not fit.
-    """
-    calls = num_calls(device)
-    case = ExchangeCase(
-        group, calls, num_tokens, config.num_heads, config.latent_dim, config.kv_lora_rank, device, dtype
-    )
-    with memory_on_all():
-        gather, combine = GatherHeads(case), Combine(case)
-        hidden = torch.zeros(
-            calls, num_tokens, config.hidden_size, device=device, dtype=dtype
-        )  # summed again and again
-    operations: dict[tuple[str, ...], Operation] = {
-        ("all_reduce",): lambda index: dist.all_reduce(hidden[index], group=group)
-    }
-    for backend in BACKENDS:
-        exchange = exchange_of(group, device, dcp_comm_backend=backend)
-        operations["gather_heads", backend] = partial(gather.run, exchange)
-        operations["combine", backend] = partial(combine.run, exchange)
-    sizes = {
-        "num_heads": config.num_heads,
-        "query_dim": config.latent_dim,
-        "latent_dim": config.kv_lora_rank,
-        "hidden_size": config.hidden_size,
-    }
-    return [
-        (
-            {
-                **dict(zip(("operation", "backend"), name, strict=False)),
-                "dcp": case.size,
-                "num_tokens": num_tokens,
-                **sizes,
-            },
-            time_operation(operation, device, calls, num_samples(device)),
-        )
-        for name, operation in operations.items()
-    ]
-
-
-def num_calls(device: torch.device) -> int:
-    """Of an exchange, in one sample."""
-    return 1 if device.type == "cpu" else CALLS_PER_SAMPLE
-
-
-def num_samples(device: torch.device) -> int:
-    """Of one measurement."""
-    return 7 if device.type == "cpu" else 30

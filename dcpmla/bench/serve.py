@@ -5,178 +5,192 @@ how fast.
 import argparse
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from dcpmla.bench.load import Load, add_load, make_load, request_rate
-from dcpmla.bench.plots import check_outputs
-from dcpmla.bench.results import add_commit_argument, write_results
-from dcpmla.bench.served import Served, plot_served, table
+from dcpmla.bench.load import Load, Served, add_load, make_load, request_rate
+from dcpmla.bench.plots import new_figure, save_figure
+from dcpmla.bench.results import Row, dtype_name
+from dcpmla.bench.runner import Benchmark
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.latent import num_blocks
-from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_engine_arguments, build_engine, dcp_config, start
-from dcpmla.cli.progress import run_with_bar
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config
 from dcpmla.cli.values import positive, positive_list, seed
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.loading import ModelFiles, check_layout, open_model
-from dcpmla.job.bootstrap import agree
+from dcpmla.integrations.loading import check_layout, open_model
+from dcpmla.job.bootstrap import Ranks
+from dcpmla.job.join import Job
+from dcpmla.llm import run_with_bar
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.stats import Stats
 
 _NUM_WARM_UPS = 8  # requests
 _WARM_UP_OUTPUT_LEN = 16  # most new tokens of one
+_OPTIONS = (
+    *("block_size", "cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "decode_query_dtype"),
+    *("index_cache_dtype", "index_hadamard", "enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs"),
+    *("enforce_eager", "num_requests", "input_lens", "output_lens", "seed"),
+)
+_DISTRIBUTIONS = {
+    "time_to_first_token": "time to first token, s",
+    "time_per_token": "time per token, s",
+    "end_to_end_seconds": "end to end, s",
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run)
-    add_engine_arguments(parser, positive_list)
-    add = parser.add_argument
-    add(
-        "--request-rate",
-        type=request_rate,
-        default="inf",
-        metavar="R",
-        help="requests a second, Poisson; inf: all at once",
-    )
-    add("--num-requests", type=positive, default=200, metavar="N")
-    add(
-        "--input-lens",
-        type=positive_list,
-        default="512,2048",
-        metavar="A,B",
-        help="tokens of a prompt are one of these",
-    )
-    add(
-        "--output-lens",
-        type=positive_list,
-        default="64,256",
-        metavar="A,B",
-        help="new tokens of a request are one of these",
-    )
-    add("--seed", type=seed, default=0, help="of arrivals, lengths and tokens")
-    add("--json", type=Path, metavar="OUT.json", help="write a row for each DCP size")
-    add("--plot", type=Path, metavar="OUT.png", help="draw latencies and running requests; needs the extra plot")
-    add_commit_argument(parser)
+class Serve(Benchmark[DCPConfig, None]):
+    """The same load under each DCP size.
 
-
-def run(args: argparse.Namespace) -> None:
-    """Serve the same load under each DCP size, report. Every rank calls it; the first one reports and writes."""
-    dcps = [dcp_config(args, size) for size in dict.fromkeys(args.decode_context_parallel_size)]
-    with start(args) as job:
-        job.watchdog.enter("making the load", LOAD_TIMEOUT)
-        with agree():
-            files = open_model(args.model, args.max_model_len)
-            check_layout(files, dcps[0])  # they differ in their DCP size alone
-            _check_lens(args, files)
-            if job.ranks.is_first:
-                check_outputs(args.json, args.plot, [Path(args.model) / "config.json"])
-        load = make_load(
-            args.num_requests, args.request_rate, args.input_lens, args.output_lens, files.config.vocab_size, args.seed
-        )
-        results = []
-        for dcp in dcps:
-            results.append(_measure(args, job, dcp, dcps, files, load))
-            gc.collect()  # a model refers to itself: its memory is wanted by the next one
-            torch.cuda.empty_cache()
-        job.watchdog.enter("writing the results", LOAD_TIMEOUT)
-        if job.ranks.is_first:
-            _report(args, job, results)
-
-
-def _check_lens(args: argparse.Namespace, files: ModelFiles) -> None:
-    longest_input, longest_output = max(args.input_lens), max(args.output_lens)
-    if longest_input + longest_output > files.max_model_len:
-        raise ValueError(
-            f"--input-lens has {longest_input} and --output-lens {longest_output}, together {longest_input + longest_output} tokens; "
-            f"with --max-model-len {files.max_model_len} at most that many are served"
-        )
-
-
-def _measure(
-    args: argparse.Namespace, job: Job, dcp: DCPConfig, dcps: Sequence[DCPConfig], files: ModelFiles, load: Load
-) -> Served:
-    """Load the model, warm up, serve the load.
-
-    The cache bytes that the first size gets are those of the sizes after it.
+    Attributes:
+        served: results so far, with latencies and running requests for the plot.
     """
-    engine, selection = build_engine(args, job, dcp, files, None)
-    with closing(engine):
-        _check_room(engine, dcps, load)
-        args.kv_cache_memory_bytes = engine.cache.sizes.bytes_per_rank
-        _serve(engine, "warm-up", _warm_up(args, files), job)
-        engine.stats = Stats()
-        served = _serve(engine, "load", load, job)
-    return replace(
-        served, row={**_parameters(args, dcp, engine), "dcp_comm_backend": selection.exchange.name, **served.row}
-    )
+
+    ranks_of = "tp"
+    has_engine = True
+    plot_help = "latencies and running requests"
+
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        super().__init__(args, job)
+        self.files = open_model(args.model, args.max_model_len)
+        self.load = self._make_load(args.num_requests, args.request_rate, args.output_lens, args.seed)
+        self.served: list[Served] = []
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add_engine_arguments(parser, positive_list)
+        add = parser.add_argument
+        rate = "requests a second, Poisson; inf: all at once"
+        add("--request-rate", type=request_rate, default="inf", metavar="R", help=rate)
+        add("--num-requests", type=positive, default=200, metavar="N", help="requests of the load")
+        inputs, outputs = "tokens of a prompt are one of these", "new tokens of a request are one of these"
+        add("--input-lens", type=positive_list, default="512,2048", metavar="A,B", help=inputs)
+        add("--output-lens", type=positive_list, default="64,256", metavar="A,B", help=outputs)
+        add("--seed", type=seed, default=0, help="of arrivals, lengths and tokens")
+
+    @staticmethod
+    def check(args: argparse.Namespace, ranks: Ranks) -> None:
+        files = open_model(args.model, args.max_model_len)
+        for dcp in _dcp_configs(args):
+            check_layout(files, dcp)
+        longest = max(args.input_lens), max(args.output_lens)
+        if sum(longest) > files.max_model_len:
+            given = f"--input-lens has {longest[0]} and --output-lens {longest[1]}, together {sum(longest)} tokens"
+            raise ValueError(f"{given}; with --max-model-len {files.max_model_len} at most that many are served")
+
+    def cases(self) -> Iterator[DCPConfig]:
+        yield from _dcp_configs(self.args)
+
+    def inputs(self, case: DCPConfig) -> None:
+        """Nothing: an engine is made and closed while its load is measured."""
+
+    def measure(self, case: DCPConfig, inputs: None) -> list[Row]:
+        gc.collect()  # a model refers to itself: the memory of the last one is wanted now
+        torch.cuda.empty_cache()
+        args = self.args
+        engine, chosen = build_engine(args, self.job, case, self.files, None)
+        with closing(engine):
+            self._check_room(engine)
+            args.kv_cache_memory_bytes = engine.cache.sizes.bytes_per_rank  # the same under every size
+            self._serve(engine, "warm-up", self._warm_up())
+            engine.stats = Stats()
+            served = self._serve(engine, "load", self.load)
+        row = {
+            "model": Path(args.model).name,  # where it lies is nobody's business
+            "tp": case.tensor_parallel_size,
+            "dcp": case.decode_context_parallel_size,
+            "exchange": chosen.exchange.name,
+            **{name: getattr(args, name) for name in _OPTIONS},
+            "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",  # JSON has no infinity
+            "dtype": dtype_name(engine.model.dtype),
+            "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
+            **served.row,
+        }
+        self.served.append(served)
+        return [row]
+
+    def _check_room(self, engine: Engine) -> None:
+        """Raise ValueError unless the longest request fits under all sizes: none is served in vain."""
+        longest, sizes = max(self.load.seq_lens), engine.cache.sizes
+        for dcp in _dcp_configs(self.args):
+            if num_blocks(longest, dcp) > sizes.num_blocks:
+                room = sizes.num_blocks * dcp.virtual_block_size
+                where = (
+                    f"{sizes.bytes_per_rank:,} bytes a rank hold {room:,} with -dcp {dcp.decode_context_parallel_size}"
+                )
+                hint = "raise --kv-cache-memory-bytes, or shorten --input-lens or --output-lens"
+                raise ValueError(f"cache: the longest request has {longest:,} tokens, but {where}; {hint}")
+
+    def _warm_up(self) -> Load:
+        """Return a few requests at once, of other tokens than the load's, so that compilation, connections and first
+        allocations do not count.
+        """
+        output_lens = [min(_WARM_UP_OUTPUT_LEN, length) for length in self.args.output_lens]
+        return self._make_load(_NUM_WARM_UPS, math.inf, output_lens, self.args.seed + 1)
+
+    def _make_load(self, num_requests: int, rate: float, output_lens: Sequence[int], seed: int) -> Load:
+        return make_load(num_requests, rate, self.args.input_lens, output_lens, self.files.config.vocab_size, seed)
+
+    def _serve(self, engine: Engine, name: str, load: Load) -> Served:
+        self.job.watchdog.enter("queueing the load")
+        requests = add_load(engine, load)
+        steps = run_with_bar(engine, f"dcp {engine.mesh.dcp_size}, {name}", len(requests), self.job.ranks.is_first)
+        running = [(engine.now, len(engine.scheduler.running)) for _ in steps]
+        return Served.of(engine, requests, running)
+
+    def line(self, rows: Sequence[Row]) -> str:
+        (row,) = rows
+        return (
+            f"served under dcp {row['dcp']}: {row['requests_per_second']:,.2f} requests/s, {row['num_fit_mean']:,} fit"
+        )
+
+    def summary(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Yield a table: a line for each name, a column for each DCP size."""
+        cells = [[name, *(_cell(row[name]) for row in rows)] for name in rows[0]]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for name, *values in cells:
+            yield "  ".join([name.ljust(widths[0]), *map(str.rjust, values, widths[1:])])
+
+    def plot(self, path: Path, rows: Sequence[Row]) -> None:
+        """Draw running requests over time, and the share of requests within each latency, a line for each size."""
+        row = rows[0]
+        load = f"{row['num_requests']} requests, {row['request_rate']} a second"
+        title = f"{load}, tp {row['tp']}, {row['kv_cache_bytes_per_rank']:,} bytes of cache a rank"
+        figure, (running, *distributions) = new_figure(title, num_axes=1 + len(_DISTRIBUTIONS), width=4.8)
+        for row, served in zip(rows, self.served, strict=True):
+            name = f"dcp {row['dcp']}" if row["dcp"] > 1 else "dcp 1 (tp only)"
+            running.step(*zip(*served.running, strict=True), where="post", label=name)
+            for axes, kind in zip(distributions, _DISTRIBUTIONS, strict=True):
+                if served.latencies[kind]:
+                    axes.ecdf(served.latencies[kind], label=name)
+        running.set_ylabel("running requests")
+        running.set_xlabel("seconds")
+        running.legend()
+        distributions[0].set_ylabel("share of requests")
+        for axes, label in zip(distributions, _DISTRIBUTIONS.values(), strict=True):
+            axes.set_xlabel(label)
+        save_figure(path, figure)
 
 
-def _parameters(args: argparse.Namespace, dcp: DCPConfig, engine: Engine) -> dict[str, object]:
-    names = [
-        "block_size",
-        "cp_kv_cache_interleave_size",
-        "dcp_q_replicate",
-        "dcp_project_before_merge",
-        "decode_query_dtype",
-    ]
-    names += [
-        "index_cache_dtype",
-        "index_hadamard",
-        "enable_expert_parallel",
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "enforce_eager",
-    ]
-    names += ["num_requests", "input_lens", "output_lens", "seed"]
-    return {
-        "model": Path(args.model).name,  # where it lies is nobody's business
-        "tp": dcp.tensor_parallel_size,
-        "dcp": dcp.decode_context_parallel_size,
-        **{name: getattr(args, name) for name in names},
-        "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",  # JSON has no infinity
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
-    }
+def _dcp_configs(args: argparse.Namespace) -> list[DCPConfig]:
+    return [dcp_config(args, size) for size in dict.fromkeys(args.decode_context_parallel_size)]
 
 
-def _check_room(engine: Engine, dcps: Sequence[DCPConfig], load: Load) -> None:
-    """No size is served in vain: the longest request must fit under all of them."""
-    longest, sizes = max(load.seq_lens), engine.cache.sizes
-    for dcp in dcps:
-        if num_blocks(longest, dcp) > sizes.num_blocks:
-            room = sizes.num_blocks * dcp.virtual_block_size
-            raise ValueError(
-                f"cache: the longest request has {longest:,} tokens, but {sizes.bytes_per_rank:,} bytes a rank hold {room:,} with -dcp "
-                f"{dcp.decode_context_parallel_size}; raise --kv-cache-memory-bytes, or shorten --input-lens or --output-lens"
-            )
+def _cell(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool() | str():
+            return str(value)
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.4f}"
+        case _:
+            return ",".join(map(str, value))
 
 
-def _warm_up(args: argparse.Namespace, files: ModelFiles) -> Load:
-    """A few requests at once, so that compilations, connections and first allocations do not count.
-
-    Other tokens than the load's.
-    """
-    output_lens = [min(_WARM_UP_OUTPUT_LEN, length) for length in args.output_lens]
-    return make_load(_NUM_WARM_UPS, math.inf, args.input_lens, output_lens, files.config.vocab_size, args.seed + 1)
-
-
-def _serve(engine: Engine, name: str, load: Load, job: Job) -> Served:
-    job.watchdog.enter("queueing the load")
-    requests = add_load(engine, load)
-    steps = run_with_bar(engine, f"dcp {engine.mesh.dcp_size}, {name}", len(requests), job.ranks.is_first)
-    running = [(engine.now, len(engine.scheduler.running)) for _ in steps]
-    return Served.of(engine, requests, running)
-
-
-def _report(args: argparse.Namespace, job: Job, results: Sequence[Served]) -> None:
-    """Print a table with a column for each DCP size, write the files."""
-    rows = [result.row for result in results]
-    print("\n".join(table(rows)))
-    if args.json:
-        write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit)
-    if args.plot:
-        plot_served(args.plot, results)
+BENCHMARK = Serve

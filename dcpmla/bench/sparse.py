@@ -1,225 +1,268 @@
 """Measure sparse MLA's decode under DCP: the selection of tokens, operation by operation, and attention to selected
-ones.
+tokens.
 """
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import torch
-
-from dcpmla.bench.exchange_inputs import exchange_of
-from dcpmla.bench.plots import check_outputs
-from dcpmla.bench.results import add_commit_argument, write_results
-from dcpmla.bench.runner import measurement, memory_on_all
-from dcpmla.bench.sparse_inputs import SelectedRows, SelectionInputs, SparseCase
-from dcpmla.bench.sparse_kernels import MakePeer, load_flashmla
-from dcpmla.bench.sparse_rows import attention_row, is_right, selection_row
-from dcpmla.bench.timing import TimeLimit, largest
+from dcpmla.bench.decode_inputs import Answer, Kernel, MakeKernel, Ours
+from dcpmla.bench.exchange_inputs import exchange_of, with_direct
+from dcpmla.bench.peers import PEERS, check_peers
+from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.runner import Benchmark, leave_out
+from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
+from dcpmla.bench.timing import Timing, largest, time_operation, time_with_result
 from dcpmla.cache.capacity import FORMATS
-from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, start
-from dcpmla.cli.values import exchange_list, name_list, positive, positive_list, seconds
+from dcpmla.cli.values import exchange_list, name_list, positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
-from dcpmla.comm.reach import reach
 from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
-from dcpmla.job.bootstrap import Ranks, agree
+from dcpmla.job.bootstrap import Ranks
+from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh
 
-_MADE_UP = "made up"  # the other ranks' candidates, where one process stands for one rank of several
-_RATIO = {"selection": "speedup_over_dcp_1", "attention": "speedup_over_flashmla"}
-Row = dict[str, Any]
+_MADE_UP = "made up"  # the other ranks' candidates, where one process measures one rank of several
+_PEER = "flashmla-sparse"
+_RATIOS = {"selection": "speedup_over_dcp_1", "attention": "speedup_over_flashmla"}
+_OPERATIONS = ("index_scores", "local_candidates", "gather_candidates", "choose_tokens")
+_MOST_DIFFERENT = 0.02  # of the tokens: a sum in another order may exchange the last ones of topk
+_LARGEST_ERROR = 0.02  # of out or lse, as in `bench decode`
+_FEWEST_CALLS = 4  # of a sample
+_SAMPLE_SECONDS = 0.1  # that the samples of one operation may take
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run)
-    add = parser.add_argument
-    add(
-        "-tp",
-        "--tensor-parallel-size",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="ranks of the job; 1 measures one rank of each -dcp",
-    )
-    add(
-        "-dcp",
-        "--decode-context-parallel-size",
-        type=positive_list,
-        default="1,2,4,8",
-        metavar="D,...",
-        help="ranks that share a cache",
-    )
-    backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: a2a, and direct where ranks have NVLink"
-    add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
-    add("--batch", type=positive_list, default="1,8,32,64,128", metavar="B,...", help="requests, one new token each")
-    add(
-        "--context",
-        type=positive_list,
-        default="8192,32768,131072,524288",
-        metavar="S,...",
-        help="cached tokens of each request",
-    )
-    add("--num-heads", type=positive_list, default="128", metavar="H,...", help="of attention, all of the DCP group's")
-    add("--topk", type=positive, default=2048, metavar="K", help="tokens that each new token selects")
-    add("--index-heads", type=positive, default=64, metavar="H", help="of the indexer")
-    names = f"of {', '.join(INDEX_CACHE_DTYPES)}; auto: the model's dtype"
-    add("--index-cache-dtype", type=_index_formats, default="auto,fp8", metavar="NAME,...", help=names)
-    names = f"of {', '.join(FORMATS)}; bf16 stands for rows that are not quantized"
-    add("--kv-cache-dtype", type=_cache_formats, default="bf16,fp8_ds_mla", metavar="NAME,...", help=names)
-    add(
-        "--peers",
-        type=Path,
-        metavar="DIR",
-        help="directory with peers.py and FlashMLA's library, for a job of one rank",
-    )
-    add("--time-limit", type=seconds, default=450, metavar="S", help="seconds after which no further case is begun")
-    add_job_arguments(parser)
-    add("--json", type=Path, metavar="OUT.json", help="write a row for each selection and each attention")
-    add_commit_argument(parser)
+@dataclass(frozen=True)
+class Sparse:
+    """A selection over one index cache and exchange, or attention over one format of the cache."""
+
+    operation: str
+    load: SparseCase
+    cache_dtype: str
+    exchange: str = ""
+
+    def __str__(self) -> str:
+        cache = f"{self.cache_dtype} {'index ' if self.exchange else ''}cache"
+        return ", ".join(filter(None, [f"{self.operation} of {self.load}", cache, self.exchange]))
 
 
-def _index_formats(text: str) -> list[str]:
-    return name_list(text, INDEX_CACHE_DTYPES, "an index cache's format")
+class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
+    """Every load under all DCP sizes, the smallest first, which others are compared with.
 
-
-def _cache_formats(text: str) -> list[str]:
-    return name_list(text, FORMATS, "a cache format")
-
-
-def run(args: argparse.Namespace) -> None:
-    """Measure on the ranks of the job, report. Every rank calls it; the first one reports."""
-    with start(args) as job, torch.inference_mode():
-        ranks = job.ranks
-        with agree():
-            _check(args, ranks)
-        if ranks.is_first:
-            print(f"ranks: {ranks.origin}", flush=True)
-        rows = []
-        for row in _measure(args, job):
-            rows.append(row)
-            if ranks.is_first:
-                print(_line(row), flush=True)
-        job.watchdog.enter("writing the results", LOAD_TIMEOUT)
-        if ranks.is_first:
-            print("\n".join(_summary(rows)))
-            if args.json:
-                write_results(args.json, rows, ranks.num_ranks, ranks.device, args.commit)
-
-
-def _check(args: argparse.Namespace, ranks: Ranks) -> None:
-    """Raise ValueError for options that contradict each other, and for files that cannot be."""
-    if ranks.num_ranks > 1:
-        for dcp in args.decode_context_parallel_size:
-            DCPConfig(tensor_parallel_size=ranks.num_ranks, decode_context_parallel_size=dcp)
-    if min(args.context) <= args.topk:
-        raise ValueError(
-            f"--context has {min(args.context)} and --topk is {args.topk}; there must be more tokens than are selected"
-        )
-    if min(args.context) < max(args.decode_context_parallel_size):
-        sizes = f"--context has {min(args.context)} and -dcp {max(args.decode_context_parallel_size)}"
-        raise ValueError(f"{sizes}; each rank must have a token")
-    if args.peers is not None and ranks.num_ranks > 1:
-        raise ValueError(
-            f"--peers measures one device, but {ranks.num_ranks} ranks were started; start one, or leave it out"
-        )
-    if args.peers is not None and not (args.peers / "peers.py").is_file():
-        raise ValueError(f"--peers is {args.peers}, which has no peers.py; give the directory that has it")
-    if ranks.is_first:
-        check_outputs(args.json, None)
-
-
-def _measure(args: argparse.Namespace, job: Job) -> Iterator[Row]:
-    """The rows of one case after the other, until time is over: the smallest DCP size first, which others are set
-    against.
+    Attributes:
+        exchanges: by DCP size and backend; None where one process measures one rank of several.
+        unsharded_us: times of whole selections under dcp 1, by load and index cache.
+        make_peer: makes FlashMLA's kernel, None without it.
     """
-    device = job.ranks.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    job.watchdog.enter("loading the peer", LOAD_TIMEOUT)
-    make_peer = _load_peer(args.peers) if args.peers else None
-    exchanges = {dcp: _find_exchanges(args, job.ranks, dcp) for dcp in sorted(set(args.decode_context_parallel_size))}
-    limit = TimeLimit(args.time_limit, device)
-    for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
-        unsharded_us: dict[str, float] = {}
-        for dcp, of_backends in exchanges.items():
-            case = SparseCase(batch, context, args.topk, dcp, job.ranks.rank % dcp)
-            name = f"{batch} x {context:,}, dcp {dcp}"
-            if limit.is_over():
-                if job.ranks.is_first:
-                    print(f"time is over (--time-limit): {name} and what follows is left out", flush=True)
-                return
-            for kv_format in args.kv_cache_dtype:
-                with measurement(args, job, f"attention of {name}, {kv_format} cache"):
-                    with memory_on_all():
-                        selected = SelectedRows(case, dtype, device, kv_format)
-                        rows = [
-                            attention_row(case, num_heads, selected, make_peer, device)
-                            for num_heads in dict.fromkeys(args.num_heads)
-                        ]
-                        del selected
-                    yield from rows
-            for index_format, (backend, exchange) in product(args.index_cache_dtype, of_backends.items()):
-                with measurement(args, job, f"selection of {name}, {index_format} index cache, {backend}"):
-                    with memory_on_all():
-                        inputs = SelectionInputs(case, args.index_heads, index_format, dtype, device, exchange)
-                        row = selection_row(inputs, backend, unsharded_us.get(index_format), device)
-                        del inputs  # before the next ones are made
-                    if dcp == 1:
-                        unsharded_us[index_format] = row["selection_us"]
-                    yield row
+
+    ranks_of = "tp"
+
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        super().__init__(args, job)
+        job.watchdog.enter("loading the peer", LOAD_TIMEOUT)
+        self.make_peer: MakeKernel | None = None
+        if args.peers:
+            try:
+                self.make_peer = PEERS[_PEER].load(args.peers)
+            except Exception as error:  # others' code: whatever it raises, we measure without it
+                leave_out("flashmla", error)
+        self.exchanges = {dcp: self._find_exchanges(dcp) for dcp in sorted(set(args.decode_context_parallel_size))}
+        self.unsharded_us: dict[tuple[int, int, str], float] = {}
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        tp = "ranks of the job; 1 measures one rank of each -dcp"
+        add("-tp", "--tensor-parallel-size", type=positive, default=1, metavar="N", help=tp)
+        dcp = "ranks that share a cache"
+        add("-dcp", "--decode-context-parallel-size", type=positive_list, default="1,2,4,8", metavar="D,...", help=dcp)
+        backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: a2a, and direct where ranks have NVLink"
+        add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
+        batch, contexts = "1,8,32,64,128", "8192,32768,131072,524288"
+        add("--batch", type=positive_list, default=batch, metavar="B,...", help="requests, one new token each")
+        add("--context", type=positive_list, default=contexts, metavar="S,...", help="cached tokens of each request")
+        heads = "of attention, all of the DCP group's"
+        add("--heads", type=positive_list, default="128", metavar="H,...", help=heads)
+        add("--topk", type=positive, default=2048, metavar="K", help="tokens that each new token selects")
+        add("--index-heads", type=positive, default=64, metavar="H", help="of the indexer")
+        index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, what="an index cache's format")
+        names = f"of {', '.join(INDEX_CACHE_DTYPES)}; auto: the model's dtype"
+        add("--index-cache-dtype", type=index_names, default="auto,fp8", metavar="NAME,...", help=names)
+        cache_names = partial(name_list, choices=FORMATS, what="a cache format")
+        names = f"of {', '.join(FORMATS)}; bf16: rows that are not quantized"
+        add("--kv-cache-dtype", type=cache_names, default="bf16,fp8_ds_mla", metavar="NAME,...", help=names)
+        peers = "directory with peers.py and FlashMLA's library, for a job of one rank"
+        add("--peers", type=Path, metavar="DIR", help=peers)
+
+    @staticmethod
+    def check(args: argparse.Namespace, ranks: Ranks) -> None:
+        shortest, sizes = min(args.context), args.decode_context_parallel_size
+        if ranks.num_ranks > 1:
+            for dcp in sizes:
+                DCPConfig(tensor_parallel_size=ranks.num_ranks, decode_context_parallel_size=dcp)
+        if shortest <= args.topk:
+            given = f"--context has {shortest} and --topk is {args.topk}"
+            raise ValueError(f"{given}; there must be more tokens than are selected")
+        if shortest < max(sizes):
+            raise ValueError(f"--context has {shortest} and -dcp {max(sizes)}; each rank must have a token")
+        if args.peers is not None and ranks.num_ranks > 1:
+            given = f"--peers measures one device, but {ranks.num_ranks} ranks were started"
+            raise ValueError(f"{given}; start one, or leave it out")
+        check_peers(args.peers)
+
+    def _find_exchanges(self, dcp: int) -> dict[str, Exchange | None]:
+        """Return the exchanges of a DCP size by backend. Collective over the job."""
+        if dcp == 1:
+            return {LocalExchange.name: LocalExchange()}
+        num_ranks, device = self.job.ranks.num_ranks, self.device
+        if num_ranks == 1:
+            return {_MADE_UP: None}
+        group = init_mesh(num_ranks, dcp).dcp_group
+        backends = self.args.dcp_comm_backend or with_direct(("a2a",), group, device)
+        return {backend: exchange_of(group, device, dcp_comm_backend=backend) for backend in backends}
+
+    def cases(self) -> Iterator[Sparse]:
+        args = self.args
+        for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
+            for dcp, exchanges in self.exchanges.items():
+                load = SparseCase(batch, context, args.topk, dcp, self.job.ranks.rank % dcp)
+                yield from (Sparse("attention", load, name) for name in args.kv_cache_dtype)
+                for name, backend in product(args.index_cache_dtype, exchanges):
+                    yield Sparse("selection", load, name, backend)
+
+    def inputs(self, case: Sparse) -> SelectionInputs | SelectedRows:
+        load = case.load
+        if case.operation == "attention":
+            return SelectedRows(load, self.dtype, self.device, case.cache_dtype)
+        exchange = self.exchanges[load.dcp_size][case.exchange]
+        return SelectionInputs(load, self.args.index_heads, case.cache_dtype, self.dtype, self.device, exchange)
+
+    def measure(self, case: Sparse, inputs: SelectionInputs | SelectedRows) -> list[Row]:
+        if isinstance(inputs, SelectionInputs):
+            return [self._selection_row(case, inputs)]
+        return [self._attention_row(case.load, heads, inputs) for heads in dict.fromkeys(self.args.heads)]
+
+    def _selection_row(self, case: Sparse, inputs: SelectionInputs) -> Row:
+        """Time every operation alone, and all together."""
+        load, device = case.load, self.device
+        difference = largest(inputs.difference(), device)
+        calls = inputs.num_sets * -(-_FEWEST_CALLS // inputs.num_sets)
+        times = {
+            name: time_operation(operation, device, calls, _SAMPLE_SECONDS)
+            for name, operation in inputs.operations.items()
+        }
+        total = times["selection"]
+        key = load.batch, load.context, case.cache_dtype
+        unsharded_us = self.unsharded_us.get(key)
+        if load.dcp_size == 1:
+            self.unsharded_us[key] = round(total.median_us, 2)
+        return {
+            "operation": "selection",
+            **self._sizes(load),
+            "exchange": case.exchange,
+            "heads": inputs.q.shape[2],
+            "index_cache_dtype": inputs.index_cache_dtype,
+            "num_sets": inputs.num_sets,
+            "in_graph": total.in_graph,
+            "median_us": round(total.median_us, 2),
+            **{f"{name}_us": round(times[name].median_us, 2) if name in times else None for name in _OPERATIONS},
+            "index_bytes": inputs.index_bytes,
+            "index_gb_per_s": round(inputs.index_bytes / times["index_scores"].median_us / 1e3, 1),
+            "different": round(difference, 5),
+            "speedup_over_dcp_1": None if unsharded_us is None else round(unsharded_us / total.median_us, 3),
+        }
+
+    def _attention_row(self, load: SparseCase, heads: int, rows: SelectedRows) -> Row:
+        """Time our kernel, and the peer where it takes the case."""
+        inputs = AttentionInputs(load, heads, rows)
+        timing, errors = self._attend(Ours(inputs), inputs)
+        row = {
+            "operation": "attention",
+            **self._sizes(load),
+            "heads": heads,
+            "kv_cache_dtype": rows.kv_cache_dtype,
+            "num_sets": len(rows),
+            "in_graph": timing.in_graph,
+            "num_selected": round(float(rows.num_slots.double().mean()), 1),
+            "median_us": round(timing.median_us, 2),
+            "error": errors[0],
+            "lse_error": errors[1],
+            "flashmla_us": None,
+            "speedup_over_flashmla": None,
+        }
+        if self.make_peer is not None and PEERS[_PEER].reads(inputs.case):
+            try:
+                peer_timing, peer_errors = self._attend(self.make_peer(inputs), inputs)
+            except Exception as error:  # others' code: whatever it raises, ours was measured
+                leave_out(f"flashmla of {load}, {heads} heads", error)
+                return row
+            row["flashmla_us"] = round(peer_timing.median_us, 2)
+            if is_right(row) and _are_small(peer_errors):
+                row["speedup_over_flashmla"] = round(peer_timing.median_us / timing.median_us, 3)
+        return row
+
+    def _attend(self, kernel: Kernel, inputs: AttentionInputs) -> tuple[Timing, tuple[float | None, ...]]:
+        """Return a kernel's time, and the largest errors of its last timed call on any rank. Collective."""
+        calls = len(inputs.caches) * -(-_FEWEST_CALLS // len(inputs.caches))
+        timing, last = time_with_result(kernel.launch, self.device, calls, _SAMPLE_SECONDS)
+        errors = Answer(inputs, calls - 1).errors(*kernel.result(*last))
+        return timing, tuple(finite(largest(error, self.device)) for error in errors)
+
+    def _sizes(self, load: SparseCase) -> Row:
+        return {
+            "batch": load.batch,
+            "context": load.context,
+            "topk": load.topk,
+            "dcp": load.dcp_size,
+            "dtype": dtype_name(self.dtype),
+        }
+
+    def line(self, rows: Sequence[Row]) -> str:
+        return "\n".join(map(_line, rows))
+
+    def summary(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Yield wrong results, the speed of selections compared with dcp 1, and that of attention with the peer."""
+        for name in dict.fromkeys(map(_name, rows)):
+            mine = [row for row in rows if _name(row) == name]
+            key = _RATIOS[mine[0]["operation"]]
+            ratios = [row[key] for row in mine if row[key] is not None]
+            found = ""
+            if ratios:
+                other = key.removeprefix("speedup_over_").replace("_", " ")
+                least, most = min(ratios), max(ratios)
+                found = f"; {median(ratios):.2f} x {other}'s speed in the median, {least:.2f} x to {most:.2f} x"
+            yield f"{name}: {sum(not is_right(row) for row in mine)} of {len(mine)} wrong{found}"
 
 
-def _load_peer(directory: Path) -> MakePeer | None:
-    try:
-        return load_flashmla(directory)
-    except Exception as error:  # others' code: whatever it raises, we measure without it
-        print(f"left out: flashmla: {str(error).strip().partition(chr(10))[0] or type(error).__name__}", flush=True)
-        return None
+def is_right(row: Row) -> bool:
+    """Return whether our operators computed what they should."""
+    if row["operation"] == "selection":
+        return bool(row["different"] <= _MOST_DIFFERENT)
+    return _are_small((row["error"], row["lse_error"]))
 
 
-def _find_exchanges(args: argparse.Namespace, ranks: Ranks, dcp: int) -> dict[str, Exchange | None]:
-    """Of a DCP size, by backend. Collective over the job."""
-    if dcp == 1:
-        return {LocalExchange.name: LocalExchange()}
-    if ranks.num_ranks == 1:
-        return {_MADE_UP: None}
-    group = init_mesh(ranks.num_ranks, dcp).dcp_group
-    is_apart = largest(bool(reach(group, ranks.device)), ranks.device)  # some group's ranks: all ranks measure the same
-    backends = args.dcp_comm_backend or ["a2a", *([] if is_apart else ["direct"])]
-    return {backend: exchange_of(group, ranks.device, dcp_comm_backend=backend) for backend in backends}
+def _are_small(errors: tuple[float | None, ...]) -> bool:
+    return all(error is not None and error <= _LARGEST_ERROR for error in errors)
 
 
 def _name(row: Row) -> str:
-    """Of what is compared with its like over batches and contexts, for people."""
-    if row["part"] == "attention":
-        return f"attention, dcp {row['dcp']}, {row['num_heads']} heads, {row['kv_cache_dtype']} cache"
-    return f"selection, dcp {row['dcp']}, {row['dcp_comm_backend']}, {row['index_cache_dtype']} index cache"
+    """Return a name for people of what is compared with its like over batches and contexts."""
+    if row["operation"] == "attention":
+        return f"attention, dcp {row['dcp']}, {row['heads']} heads, {row['kv_cache_dtype']} cache"
+    return f"selection, dcp {row['dcp']}, {row['exchange']}, {row['index_cache_dtype']} index cache"
 
 
 def _line(row: Row) -> str:
-    times = "  ".join(
-        f"{key.removesuffix('_us')} {row[key]:>8,.1f}" for key in row if key.endswith("_us") and row[key] is not None
-    )
-    rate = f"  {row['index_gb_per_s']:>7,.1f} GB/s" if row["part"] == "selection" else ""
-    ratio = f"  {row[_RATIO[row['part']]]:.2f} x" if row[_RATIO[row["part"]]] is not None else ""
+    times = [f"{key.removesuffix('_us')} {row[key]:>8,.1f}" for key in row if key.endswith("_us") and row[key]]
+    rate = [f"{row['index_gb_per_s']:>7,.1f} GB/s"] if row["operation"] == "selection" else []
+    ratio = row[_RATIOS[row["operation"]]]
+    ratios = [] if ratio is None else [f"{ratio:.2f} x"]
     load = f"{row['batch']} x {row['context']:,}"
-    return f"{_name(row):<46} {load:>14}  us: {times}{rate}{ratio}{'' if is_right(row) else '  WRONG'}"
+    cells = [f"{_name(row):<46} {load:>14}", "us:", *times, *rate, *ratios, *([] if is_right(row) else ["WRONG"])]
+    return "  ".join(cells)
 
 
-def _summary(rows: Sequence[Row]) -> Iterator[str]:
-    """Wrong results, and how much faster selections are than under a DCP size of 1, and attention than the peer, over
-    all cases.
-    """
-    for name in dict.fromkeys(map(_name, rows)):
-        mine = [row for row in rows if _name(row) == name]
-        key = _RATIO[mine[0]["part"]]
-        ratios = [row[key] for row in mine if row[key] is not None]
-        other = key.removeprefix("speedup_over_").replace("_", " ")
-        found = (
-            f"; {median(ratios):.2f} x {other}'s speed in the median, {min(ratios):.2f} x to {max(ratios):.2f} x"
-            if ratios
-            else ""
-        )
-        yield f"{name}: {sum(not is_right(row) for row in mine)} of {len(mine)} wrong{found}"
+BENCHMARK = SparseBenchmark

@@ -1,4 +1,4 @@
-"""What `bench sparse` gives every operation: a case's sizes, rotated caches, tokens to select from and tokens selected."""
+"""Inputs of `bench sparse`: a case's sizes, rotated caches, tokens to select from and selected tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
-from dcpmla.attention.sparse.candidates import EMPTY
-from dcpmla.attention.sparse.metadata import SelectedTokens
 from dcpmla.attention.sparse.scores import index_scores
-from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
+from dcpmla.attention.sparse.topk import EMPTY, choose_tokens, local_candidates
+from dcpmla.attention.step import SelectedTokens
 from dcpmla.bench.cache_formats import fill_randomly, kv_scale_of, storage_dtype
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, Caches, DecodeCase, DecodeInputs
 from dcpmla.bench.timing import Operation
@@ -28,7 +27,7 @@ _CHUNK = 1 << 18  # keys drawn at a time
 
 @dataclass(frozen=True)
 class SparseCase:
-    """One new token for each of some requests of one length, on one of W = dcp_size ranks.
+    """One new token for each of `batch` requests of one length, on one of W = dcp_size ranks.
 
     Attributes:
         context: cached tokens of each request on all ranks, the new one among them.
@@ -52,13 +51,16 @@ class SparseCase:
         return -(-self.context // (self.dcp_size * BLOCK_SIZE))
 
     def block_tables(self, num_sets: int, device: torch.device) -> Tensor:
-        """[num_sets, batch, max_blocks] int32: no block stands in two places."""
+        """Return tables [num_sets, batch, max_blocks] int32 in which no block occurs twice."""
         shape = num_sets, self.batch, self.max_blocks
         return torch.randperm(num_sets * self.batch * self.max_blocks, device=device).view(shape).to(torch.int32)
 
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.context:,}, dcp {self.dcp_size}"
+
 
 def _num_sets(set_bytes: int, device: torch.device) -> int:
-    """So many that none is found in the L2 when its turn comes again."""
+    """Return so many that none is found in the L2 when its turn comes again."""
     return max(1, min(_MOST_SETS, -(-_ROTATED_BYTES[device.type] // set_bytes)))
 
 
@@ -69,7 +71,8 @@ class SelectionInputs:
         num_heads: of the indexer.
         index_cache_dtype: as in `DCPConfig`; dtype is the model's.
         exchange: the DCP group's; None where there is no group, and the other ranks' candidates are made from this
-    one's. Attributes:
+            one's.
+    Attributes:
         operations: by name, in their order, "selection" being all of them; no "gather_candidates" where nothing moves.
         index_bytes: of the keys that one call scores.
     """
@@ -101,7 +104,7 @@ class SelectionInputs:
         self.request = torch.arange(case.batch, **new)
         self.lens = torch.full((case.batch,), case.context, **new), torch.full((case.batch,), case.num_local, **new)
         self.selection = SelectedTokens.empty(case.batch, case.topk, device)
-        # What an operation alone takes from those before it. As in a step, it may be found in the L2.
+        # Inputs of single operations, from those before them. As in a step, they may be found in the L2.
         self._scores = [self.score(index) for index in range(self.num_sets)]
         self._candidates = [self.nominate(scores) for scores in self._scores]
         self._of_ranks = [
@@ -126,21 +129,24 @@ class SelectionInputs:
         }
 
     def score(self, index: int) -> Tensor:
+        """Score this rank's keys."""
         number = index % self.num_sets
         where = self.index_cache, self.block_tables[number], self.request, *self.lens
         return index_scores(self.q[number], self.weights[number], *where, self.case.topk)
 
     def nominate(self, scores: Tensor) -> Tensor:
+        """Return this rank's candidates [T, k]."""
         case = self.case
         return local_candidates(scores, *self.lens, case.topk, case.dcp_rank, case.dcp_size, 1)
 
     def choose(self, index: int, candidates: Tensor) -> None:
-        """Of all ranks' candidates [T, W, k]."""
+        """Choose tokens among all ranks' candidates [T, W, k]."""
         case, selection = self.case, self.selection
         where = self.block_tables[index % self.num_sets], self.request, BLOCK_SIZE, case.dcp_rank, case.dcp_size, 1
         choose_tokens(candidates.flatten(1), *where, selection.positions, selection.slots, selection.num_slots)
 
     def select(self, index: int) -> None:
+        """Run all operations."""
         mine = self.nominate(self.score(index))
         self.choose(
             index,
@@ -148,13 +154,13 @@ class SelectionInputs:
         )
 
     def difference(self) -> float:
-        """Share of the tokens selected for the last request of the first set that the operators' torch code would not
-        select.
+        """Return the share of the tokens selected for the last request of the first set that the operators' torch code
+        would not select.
         """
         case, last = self.case, slice(-1, None)
         self.select(0)
         lens = [numbers[last] for numbers in self.lens]
-        # Over float32 queries a GPU runs the torch code, too; the rest does on CPUs alone.
+        # Float32 queries are scored by torch code on a GPU too; the other operations have it on CPUs alone.
         where = self.index_cache, self.block_tables[0], self.request[last], *lens
         scores = index_scores(self.q[0, last].float(), self.weights[0, last], *where, case.topk).cpu()
         layout = case.dcp_rank, case.dcp_size, 1
@@ -178,8 +184,8 @@ class SelectionInputs:
         return max(len(found ^ wanted) for found, wanted in pairs) / (2 * case.topk)
 
     def _made_up(self, mine: Tensor) -> Tensor:
-        """[T, W, k] of rank 0's candidates [T, k]: the other ranks' are at the same places, with scores a little
-        higher.
+        """Return [T, W, k] from rank 0's candidates [T, k]: the other ranks' have the same local indices, and scores a
+        little higher.
         """
         num_ranks = self.case.dcp_size
         more = torch.randint(1 << 16, (len(mine), num_ranks, mine.shape[1]), device=mine.device)  # under 1 %
@@ -189,7 +195,7 @@ class SelectionInputs:
 
 
 def _tokens(selection: SelectedTokens) -> tuple[set[int], set[int]]:
-    """Positions, and slots on this rank, that one token selected."""
+    """Return the positions, and the slots on this rank, that one token selected."""
     return set(selection.positions[0].tolist()), set(selection.slots[0, : int(selection.num_slots)].tolist())
 
 
@@ -197,12 +203,12 @@ class SelectedRows(Caches):
     """A cache of single rows, as `selected_rows` makes it of blocks, and many selections from it, as its block tables.
 
     A request's selected tokens are spread over its context, and about topk / W of them, at least one, are on this
-    rank: in every selection as many, and other ones until nearly all had their turn.
+    rank: the same number in every selection, and different ones until nearly all had their turn.
 
     Attributes:
         blocks: [num_blocks, BLOCK_SIZE, row_width].
         rows: [num_sets, num_rows, 1, row_width], the same rows in each set.
-        block_tables: [num_sets, batch, topk] int32 slots, -1 behind the last.
+        block_tables: [num_sets, batch, topk] int32 slots, -1 past the last.
         num_slots: [batch] int32.
     """
 
@@ -222,14 +228,14 @@ class SelectedRows(Caches):
 
     def _select(self, case: SparseCase, num_sets: int, tables: Tensor) -> Tensor:
         stride = case.num_local // int(self.num_slots.max())
-        place = torch.arange(case.topk, device=tables.device)
+        number = torch.arange(case.topk, device=tables.device)
         offset = torch.randint(stride, (case.batch, case.topk), device=tables.device)
         selections = []
-        for number in range(num_sets):
-            turn, table = number // len(tables), tables[number % len(tables)]
-            index = (place * stride + (offset + turn) % stride).clamp(max=case.num_local - 1)
-            slots = table.gather(1, index // BLOCK_SIZE) * BLOCK_SIZE + index % BLOCK_SIZE
-            selections.append(slots.masked_fill(place >= self.num_slots[:, None], -1).to(torch.int32))
+        for index in range(num_sets):
+            turn, table = index // len(tables), tables[index % len(tables)]
+            token = (number * stride + (offset + turn) % stride).clamp(max=case.num_local - 1)
+            slots = table.gather(1, token // BLOCK_SIZE) * BLOCK_SIZE + token % BLOCK_SIZE
+            selections.append(slots.masked_fill(number >= self.num_slots[:, None], -1).to(torch.int32))
         return torch.stack(selections)
 
 
@@ -238,4 +244,4 @@ class AttentionInputs(DecodeInputs):
 
     def __init__(self, case: SparseCase, num_heads: int, rows: SelectedRows) -> None:
         super().__init__(DecodeCase(case.batch, case.topk, num_heads, 1, rows.kv_cache_dtype), rows)
-        self.blocks, self.seq_lens = rows.blocks, rows.num_slots
+        self.selected_blocks, self.seq_lens = rows.blocks, rows.num_slots

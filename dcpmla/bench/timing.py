@@ -1,4 +1,4 @@
-"""How long an operation takes on all ranks: in a CUDA graph where one can be captured, else call by call."""
+"""The time of an operation on all ranks: in a CUDA graph where one can be captured, else call by call."""
 
 import math
 import statistics
@@ -14,7 +14,8 @@ from dcpmla.runtime.graph import error_on_host_sync
 
 Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can rotate its inputs
 Result = TypeVar("Result")
-CALLS_PER_SAMPLE = 16
+_CALLS_PER_SAMPLE = {"cuda": 16, "cpu": 1}
+_NUM_SAMPLES = {"cuda": 30, "cpu": 7}
 _NUM_WARM_UPS = 3
 _FEWEST_SAMPLES = 5
 
@@ -28,70 +29,74 @@ class Timing:
 
 
 class TimeLimit:
-    """Ends a benchmark between two measurements, on all ranks at once."""
+    """The end of a benchmark between two measurements, on all ranks at once; None: there is none."""
 
-    def __init__(self, seconds: float, device: torch.device) -> None:
-        self._end, self._device = time.monotonic() + seconds, device
+    def __init__(self, seconds: float | None, device: torch.device) -> None:
+        self._end, self._device = time.monotonic() + (math.inf if seconds is None else seconds), device
 
     def is_over(self) -> bool:
-        """Whether some rank's clock says so. Collective over the job."""
+        """Return whether some rank's clock says so. Collective over the job."""
         return largest(float(time.monotonic() >= self._end), self._device) > 0
+
+
+def calls_per_sample(device: torch.device) -> int:
+    """Return how many calls of a short operation make up a sample."""
+    return _CALLS_PER_SAMPLE[device.type]
 
 
 def time_operation(
     operation: Operation,
     device: torch.device,
-    calls: int = CALLS_PER_SAMPLE,
-    num_samples: int = 30,
+    calls: int | None = None,
     seconds: float = math.inf,
+    num_samples: int | None = None,
 ) -> Timing:
     """Time an operation of all ranks. Collective over the job.
 
     Args:
-        calls: operation(0) ... operation(calls - 1) are one sample.
-        num_samples: fewer, but at least 5, where they would take more than so many seconds.
+        calls: operation(0) ... operation(calls - 1) are one sample; default: `calls_per_sample`.
+        seconds: fewer samples are taken, but at least 5, where all would take longer than this.
+        num_samples: default: 30 on GPUs, 7 on CPUs.
     """
+    calls = calls or calls_per_sample(device)
     for index in range(_NUM_WARM_UPS):
         operation(index % calls)
     graph = _capture(operation, calls) if device.type == "cuda" else None
     sample = _sampler(operation, calls, device) if graph is None else _graph_sampler(graph)
-    first = largest(
-        sample(), device
-    )  # a graph's first replay is slower: it only says how many samples there is time for
+    first = largest(sample(), device)  # a graph's first replay is slower: it only says how many there is time for
     times = []
-    for _ in range(int(min(num_samples, max(_FEWEST_SAMPLES, seconds * 1e6 / first)))):
+    for _ in range(int(min(num_samples or _NUM_SAMPLES[device.type], max(_FEWEST_SAMPLES, seconds * 1e6 / first)))):
         dist.barrier()
         times.append(sample() / calls)
     return Timing(largest(statistics.median(times), device), graph is not None)
 
 
 def time_with_result(
-    operation: Callable[[int], Result], device: torch.device, calls: int, num_samples: int, seconds: float = math.inf
+    operation: Callable[[int], Result], device: torch.device, calls: int | None = None, seconds: float = math.inf
 ) -> tuple[Timing, Result]:
-    """`time_operation`, and what the last timed call gave: in a graph, what the last replay left there."""
+    """Time as `time_operation` does; also return the result of the last timed call: in a graph, of its last replay."""
     results: list[Result] = []
 
     def launch(index: int) -> None:
         results[:] = [operation(index)]
 
-    timing = time_operation(launch, device, calls, num_samples, seconds)
+    timing = time_operation(launch, device, calls, seconds)
     return timing, results[0]
 
 
 def largest(number: float, device: torch.device) -> float:
-    """Of all ranks' numbers. Collective over the job."""
+    """Return the largest of all ranks' numbers. Collective over the job."""
     largest = torch.tensor(number, device=device, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
 
 
 def _capture(operation: Operation, calls: int) -> torch.cuda.CUDAGraph | None:
-    """A graph of one sample; None, on every rank, where some rank cannot capture it."""
+    """Return a graph of one sample; None, on every rank, where some rank cannot capture it."""
     is_free = True
     torch.cuda.synchronize()  # one stream at a time: the exchange counts its calls
-    with torch.cuda.stream(
-        torch.cuda.Stream()
-    ):  # what a first call on a new stream allocates must not be part of the graph
+    # What a first call on a new stream allocates must not be part of the graph.
+    with torch.cuda.stream(torch.cuda.Stream()):
         try:
             with error_on_host_sync():
                 operation(0)

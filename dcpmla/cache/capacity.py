@@ -20,8 +20,8 @@ def capacity_table(
 
     Args:
         gpu_bytes: for the cache, on each GPU.
-        num_index_layers: of sparse MLA, as in `LatentCache.plan`; each format of the latent cache goes with each of
-            the index cache.
+        num_index_layers: of sparse MLA, how many layers have an index cache; None for all. Each format of the latent
+            cache goes with each of the index cache.
     """
     formats = [name for name in FORMATS if name != "fp8_ds_mla" or config.kv_lora_rank % TILE == 0]
     index_formats = INDEX_CACHE_DTYPES[:1] if config.indexer is None else INDEX_CACHE_DTYPES
@@ -33,7 +33,8 @@ def capacity_table(
             kv_cache_dtype=kv_cache_dtype,
             index_cache_dtype=index_cache_dtype,
         )
-        block = LatentCache.plan(config, dcp, num_layers, [1], torch.bfloat16, num_index_layers)
+        index_layers = None if num_index_layers is None else range(num_index_layers)
+        block = LatentCache.plan(config, dcp, num_layers, [1], torch.bfloat16, index_layers)
         return replace(block, num_blocks=gpu_bytes // block.bytes_per_rank)
 
     return [largest(*setting) for setting in product(formats, index_formats, dcp_sizes)]

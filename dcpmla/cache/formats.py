@@ -1,13 +1,12 @@
-"""How a token's latent lies in the cache: the formats byte by byte, in plain torch. This specifies every kernel
-that reads or writes one.
+"""Cache formats of a token's latent, byte by byte, in plain torch: the specification of the kernels of a cache.
 
-A cache tensor's dtype says its format:
+The dtype of a cache tensor says its format:
 
 - the model's own (bfloat16, float16, float32): kv_c [L], k_pe [R] as they are.
-- torch.float8_e4m3fn (`fp8`): kv_c and k_pe as e4m3, one float32 scale for both and for all tokens of a layer, kept
-beside the cache.
-- torch.uint8 (`fp8_ds_mla`): kv_c as e4m3, a float32 scale for each 128 of its values, k_pe in bfloat16: 512 + 16 +
-  128 = 656 bytes with DeepSeek's widths. Source: FlashMLA's format for DeepSeek-V3.2.
+- torch.float8_e4m3fn (`fp8`): kv_c and k_pe as e4m3, with one float32 scale for both and for all tokens of a layer,
+  kept outside the cache.
+- torch.uint8 (`fp8_ds_mla`): kv_c as e4m3, a float32 scale for each 128 of its values, k_pe in bfloat16: 656 bytes
+  (512 + 16 + 128) with DeepSeek's widths. Source: FlashMLA's format for DeepSeek-V3.2.
 """
 
 import torch
@@ -20,7 +19,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def storage_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a cache tensor, for a `DCPConfig.kv_cache_dtype` and a model that computes in `dtype`.
+    """Return a cache tensor's dtype for a `DCPConfig.kv_cache_dtype` and a model that computes in `dtype`.
 
     Raises:
         ValueError: "bf16" for a model that computes in another dtype.
@@ -31,29 +30,30 @@ def storage_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def format_name(storage: torch.dtype) -> str:
-    """Of the format that a cache tensor's dtype says: as in `DCPConfig.kv_cache_dtype`, or the dtype."""
+    """Name the format of a cache tensor's dtype as in `DCPConfig.kv_cache_dtype`, or by the dtype itself."""
     return {torch.bfloat16: "bf16", FP8: "fp8", torch.uint8: "fp8_ds_mla"}.get(
         storage, str(storage).removeprefix("torch.")
     )
 
 
 def row_width(storage: torch.dtype, kv_lora_rank: int, rope_dim: int) -> int:
-    """Elements of a cache row.
+    """Return the number of elements of a cache row.
 
     Raises:
-        ValueError: fp8_ds_mla for a latent that is no multiple of 128.
+        ValueError: fp8_ds_mla for a latent whose width is not a multiple of 128.
     """
     if storage != torch.uint8:
         return kv_lora_rank + rope_dim
     if kv_lora_rank % TILE:
         raise ValueError(
-            f"kv_cache_dtype (--kv-cache-dtype) fp8_ds_mla scales {TILE} values of kv_c at a time; kv_lora_rank is {kv_lora_rank}"
+            f"kv_cache_dtype (--kv-cache-dtype) fp8_ds_mla scales {TILE} values of kv_c at a time; kv_lora_rank is "
+            f"{kv_lora_rank}"
         )
     return kv_lora_rank + kv_lora_rank // TILE * 4 + rope_dim * 2
 
 
 def is_quantized(storage: torch.dtype) -> bool:
-    """Whether rows of that dtype are to be decoded: those of the 8-bit formats."""
+    """Tell whether rows of that dtype must be dequantized: those of the 8-bit formats."""
     return storage in (FP8, torch.uint8)
 
 
@@ -61,18 +61,22 @@ def check_device(storage: torch.dtype, device: torch.device) -> None:
     """Raise ValueError for an 8-bit format on a GPU whose kernels cannot convert e4m3."""
     if is_quantized(storage) and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
-            f"kv_cache_dtype (--kv-cache-dtype) is {format_name(storage)!r}, which needs GPUs of compute capability 8.9; choose auto"
+            f"kv_cache_dtype (--kv-cache-dtype) is {format_name(storage)!r}, which needs GPUs of compute capability "
+            "8.9; choose auto"
         )
 
 
 def quantize(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
-    """Latents -> cache rows [N, row_width].
+    """Turn latents into cache rows [N, row_width].
 
     Args:
-        kv_c, k_pe: [N, L] after its norm, [N, R] after RoPE.
-        kv_scale: float32 of one element, for fp8 alone.
+        kv_c: [N, L] after its norm.
+        k_pe: [N, R] after RoPE.
+        storage: the cache's dtype.
+        kv_scale: float32 of one element, for fp8 only.
     Raises:
-        ValueError: NaN or infinity, which the 8-bit formats do not keep; a scale that is missing or too many.
+        ValueError: NaN or infinity for an 8-bit format, which cannot hold them; kv_scale missing, or given for another
+            format.
     """
     check_kv_scale(storage, kv_scale)
     if not is_quantized(storage):
@@ -91,10 +95,10 @@ def quantize(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor 
 
 
 def dequantize(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Cache rows [..., row_width] -> latents [..., L + R] in `dtype`; products with scales are rounded once.
+    """Turn cache rows [..., row_width] into latents [..., L + R] in `dtype`; products with scales are rounded once.
 
     Args:
-        kv_scale: as in `encode`.
+        kv_scale: as in `quantize`.
     """
     check_kv_scale(rows.dtype, kv_scale)
     wide = torch.promote_types(dtype, torch.float32)
@@ -112,22 +116,23 @@ def dequantize(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: 
 
 
 def rope_dim_of(row_width: int, storage: torch.dtype, kv_lora_rank: int) -> int:
-    """R of a cache whose rows have row_width elements."""
+    """Return R for a cache whose rows have row_width elements."""
     if storage != torch.uint8:
         return row_width - kv_lora_rank
     return (row_width - kv_lora_rank - kv_lora_rank // TILE * 4) // 2
 
 
 def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """values / scale as e4m3, rounded to nearest, ties to even; what is larger than e4m3 holds becomes its largest."""
+    """Convert values / scale to e4m3, rounded to nearest, ties to even; larger values saturate."""
     return (values.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def check_kv_scale(storage: torch.dtype, kv_scale: Tensor | None) -> None:
-    """Raise ValueError unless an fp8 cache comes with its scale, and any other without."""
+    """Raise ValueError unless kv_scale is given for an fp8 cache, and for no other."""
     if (storage == FP8) != (kv_scale is not None):
         raise ValueError(
-            f"kv_scale is {'missing' if kv_scale is None else 'given'} for a cache of {storage}; it belongs to {FP8} alone"
+            f"kv_scale is {'missing' if kv_scale is None else 'given'} for a cache of {storage}; it belongs to {FP8} "
+            "alone"
         )
     if kv_scale is not None and (kv_scale.dtype != torch.float32 or kv_scale.numel() != 1):
         raise ValueError(f"kv_scale is {kv_scale.dtype} {tuple(kv_scale.shape)}; expected torch.float32 of one element")

@@ -1,13 +1,11 @@
-"""The index cache of one layer on one rank: a key for each token that the rank owns, under the slots of the latent
-cache.
+"""The index cache of a layer on one rank: a key for each token that the rank owns, in the same slots as its latents.
 
-A cache tensor's dtype says its format, as for latents (`cache/formats.py`):
+The dtype of an index cache says its format, as for latents (`cache/formats.py`):
 
 - the model's own: keys [D] as they are; [num_blocks, block_size, D].
-- torch.uint8 (`fp8`): of a block, first the keys of all its tokens as e4m3, then a float32 scale for each, a power
-  of two: D + 4 bytes a token, 132 with DeepSeek's widths; [num_blocks, block_size, D + 4]. Source: DeepSeek-V3.2's
-  index cache as vLLM
-  lays it out.
+- torch.uint8 (`fp8`): a block holds the keys of all its tokens as e4m3, then a float32 scale for each, a power of two:
+  D + 4 bytes a token, 132 with DeepSeek's widths; [num_blocks, block_size, D + 4]. Source: DeepSeek-V3.2's index cache
+  as vLLM lays it out.
 """
 
 import torch
@@ -16,36 +14,37 @@ from torch import Tensor
 from dcpmla.cache.formats import FP8, FP8_MAX, format_name
 
 SCALE_BYTES = 4
-SMALLEST_AMAX = 1e-10  # a key of zeros has a scale, too
+SMALLEST_AMAX = 1e-10  # so that a key of zeros has a scale, too
 
 
 def index_storage_dtype(index_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """Of an index cache, for a `DCPConfig.index_cache_dtype` and a model that computes in `dtype`."""
+    """Return an index cache's dtype for a `DCPConfig.index_cache_dtype` and a model that computes in `dtype`."""
     return torch.uint8 if index_cache_dtype == "fp8" else dtype
 
 
 def index_format_name(storage: torch.dtype) -> str:
-    """As `format_name`, of an index cache tensor's dtype."""
+    """Name the format of an index cache's dtype, as `format_name` does."""
     return "fp8" if storage == torch.uint8 else format_name(storage)
 
 
 def index_row_width(storage: torch.dtype, head_dim: int) -> int:
-    """Elements that an index cache takes for a token."""
+    """Return the number of elements that an index cache holds for a token."""
     return head_dim + SCALE_BYTES if storage == torch.uint8 else head_dim
 
 
 def check_index_cache(index_cache: Tensor, storage: torch.dtype, head_dim: int) -> None:
-    """Raise ValueError unless index_cache holds keys [head_dim] in that dtype's format, each block in one piece."""
+    """Raise ValueError unless index_cache holds keys [head_dim] in that dtype's format, in contiguous blocks."""
     width = index_row_width(storage, head_dim)
     if index_cache.dtype != storage or index_cache.stride()[1:] != (width, 1) or index_cache.shape[2] != width:
         raise ValueError(
-            f"index_cache (--index-cache-dtype) is {index_cache.dtype} {tuple(index_cache.shape)} with strides {index_cache.stride()}; "
-            f"keys of {head_dim} take {storage} [num_blocks, block_size, {width}], each block in one piece"
+            f"index_cache (--index-cache-dtype) is {index_cache.dtype} {tuple(index_cache.shape)} with strides "
+            f"{index_cache.stride()}; keys of {head_dim} take {storage} [num_blocks, block_size, {width}], in "
+            "contiguous blocks"
         )
 
 
 def index_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., D] -> e4m3 codes [..., D] and float32 scales [...]: the smallest power of two by which nothing is cut off.
+    """Quantize [..., D] to e4m3 [..., D] and float32 scales [...], each the smallest power of two without saturation.
 
     Source: the ue8m0 scales of DeepSeek-V3.2's indexer, 2^ceil(log2(amax / 448)).
     """
@@ -56,7 +55,7 @@ def index_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_index_keys(index_cache: Tensor, keys: Tensor, slots: Tensor) -> None:
-    """Store keys [N, D] at slots [N] int64, -1 for a row to be left out."""
+    """Store keys [N, D] at slots [N] int64; rows with slot -1 are skipped."""
     mine = slots >= 0
     slots, keys = slots[mine], keys[mine]
     block, offset = slots // index_cache.shape[1], slots % index_cache.shape[1]
@@ -70,8 +69,10 @@ def write_index_keys(index_cache: Tensor, keys: Tensor, slots: Tensor) -> None:
 
 
 def read_index_keys(index_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Keys of whole blocks [...] int64: [..., block_size, D], and of an fp8 cache their scales [..., block_size]
-    float32.
+    """Read whole blocks [...] int64.
+
+    Returns:
+        Keys [..., block_size, D] and, of an fp8 cache, their scales [..., block_size] float32.
     """
     if index_cache.dtype != torch.uint8:
         return index_cache[blocks], None
@@ -80,7 +81,7 @@ def read_index_keys(index_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor
 
 
 def _planes(index_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views [num_blocks, block_size, D] and [num_blocks, block_size, 4] of an fp8 cache's bytes."""
+    """Return views [num_blocks, block_size, D] and [num_blocks, block_size, 4] of an fp8 cache's bytes."""
     num_blocks, block_size, width = index_cache.shape
     head_dim = width - SCALE_BYTES
     flat = index_cache.view(num_blocks, block_size * width)

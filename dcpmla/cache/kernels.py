@@ -1,6 +1,4 @@
-"""Triton kernels of the cache with their launchers; the codecs of `cache/formats.py` and the indexing of
-`cache/latent.py` specify them.
-"""
+"""Triton kernels of the cache with their launchers; `cache/formats.py` and `cache/latent.py` specify them."""
 
 import torch
 import triton
@@ -17,14 +15,14 @@ _SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def to_fp8(x, scale):
-    """`formats.to_fp8`."""
+    """Compute `formats.to_fp8`."""
     x = tl.div_rn(x.to(tl.float32), scale)
     return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
 def quantize(x, scale_ptr):
-    """x as e4m3 if there is a scale, else as it is."""
+    """Convert x to e4m3 where there is a scale; else return it unchanged."""
     if scale_ptr is not None:
         x = to_fp8(x, tl.load(scale_ptr))
     return x
@@ -32,7 +30,7 @@ def quantize(x, scale_ptr):
 
 @triton.jit
 def store_kv_c(row_ptr, kv_c, scale_ptr, RANK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The latent [COLUMNS], RANK of them real, to the head of its cache row; the pointer's type says the format."""
+    """Store a latent [COLUMNS], RANK of them real, at the head of its cache row; the pointer's type says the format."""
     column = tl.arange(0, COLUMNS)
     mask = column < RANK
     if row_ptr.dtype.element_ty == tl.uint8:
@@ -48,7 +46,7 @@ def store_kv_c(row_ptr, kv_c, scale_ptr, RANK: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def k_pe_of(row_ptr, RANK: tl.constexpr):
-    """Where the rope part of a cache row starts, as a pointer to what it is made of."""
+    """Return a pointer to the rope part of a cache row, in the type of its elements."""
     k_pe_ptr = row_ptr + RANK
     if row_ptr.dtype.element_ty == tl.uint8:
         k_pe_ptr = (k_pe_ptr + RANK // TILE * 4).to(tl.pointer_type(tl.bfloat16))
@@ -68,7 +66,7 @@ def read_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program copies ROWS rows."""
+    """Copy ROWS rows per program."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     slot = tl.load(slots_ptr + row, mask=row < num_rows, other=0)
     from_row = slot // block_size * stride_block + slot % block_size * stride_row
@@ -80,7 +78,7 @@ def read_kernel(
 
 
 def read_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """`cache.latent.read_latents` in one kernel."""
+    """Compute `cache.latent.read_latents` in one kernel."""
     num_rows, width = len(slots), kv_cache.shape[-1]
     out = torch.empty(num_rows, width, dtype=kv_cache.dtype, device=kv_cache.device)
     read_kernel[(triton.cdiv(num_rows, _COPIED_ROWS),)](
@@ -110,7 +108,7 @@ def dequantize_kernel(
     RANK_COLUMNS: tl.constexpr,
     ROPE_COLUMNS: tl.constexpr,
 ):
-    """A program decodes ROWS rows."""
+    """Dequantize ROWS rows per program."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column, rope_column = tl.arange(0, RANK_COLUMNS)[None, :], tl.arange(0, ROPE_COLUMNS)[None, :]
     is_row = row < num_rows
@@ -132,7 +130,7 @@ def dequantize_kernel(
 
 
 def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`cache.latent.dequantize_rows` in one kernel."""
+    """Compute `cache.latent.dequantize_rows` in one kernel."""
     formats.check_kv_scale(rows.dtype, kv_scale)
     rope = formats.rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank)
     out = torch.empty(len(rows), kv_lora_rank + rope, dtype=dtype, device=rows.device)

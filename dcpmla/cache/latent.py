@@ -1,7 +1,8 @@
 """The paged latent cache of one rank: a row [kv_c | k_pe] for each token that this rank owns."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -19,7 +20,7 @@ class CachePlan:
     Attributes:
         row_width, dtype: of the cache's tensors: elements of a row, in the format that the dtype says
         (`dcpmla.cache.formats`).
-        num_index_layers: of sparse MLA, how many layers have an index cache beside the latent one.
+        index_layers: of sparse MLA, the layers that have an index cache beside the latent one, ascending.
         index_row_width, index_dtype: of the index caches' tensors (`dcpmla.cache.index_keys`).
     """
 
@@ -29,9 +30,13 @@ class CachePlan:
     row_width: int
     dtype: torch.dtype
     dcp_size: int
-    num_index_layers: int = 0
+    index_layers: tuple[int, ...] = ()
     index_row_width: int = 0
     index_dtype: torch.dtype = torch.uint8
+
+    @property
+    def num_index_layers(self) -> int:
+        return len(self.index_layers)
 
     @property
     def bytes_per_token(self) -> int:
@@ -70,14 +75,26 @@ class CachePlan:
         )
 
 
+class LayerCache(NamedTuple):
+    """What one layer caches on one rank.
+
+    Attributes:
+        latents: [num_blocks, block_size, row_width] in one of the formats of `dcpmla.cache.formats`.
+        index_keys: [num_blocks, block_size, index_row_width] of a layer with an indexer (`dcpmla.cache.index_keys`),
+            under the same block ids; None without.
+    """
+
+    latents: Tensor
+    index_keys: Tensor | None = None
+
+
 class LatentCache:
-    """One tensor [num_blocks, block_size, row_width] a layer; block ids mean the same on all DCP ranks.
+    """The caches of all layers on one rank, `cache[layer]` that of one; block ids mean the same on all DCP ranks.
 
     Attributes:
         sizes: the plan it was made from.
-        layers: the latent caches.
-        index_layers: the index caches of sparse MLA, [num_blocks, block_size, index_row_width], under the same
-            block ids.
+        layers: the latent caches, one a layer.
+        index_layers: the index caches of sparse MLA, one for each of sizes.index_layers.
     """
 
     def __init__(self, plan: CachePlan, device: torch.device) -> None:
@@ -101,8 +118,13 @@ class LatentCache:
         index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
         self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in range(plan.num_index_layers)]
 
-    def __getitem__(self, layer: int) -> Tensor:
-        return self.layers[layer]
+    def __getitem__(self, layer: int) -> LayerCache:
+        index_layers = self.sizes.index_layers
+        index_keys = self.index_layers[index_layers.index(layer)] if layer in index_layers else None
+        return LayerCache(self.layers[layer], index_keys)
+
+    def __iter__(self) -> Iterator[LayerCache]:
+        return (self[layer] for layer in range(len(self.layers)))
 
     @staticmethod
     def plan(
@@ -111,7 +133,7 @@ class LatentCache:
         num_layers: int,
         seq_lens: list[int],
         dtype: torch.dtype,
-        num_index_layers: int | None = None,
+        index_layers: Iterable[int] | None = None,
     ) -> CachePlan:
         """Sizes of a cache that holds sequences of the given final lengths at once.
 
@@ -119,7 +141,7 @@ class LatentCache:
             dcp: its kv_cache_dtype and index_cache_dtype are the formats.
             seq_lens: tokens of each sequence, prompt and answer; each starts on a block of its own.
             dtype: that the model computes in.
-            num_index_layers: of sparse MLA, layers with an indexer of their own; None for all.
+            index_layers: of sparse MLA, the layers with an indexer of their own; None for all.
         Raises:
             ValueError: no layers, no sequences, a negative length, a format that the model cannot have.
         """
@@ -129,8 +151,6 @@ class LatentCache:
             raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
         storage, indexer = storage_dtype(dcp.kv_cache_dtype, dtype), config.indexer
         index_storage = index_storage_dtype(dcp.index_cache_dtype, dtype)
-        if indexer is None:
-            num_index_layers = 0
         return CachePlan(
             num_layers=num_layers,
             num_blocks=max(1, sum(num_blocks(seq_len, dcp) for seq_len in seq_lens)),
@@ -138,7 +158,7 @@ class LatentCache:
             row_width=row_width(storage, config.kv_lora_rank, config.qk_rope_head_dim),
             dtype=storage,
             dcp_size=dcp.decode_context_parallel_size,
-            num_index_layers=num_layers if num_index_layers is None else num_index_layers,
+            index_layers=() if indexer is None else tuple(range(num_layers) if index_layers is None else index_layers),
             index_row_width=0 if indexer is None else index_row_width(index_storage, indexer.head_dim),
             index_dtype=index_storage,
         )

@@ -1,40 +1,30 @@
-"""Measure: how the exchange and a decode step scale, how a load of requests is served."""
+"""Measure kernels, the exchange, steps of layers and models, and loads; `bench NAME --help` says more."""
 
 import argparse
+from importlib import import_module
 
-from dcpmla.bench import decode as bench_decode
-from dcpmla.bench import exchange as bench_exchange
-from dcpmla.bench import generate as bench_generate
-from dcpmla.bench import layer as bench_layer
-from dcpmla.bench import output as bench_output
-from dcpmla.bench import prefill as bench_prefill
-from dcpmla.bench import scaling as bench_scaling
-from dcpmla.bench import serve as bench_serve
-from dcpmla.bench import sparse as bench_sparse
-
-_BENCHMARKS = {
-    "generate": (bench_generate, "decode steps of a whole model, with and without CUDA graphs, per batch"),
-    "decode": (bench_decode, "decode kernels on one GPU, ours beside those of others"),
-    "prefill": (bench_prefill, "prefill kernels on one GPU: new tokens over themselves, and over a context"),
-    "sparse": (
-        bench_sparse,
-        "sparse MLA's decode: selection, operation by operation, and attention to selected tokens, per DCP size",
-    ),
-    "output": (bench_output, "W_UV with a quantized output, as one kernel and as two"),
-    "layer": (
-        bench_layer,
-        "a decode step of attention layers, part by part, per DCP size; from which context on DCP wins",
-    ),
-    "exchange": (
-        bench_exchange,
-        "the exchange of a DCP group, per backend and number of tokens, checked against float64",
-    ),
-    "scaling": (bench_scaling, "exchange and decode step over ranks and nodes"),
-    "serve": (bench_serve, "a synthetic load: how many requests fit, throughput and latencies, per DCP size"),
+BENCHMARKS = {  # modules of dcpmla.bench, each with its BENCHMARK
+    "decode": "decode kernels on one GPU, ours and others'",
+    "prefill": "prefill kernels on one GPU: new tokens over themselves, and over a context",
+    "sparse": "sparse MLA's decode: selection, operation by operation, and attention to selected tokens, per DCP size",
+    "output": "W_UV with a quantized output, as one kernel and as two",
+    "exchange": "the exchange of a DCP group, per backend and number of tokens, checked against float64",
+    "layer": "a decode step of attention layers, part by part, per DCP size: scaling over GPUs and hosts, crossovers",
+    "generate": "decode steps of a whole model, with and without CUDA graphs, per batch",
+    "serve": "a synthetic load: how many requests fit, throughput and latencies, per DCP size",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmarks; only the module of the one that is asked for is imported."""
     commands = parser.add_subparsers(dest="benchmark", required=True, parser_class=type(parser))
-    for name, (benchmark, summary) in _BENCHMARKS.items():
-        benchmark.add_arguments(commands.add_parser(name, help=summary, description=benchmark.__doc__))
+    for name, summary in BENCHMARKS.items():
+        commands.add_parser(name, help=summary, fill=_fill)
+
+
+def _fill(parser: argparse.ArgumentParser) -> None:
+    from dcpmla.bench.runner import add_arguments
+
+    module = import_module(f"dcpmla.bench.{parser.prog.split()[-1]}")
+    parser.description = module.__doc__
+    add_arguments(module.BENCHMARK, parser)

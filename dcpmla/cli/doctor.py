@@ -3,17 +3,24 @@ exchange's latency.
 """
 
 import argparse
+import ctypes
+import platform
+import socket
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 
-from dcpmla.bench.geometries import GEOMETRIES
-from dcpmla.cli.machine_facts import RankFacts, find_facts
-from dcpmla.cli.options import LOAD_TIMEOUT, Job, add_job_arguments, join
+from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, passed_over, select_backend
+from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments
+from dcpmla.bench.geometries import config_of
+from dcpmla.bench.results import dtype_name, installed, versions
+from dcpmla.cli.options import add_job_arguments, join
 from dcpmla.cli.output import check_writable, write_json
 from dcpmla.cli.self_tests import (
     SelfTest,
@@ -24,17 +31,20 @@ from dcpmla.cli.self_tests import (
     judge,
 )
 from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
-from dcpmla.job.bootstrap import agree
+from dcpmla.job.bootstrap import Ranks, agree
+from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh
 
 _NUM_TOKENS = (1, 32, 256)
-_TIMEOUTS = 5  # that one test may take, kernels' compilation in it
+_TIMEOUTS = 5  # that one test may take, compilation of its kernels included
 _T = TypeVar("_T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.set_defaults(run=run)
     add_job_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write what was found")
@@ -43,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Examine all ranks of the job; the first one reports.
 
-    Returns the exit code: 1 where a self-test failed, on every rank.
+    Returns:
+        The exit code: 1 where a self-test failed, on every rank.
     """
     with join(args) as job, torch.inference_mode():
         with agree():
@@ -60,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Examination:
-    """What was found so far.
+    """Everything that was found so far.
 
     Every method is collective; the first rank prints as it goes, so that a fault shows how far it came.
     """
@@ -70,68 +81,68 @@ class _Examination:
         self._device = job.ranks.device
         self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
         self._group = init_mesh(job.ranks.num_ranks, job.ranks.num_ranks).dcp_group
-        self._config = MLAConfig.from_hf(GEOMETRIES["deepseek-v3"]())
+        self._config = MLAConfig.from_hf(config_of("deepseek-v3"))
         self._facts: list[RankFacts] = []
         self._tests: list[dict[str, Any]] = []
         self._exchanges: dict[str, str] = {}
         self._latencies: list[dict[str, Any]] = []
 
     def find_facts(self) -> None:
+        """Say what every rank is, and how the GPUs of a host reach each other."""
         self._say(f"ranks: {self._job.ranks.origin}")
         self._job.watchdog.enter("looking at the machine", self._limit)
         self._facts = _gather(find_facts(self._job.ranks, self._config, self._dtype))
         first = self._facts[0]
         self._say(f"versions: {_join(first.versions)}")
         for facts in self._facts:
-            self._say(_describe(facts))
-            differing = {
-                name: version for name, version in facts.versions.items() if version != first.versions.get(name)
-            }
+            self._say(facts.describe())
+            differing = {name: found for name, found in facts.versions.items() if found != first.versions.get(name)}
             if differing:
                 self._say(f"rank {facts.rank} has other versions than rank 0: {_join(differing)}")
+        for phase, obstacles in first.passed_over.items():
+            self._say("\n".join(f"{phase} passes over {name}: {why}" for name, why in obstacles.items()))
         for facts in self._facts:
             if facts.peers and len(facts.peers) > 1:
                 self._say("\n".join([f"GPU to GPU on {facts.host}:", *_table(facts.peers)]))
 
     def test_attention(self) -> None:
+        """Test decode and prefill on every rank."""
         self._job.watchdog.enter("self-tests of attention", self._limit)
         self._record(attention_self_tests(self._config, self._device, self._dtype))
 
     def test_exchanges(self) -> None:
-        """Each backend once, under the name that it has itself: "auto" and one rank's take one of the others."""
+        """Test and time each backend once, under its own name: "auto", and that of one rank, are one of the others."""
         exchanges: dict[str, Exchange] = {}
         num_ranks = self._job.ranks.num_ranks
         dcp = DCPConfig(tensor_parallel_size=num_ranks, decode_context_parallel_size=num_ranks)
         for backend in DCP_COMM_BACKENDS:
             try:
-                selection = select_exchange(replace(dcp, dcp_comm_backend=backend), self._group, self._device)
+                chosen = select_exchange(replace(dcp, dcp_comm_backend=backend), self._group, self._device)
             except ValueError as obstacle:
                 self._say(f"exchange {backend}: not here: {obstacle}")
                 continue
-            exchanges[selection.exchange.name] = selection.exchange
-            self._exchanges[backend] = selection.exchange.name
+            exchanges[chosen.exchange.name] = chosen.exchange
+            self._exchanges[backend] = chosen.exchange.name
             if backend == "auto":
-                self._say(f"exchange: {selection.exchange.name} ({selection.reason})")
-        for name, exchange in exchanges.items() if self._job.ranks.num_ranks > 1 else ():
+                self._say(f"exchange: {chosen.exchange.name} ({chosen.reason})")
+        for name, exchange in exchanges.items() if num_ranks > 1 else ():
             self._job.watchdog.enter(f"self-test of the exchange {name}", self._limit)
             errors = exchange_errors(exchange, self._group, self._config, self._device, self._dtype)
             self._record([judge(f"exchange {name}", errors, self._dtype)])
             self._time(name, exchange)
 
     def conclude(self) -> int:
-        """The last line, and the exit code."""
+        """Print the last line; return the exit code."""
         failed = [test["name"] for test in self._tests if test["failures"]]
-        self._say(
-            f"FAILED: {', '.join(failed)}"
-            if failed
-            else f"all well: {len(self._tests)} self-tests passed on every rank"
-        )
+        passed = f"all well: {len(self._tests)} self-tests passed on every rank"
+        self._say(f"FAILED: {', '.join(failed)}" if failed else passed)
         return 1 if failed else 0
 
     def as_json(self) -> dict[str, Any]:
+        """Return what --json writes."""
         return {
             "ok": not any(test["failures"] for test in self._tests),
-            "dtype": str(self._dtype).removeprefix("torch."),
+            "dtype": dtype_name(self._dtype),
             "ranks": [asdict(facts) for facts in self._facts],
             "self_tests": self._tests,
             "exchanges": self._exchanges,
@@ -149,22 +160,22 @@ class _Examination:
             self._say(f"self-test of {outcomes[0].name}: {result}")
 
     def _time(self, name: str, exchange: Exchange) -> None:
-        num_heads, words = exchange_heads(self._config, self._job.ranks.num_ranks, self._device), []
-        for num_tokens in _NUM_TOKENS:
-            self._job.watchdog.enter(f"timing the exchange {name}, {num_tokens} tokens", self._limit)
-            timing = exchange_timing(exchange, self._group, self._config, num_tokens, self._device, self._dtype)
-            row = {"backend": name, "num_tokens": num_tokens, "num_heads": num_heads}
+        heads, words = exchange_heads(self._config, self._job.ranks.num_ranks, self._device), []
+        for tokens in _NUM_TOKENS:
+            self._job.watchdog.enter(f"timing the exchange {name}, {tokens} tokens", self._limit)
+            timing = exchange_timing(exchange, self._group, self._config, tokens, self._device, self._dtype)
+            row = {"exchange": name, "tokens": tokens, "heads": heads}
             self._latencies.append({**row, "in_graph": timing.in_graph, "median_us": round(timing.median_us, 1)})
-            words.append(f"{num_tokens} {'token' if num_tokens == 1 else 'tokens'} {timing.median_us:,.0f} us")
-        self._say(f"latency of {name}, gather_heads and combine of {num_heads} heads: {', '.join(words)}")
+            words.append(f"{tokens} {'token' if tokens == 1 else 'tokens'} {timing.median_us:,.0f} us")
+        self._say(f"latency of {name}, gather_heads and combine of {heads} heads: {', '.join(words)}")
 
     def _say(self, words: str) -> None:
-        if self._job.ranks.is_first:
+        if self._job.ranks.is_first and words:
             print(words, flush=True)
 
 
 def _gather(mine: _T) -> list[_T]:
-    """Of all ranks."""
+    """Return all ranks' objects, in rank order."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -174,17 +185,111 @@ def _join(versions: dict[str, str | None]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 
-def _describe(facts: RankFacts) -> str:
-    words = [f"{facts.device} of {facts.host}, {facts.name}, {facts.memory_bytes / 2**30:.0f} GiB"]
-    if facts.compute_capability:
-        words.append(f"compute capability {facts.compute_capability}, {facts.multiprocessors} multiprocessors")
-    if facts.num_nvlinks is not None:
-        words.append(f"{facts.num_nvlinks} NVLinks")
-    memory = f"symmetric memory {facts.symmetric_memory}" if facts.symmetric_memory else "no symmetric memory"
-    return f"rank {facts.rank}: {', '.join(words)}; kernels: decode {facts.decode}, prefill {facts.prefill}; {memory}"
-
-
 def _table(peers: Sequence[Sequence[str]]) -> list[str]:
     lines = [["", *map(str, range(len(peers)))], *([str(index), *row] for index, row in enumerate(peers))]
     width = max(len(cell) for line in lines for cell in line)
     return ["  " + "  ".join(cell.rjust(width) for cell in line) for line in lines]
+
+
+# ---- a rank's facts
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Versions, device and kernels of one rank.
+
+    Attributes:
+        name: of the GPU, or of the architecture of the CPU.
+        memory_bytes: of the GPU, or of the host.
+        num_nvlinks: active ones of the GPU; None where NVML (pynvml) does not tell.
+        decode, prefill: the backends that run attention of DeepSeek's sizes there, in bfloat16 (float32 on CPUs).
+        passed_over: by phase, why each backend before these does not, by name.
+        symmetric_memory: torch's backend of it for the device, None without one.
+        peers: of the host's GPUs, as `find_peers` gives them; None but on each host's first rank.
+    """
+
+    rank: int
+    host: str
+    device: str
+    name: str
+    memory_bytes: int
+    compute_capability: str | None
+    multiprocessors: int | None
+    num_nvlinks: int | None
+    decode: str
+    prefill: str
+    passed_over: dict[str, dict[str, str]]
+    symmetric_memory: str | None
+    peers: list[list[str]] | None
+    versions: dict[str, str | None]
+
+    def describe(self) -> str:
+        """Return a line for people."""
+        words = [f"{self.device} of {self.host}, {self.name}, {self.memory_bytes / 2**30:.0f} GiB"]
+        if self.compute_capability:
+            words.append(f"compute capability {self.compute_capability}, {self.multiprocessors} multiprocessors")
+        if self.num_nvlinks is not None:
+            words.append(f"{self.num_nvlinks} NVLinks")
+        memory = f"symmetric memory {self.symmetric_memory}" if self.symmetric_memory else "no symmetric memory"
+        return f"rank {self.rank}: {', '.join(words)}; kernels: decode {self.decode}, prefill {self.prefill}; {memory}"
+
+
+def find_facts(ranks: Ranks, config: MLAConfig, dtype: torch.dtype) -> RankFacts:
+    """Return the facts of this rank; attention is the model's of config."""
+    device, on_gpu = ranks.device, ranks.device.type == "cuda"
+    gpu = torch.cuda.get_device_properties(device) if on_gpu else None
+    nvml = Nvml() if on_gpu else None
+    decode, prefill = _new_calls(config, device, dtype)
+    return RankFacts(
+        rank=ranks.rank,
+        host=socket.gethostname(),
+        device=str(device),
+        name=gpu.name if gpu else f"CPU {platform.machine()}",
+        memory_bytes=gpu.total_memory if gpu else psutil.virtual_memory().total,
+        compute_capability=f"{gpu.major}.{gpu.minor}" if gpu else None,
+        multiprocessors=gpu.multi_processor_count if gpu else None,
+        num_nvlinks=nvml.num_nvlinks(gpu_uuid(device)) if nvml else None,
+        decode=select_backend(DECODE_BACKENDS, decode).name,
+        prefill=select_backend(PREFILL_BACKENDS, prefill).name,
+        passed_over={
+            "decode": passed_over(DECODE_BACKENDS, decode),
+            "prefill": passed_over(PREFILL_BACKENDS, prefill),
+        },
+        symmetric_memory=symmetric_memory.get_backend(device),
+        peers=find_peers(nvml) if nvml and ranks.local_rank == 0 else None,
+        versions=_find_versions(on_gpu),
+    )
+
+
+def _find_versions(on_gpu: bool) -> dict[str, str | None]:
+    found = {"dcpmla": installed("dcpmla"), "python": platform.python_version(), **versions()}
+    if on_gpu:
+        found |= {"cuda": torch.version.cuda, "cuda driver": _cuda_driver()}
+    flashinfer = installed("flashinfer-python")
+    return {**found, "flashinfer": flashinfer} if flashinfer else found
+
+
+def _cuda_driver() -> str | None:
+    """Return the newest CUDA that the driver takes; torch does not tell it."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except OSError:
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _new_calls(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> tuple[DecodeCall, PrefillCall]:
+    """Return a call of decode and one of prefill, to ask the tables of backends about."""
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    heads, rope = config.num_heads, config.qk_rope_head_dim
+    numbers = torch.zeros(1, dtype=torch.int32, device=device)
+    sizes = numbers[None], numbers, config.scale, config.kv_lora_rank
+    decode = DecodeCall.check(new(1, heads, config.latent_dim), new(1, 64, config.latent_dim), *sizes)
+    keys = new(1, heads, config.qk_nope_head_dim), new(1, rope), new(1, heads, config.v_head_dim)
+    rows = Segments((0, 1), numbers)
+    prefill = PrefillCall(new(1, heads, config.qk_head_dim), *keys, rows, rows, config.scale, causal=True)
+    return decode, prefill

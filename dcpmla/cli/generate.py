@@ -12,14 +12,13 @@ import torch.distributed as dist
 
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import LOAD_TIMEOUT, add_engine_arguments, build_engine, dcp_config, start
-from dcpmla.cli.output import check_writable, is_same_path, write_arrays, write_json
-from dcpmla.cli.output_lines import OutputLines, open_output_lines
-from dcpmla.cli.progress import run_with_bar
+from dcpmla.cli.output import OutputLines, check_writable, is_same_path, open_output_lines, write_arrays, write_json
 from dcpmla.cli.prompts import Prompt, prompts_from_file, prompts_from_options
 from dcpmla.cli.values import positive, seed, token_ids
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.job.bootstrap import agree
+from dcpmla.llm import run_with_bar
 from dcpmla.ownership import local_seq_lens
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
@@ -77,17 +76,17 @@ def run(args: argparse.Namespace) -> None:
             files = open_model(args.model, args.max_model_len)
             check_layout(files, dcp)
             if job.ranks.is_first:
-                check_writable("--json", args.json)
-                check_writable("--logits", args.logits)
+                check_writable("--json", args.json, files.directory)
+                check_writable("--logits", args.logits, files.directory)
                 prompts = prompts_from_file(args, files) if args.prompt_file else prompts_from_options(args, files)
                 if args.output_file:
-                    lines = to_close.enter_context(open_output_lines(args.output_file))
+                    lines = to_close.enter_context(open_output_lines(args.output_file, files.directory))
                     prompts = _missing(prompts, lines)
         prompts = _broadcast(prompts)
         if not prompts:
             return
         seq_lens = [len(prompt.token_ids) + prompt.params.max_new_tokens - 1 for prompt in prompts]
-        engine, selection = build_engine(args, job, dcp, files, seq_lens)
+        engine, chosen = build_engine(args, job, dcp, files, seq_lens)
         to_close.callback(engine.close)
         requests = [
             engine.add(
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
                 lines.append([_output_line(request) for request in finished])
         job.watchdog.enter("writing the results", LOAD_TIMEOUT)
         if job.ranks.is_first:
-            _report(args, engine, requests, selection)
+            _report(args, engine, requests, chosen)
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -120,12 +119,13 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _missing(prompts: list[Prompt], lines: OutputLines) -> list[Prompt]:
-    """The prompts that have no output yet."""
+    """Return the prompts that have no output yet."""
     foreign = lines.ids - {prompt.request_id for prompt in prompts}
     if foreign:
         example = min(map(repr, foreign))
         raise ValueError(
-            f"--output-file is {lines.path}, which has id {example} that --prompt-file has not; give the files of one job"
+            f"--output-file is {lines.path}, which has id {example} that is not in --prompt-file; "
+            f"give the files of one job"
         )
     if lines.ids:
         print(f"{lines.path} has {len(lines.ids)} of {len(prompts)} outputs already", flush=True)
@@ -133,7 +133,7 @@ def _missing(prompts: list[Prompt], lines: OutputLines) -> list[Prompt]:
 
 
 def _broadcast(prompts: list[Prompt]) -> list[Prompt]:
-    """The first rank's prompts, for every rank: only its host needs the file."""
+    """Hand the first rank's prompts to every rank: only its host needs the file."""
     message = [prompts]
     dist.broadcast_object_list(message, src=0)
     return message[0]
@@ -149,8 +149,8 @@ def _output_line(request: Request) -> dict[str, object]:
     }
 
 
-def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request], selection: ChosenExchange) -> None:
-    """Write the files of --json and --logits and print the answers; in any case print what was measured."""
+def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request], chosen: ChosenExchange) -> None:
+    """Write the files of --json and --logits, print the answers unless they are in a file, and what was measured."""
     kv_tokens_per_rank = _kv_tokens_per_rank(engine, requests)
     if args.json:
         outputs = [
@@ -168,8 +168,8 @@ def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request
                 "outputs": outputs,
                 "metrics": [request.metrics() for request in requests],
                 "kv_tokens_per_rank": kv_tokens_per_rank,
-                "dcp_comm_backend": selection.exchange.name,
-                "dcp_comm_backend_reason": selection.reason,
+                "dcp_comm_backend": chosen.exchange.name,
+                "dcp_comm_backend_reason": chosen.reason,
                 "tensor_parallel_size": engine.mesh.tp_size,
                 "decode_context_parallel_size": engine.mesh.dcp_size,
                 "dtype": str(engine.model.dtype).removeprefix("torch."),
@@ -188,18 +188,18 @@ def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request
     for index, request in enumerate(requests if args.output_file is None else ()):
         print(f"[{index}] {len(request.prompt_token_ids)} prompt tokens -> {request.text or request.token_ids}")
     stats = engine.stats
-    print(
-        f"prefill: {stats.num_prefill_tokens} tokens, {stats.num_prefill_tokens / max(stats.prefill_seconds, 1e-9):,.0f} tok/s"
-    )
-    print(
-        f"decode: {stats.num_decode_tokens} tokens, {stats.num_decode_tokens / max(stats.decode_seconds, 1e-9):,.0f} tok/s"
-    )
+    _print_rate("prefill", stats.num_prefill_tokens, stats.prefill_seconds)
+    _print_rate("decode", stats.num_decode_tokens, stats.decode_seconds)
     print(f"from earlier requests: {stats.num_cached_tokens} tokens; preemptions: {stats.num_preemptions}")
     print(f"KV tokens per rank: {kv_tokens_per_rank}")
 
 
+def _print_rate(phase: str, num_tokens: int, seconds: float) -> None:
+    print(f"{phase}: {num_tokens} tokens, {num_tokens / max(seconds, 1e-9):,.0f} tok/s")
+
+
 def _kv_tokens_per_rank(engine: Engine, requests: Sequence[Request]) -> list[int]:
-    """Tokens that each TP rank cached for the requests: all but each one's last."""
+    """Count the tokens that each TP rank cached for the requests: all but the last of each request."""
     size, interleave = engine.dcp.decode_context_parallel_size, engine.dcp.cp_kv_cache_interleave_size
     lens = torch.tensor([request.num_tokens - 1 for request in requests])
     per_dcp_rank = local_seq_lens(lens, size, interleave=interleave).sum(0).tolist()

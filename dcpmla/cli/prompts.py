@@ -1,17 +1,17 @@
-"""What to generate: prompts from the command line or from lines of JSON, checked before any weight is read."""
+"""Prompts of `generate`, from the command line or lines of JSON, checked before any weight is read."""
 
 import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dcpmla.integrations.loading import ModelFiles
 from dcpmla.runtime.request import check_prompt
 from dcpmla.runtime.sampling import SamplingParams
 
-_MAX_PROMPTS = 1 << 31  # prompt i of seed s draws from stream s x this + i, whatever stands beside it
+if TYPE_CHECKING:
+    from dcpmla.integrations.loading import ModelFiles
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Prompt:
     params: SamplingParams
 
 
-def prompts_from_options(args: argparse.Namespace, files: ModelFiles) -> list[Prompt]:
-    """--prompt and --prompt-ids, in the order given.
+def prompts_from_options(args: argparse.Namespace, files: "ModelFiles") -> list[Prompt]:
+    """Return --prompt and --prompt-ids, in the order given.
 
     Raises:
         ValueError: no prompt, or one that the model cannot continue.
@@ -37,9 +37,9 @@ def prompts_from_options(args: argparse.Namespace, files: ModelFiles) -> list[Pr
     ]
 
 
-def prompts_from_file(args: argparse.Namespace, files: ModelFiles) -> list[Prompt]:
-    """Lines of --prompt-file: {"id", "prompt" or "prompt_token_ids", and any field of SamplingParams in place of
-    the option's value}.
+def prompts_from_file(args: argparse.Namespace, files: "ModelFiles") -> list[Prompt]:
+    """Read the lines of --prompt-file: {"id", "prompt" or "prompt_token_ids", and any field of SamplingParams in place
+    of the option's value}.
 
     Raises:
         ValueError: a file that cannot be read, or a line that is not such an object; the message names the line.
@@ -62,7 +62,8 @@ def prompts_from_file(args: argparse.Namespace, files: ModelFiles) -> list[Promp
             raise ValueError(f"{where}: {error}") from error
         if prompt.request_id in line_of_id:
             raise ValueError(
-                f"{where}: id {prompt.request_id!r} is also that of line {line_of_id[prompt.request_id]}; ids must differ"
+                f"{where}: id {prompt.request_id!r} is also that of line {line_of_id[prompt.request_id]}; "
+                f"ids must differ"
             )
         line_of_id[prompt.request_id] = index + 1
         prompts.append(prompt)
@@ -71,7 +72,7 @@ def prompts_from_file(args: argparse.Namespace, files: ModelFiles) -> list[Promp
     return prompts
 
 
-def _read_line(line: str, defaults: SamplingParams, files: ModelFiles) -> Prompt:
+def _read_line(line: str, defaults: SamplingParams, files: "ModelFiles") -> Prompt:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -96,7 +97,7 @@ def _is_prompt(prompt: object) -> bool:
 
 
 def _prompt(
-    request_id: str | int, name: str, prompt: str | list[int], params: SamplingParams, option: str, files: ModelFiles
+    request_id: str | int, name: str, prompt: str | list[int], params: SamplingParams, option: str, files: "ModelFiles"
 ) -> Prompt:
     """Tokenize and check; the name is what messages call it, the option what asked for a text."""
     if files.tokenizer is None and (isinstance(prompt, str) or params.stop):
@@ -128,20 +129,21 @@ def _check_text(name: str, text: object) -> None:
             ) from error
 
 
-def _tokenize(prompt: str, files: ModelFiles) -> list[int]:
+def _tokenize(prompt: str, files: "ModelFiles") -> list[int]:
     assert files.tokenizer is not None
     encoded: Mapping[str, Any] = files.tokenizer(prompt)
     return list(encoded["input_ids"])
 
 
 def _defaults(args: argparse.Namespace, index: int) -> SamplingParams:
-    """What the options say of the prompt with an index."""
-    return SamplingParams(
+    """Make the params that the options ask of the prompt with an index."""
+    params = SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
-        seed=args.seed * _MAX_PROMPTS + index,
-        stop=tuple(args.stop),
-        stop_token_ids=tuple(args.stop_token_ids),
+        seed=args.seed,
+        stop=args.stop,
+        stop_token_ids=args.stop_token_ids,
     )
+    return params.for_prompt(index)

@@ -1,4 +1,4 @@
-"""Proofs of `doctor`: attention and the exchange on small inputs of DeepSeek's widths, against float64."""
+"""Self-tests of `doctor`: attention and the exchange on small inputs of DeepSeek's widths, against float64."""
 
 import math
 from collections.abc import Mapping
@@ -13,15 +13,12 @@ from dcpmla.attention.calls import DecodeCall, Segments, join_keys
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.prefill import mha_prefill
 from dcpmla.bench.exchange_inputs import OPERATIONS, Combine, ExchangeCase, GatherHeads, find_errors
-from dcpmla.bench.runner import num_calls
-from dcpmla.bench.timing import Timing, time_operation
+from dcpmla.bench.timing import Timing, calls_per_sample, time_operation
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import MLAConfig
 
-_LIMITS = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.02,
-}  # many roundings of the result, and less than one key's weight in the tests
+# Many roundings of the result, and less than one key's weight in the tests.
+_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 _BLOCK_SIZE = 64
 _PREFILL_HEADS = 16
 _CPU_HEADS = 16
@@ -32,10 +29,10 @@ Errors = dict[str, float]
 
 @dataclass(frozen=True)
 class SelfTest:
-    """One test's outcome.
+    """The outcome of one test.
 
     Attributes:
-        largest_error: of all that was compared; None where it is no number, or the test did not come to its end.
+        largest_error: of all that was compared; None where it is no number, or the test did not end.
         failure: what differed, "" where nothing did.
     """
 
@@ -45,7 +42,7 @@ class SelfTest:
 
 
 def judge(name: str, errors: Mapping[str, float], dtype: torch.dtype) -> SelfTest:
-    """By the errors of what was computed in a dtype; NaN fails."""
+    """Return a test's outcome from the errors of what was computed in a dtype; NaN fails."""
     limit = _LIMITS[dtype]
     wrong = [f"{what} differs by {error:.3g}" for what, error in errors.items() if not error <= limit]
     largest = max(errors.values()) if all(map(math.isfinite, errors.values())) else None
@@ -56,20 +53,20 @@ def judge(name: str, errors: Mapping[str, float], dtype: torch.dtype) -> SelfTes
 
 
 def attention_self_tests(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> list[SelfTest]:
-    """Decode and prefill, each by the kernel that its table selects. What a kernel raises is a failure, too."""
+    """Test decode and prefill, each on the backend that its table selects; an exception is a failure too."""
     tests = []
     for name, errors in (("decode", decode_errors), ("prefill", prefill_errors)):
         try:
             tests.append(judge(name, errors(config, device, dtype), dtype))
-        except (
-            Exception
-        ) as error:  # a compiler that is not there, a library of another version: the rest is still worth knowing
+        except Exception as error:  # no compiler, a library of another version: the rest is still worth knowing
             tests.append(SelfTest(name, None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
     return tests
 
 
 def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
-    """Two new tokens each of requests around block borders, in blocks without order; slots that nobody wrote hold NaN."""
+    """Return the errors of two new tokens each of requests around block borders, in shuffled blocks; slots that nobody
+    wrote hold NaN.
+    """
     seq_lens = torch.tensor([[0, 0], [0, 1], [63, 64], [64, 65], [299, 300]], dtype=torch.int32)
     num_reqs, max_blocks = len(seq_lens), -(-int(seq_lens.max()) // _BLOCK_SIZE)
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +88,7 @@ def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -
 
 
 def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
-    """Two requests' new tokens over themselves, then over contexts of which one is empty."""
+    """Return the errors of two requests' new tokens over themselves, then over contexts of which one is empty."""
     nope, rope, heads = config.qk_nope_head_dim, config.qk_rope_head_dim, _PREFILL_HEADS
     generator = torch.Generator().manual_seed(0)
     new, contexts = _segments((0, 3, 133), device), _segments((0, 0, 200), device)
@@ -114,7 +111,7 @@ def _segments(start: tuple[int, ...], device: torch.device) -> Segments:
 
 
 def _errors(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Errors:
-    """Of out and lse."""
+    """Return the errors of out and lse."""
     return dict(zip(("out", "lse"), find_errors(got, wanted), strict=True))
 
 
@@ -122,7 +119,7 @@ def _errors(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Errors
 
 
 def exchange_heads(config: MLAConfig, size: int, device: torch.device) -> int:
-    """Heads of a group: the model's (on CPUs 16, for seconds), or as many of them as divide."""
+    """Return the heads of a group: the model's (on CPUs 16, for seconds), or as many of them as divide."""
     num_heads = config.num_heads if device.type == "cuda" else _CPU_HEADS
     return max(1, num_heads // size) * size
 
@@ -130,8 +127,8 @@ def exchange_heads(config: MLAConfig, size: int, device: torch.device) -> int:
 def exchange_errors(
     exchange: Exchange, group: dist.ProcessGroup, config: MLAConfig, device: torch.device, dtype: torch.dtype
 ) -> Errors:
-    """All three movements over a group, shards of some tokens empty (holding NaN) on the first, on the last or on all
-    ranks. Collective.
+    """Return the errors of all three operations over a group, shards of some tokens being empty (holding NaN) on the
+    first, on the last or on all ranks. Collective.
     """
     case = _exchange_case(group, config, 0, _EXCHANGE_TOKENS, device, dtype)
     found: Errors = {}
@@ -151,8 +148,8 @@ def exchange_timing(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Timing:
-    """`gather_heads` and `combine`, one after the other, of all heads of a group. Collective over the job."""
-    case = _exchange_case(group, config, num_calls(device), num_tokens, device, dtype)
+    """Time `gather_heads` and `combine`, one after the other, of all heads of a group. Collective over the job."""
+    case = _exchange_case(group, config, calls_per_sample(device), num_tokens, device, dtype)
     gather, combine = GatherHeads(case), Combine(case)
 
     def exchange_once(index: int) -> None:

@@ -7,14 +7,14 @@ from dcpmla.config import DCP_COMM_BACKENDS
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Read a whole number of at least 1."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def seconds(text: str) -> int:
-    """A whole number in [1, 604800], a week."""
+    """Read a number of seconds, up to a week."""
     number = positive(text)
     if number > 604800:
         raise argparse.ArgumentTypeError(f"{text!r} is more than a week, 604800 seconds")
@@ -22,12 +22,12 @@ def seconds(text: str) -> int:
 
 
 def positive_list(text: str) -> list[int]:
-    """Whole numbers of at least 1, separated by commas."""
+    """Read whole numbers of at least 1, separated by commas."""
     return [positive(item) for item in text.split(",")]
 
 
 def name_list(text: str, choices: Sequence[str], what: str) -> list[str]:
-    """Different names, separated by commas."""
+    """Read names separated by commas, each once."""
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in choices:
@@ -36,12 +36,12 @@ def name_list(text: str, choices: Sequence[str], what: str) -> list[str]:
 
 
 def exchange_list(text: str) -> list[str]:
-    """Different names of exchanges, separated by commas."""
+    """Read names of exchanges separated by commas, each once."""
     return name_list(text, DCP_COMM_BACKENDS, "an exchange")
 
 
 def token_ids(text: str) -> list[int]:
-    """Whole numbers separated by commas; which of them are tokens is the model's to say."""
+    """Read whole numbers separated by commas; the model decides later which of them are tokens."""
     try:
         return [int(token) for token in text.split(",")]
     except ValueError:
@@ -51,7 +51,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def seed(text: str) -> int:
-    """A whole number in [0, 2^32)."""
+    """Read a whole number in [0, 2^32)."""
     if not text.isdecimal() or int(text) >= 1 << 32:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in [0, 2^32)")
     return int(text)

@@ -1,4 +1,4 @@
-"""An exchange for the search of bugs: ranks compare what they are about to call before they call it."""
+"""An exchange for debugging: ranks compare their calls before they make them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ _ERROR = 2  # of torch.cuda.get_sync_debug_mode: waiting for the GPU is one, as 
 
 
 class CheckedExchange:
-    """An exchange whose calls are compared over its group first: unequal ones would hang, or mix up rows.
+    """An exchange whose calls are compared over its group first: unequal calls would hang, or mix up rows.
 
     Slow: the host waits for all ranks before each call, by a collective of its own, which `torch.compile` cannot
     trace and a CUDA graph cannot hold. So a call that is captured, or rehearsed for that, is not compared.
@@ -77,7 +77,7 @@ class CheckedExchange:
 
 
 def _describe(calls: list[str], ranks: list[int]) -> str:
-    """Who is about to call what, the fewest ranks first: they are the odd ones out."""
+    """Say who is about to make which call, the fewest ranks first: they are the odd ones out."""
     callers = {call: [rank for rank, other in zip(ranks, calls, strict=True) if other == call] for call in calls}
     return "; ".join(
         f"{name_ranks(callers[call])} {call}" for call in sorted(callers, key=lambda call: len(callers[call]))

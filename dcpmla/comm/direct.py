@@ -1,6 +1,4 @@
-"""The exchange `direct`: one-sided stores into the memory of GPUs that reach each other over NVLink, one kernel an
-operation.
-"""
+"""The exchange `direct`: one-sided stores between GPUs that reach each other over NVLink, one kernel an operation."""
 
 from collections.abc import Callable
 
@@ -19,26 +17,25 @@ from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
 MAX_SIZE = 8  # ranks of a group: what the NVLink of one host connects
 _MAX_LANDING_BYTES = 1 << 29  # kernels count the bytes of all landings in 32 bits
 _FLAG_BYTES = 2 * MAX_SIZE * NUM_PROGRAMS * 4  # after the windows: flags of all ranks' programs, in two phases
-_WINDOW_BYTES = (
-    16 << 20
-)  # of all ranks' queries; from here on they are stored where they belong. Measured on H200s: equal at 18 MB
+# Queries of all ranks of this size or more are stored where they belong. Measured on H200s: equal at 18 MB.
+_WINDOW_BYTES = 16 << 20
 
 
 class DirectExchange:
-    """Exchange over memory that all ranks of a group can write to. One object serves all layers of a step, on one
+    """An exchange over memory that all ranks of a group can write to. One object serves all layers of a step, on one
     stream.
 
     Two micro-batches on two streams need an object each, and every rank must launch their work in the same order.
-    What `gather_heads`
-    and `gather_candidates` give may lie in that memory: it is valid until the next of either.
+    The results of `gather_heads` and `gather_candidates` may lie in that memory: they are valid until the next of
+    either.
 
     Args:
         group: 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
-        landing_bytes: the rows that an exchange brings to a rank at a time; larger batches are exchanged in turns.
+        landing_bytes: most bytes of rows that come to a rank at a time; larger batches are exchanged in turns.
         timeout: seconds to wait for a peer.
         is_fp8: queries and partial rows travel as e4m3, with a float32 scale for each 64 to 256 columns; queries of
-        one byte as they are.
-        allocate: gives the memory.
+            one byte as they are.
+        allocate: allocates the memory.
     Raises:
         ValueError: a group of another size, landings that are too large or not a multiple of 128.
     """
@@ -133,7 +130,7 @@ class DirectExchange:
             wait_for_all(self.group, self.device)
 
     def check(self) -> None:
-        """Raise what a kernel found; for when results have come to the host.
+        """Raise the fault that a kernel has found. To be called when results are on the host, before they are used.
 
         Raises:
             PeerFault: a rank did not send its part in time.

@@ -1,4 +1,4 @@
-"""The operations of `direct` as operators of torch: what they check, how they cut their work, their launches."""
+"""The operations of `direct` as custom ops: their checks, tilings and launches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ _PLACE_PROGRAMS = 528  # of place_kernel: four a multiprocessor of an H200
 
 
 def new_state(device: torch.device) -> Tensor:
-    """What the device counts of the exchanges over some memory: a counter for each program, and whether one has failed."""
+    """Allocate the counters of the exchanges over one memory: one for each program, and one for a failure."""
     return torch.zeros(NUM_PROGRAMS + 1, dtype=torch.int32, device=device)
 
 
 def raise_fault(fault: Tensor, timeout: float, group_name: str) -> None:
-    """Raise PeerFault if a kernel has left word that a rank did not come."""
+    """Raise PeerFault if a kernel has recorded that a rank did not come."""
     found = int(fault)
     if found:
         epoch, peer, operation = found >> 32, (found >> 8) & 0xFF, _OPERATIONS[found & 0xFF]
@@ -45,7 +45,7 @@ def raise_fault(fault: Tensor, timeout: float, group_name: str) -> None:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a launch cuts rows: columns of an item, items of a program."""
+    """A launch's cut of rows: columns of an item, items of a program."""
 
     columns: int
     items: int
@@ -53,12 +53,11 @@ class Tiling:
 
 
 def choose_tiling(num_rows: int, width: int, size: int, is_fp8: bool) -> Tiling:
-    """Narrow items while there are programs for them, so that a thread has few vectors to move; then wider ones, and
-    several a program.
+    """Choose narrow items while there are programs for them, so that a thread moves few vectors; then wider items, and
+    several for each program.
     """
-    widest = min(
-        max(width, _NARROWEST), 256 if is_fp8 or size > 4 else 512
-    )  # of the rows of 8 ranks, 512 columns would fill all registers
+    # 512 columns of the rows of 8 ranks would fill all registers.
+    widest = min(max(width, _NARROWEST), 256 if is_fp8 or size > 4 else 512)
     shapes = [shape for shape in _SHAPES if shape[0] <= widest]
     fitting = (shape for shape in shapes if num_rows * -(-width // shape[0]) <= shape[1])
     columns, _ = next(fitting, shapes[-1])
@@ -79,7 +78,7 @@ def gather(
     is_fp8: bool,
     operation: str,
 ) -> Tensor:
-    """`Exchange.gather_heads` and `gather_candidates` through landings."""
+    """Compute `Exchange.gather_heads` or `gather_candidates` through landings."""
     rank = enter("q", q, Mailbox(addresses, state, fault, landing_bytes, timeout, group))
     num_tokens, num_heads, width = q.shape
     size, row_width = len(addresses), num_heads * width
@@ -132,7 +131,7 @@ def combine(
     group: str,
     is_fp8: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`Exchange.combine` through landings."""
+    """Compute `Exchange.combine` through landings."""
     mailbox = Mailbox(addresses, state, fault, landing_bytes, timeout, group)
     enter("out", out, mailbox)
     size, (num_tokens, num_heads, width) = len(addresses), out.shape
@@ -159,7 +158,7 @@ def _(out: Tensor, lse: Tensor, addresses: Tensor, *_: object) -> tuple[Tensor, 
 
 
 def combine_room(num_heads: int, width: int, element_size: int) -> tuple[int, int]:
-    """What `combine` takes of a landing for a token: bytes of rows, and words."""
+    """Return the part of a landing that `combine` needs for a token: bytes of rows, and words."""
     return num_heads * width * element_size, num_heads * (1 - (-width // _NARROWEST))
 
 
@@ -216,11 +215,11 @@ def place(
     group: str,
     operation: str,
 ) -> None:
-    """Store rows [N, D] in each rank's memory from window_at on: row n as row targets[n] there, not at all where that
-    is -1.
+    """Store rows [N, D] in each rank's memory from window_at on: row n becomes row targets[n] there, or none if that is
+    -1; without targets, rank r's row n becomes row n W + r.
 
-    Without targets, rank r's row n as row n W + r. Returns, in stream order, when the rows of all ranks are there.
-    Any D goes: rows of fp8_ds_mla are no whole number of 16 bytes for every latent.
+    Returns, in stream order, when the rows of all ranks are there. Any D goes: rows of fp8_ds_mla are no whole number
+    of 16 bytes for every latent.
     """
     rank = _check_carried("rows", rows, fault, timeout, group)
     num_rows, width = rows.shape
@@ -272,6 +271,7 @@ def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:
 
 
 def _check_carried(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str) -> int:
+    """Do what `enter` documents, for rows of any width."""
     raise_fault(fault, timeout, group_name)
     if rows.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {rows.dtype}; direct carries {', '.join(map(str, _DTYPES))}")
@@ -283,10 +283,10 @@ def _group(group_name: str) -> dist.ProcessGroup:
 
 
 def _turns(num_tokens: int, token_bytes: int, token_words: int, landing_bytes: int) -> Iterator[slice]:
-    """Tokens that a landing has room for at a time.
+    """Yield the tokens that a landing has room for at a time.
 
     Args:
-        token_bytes, token_words: what all ranks send of a token, at most.
+        token_bytes, token_words: the most that all ranks send of a token.
     """
     at_once = min(landing_bytes // token_bytes, landing_bytes // 64 // token_words)
     if num_tokens and at_once == 0:
@@ -298,7 +298,7 @@ def _turns(num_tokens: int, token_bytes: int, token_words: int, landing_bytes: i
 
 
 def _share(num_programs: int) -> int:
-    """Of the counters, those of one program of a launch, as a power of two."""
+    """Return how many counters each program of a launch has, as a power of two."""
     return triton.next_power_of_2(-(-NUM_PROGRAMS // num_programs))
 
 

@@ -1,8 +1,7 @@
-"""The exchange: what moves in decode context parallelism, behind one interface.
+"""The exchange: everything that ranks send each other in decode context parallelism, as one interface.
 
-A backend implements `Exchange`. Every rank of the group makes the same calls with the same shapes, also a rank that
-owns
-no tokens: its partial rows come with lse -inf.
+A backend implements `Exchange`. Every rank of the group makes the same calls with the same shapes, even a rank that
+owns no tokens: its partial rows come with lse -inf.
 """
 
 from collections.abc import Callable
@@ -59,7 +58,7 @@ class Mailbox(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Moves rows among the W ranks of a DCP group. h heads a rank, D a row's width.
+    """Movement of rows among the W ranks of a DCP group. h heads a rank, D a row's width.
 
     Queries and cached rows may have elements of one byte, of any 8-bit dtype, if D is even (`pairs`).
     """
@@ -67,15 +66,15 @@ class Exchange(Protocol):
     name: str
 
     def gather_heads(self, q: Tensor) -> Tensor:
-        """[T, h, D] of this rank's heads -> [T, W h, D], heads in rank order."""
+        """Gather the queries [T, h, D] of each rank's heads: return [T, W h, D], heads in rank order."""
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
-        """[T, k] int64 of this rank, no 32-bit half of them -1 (`attention.sparse.candidates`) -> [T, W, k], in rank
-        order.
+        """Gather candidates [T, k] int64, no 32-bit half of which is -1 (`attention.sparse.topk`): return [T, W, k], in
+        rank order.
         """
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge the ranks' partial attention and keep this rank's heads.
+        """Merge the ranks' partial attention, and return this rank's heads of it.
 
         Args:
             out: [T, W h, D], attention of all heads over this rank's tokens, float32 or narrower.
@@ -85,49 +84,47 @@ class Exchange(Protocol):
         """
 
     def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> Mailbox | None:
-        """Where an attention kernel may store partial rows of one `combine` itself, at the ranks that own their
-        heads; None for nowhere.
+        """Return where an attention kernel may store the partial rows of one `combine` itself; None if it may not.
 
         Args:
             num_heads: W h.
         """
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        """Begin to bring cached rows of all ranks into token order (`gather_context`), so that other work runs
-        meanwhile.
+        """Start to gather cached rows of all ranks into token order (`gather_context`), while other work runs.
 
         Args:
             rows: [N, D], this rank's rows, padded to the same N on every rank.
             order: [S] int64, for each token its row in the ranks' rows laid end to end [W N].
             tokens: [N] int64, for each of this rank's rows its token in [0, S), -1 for padding: `tokens_of_rows`.
         Returns:
-            A function, to be called once, before the second next start_context: waits, and gives [S, D], valid
-                until that start_context.
+            A function to be called once, before the start_context after the next: it waits, and returns [S, D], valid
+            until that start_context.
         """
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Claim the memory that start_context takes, so that whoever plans the cache's size sees it. Collective.
+        """Allocate what start_context needs, so that it is seen when the cache's size is planned. Collective.
 
         Args:
-            num_tokens: W N, the most rows that all ranks together bring at a time, of `width` columns.
+            num_tokens: W N, the most rows of `width` columns that all ranks together bring at a time.
         """
 
     def check(self) -> None:
-        """Raise what was found on the device. To be called when results have come to the host, before they are used.
+        """Raise the fault that a kernel has found. To be called when results are on the host, before they are used.
 
         Raises:
-            PeerFault: a rank did not send its part in time; what came of the exchanges since then is worth nothing.
+            PeerFault: a rank did not send its part in time; the results of all exchanges since then are invalid.
         """
 
 
 def tokens_of_rows(order: Tensor, num_rows: int, rank: int) -> Tensor:
-    """`order` as the sender sees it.
+    """Invert `order` for one sender.
 
     Args:
         order: [S] int64, for each token its row in the ranks' rows laid end to end.
         num_rows: N, of each rank.
     Returns:
-        [N] int64, for each row of this rank its token, or -1.
+        [N] int64, the token of each of this rank's rows, or -1.
     """
     tokens = order.new_full((num_rows,), -1)
     mine = (order // num_rows == rank).nonzero().flatten()
@@ -136,8 +133,8 @@ def tokens_of_rows(order: Tensor, num_rows: int, rank: int) -> Tensor:
 
 
 def pairs(rows: Tensor) -> Tensor:
-    """Rows [..., D] of elements of one byte as bfloat16 [..., D / 2], which every backend moves bit for bit; wider
-    ones as they are.
+    """View rows [..., D] of one-byte elements as bfloat16 [..., D / 2], which every backend moves bit for bit; return
+    rows of wider elements as they are.
 
     Raises:
         ValueError: an odd D.
@@ -152,7 +149,7 @@ def pairs(rows: Tensor) -> Tensor:
 
 
 class LocalExchange:
-    """The identity: the one rank of a group of one."""
+    """The exchange of a group of one rank: the identity."""
 
     name = "none"
 

@@ -23,7 +23,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _CollectiveExchange:
-    """What both backends share: heads and context by all-gather."""
+    """The part that both backends share: heads and context by all-gather."""
 
     name: str
 
@@ -54,14 +54,14 @@ class _CollectiveExchange:
         return finish
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Rows in token order; the next ones on their way: this rank's, and all ranks'.
+        # Rows in token order, and the next ones in transit: this rank's, and all ranks'.
         torch.empty(2 * num_tokens + -(-num_tokens // self.size), width, dtype=dtype, device=device)
 
     def check(self) -> None:
         pass  # a collective that fails ends its rank, or raises where it is made
 
     def _all_gather(self, tensor: Tensor, operation: str) -> Tensor:
-        """[...] of each rank -> [W, ...]."""
+        """Gather a tensor [...] of each rank: return [W, ...]."""
         gathered = tensor.new_empty(self.size, *tensor.shape)
         with named(operation, self.group):
             _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
@@ -69,7 +69,7 @@ class _CollectiveExchange:
 
 
 class AllGatherReduceScatter(_CollectiveExchange):
-    """`ag_rs`: all-gather the LSEs, weigh the own rows, reduce-scatter them over the heads in float32."""
+    """Exchange `ag_rs`: all-gather of LSEs, then reduce-scatter of the weighted rows over the heads, in float32."""
 
     name = "ag_rs"
 
@@ -82,7 +82,7 @@ class AllGatherReduceScatter(_CollectiveExchange):
 
 
 class AllToAll(_CollectiveExchange):
-    """`a2a`: send every owner its heads' rows with their LSE behind them, in one collective; each owner merges in
+    """Exchange `a2a`: one all-to-all of rows, each followed by its LSE, to the owners of the heads, which merge in
     float32.
     """
 
@@ -104,25 +104,25 @@ class AllToAll(_CollectiveExchange):
 
 
 def _by_owner(tensor: Tensor, size: int) -> Tensor:
-    """[T, W h, ...] -> a view [W, T, h, ...]: what goes to each owner."""
+    """View [T, W h, ...] as [W, T, h, ...]: the rows of each owner."""
     return tensor.unflatten(1, (size, -1)).transpose(0, 1)
 
 
 def _rows(buffer: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """The rows [..., width] in a float32 buffer [..., words]."""
+    """View the rows [..., width] in a float32 buffer [..., words]."""
     return buffer.view(dtype)[..., :width]
 
 
 @torch.library.custom_op("dcpmla::weigh_rows", mutates_args=())
 def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """One rank's part of a merge, for a sum over the ranks to finish.
+    """Weigh one rank's rows, so that their sum over the ranks is the merge.
 
     Args:
         out: [T, W h, D] of this rank; a row whose lse is -inf may hold anything.
         lse: [W, T, W h] float32 of all ranks.
     Returns:
-        Rows times their shares of the merged ones [W, T, h, D], by owner, in float32 (float64 stays); merged LSE of
-        the own heads [T, h].
+        Rows [W, T, h, D] by owner, times their shares of the merged ones, in float32 (float64 stays); the merged LSE
+        [T, h] of this rank's heads.
     """
     if out.is_cuda:
         from dcpmla.comm.kernels import merge as kernels  # triton is there on Linux only
@@ -144,7 +144,7 @@ def _(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("dcpmla::merge_rows", mutates_args=())
 def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`merge_partials`, on a GPU as one kernel."""
+    """Compute `merge_partials`, on a GPU in one kernel."""
     if not out.is_cuda:
         return merge_partials(out, lse)
     from dcpmla.comm.kernels import merge as kernels  # triton is there on Linux only

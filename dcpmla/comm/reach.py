@@ -1,4 +1,4 @@
-"""How GPUs reach each other: NVLinks as NVML tells them, and whether all ranks of a group can store into each other's
+"""Reachability of GPUs: NVLinks as NVML reports them, and whether all ranks of a group can store into each other's
 memory.
 """
 
@@ -23,13 +23,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class GpuSite:
-    """Where a rank runs.
+    """The host and GPU that a rank runs on.
 
     Attributes:
         rank: in the job.
-        host: the same for ranks of one host alone, whatever names other hosts have.
+        host: equal for ranks of one host alone, whatever names other hosts have.
         gpu: UUID; "" on a CPU.
-        has_symmetric_memory: torch has it for the device.
+        has_symmetric_memory: whether torch has it for the device.
     """
 
     rank: int
@@ -39,13 +39,12 @@ class GpuSite:
 
 
 def reach(group: ProcessGroup, device: torch.device) -> str:
-    """What keeps the ranks of a group from one-sided stores into each other's GPU memory over NVLink. Collective
-    over the group.
+    """Find what keeps the ranks of a group from storing into each other's GPU memory over NVLink. Collective.
 
     Args:
         device: this rank's; it need not see the GPUs of the others.
     Returns:
-        "" where nothing does, else a short phrase for people. The same on every rank.
+        "" if nothing does, else a short phrase for people. The same on every rank.
     """
     on_gpu = device.type == "cuda"
     host = f"{socket.gethostname()} {_BOOT_ID.read_text() if _BOOT_ID.exists() else ''}"
@@ -57,7 +56,7 @@ def reach(group: ProcessGroup, device: torch.device) -> str:
 
 
 def judge_sites(sites: Sequence[GpuSite]) -> str:
-    """`reach`'s phrase, as far as sites say; "" where each rank has a GPU of its own on the same host."""
+    """Return `reach`'s phrase as far as sites tell; "" if each rank has a GPU of its own on the same host."""
     if not all(site.gpu for site in sites):
         return "the ranks are CPUs"
     for one, other in combinations(sites, 2):
@@ -70,8 +69,8 @@ def judge_sites(sites: Sequence[GpuSite]) -> str:
 
 
 def judge_links(sites: Sequence[GpuSite], missing: Sequence[Sequence[str]]) -> str:
-    """`reach`'s phrase, as far as links say; missing is what `find_missing` gave the i-th rank of its GPU and the
-    j-th's.
+    """Return `reach`'s phrase as far as links tell; missing[i][j] is what `find_missing` returned on rank i of the GPU
+    of rank j.
     """
     for one, of_one in zip(sites, missing, strict=True):
         for other, words in zip(sites, of_one, strict=True):
@@ -81,8 +80,8 @@ def judge_links(sites: Sequence[GpuSite], missing: Sequence[Sequence[str]]) -> s
 
 
 def find_missing(mine: str, gpus: Sequence[str]) -> list[str]:
-    """What a GPU lacks to reach each of a host's GPUs over NVLink, "" where nothing: by UUID, for a process may see its
-    own GPU alone.
+    """Find what a GPU lacks to reach each of a host's GPUs over NVLink, "" for nothing. GPUs are known by UUID: a
+    process may see its own GPU alone.
     """
     nvml, visible = Nvml(), [gpu_uuid(index) for index in range(torch.cuda.device_count())]
 
@@ -100,7 +99,7 @@ def find_missing(mine: str, gpus: Sequence[str]) -> list[str]:
 
 
 def find_peers(nvml: "Nvml") -> list[list[str]]:
-    """[i][j] how GPU i that this process sees reaches its GPU j: "NVLink", "peer access", "no"; "-" is itself."""
+    """Return how GPU i of this process reaches GPU j, as [i][j]: "NVLink", "peer access" or "no"; "-" for itself."""
     gpus = range(torch.cuda.device_count())
 
     def link(one: int, other: int) -> str:
@@ -114,7 +113,7 @@ def find_peers(nvml: "Nvml") -> list[list[str]]:
 
 
 def gpu_uuid(device: torch.device | int) -> str:
-    """Of a GPU that this process sees, as NVML writes it."""
+    """Return the UUID of a GPU that this process sees, as NVML writes it."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -136,16 +135,14 @@ class Nvml:
         self._nvml = nvml
 
     def num_nvlinks(self, gpu: str) -> int | None:
-        """Active ones of a GPU; None where NVML does not tell."""
+        """Count the active links of a GPU; None if NVML does not tell."""
         handle = self._handle(gpu)
-        return (
-            None
-            if handle is None
-            else sum(self._is_active(handle, link) for link in range(self._nvml.NVML_NVLINK_MAX_LINKS))
-        )
+        if handle is None:
+            return None
+        return sum(self._is_active(handle, link) for link in range(self._nvml.NVML_NVLINK_MAX_LINKS))
 
     def has_nvlink(self, one: str, other: str) -> bool | None:
-        """Whether two GPUs reach each other over NVLink, directly or through switches; None where NVML does not tell."""
+        """Return whether two GPUs reach each other over NVLink, directly or by switches; None if NVML is silent."""
         handles = self._handle(one), self._handle(other)
         if any(handle is None for handle in handles):
             return None
@@ -158,7 +155,7 @@ class Nvml:
             return None
 
     def _handle(self, gpu: str) -> Any:
-        """None where NVML is silent, or does not know the GPU."""
+        """Return NVML's handle; None if NVML is silent, or does not know the GPU."""
         if self._nvml is None:
             return None
         try:
@@ -174,7 +171,7 @@ class Nvml:
 
 
 def _gather(group: ProcessGroup, mine: _T) -> list[_T]:
-    """Of all ranks of a group, in its order."""
+    """Gather an object of each rank, in the group's order."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with named("reach", group):
         dist.all_gather_object(everyone, mine, group=group)

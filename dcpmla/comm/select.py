@@ -1,4 +1,4 @@
-"""Which exchange backend a group uses, and why."""
+"""The choice of a group's exchange."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from dcpmla.config import DCPConfig
 
 @dataclass(frozen=True)
 class ChosenExchange:
-    """An exchange with a sentence for people on how it was chosen."""
+    """An exchange, and the reason why it was chosen, for people."""
 
     exchange: Exchange
     reason: str
@@ -47,7 +47,8 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Ch
     is_fp8 = dcp.dcp_exchange_dtype == "fp8"
     if not obstacle and is_fp8 and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
-            "dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which needs GPUs of compute capability 8.9; choose auto"
+            "dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which needs GPUs of compute capability 8.9; "
+            "choose auto"
         )
     if not obstacle:
         from dcpmla.comm.direct import DirectExchange  # triton is there on Linux only
@@ -69,12 +70,13 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Ch
         )
     if is_fp8:
         raise ValueError(
-            f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which direct alone carries, but {obstacle}; choose auto"
+            f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which direct alone carries, but {obstacle}; "
+            "choose auto"
         )
     return ChosenExchange(AllToAll(dcp_group), f"auto: {obstacle}; one collective a combine where ag_rs needs two")
 
 
 def _obstacle(group: ProcessGroup, device: torch.device) -> str:
-    """What `direct` lacks, "" where nothing. Collective over the group."""
+    """Find what `direct` lacks, "" for nothing. Collective over the group."""
     size = dist.get_world_size(group)
     return reach(group, device) or (f"the group has {size} ranks, more than 8" if size > 8 else "")

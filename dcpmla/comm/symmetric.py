@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """As many bytes on each rank of a group, in reach of all its ranks.
+    """The same number of bytes on each rank of a group, in reach of all its ranks.
 
     Attributes:
         mine: [N] uint8, this rank's.
         addresses: [W] int64 on the device, where each rank's begins, as this rank sees it.
-        owner: what must live as long as the memory is used.
+        owner: object that must live as long as the memory is used.
     """
 
     mine: Tensor
@@ -30,7 +30,7 @@ Allocate = Callable[[int, ProcessGroup, torch.device], PeerMemory]
 
 
 def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerMemory:
-    """Symmetric memory of torch, over NVLink, one address a rank. Collective over the group."""
+    """Allocate torch's symmetric memory, over NVLink, one address for each rank. Collective over the group."""
     # No multicast, ever: a host's fabric may have it switched off, and where it is on, one crash can take it from
     # everyone.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"

@@ -1,5 +1,5 @@
-"""Decode graphs of a whole model: made over a cache, measured before there is one, given up with a word where they
-cannot be.
+"""Decode graphs of a whole model: captured over its cache, measured before there is one, given up with a warning where
+that fails.
 """
 
 import logging
@@ -16,11 +16,12 @@ _logger = logging.getLogger(__name__)
 
 
 class GraphMaker:
-    """Captures a model's decode step over one cache or another; once that has failed, it no longer tries.
-    Collective over the TP group.
+    """The maker of a model's decode graphs over one cache or another; after a failure it no longer tries. Collective
+    over the TP group.
 
     Args:
-        max_num_seqs, max_model_len: of the largest batch, and of the longest sequence.
+        max_num_seqs: requests of the largest batch.
+        max_model_len: tokens of the longest sequence.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class GraphMaker:
         self._has_failed = False
 
     def capture(self, cache: LatentCache) -> DecodeGraph | None:
-        """The graph over a cache; or None, and the first rank says why."""
+        """Capture the graph over a cache; or return None, and the first rank logs why."""
         return self._capture(cache, min(self._max_model_len, cache.sizes.tokens_total))
 
     def _capture(self, cache: LatentCache, longest: int) -> DecodeGraph | None:
@@ -50,18 +51,17 @@ class GraphMaker:
         return graph
 
     def measure(self) -> int:
-        """Bytes of this rank's GPU that graphs take beside their cache: what comes back when those over one block are
-        dropped.
+        """Return the bytes of this rank's GPU that graphs take apart from their cache: those that are free again once
+        the graphs over one block are dropped.
         """
         model = self._model
         plan = LatentCache.plan(
-            model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype, model.num_index_layers
+            model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype, model.index_layers
         )
-        graph = self._capture(
-            LatentCache(plan, model.device), self._max_model_len
-        )  # what selects among tokens grows with their number
+        # At the full length: what selects among tokens grows with their number.
+        graph = self._capture(LatentCache(plan, model.device), self._max_model_len)
         torch.cuda.empty_cache()
-        free_beside, _ = torch.cuda.mem_get_info(model.device)
+        free_with_graph, _ = torch.cuda.mem_get_info(model.device)
         del graph
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(model.device)[0] - free_beside
+        return torch.cuda.mem_get_info(model.device)[0] - free_with_graph

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from dcpmla.attention.step import context_workspace_tokens
+from dcpmla.attention.backends import check_backends
+from dcpmla.attention.build import context_workspace_tokens
 from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
 from dcpmla.comm.select import ChosenExchange
-from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.config import MODEL_DTYPES, DCPConfig, MLAConfig
+from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, optional, whole
 from dcpmla.hf_config import check_index_options
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
@@ -23,16 +25,29 @@ from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.text import Tokenizer
 
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_OPTION_RULES = {
+    "dtype": one_of(MODEL_DTYPES),
+    "max_num_batched_tokens": whole(1),
+    "max_num_seqs": whole(1),
+    "kv_cache_memory_bytes": optional(whole(1)),
+    "gpu_memory_utilization": number(0, 1, above=True),
+    "enable_prefix_caching": FLAG,
+    "enable_expert_parallel": FLAG,
+    "enforce_eager": FLAG,
+}
+ENGINE_OPTIONS = tuple(_OPTION_RULES)  # load_engine's keywords that are for its user to choose
+
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What is known of a model before its weights are read.
+    """A model before its weights are read.
 
     Attributes:
         tokenizer: None where it does not load; no_tokenizer says why.
         max_model_len: longest sequence to serve.
-        digests: of the files that every rank must read the same from: what ends a request, for one, each rank
-            decides by itself.
+        digests: of the files that must be the same for every rank. Each rank decides by itself when a request ends,
+            for example.
     """
 
     directory: Path
@@ -44,7 +59,7 @@ class ModelFiles:
 
 
 def open_model(model: str, max_model_len: int | None = None) -> ModelFiles:
-    """Find a model and read its config and tokenizer.
+    """Find a model, and read its config and tokenizer. transformers' progress bars and notes are off from here on.
 
     Args:
         model: a directory, or a hub id.
@@ -52,31 +67,37 @@ def open_model(model: str, max_model_len: int | None = None) -> ModelFiles:
     Raises:
         ValueError: no such model, not MLA, or a length outside [2, max_position_embeddings].
     """
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     directory = find_model(model)
     config = load_config(directory)
     longest = config.max_position_embeddings
-    if max_model_len is not None and not 2 <= max_model_len <= longest:
+    if max_model_len is None:
+        max_model_len = longest
+    elif not isinstance(max_model_len, int) or not 2 <= max_model_len <= longest:
         raise ValueError(
-            f"--max-model-len is {max_model_len}; it must be in [2, {longest}], where the model's positions end"
+            f"max_model_len (--max-model-len) is {max_model_len!r}; it must be in [2, {longest}], "
+            f"where the model's positions end"
         )
     tokenizer, reason = _load_tokenizer(directory)
-    return ModelFiles(directory, config, tokenizer, reason, max_model_len or longest, _digests(directory, tokenizer))
+    return ModelFiles(directory, config, tokenizer, reason, max_model_len, _digests(directory, tokenizer))
 
 
 def load_engine(
-    files: ModelFiles,
+    model: str | ModelFiles,
     dcp: DCPConfig,
     mesh: DCPMesh,
-    selection: ChosenExchange,
+    chosen: ChosenExchange,
     device: torch.device,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str = "auto",
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 256,
     seq_lens: Sequence[int] | None = None,
     kv_cache_memory_bytes: int | None = None,
     gpu_memory_utilization: float = 0.9,
     num_local_ranks: int = 1,
+    enable_prefix_caching: bool = True,
     enable_expert_parallel: bool = False,
     enforce_eager: bool = False,
     on_step: Callable[[str], object] = lambda line: None,
@@ -88,44 +109,54 @@ def load_engine(
     they are captured over it. Where a step cannot be captured, the first rank says why and decodes run eagerly.
 
     Args:
-        dtype: to compute in; None takes the checkpoint's. Of the cache, too, where dcp.kv_cache_dtype is "auto".
+        model: a directory, a hub id, or what `open_model` gave for one.
+        chosen: by `select_exchange`.
+        dtype: to compute in, a name or torch's; "auto" takes the checkpoint's. The cache's, too, where
+            dcp.kv_cache_dtype is "auto".
+        max_num_batched_tokens: most tokens of one step.
+        max_num_seqs: most requests that run at the same time.
         seq_lens: tokens of all sequences to come, where that is known: the cache then is no larger than they need
-        together.
-        kv_cache_memory_bytes: of the cache on each rank; default: what is free after loading, beside a step's
-            largest activations and decode graphs.
-        gpu_memory_utilization: part of a device's memory to use, in (0, 1]; on CPUs of the host's, shared by
-        num_local_ranks.
+            together.
+        kv_cache_memory_bytes: of the cache on each rank; default: what is free after loading, less a step's largest
+            activations and decode graphs.
+        gpu_memory_utilization: part of a device's memory to use, in (0, 1]; on CPUs of the host's free memory, which
+            num_local_ranks share.
+        enable_prefix_caching: reuse the cached blocks of earlier requests that begin with the same tokens.
+        enable_expert_parallel: spread experts whole over the ranks instead of cutting each.
         enforce_eager: no decode graphs.
+        on_step: called with a line on what comes next, before each step.
     Raises:
-        ValueError: a broken checkpoint, sizes that do not divide, options that the model has not, memory that does
-            not hold the longest sequence.
+        ValueError: a broken checkpoint, sizes that do not divide, options that the model does not have, memory that
+            does not hold the longest sequence.
         RuntimeError: a decode step that fails, or breaks its capture off (`DecodeGraph.capture`).
     """
-    if not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(
-            f"gpu_memory_utilization (--gpu-memory-utilization) is {gpu_memory_utilization}; it must be in (0, 1]"
-        )
+    dtype = str(dtype).removeprefix("torch.")
+    check_fields(_OPTION_RULES, locals(), option_label)
+    with agree():
+        files = model if isinstance(model, ModelFiles) else open_model(model)
+        check_layout(files, dcp)
     workspace = context_workspace_tokens(files.max_model_len, max_num_seqs, dcp)
     dcp = replace(dcp, context_workspace_tokens=workspace)
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
     with agree():
-        check_layout(files, dcp)
-        model = load_model(files.directory, files.config, dcp, mesh, selection, dtype, device, enable_expert_parallel)
+        sharded = load_model(
+            files.directory, files.config, dcp, mesh, chosen, _DTYPES[dtype], device, enable_expert_parallel
+        )
     graphs = None
     if device.type == "cuda" and not enforce_eager:
         num_seqs = min(max_num_seqs, max_num_batched_tokens, len(seq_lens) if seq_lens else max_num_seqs)
-        graphs = GraphMaker(model, dcp, mesh, num_seqs, files.max_model_len)
+        graphs = GraphMaker(sharded, dcp, mesh, num_seqs, files.max_model_len)
     num_bytes = kv_cache_memory_bytes
     if num_bytes is None:
         num_bytes = _free_bytes(
-            model, gpu_memory_utilization, num_local_ranks, max_num_batched_tokens, max_num_seqs, graphs
+            sharded, gpu_memory_utilization, num_local_ranks, max_num_batched_tokens, max_num_seqs, graphs
         )
-    plan = _plan_cache(model, dcp, mesh, seq_lens, num_bytes)
+    plan = _plan_cache(sharded, dcp, mesh, seq_lens, num_bytes)
     with agree():
         cache = LatentCache(plan, device)
     graph = graphs.capture(cache) if graphs else None
     return Engine(
-        model,
+        sharded,
         cache,
         dcp,
         mesh,
@@ -135,13 +166,15 @@ def load_engine(
         files.tokenizer,
         on_step,
         graph,
+        enable_prefix_caching,
     )
 
 
 def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
-    """Raise ValueError, before any weight is read, for heads that do not divide by the TP size and options that the
-    model has not.
+    """Raise ValueError, before any weight is read, for heads that do not divide by the TP size, for options that the
+    model does not have and for backends that there are not.
     """
+    check_backends(dcp)
     attention = MLAConfig.from_hf(files.config)
     attention.heads_per_rank(dcp.tensor_parallel_size)
     check_index_options(attention, dcp)
@@ -150,10 +183,10 @@ def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
 def _plan_cache(
     model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, seq_lens: Sequence[int] | None, num_bytes: int
 ) -> CachePlan:
-    """As many blocks as the sequences need together, or as the rank with the least memory has room for."""
+    """Plan as many blocks as the sequences need together, or as the rank with the least memory has room for."""
     lens = list(seq_lens) if seq_lens else [1]
     plan = LatentCache.plan(
-        model.attention_config, dcp, model.num_attention_layers, lens, model.dtype, model.num_index_layers
+        model.attention_config, dcp, model.num_attention_layers, lens, model.dtype, model.index_layers
     )
     block_bytes = plan.bytes_per_rank // plan.num_blocks
     affordable = torch.tensor(num_bytes // block_bytes, device=model.device)
@@ -161,8 +194,9 @@ def _plan_cache(
     longest, room = num_blocks(max(lens), dcp) * block_bytes, int(affordable) * block_bytes
     if room < longest:
         raise ValueError(
-            f"cache: the longest sequence, {max(lens):,} tokens, needs {longest:,} bytes a rank, but there is room for {room:,}; "
-            f"shorten it (--max-model-len, --max-new-tokens), raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
+            f"cache: the longest sequence, {max(lens):,} tokens, needs {longest:,} bytes a rank, but there is room for "
+            f"{room:,}; shorten it (--max-model-len, --max-new-tokens), raise --kv-cache-memory-bytes, or shard over "
+            f"more ranks (-dcp)"
         )
     return replace(plan, num_blocks=min(plan.num_blocks, int(affordable)) if seq_lens else int(affordable))
 
@@ -175,7 +209,7 @@ def _free_bytes(
     num_logits: int,
     graphs: GraphMaker | None,
 ) -> int:
-    """Bytes for the cache of this rank: what may be used, less what the largest step and decode graphs need."""
+    """Find this rank's bytes for the cache: what may be used, less what the largest step and decode graphs need."""
     if model.device.type == "cpu":
         return int(psutil.virtual_memory().available * utilization / num_local_ranks)
     torch.cuda.reset_peak_memory_stats(model.device)
@@ -189,8 +223,8 @@ def _free_bytes(
 
 
 def _digests(directory: Path, tokenizer: Any) -> dict[str, str]:
-    """Of the config's and the tokenizer's files; and whether the tokenizer loads here, which is a matter of what is
-    installed, too.
+    """Hash the config's and the tokenizer's files, by name; with the tokenizer's class, which depends on what is
+    installed here, too.
     """
     paths = [
         path
@@ -203,8 +237,8 @@ def _digests(directory: Path, tokenizer: Any) -> dict[str, str]:
 
 
 def _load_tokenizer(directory: Path) -> tuple[Any, str]:
-    """The model's tokenizer; or None, and why it does not load (none there, broken, or one that needs the checkpoint's
-    own code).
+    """Load the model's tokenizer; or give None, and why it does not load (none there, broken, or one that needs the
+    checkpoint's own code).
     """
     try:
         return transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False), ""

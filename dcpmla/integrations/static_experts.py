@@ -1,9 +1,8 @@
-"""Experts in shapes that are known before the routes are: what a CUDA graph can hold.
+"""Experts in shapes that are known before the routes are, as a CUDA graph needs them.
 
 transformers' own ways read the routes back to the host: the loop over the experts that were hit (LongCat has no
 other), and grouped matrix products of any dtype but bfloat16. Decode graphs compute experts here; all other steps
-compute them as transformers
-does.
+compute them as transformers does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,14 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 _MAX_GATHERED_BYTES = 1 << 28  # of experts' weights copied at a time, where there are no grouped matrix products
-_GROUPED_ON = (
-    9,
-    10,
-)  # major capabilities: Hopper and Blackwell's data-centre GPUs; on others torch reads the sizes back
+# Major capabilities: Hopper and Blackwell's data-centre GPUs. On others torch reads the sizes back.
+_GROUPED_ON = (9, 10)
 
 
 def prepare_experts(experts: Any) -> None:
-    """Before transformers cuts the module: teach it `compute_statically`, inside whatever will be wrapped around its
+    """Teach a module `compute_statically`, before transformers cuts it: inside whatever will be wrapped around its
     forward.
     """
     experts.compute_statically = False
@@ -32,7 +29,7 @@ def prepare_experts(experts: Any) -> None:
 
 @contextmanager
 def static_experts(all_experts: Sequence[Any]) -> Iterator[None]:
-    """Within it, prepared modules look at nothing from the host."""
+    """Run a block in which prepared modules read nothing back to the host."""
     for experts in all_experts:
         experts.compute_statically = True
     try:
@@ -43,7 +40,7 @@ def static_experts(all_experts: Sequence[Any]) -> Iterator[None]:
 
 
 def compute_experts(experts: Any, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """Each token's weighted sum over its experts.
+    """Return each token's weighted sum over its experts.
 
     Args:
         experts: a transformers module with gate_up_proj [E, 2 I, hidden], down_proj [E, hidden, I] and act_fn; with
@@ -72,8 +69,8 @@ def _forward(experts: Any, whole: Any, hidden_states: Tensor, expert_ids: Tensor
 
 
 def _has_grouped_mm(experts: Any) -> bool:
-    """Whether torch's grouped matrix products run as one kernel that reads the groups' sizes on the GPU, over rows of
-    whole 16 bytes.
+    """Tell whether torch's grouped matrix products run as one kernel that reads the groups' sizes on the GPU, over rows
+    of whole 16 bytes.
     """
     weights = experts.down_proj
     return (
@@ -85,8 +82,8 @@ def _has_grouped_mm(experts: Any) -> bool:
 
 
 def _grouped(experts: Any, hidden_states: Tensor, expert_ids: Tensor) -> Tensor:
-    """[T, k, hidden] by grouped matrix products over the routes in the order of their experts; rows of ids from E on
-    are undefined.
+    """Return [T, k, hidden], by grouped matrix products over the routes in the order of their experts; rows of ids from
+    E on are undefined.
     """
     num_experts = experts.down_proj.shape[0]
     sorted_ids, order = expert_ids.flatten().sort()
@@ -100,8 +97,8 @@ def _grouped(experts: Any, hidden_states: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 def _gathered(experts: Any, hidden_states: Tensor, expert_ids: Tensor) -> Tensor:
-    """[T, k, hidden], each route with a copy of its expert's weights, a few tokens at a time; ids from E on get the
-    last expert's.
+    """Return [T, k, hidden], each route with a copy of its expert's weights, a few tokens at a time; ids from E on get
+    the last expert's.
     """
     gate_up_proj, down_proj = experts.gate_up_proj, experts.down_proj
     expert_ids = expert_ids.clamp(max=down_proj.shape[0] - 1)

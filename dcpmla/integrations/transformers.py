@@ -21,8 +21,7 @@ from transformers.utils import is_kernels_available
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.rope import query_factor
 from dcpmla.attention.scales import missing_scales
-from dcpmla.attention.sparse.metadata import SelectedTokens
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step import SelectedTokens, StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import ChosenExchange
@@ -58,7 +57,7 @@ class ShardedModel:
     Attributes:
         attention_config: of every layer.
         num_attention_layers: caches that a step needs (two a decoder layer in LongCat).
-        num_index_layers: index caches, of the layers of sparse MLA that select by themselves.
+        index_layers: those of them that have an index cache: the layers of sparse MLA that select by themselves.
         eos_token_ids, vocab_size, dtype, device: of the model.
     """
 
@@ -67,13 +66,13 @@ class ShardedModel:
         model: Any,
         attention_config: MLAConfig,
         num_attention_layers: int,
-        num_index_layers: int,
+        index_layers: Sequence[int],
         exchange: Exchange,
         device: torch.device,
     ) -> None:
         self._model, self._exchange = model, exchange
         self.attention_config, self.num_attention_layers = attention_config, num_attention_layers
-        self.num_index_layers = num_index_layers
+        self.index_layers = tuple(index_layers)
         self.eos_token_ids = _eos_token_ids(model)
         self.vocab_size: int = model.config.vocab_size
         self.dtype: torch.dtype = model.dtype
@@ -118,15 +117,17 @@ class ShardedModel:
         """Run dummy tokens without a cache, so that the allocator's peak shows what the largest step needs.
         Collective over the TP group.
 
-        Every token is the same one, so all go to the same experts: no step of that many tokens loads an expert
-        more. Attention claims its context workspace and computes nothing (`MLAAttention.forward` without metadata).
+        Every token is the same one, so all go to the same experts: no step of that many tokens loads an expert more.
+        Attention claims its memory and computes nothing (`MLAAttention.claim_memory`).
 
         Args:
             num_logits: rows whose logits a step may want, one for each request.
         """
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        positions = torch.arange(num_tokens, device=self.device)
+        positions, indexer = torch.arange(num_tokens, device=self.device), self.attention_config.indexer
+        selection = None if indexer is None else SelectedTokens.empty(num_tokens, indexer.topk, self.device)
         self._forward(token_ids, positions, None, None, torch.zeros(num_logits, dtype=torch.int64, device=self.device))
+        del selection  # a step's own, held during the whole pass
 
     def _forward(
         self,
@@ -136,33 +137,26 @@ class ShardedModel:
         cache: LatentCache | None,
         logits_at: Tensor | int,
     ) -> Tensor:
+        config, cos_sin = self.attention_config, self._cos_sin(positions[None])
+        if metadata is not None:
+            factor = query_factor(positions, config.llama_4_scaling, self.dtype)
+            metadata = metadata.with_positions(cos_sin, factor)
+            if config.indexer is not None:
+                metadata = metadata.with_selection(config.indexer.topk)
         logits = self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
             attention_mask=self._no_mask,
             use_cache=False,
             logits_to_keep=logits_at,
-            metadata=metadata,
+            step=metadata,
             latent_cache=cache,
-            cos_sin=self._cos_sin(positions[None]),
-            query_factor=query_factor(positions, self.attention_config.llama_4_scaling, self.dtype),
-            selection=self._new_selection(len(positions), metadata),
         ).logits
         return logits[0].float()
 
-    def _new_selection(self, num_tokens: int, metadata: StepMetadata | None) -> SelectedTokens | None:
-        """Memory for what a pass selects: layers that reuse an earlier layer's selection find it there.
-
-        A dummy run claims it, too.
-        """
-        indexer, sparse = self.attention_config.indexer, None if metadata is None else metadata.sparse
-        if indexer is None or (sparse is not None and sparse.max_seq_len <= indexer.topk):
-            return None
-        return SelectedTokens.empty(num_tokens, indexer.topk, self.device)
-
     def _cos_sin(self, positions: Tensor) -> Tensor:
-        """[1, T] positions -> [T, R] float32 rows of `apply_rope`, by the model's own rotary embedding (YaRN and all
-        other kinds).
+        """Return the angles [T, R] float32 of `apply_rope` at positions [1, T], by the model's own rotary embedding
+        (YaRN and all other kinds).
         """
         rotary = self._model.model.rotary_emb(torch.empty(0, dtype=torch.float32, device=self.device), positions)
         if isinstance(rotary, Tensor):  # DeepSeek-V2 rotates complex numbers
@@ -171,39 +165,31 @@ class ShardedModel:
 
 
 class _ShardedSelfAttention(nn.Module):
-    """`MLAAttention` behind the call that transformers' decoder layers make.
+    """`MLAAttention` in the shape of the call that transformers' decoder layers make.
 
     Args:
-        layer, index_layer: its places in a `LatentCache`; index_layer is None for a layer without an indexer.
-        num_results: that the decoder layer takes: GLM-5's hand a selection on from layer to layer; here `selection`
-            does that.
+        layer: its number in a `LatentCache`.
+        num_results: that the decoder layer takes: GLM-5's hand a selection on from layer to layer; here the step has
+            it.
     """
 
-    def __init__(self, attention: MLAAttention, layer: int, index_layer: int | None, num_results: int) -> None:
+    def __init__(self, attention: MLAAttention, layer: int, num_results: int) -> None:
         super().__init__()
-        self.attention, self.layer, self.index_layer, self.num_results = attention, layer, index_layer, num_results
+        self.attention, self.layer, self.num_results = attention, layer, num_results
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        metadata: StepMetadata | None,
-        latent_cache: LatentCache | None,
-        cos_sin: Tensor,
-        query_factor: Tensor | None,
-        selection: SelectedTokens | None,
-        **_: object,
+        self, hidden_states: Tensor, *, step: StepMetadata | None, latent_cache: LatentCache | None, **_: object
     ) -> tuple[Tensor | None, ...]:
-        kv_cache = None if latent_cache is None else latent_cache[self.layer]
-        index_cache = (
-            None if latent_cache is None or self.index_layer is None else latent_cache.index_layers[self.index_layer]
-        )
-        out = self.attention(hidden_states[0], kv_cache, metadata, cos_sin, query_factor, index_cache, selection)
-        return out[None], *(None,) * (self.num_results - 1)
+        if step is None or latent_cache is None:  # a profile
+            self.attention.claim_memory(hidden_states.shape[1])
+            out = torch.zeros_like(hidden_states)
+        else:
+            out = self.attention(hidden_states[0], latent_cache[self.layer], step)[None]
+        return out, *(None,) * (self.num_results - 1)
 
 
 def find_model(model: str) -> Path:
-    """A directory as it is, or a hub id downloaded to the local cache (safetensors and JSON only).
+    """Return a directory as it is, or a hub id downloaded to the local cache (safetensors and JSON only).
 
     Raises:
         ValueError: neither.
@@ -219,7 +205,7 @@ def find_model(model: str) -> Path:
 
 
 def load_config(directory: Path) -> Any:
-    """A model's transformers config, from its directory or from the config file itself.
+    """Return a model's transformers config, from its directory or from the config file itself.
 
     Raises:
         ValueError: no config.json, an architecture that is not MLA, or a field that no such model can have.
@@ -273,7 +259,7 @@ def load_model(
     model = load_skeleton(directory, checkpoint, config, mesh, dtype, device, enable_expert_parallel)
     placeholders = [name for name, module in model.named_modules() if isinstance(module, Placeholder)]
     missing: set[str] = set()
-    num_index_layers = 0
+    index_layers = []
     for layer, name in enumerate(placeholders):
         weights = checkpoint.weights(f"{name}.")
         missing |= missing_scales(weights, dcp)
@@ -283,21 +269,21 @@ def load_model(
             attention.load_weights(weights)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        index_layer = None if attention.indexer is None else num_index_layers
-        num_index_layers += attention.indexer is not None
+        if attention.indexer is not None:
+            index_layers.append(layer)
         num_results = 3 if config.model_type == "glm_moe_dsa" else 2
-        model.set_submodule(name, _ShardedSelfAttention(attention.eval(), layer, index_layer, num_results))
+        model.set_submodule(name, _ShardedSelfAttention(attention.eval(), layer, num_results))
     if missing and mesh.tp_rank == 0:
         _logger.warning(
-            "the checkpoint has no %s, so 1 is taken: e4m3 cuts off what is larger than 448 and loses what is smaller than 0.001 "
+            "the checkpoint has no %s, so 1 is taken: e4m3 saturates at 448 and loses what is smaller than 0.001 "
             "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
             " and no ".join(sorted(missing)),
         )
-    return ShardedModel(model, attention_config, len(placeholders), num_index_layers, selection.exchange, device)
+    return ShardedModel(model, attention_config, len(placeholders), index_layers, selection.exchange, device)
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
-    """The generation config's, else the model config's."""
+    """Return the generation config's, else the model config's."""
     generation = getattr(model, "generation_config", None)
     eos: int | Sequence[int] | None = getattr(generation, "eos_token_id", None)
     eos = model.config.eos_token_id if eos is None else eos

@@ -35,7 +35,7 @@ class Ranks(LaunchInfo):
 
     @property
     def origin(self) -> str:
-        """Who started the job and where, as a line for the user."""
+        """The job's ranks, launcher and devices in words, for the user."""
         devices = "GPUs" if self.device.type == "cuda" else "CPUs"
         if self.launcher == "one process":
             return f"one process, started by no launcher, on {devices}"
@@ -108,7 +108,8 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
     Under mpirun and srun the block sees torchrun's variables, because transformers' tensor-parallel loading reads them.
 
     A ValueError is raised on every rank (see `agree`), so the groups are shut down after it too. After any other
-    exception the peers may be gone and waiting for them could hang, so the groups are left for the end of the process.
+    exception the peers, if there are any, may be gone and waiting for them could hang, so the groups are left for the
+    end of the process.
 
     Args:
         store: the store where the ranks have met.
@@ -132,8 +133,9 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
     try:
         with _torchrun_variables(ranks):
             yield
-    except ValueError:
-        dist.destroy_process_group()
+    except BaseException as error:
+        if isinstance(error, ValueError) or ranks.num_ranks == 1:
+            dist.destroy_process_group()
         raise
     dist.barrier()
     dist.destroy_process_group()

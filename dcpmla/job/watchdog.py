@@ -122,7 +122,7 @@ class Watchdog:
             self._report(2, " ".join(str(error).split()))
         self._leave()
         if isinstance(error, ValueError):
-            raise Reported from error
+            raise Reported(*error.args) from error
 
     def _leave(self) -> None:
         self._left.set()

@@ -1,1 +1,1 @@
-"""Process groups: start-up, the TP x DCP mesh, linear layers cut over TP."""
+"""Process groups: the TP x DCP mesh, linear layers sharded over TP, collectives with names."""

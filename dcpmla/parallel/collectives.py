@@ -1,4 +1,4 @@
-"""Collectives that say who failed at what."""
+"""Collectives whose failures say which rank failed in which operation."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,21 +7,19 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-# gloo raises plain RuntimeErrors: its source path, or its words, tell them from others.
+# gloo raises plain RuntimeErrors; its source path or its wording tells them from others.
 _GLOO = re.compile(r"gloo|pair closure|connection (closed|reset)|broken pipe", re.IGNORECASE)
 
 
 class PeerFault(RuntimeError):
-    """Another rank has failed, and says why itself; or it did not come, and may be silent about that: it is gone,
-    stopped or stuck.
-    """
+    """Another rank's fault: it failed and reports so itself, or it did not come: it is gone, stopped or stuck."""
 
 
 @contextmanager
 def named(operation: str, group: ProcessGroup) -> Iterator[None]:
-    """Around a collective: its failure or timeout names the operation, this rank and its group.
+    """Add a note to a failed or timed-out collective: the operation, this rank and its group.
 
-    (NCCL reports timeouts from its own watchdog, with rank and operation, before it ends the process.)
+    NCCL's own watchdog reports timeouts, with rank and operation, before it ends the process.
     """
     try:
         yield
@@ -34,13 +32,13 @@ def named(operation: str, group: ProcessGroup) -> Iterator[None]:
 
 
 def is_failed_collective(error: BaseException) -> bool:
-    """Whether an error says that ranks lost each other, which most often is the consequence of another rank's fault."""
+    """Tell whether ranks lost each other, which most often is the consequence of another rank's fault."""
     return isinstance(error, dist.DistError | PeerFault) or (
         isinstance(error, RuntimeError) and bool(_GLOO.search(str(error)))
     )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Before a verb: "rank 1", "each of ranks 0, 2"."""
+    """Name ranks as the subject of a sentence: "rank 1", "each of ranks 0, 2"."""
     shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"each of ranks {shown}"

@@ -1,4 +1,4 @@
-"""Weights cut over tensor-parallel ranks: a rank reads its slice of a checkpoint tensor and nothing else."""
+"""Weights sharded over tensor-parallel ranks: each rank reads only its slice of a checkpoint tensor."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -12,7 +12,7 @@ from dcpmla.parallel.collectives import named
 
 
 class Weight(Protocol):
-    """A whole [rows, cols] or [rows] weight that gives slices: a Tensor, or a tensor still on disk."""
+    """A whole [rows, cols] or [rows] weight that can be sliced: a Tensor, or a tensor still on disk."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -21,10 +21,10 @@ class Weight(Protocol):
 
 
 class RowParallelLinear(nn.Linear):
-    """Linear over an input whose features are cut over the group: [T, in / size] -> [T, out], summed over the ranks.
+    """A linear layer with input features sharded over the group: [T, in / size] -> [T, out], summed over the ranks.
 
-    The sum is in the dtype of the input, as transformers' own tensor parallelism sums MLPs (the exchange sums in
-    float32).
+    The sum is in the dtype of the input, as transformers' own tensor parallelism sums MLPs; the DCP exchange sums in
+    float32.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class RowParallelLinear(nn.Linear):
 
 
 def shard(size: int, group: ProcessGroup) -> slice:
-    """This rank's part of a dim of the given size."""
+    """Return this rank's slice of a dim of the given size."""
     part = size // dist.get_world_size(group)
     return slice(dist.get_rank(group) * part, (dist.get_rank(group) + 1) * part)
 
 
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:
-    """The slice of a named weight; without an index, all of it.
+    """Read a slice of a named weight; all of it without an index.
 
     Raises:
-        ValueError: the weight is missing, does not have the shape, or is quantized in a way that nobody has undone.
+        ValueError: the weight is missing, has another shape, or is quantized in a way that the mapping does not undo.
     """
     if name not in weights:
         raise ValueError(f"checkpoint: tensor {name} is missing")
@@ -69,14 +69,14 @@ def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...]
     part = weight[index or (slice(None),)]
     if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"checkpoint: tensor {name} has dtype {part.dtype}; "
-            f"attention weights may be float32, bfloat16, float16, or float8_e4m3fn with a scale per block in {name}_scale_inv"
+            f"checkpoint: tensor {name} has dtype {part.dtype}; attention weights may be float32, bfloat16, float16, "
+            f"or float8_e4m3fn with a scale per block in {name}_scale_inv"
         )
     return part
 
 
 def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
-    """Fill a parameter with parts laid one under the other, converted to its dtype and device."""
+    """Fill a parameter with parts stacked along dim 0, converted to its dtype and device."""
     assert parameter is not None
     with torch.no_grad():
         for target, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):

@@ -1,4 +1,4 @@
-"""The mesh: which TP ranks share a latent cache. Everything above takes the plain process groups that stand here."""
+"""The mesh: which TP ranks share a latent cache. Code above it takes the plain process groups of `DCPMesh`."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from dcpmla.config import DCPConfig
 
 @dataclass(frozen=True)
 class DCPMesh:
-    """A TP group cut into DCP groups of W neighbouring ranks: dcp_rank = tp_rank % W.
+    """A TP group divided into DCP groups of W neighbouring ranks: dcp_rank = tp_rank % W.
 
-    The heads of one DCP group are neighbours too, so a gather over it brings heads in TP order.
+    The heads of a DCP group's ranks are neighbours too, so a gather over the group returns heads in TP order.
 
     Raises:
-        ValueError: the DCP group is not the block of W neighbouring TP ranks that this rank is in.
+        ValueError: the DCP group is not the block of W neighbouring TP ranks that contains this rank.
     """
 
     tp_group: ProcessGroup
@@ -50,10 +50,10 @@ class DCPMesh:
 
 
 def init_mesh(tensor_parallel_size: int, decode_context_parallel_size: int) -> DCPMesh:
-    """Cut all ranks of the job into TP groups of neighbouring ranks, and each of those into DCP groups.
+    """Divide all ranks of the job into TP groups of neighbouring ranks, and those into DCP groups.
 
-    Collective: every rank calls it. torch.distributed must be initialized. A serving stack that has its groups
-    already calls `DCPMesh(tp_group, dcp_group)` instead.
+    Collective; torch.distributed must be initialized. A serving stack that already has its groups calls
+    `DCPMesh(tp_group, dcp_group)` instead.
 
     Raises:
         ValueError: sizes that do not divide each other or the number of ranks; the message lists the sizes that do.

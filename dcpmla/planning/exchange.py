@@ -1,6 +1,4 @@
-"""What a layer pays for its exchange: the collectives and kernels of `dcpmla.comm.nccl`, counted; `direct` as it was
-measured.
-"""
+"""Time of a layer's exchange: collectives and kernels of `dcpmla.comm.nccl`, counted; `direct` as it was measured."""
 
 from dataclasses import dataclass
 
@@ -12,14 +10,12 @@ _ROW_BYTES = 2  # bfloat16 in transit
 _LSE_BYTES = 4
 _SHARE_BYTES = 4  # ag_rs adds the ranks' rows up in float32
 _CANDIDATE_BYTES = 8
-_SENT_LSE_BYTES = (
-    16 * _ROW_BYTES
-)  # a2a: an LSE takes as much as 16 elements of the row before it, so that rows stay aligned
+_SENT_LSE_BYTES = 16 * _ROW_BYTES  # a2a: an LSE takes 16 elements of the row before it, so that rows stay aligned
 
 
 def auto_backend(machine: Machine, num_ranks: int, num_nodes: int) -> str:
-    """What a plan takes "auto" for (`dcpmla.comm.select`): "direct" inside a node of a machine with numbers for it,
-    else "a2a".
+    """Return what "auto" means to a plan (`dcpmla.comm.select`): "direct" inside a node of a machine with numbers for
+    it, else "a2a".
 
     Args:
         num_ranks, num_nodes: of the DCP group; "none" for one rank.
@@ -31,7 +27,7 @@ def auto_backend(machine: Machine, num_ranks: int, num_nodes: int) -> str:
 
 
 def has_numbers(machine: Machine, backend: str) -> bool:
-    """Whether `exchange_us` can tell the times of a backend, by its own name."""
+    """Return whether `exchange_us` can tell the times of a backend, by its own name."""
     return backend in BACKENDS and (backend != "direct" or machine.direct is not None)
 
 
@@ -45,7 +41,7 @@ def exchange_us(
     num_nodes: int = 1,
     backend: str = "a2a",
 ) -> float:
-    """Microseconds of one `gather_heads` or `combine` in a CUDA graph, bfloat16 rows.
+    """Return the microseconds of one `gather_heads` or `combine` in a CUDA graph, bfloat16 rows.
 
     Args:
         operation: "gather_heads" or "combine".
@@ -69,25 +65,16 @@ def exchange_us(
 def candidates_us(
     machine: Machine, num_tokens: int, num: int, num_ranks: int, num_nodes: int = 1, backend: str = "a2a"
 ) -> float:
-    """Microseconds of one `gather_candidates` of `num` a token and rank: they move as the rows of `gather_heads` do,
-    one a rank.
+    """Return the microseconds of one `gather_candidates` of `num` a token and rank: they move as the rows of
+    `gather_heads` do, one a rank.
     """
     width = num * _CANDIDATE_BYTES // _ROW_BYTES
     return exchange_us(machine, "gather_heads", num_tokens, num_ranks, width, num_ranks, num_nodes, backend)
 
 
-def exchange_kind(operation: str, backend: str) -> str | None:
-    """The numbers of a machine, by name, that an operation's time speaks of; None where those of several mix."""
-    if backend == "direct":
-        return "direct"
-    if operation == "gather_heads":
-        return "all_gather"
-    return "all_to_all" if backend == "a2a" else None
-
-
 @dataclass(frozen=True)
 class _Exchange:
-    """Its operations in microseconds; bytes of kernels are what they read and write."""
+    """One exchange, whose operations are in microseconds; bytes of kernels are what they read and write."""
 
     machine: Machine
     num_tokens: int
@@ -97,19 +84,19 @@ class _Exchange:
     num_nodes: int
 
     def gather_heads(self) -> float:
-        """All-gather, then a copy into heads' order, in which those of a single token lie already."""
+        """Count an all-gather, then a copy into heads' order, in which those of a single token lie already."""
         copy = self._kernel(2 * self._rows(_ROW_BYTES)) if self.num_tokens > 1 else 0.0
         return self._collective("all_gather", self._rows(_ROW_BYTES)) + copy
 
     def combine_a2a(self) -> float:
-        """Rows laid by owner, their LSEs behind them, all-to-all, one merge of the own heads' rows."""
+        """Count rows laid out by owner, their LSEs after them, an all-to-all, one merge of the own heads' rows."""
         rows, lse = self._rows(_ROW_BYTES), self._lse(_LSE_BYTES)
         pack = self._kernel(2 * rows) + self._kernel(2 * lse)
         merge = self._kernel((rows + lse) * (1 + 1 / self.num_ranks))
         return pack + self._collective("all_to_all", rows + self._lse(_SENT_LSE_BYTES)) + merge
 
     def combine_ag_rs(self) -> float:
-        """LSEs all-gathered, rows weighed and laid by owner, reduce-scatter in float32, the sums narrowed."""
+        """Count LSEs all-gathered, rows weighed and laid out by owner, a reduce-scatter in float32, sums narrowed."""
         rows, shares, lse = self._rows(_ROW_BYTES), self._rows(_SHARE_BYTES), self._lse(_LSE_BYTES)
         weigh = self._kernel(rows + self.num_ranks * lse + shares + lse / self.num_ranks)
         narrow = self._kernel((shares + rows) / self.num_ranks)
@@ -121,7 +108,7 @@ class _Exchange:
         )
 
     def direct(self, operation: str) -> float:
-        """Of either operation, a rank gets all but its own one of W equal parts of the group's rows."""
+        """Return the measured time: a rank gets all but its own one of W equal parts of the group's rows."""
         assert self.machine.direct is not None
         return self.machine.direct.operation_us(operation, self._rows(_ROW_BYTES) * (1 - 1 / self.num_ranks))
 
@@ -132,7 +119,7 @@ class _Exchange:
         return self.num_tokens * self.num_heads * element_bytes
 
     def _collective(self, kind: str, num_bytes: float) -> float:
-        """Of num_bytes in all ranks' chunks together."""
+        """Return the time of a collective with num_bytes in all ranks' chunks together."""
         return self.machine.collective_us(kind, num_bytes / self.num_ranks, self.num_ranks, self.num_nodes)
 
     def _kernel(self, num_bytes: float) -> float:

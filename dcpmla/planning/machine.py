@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
-_ATTENTION = ("attention_overhead_us", "attention_read_share", "attention_tflops")
 _SMALLEST, _LARGEST = 1e-9, 1e18  # numbers of a machine: products and quotients of them stay finite
 
 
@@ -28,10 +27,6 @@ class Collective:
     def transfer_us(self, num_bytes: float) -> float:
         return num_bytes / self.gb_per_s / 1e3
 
-    def scaled(self, latency: float, transfer: float) -> "Collective":
-        changes = {"overhead_us": latency * self.overhead_us, "per_rank_us": latency * self.per_rank_us}
-        return replace(self, **changes, gb_per_s=self.gb_per_s / transfer)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Direct:
@@ -47,13 +42,9 @@ class Direct:
         latency = self.gather_us if operation == "gather_heads" else self.combine_us
         return latency + num_bytes / self.gb_per_s / 1e3
 
-    def scaled(self, latency: float, transfer: float) -> "Direct":
-        changes = {"gather_us": latency * self.gather_us, "combine_us": latency * self.combine_us}
-        return replace(self, **changes, gb_per_s=self.gb_per_s / transfer)
-
 
 def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values, those of collectives and of `direct` included."""
+    """Yield names and values, those of collectives and of `direct` included."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value)
@@ -71,14 +62,14 @@ class Machine:
         hbm_gb_per_s: of a kernel that only reads (weights, cache).
         copy_gb_per_s: of a kernel that reads and writes, both counted.
         matmul_tflops: of bf16 matrix products.
-        kernel_us: what a kernel costs in a CUDA graph before it moves a byte.
-        layer_us: of an attention layer, what is no matrix product, norm, attention or exchange: RoPE, cache write,
-        joins, residual.
+        kernel_us: time of a kernel in a CUDA graph before it moves a byte.
+        layer_us: of an attention layer, all but matrix products, norms, attention and exchange: RoPE, cache write,
+            joins, residual.
         attention_overhead_us, attention_tflops: of a decode kernel over a latent cache, its combine included.
         attention_read_share: of hbm_gb_per_s that such a kernel reads the cache at.
         direct: the exchange of that name; None where it does not run or was not measured, and `a2a` is assumed.
-        nvlink_gb_per_s: of one GPU's links, each way, as published: what its collectives stay below. Predictions do
-        not use it.
+        nvlink_gb_per_s: of one GPU's links, each way, as published: its collectives stay below. Predictions do not
+            use it.
         network_gb_per_s: of one GPU to other nodes, each way.
         network_us: added by each step of a collective that crosses nodes.
     """
@@ -120,14 +111,9 @@ class Machine:
             if not is_right:
                 raise ValueError(f"machine (--machine): {name} is {getattr(self, name)!r}; it must be {wanted}")
 
-    @property
-    def has_best_attention(self) -> bool:
-        """Whether its attention is still the preset's, that of the best published kernels."""
-        return all(getattr(self, name) == getattr(H200X8, name) for name in _ATTENTION)
-
     def num_nodes(self, group_size: int, num_ranks: int) -> int:
-        """Nodes that a group of neighbouring ranks touches at worst, in a job of num_ranks that fills nodes one after
-        the other.
+        """Return how many nodes a group of neighboring ranks touches at most, in a job of num_ranks that fills a node
+        after the other.
         """
         if num_ranks <= self.gpus_per_node:
             return 1
@@ -136,14 +122,12 @@ class Machine:
         return full if aligned else full + 1
 
     def collective_us(self, kind: str, chunk_bytes: float, num_ranks: int, num_nodes: int = 1) -> float:
-        """Microseconds of one collective of COLLECTIVES inside a CUDA graph.
+        """Return the microseconds of one collective of COLLECTIVES inside a CUDA graph.
 
         Across nodes, NVLink and network work at the same time. An all_to_all has its own bytes for every peer, but
-        waits for the network once. Of all_gather and reduce_scatter every chunk enters a node once, its GPUs sharing
-        the work: around a
-        ring of the nodes, or over a tree, which waits log2(nodes) times only, but passes chunks on while it receives
-        others, so that they
-        share the adapters.
+        waits for the network once. In all_gather and reduce_scatter every chunk enters a node once, its GPUs sharing
+        the work: around a ring of the nodes, or over a tree, which waits log2(nodes) times only, but passes chunks on
+        while it receives others, so that they share the adapters.
 
         Args:
             chunk_bytes: what one rank gives to one other.
@@ -164,7 +148,9 @@ class Machine:
         return collective.latency_us(local_ranks) + min(ring, tree)
 
     def all_reduce_us(self, num_bytes: float, num_ranks: int, num_nodes: int = 1) -> float:
-        """A reduce-scatter and an all-gather under one launch: how a ring and a tree do it."""
+        """Return the microseconds of an all-reduce: a reduce-scatter and an all-gather under one launch, as rings and
+        trees do it.
+        """
         if num_ranks == 1:
             return 0.0
         halves = (
@@ -174,12 +160,9 @@ class Machine:
         return sum(halves) - self.all_gather.overhead_us
 
 
-# Sources: [L] the measured ceilings of 8 x H200 in docs/planning.md; [N] NCCL 2.28.9 in CUDA graphs there, 8 ranks, 0.5
-# KiB to 16 MiB, and benchmarks/results/h200x{2,4}/collectives.json: three numbers for each collective that keep all of
-# these within 30
-# %; [D] `direct` in CUDA graphs on 2 and 4 H200s, rows of 128 to 576 of 128 heads, 1 to 256 tokens: three numbers for
-# both operations,
-# likewise.
+# Sources: [L] the measured ceilings of 8 x H200 in docs/planning.md; [N] NCCL 2.28.9 in CUDA graphs, 0.5 KiB to 16 MiB
+# on 8 of them and the exchange on 2 and 4: three numbers for each collective; [D] `direct` in CUDA graphs on 2 and 4
+# H200s, rows of 128 to 576 of 128 heads, 1 to 256 tokens: three numbers for both operations.
 H200X8 = Machine(
     name="h200x8",
     gpus_per_node=8,
@@ -205,7 +188,7 @@ PRESETS = {machine.name: machine for machine in (H200X8,)}
 
 
 def change_machine(machine: Machine, values: dict[str, Any], name: str) -> Machine:
-    """A machine with some numbers replaced; a collective and `direct` may be given in part, `direct` as None.
+    """Return a machine with some numbers replaced; a collective and `direct` may be given in part, `direct` as None.
 
     A part of a `direct` that the machine does not have changes that of h200x8.
 
@@ -223,7 +206,7 @@ def change_machine(machine: Machine, values: dict[str, Any], name: str) -> Machi
 
 
 def read_json(path: Path, option: str) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         ValueError: naming the option: no such file, or no JSON object in it.
@@ -247,5 +230,5 @@ def _check_fields(values: Any, kind: type[Machine | Collective | Direct], name: 
 
 
 def _log2(number: int) -> int:
-    """Rounded up."""
+    """Return the logarithm, rounded up."""
     return (number - 1).bit_length()

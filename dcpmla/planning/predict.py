@@ -1,5 +1,5 @@
-"""How long a decode step takes: the model's parameters, its cache and its exchange, each moved or multiplied at the
-machine's speed.
+"""Time of a decode step: the model's parameters, its cache and its exchange, each moved or multiplied at the machine's
+speed.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,12 @@ PARTS = ("projections", "gather", "attention", "combine", "rest")
 SPARSE_PARTS = ("projections", "selection", *PARTS[1:])
 _ACTIVATION_BYTES = 2
 _MLP_KERNELS = 3  # activation, product with the gate, residual
-_SELECTION_KERNELS = 4  # queries made ready, keys scored, this rank's candidates, the choice among all ranks'
+_SELECTION_KERNELS = 4  # queries prepared, keys scored, this rank's candidates, the choice among all ranks'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is cut, the three things a plan chooses among, and the GPUs of the job (None: one TP group); the
-    rest are replicas.
-
-    index_cache_dtype, of sparse MLA, is given.
-    """
+    """How a model is cut and cached, and the GPUs of the job (None: one TP group), beyond one TP group its replicas."""
 
     tp: int
     dcp: int
@@ -47,9 +43,8 @@ class Setting:
                 f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; choose from {', '.join(FORMATS)}"
             )
         if self.num_ranks % self.tp:
-            raise ValueError(
-                f"num_gpus (--num-gpus) is {self.num_gpus}; it must be a multiple of tensor_parallel_size (-tp) {self.tp}"
-            )
+            wanted = f"a multiple of tensor_parallel_size (-tp) {self.tp}"
+            raise ValueError(f"num_gpus (--num-gpus) is {self.num_gpus}; it must be {wanted}")
 
     @property
     def num_ranks(self) -> int:
@@ -64,7 +59,7 @@ class Setting:
 
 
 def kv_row_bytes(attention: MLAConfig, kv_cache_dtype: str) -> int:
-    """Bytes of one token in one layer's cache (`dcpmla.cache.formats`).
+    """Return the bytes of one token in one layer's cache (`dcpmla.cache.formats`).
 
     Raises:
         ValueError: fp8_ds_mla of a latent that does not split into its groups of 128.
@@ -74,7 +69,7 @@ def kv_row_bytes(attention: MLAConfig, kv_cache_dtype: str) -> int:
 
 
 def index_row_bytes(indexer: IndexerConfig, index_cache_dtype: str) -> int:
-    """Bytes of one token in one layer's index cache (`dcpmla.cache.index_keys`)."""
+    """Return the bytes of one token in one layer's index cache (`dcpmla.cache.index_keys`)."""
     storage = index_storage_dtype(index_cache_dtype, torch.bfloat16)
     return index_row_width(storage, indexer.head_dim) * storage.itemsize
 
@@ -82,8 +77,8 @@ def index_row_bytes(indexer: IndexerConfig, index_cache_dtype: str) -> int:
 def predict_step(
     machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int, backend: str = "auto"
 ) -> dict[str, float]:
-    """Microseconds of one decode step in CUDA graphs: "total" and PARTS (SPARSE_PARTS of sparse MLA), all layers
-    together.
+    """Return the microseconds of one decode step in CUDA graphs: "total" and PARTS (SPARSE_PARTS of sparse MLA), all
+    layers together.
 
     W_UK, W_UV, o_proj and an indexer's matrices are projections, its scores and choices the selection, its
     candidates gathered as queries are; every all-reduce, MLPs, experts, embedding and head are the rest.
@@ -110,9 +105,10 @@ def predict_step(
 def attention_us(
     machine: Machine, attention: MLAConfig, num_heads: int, kv_cache_dtype: str, batch: int, context: int
 ) -> float:
-    """Microseconds of decode attention on one rank: an overhead, then the slower of reading the cache and multiplying.
+    """Return the microseconds of decode attention on one rank: an overhead, then the slower of reading the cache and
+    multiplying.
 
-    A kernel that keeps an fp8 cache is taken to multiply at the bfloat16 rate, for it widens what it reads.
+    Kernels over an fp8 cache are taken to multiply at the bfloat16 rate, for they widen what they read.
     """
     num_bytes = batch * context * kv_row_bytes(attention, kv_cache_dtype)
     flops = 2 * batch * num_heads * context * (attention.latent_dim + attention.kv_lora_rank)
@@ -120,14 +116,16 @@ def attention_us(
 
 
 def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -> float:
-    """Share of the experts that at least one of the tokens picks, when each picks its own at random."""
+    """Return the share of the experts that at least one of the tokens picks, when each picks its own at random."""
     return 1 - (1 - experts_per_token / num_routed) ** num_tokens
 
 
 def _exchange_and_attention_us(
     machine: Machine, attention: MLAConfig, setting: Setting, batch: int, context: int, backend: str
 ) -> dict[str, float]:
-    """Of one layer. Sparse MLA attends to what is selected, of which each rank is taken to own the same share."""
+    """Return the times of one layer. Sparse MLA attends to the selected tokens, of which each rank is taken to own the
+    same share.
+    """
     num_heads = attention.heads_per_rank(setting.tp) * setting.dcp
     attended = context if attention.indexer is None else min(context, attention.indexer.topk)
     local_context = -(-attended // setting.dcp)
@@ -146,8 +144,8 @@ def _exchange_and_attention_us(
 def _selection_us(
     machine: Machine, indexer: IndexerConfig, setting: Setting, batch: int, context: int, backend: str
 ) -> dict[str, float]:
-    """Of one layer with an indexer, where there are more than topk tokens: this rank's keys scored, all ranks'
-    candidates gathered.
+    """Return the times of one layer with an indexer, where there are more than topk tokens: this rank's keys scored,
+    all ranks' candidates gathered.
     """
     local_context = -(-context // setting.dcp)
     num_keys = batch * local_context
@@ -161,7 +159,7 @@ def _selection_us(
 
 
 def _cache_us(machine: Machine, num_bytes: int, flops: int) -> float:
-    """The slower of reading a cache and multiplying by what it holds, as attention's kernels do."""
+    """Return the slower of reading a cache and multiplying by its rows, as attention's kernels do."""
     read_gb_per_s = machine.attention_read_share * machine.hbm_gb_per_s
     return max(num_bytes / read_gb_per_s / 1e3, flops / machine.attention_tflops / 1e6)
 
@@ -169,7 +167,7 @@ def _cache_us(machine: Machine, num_bytes: int, flops: int) -> float:
 def _parameter_us(
     machine: Machine, model: ModelSize, parameter: Parameter, setting: Setting, batch: int
 ) -> dict[str, float]:
-    """What one parameter costs a step, by part: its kernel, and the collective that its cut asks for."""
+    """Return the time that one parameter adds to a step, by part: its kernel, and the collective that its cut needs."""
     part = "projections" if parameter.is_attention else "rest"
     if len(parameter.shape) == 1:  # norms are kernels; biases and corrections ride along with others
         return {part: machine.kernel_us if parameter.name.endswith("norm.weight") else 0.0}
@@ -194,21 +192,21 @@ def _parameter_us(
 
 
 def _matmul_us(machine: Machine, parameter: Parameter, tp: int, num_rows: float, read: float = 1.0) -> float:
-    """The slower of reading the weights (a share of them) and multiplying num_rows by them."""
+    """Return the slower of reading the weights (a share of them) and multiplying num_rows by them."""
     num_bytes = read * parameter.shard_bytes(tp)
     flops = 2 * num_rows * prod(parameter.shard_shape(tp))
     return machine.kernel_us + max(num_bytes / machine.hbm_gb_per_s / 1e3, flops / machine.matmul_tflops / 1e6)
 
 
 def _expert_us(machine: Machine, model: ModelSize, parameter: Parameter, tp: int, batch: int) -> float:
-    """One grouped product over the experts that some token picked."""
+    """Return the time of one grouped product over the experts that some token picked."""
     read = expected_experts(model.num_routed, model.experts_per_token, batch)
     rows = batch * model.experts_per_token / model.num_routed  # of an average expert
     return _matmul_us(machine, parameter, tp, rows, read)
 
 
 def _head_us(machine: Machine, parameter: Parameter, setting: Setting, batch: int) -> float:
-    """Logits of this rank's part of the vocabulary, gathered."""
+    """Return the time of the logits of this rank's part of the vocabulary, gathered."""
     time = _matmul_us(machine, parameter, setting.tp, batch)
     if setting.tp == 1:
         return time

@@ -1,4 +1,4 @@
-"""Which (tp, dcp, cache format) to take for a load: what fits, how fast it steps, from where DCP pays, and why."""
+"""The (tp, dcp, cache format) to take for a load: what fits, how fast it steps, from where DCP pays, and why."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class Plan:
 
 
 def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> Plan:
-    """Memory and step of one setting.
+    """Predict memory and step of one setting.
 
     Args:
         batch: requests of the whole job, spread evenly over its replicas; the fullest one counts.
@@ -108,7 +108,7 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
 
 
 def cache_bytes(machine: Machine, weight_bytes: int) -> int:
-    """What weights and workspaces leave of a GPU's memory to the cache."""
+    """Return the bytes that weights and workspaces leave of a GPU's memory to the cache."""
     return max(0, int(machine.memory_bytes * (1 - machine.workspace_share)) - weight_bytes)
 
 
@@ -120,7 +120,7 @@ def _check_load(batch: int, context: int) -> None:
 
 
 def _share(setting: Setting, batch: int) -> int:
-    """Requests of the fullest replica."""
+    """Return the requests of the fullest replica."""
     return -(-batch // setting.num_replicas)
 
 
@@ -129,20 +129,19 @@ def _step(machine: Machine, model: ModelSize, setting: Setting, batch: int, cont
 
 
 def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int) -> tuple[Plan, str]:
-    """The plan to take and the reason, in sentences.
+    """Choose a plan, and give the reason in sentences.
 
-    The shortest step of those that fit; among steps within 2 % the smaller DCP group, which moves less. If none
-    fits, what holds most.
+    Returns:
+        Of the plans that fit, the one with the shortest step; among steps within 2 % the smaller DCP group, which
+        moves less. If none fits, the one that holds most.
     """
     fitting = [plan for plan in plans if plan.fits]
     load = f"{batch:,} x {context:,} tokens"
     if not fitting:
         best = max(plans, key=lambda plan: (plan.kv_tokens_total * plan.num_replicas, -plan.step_us["total"]))
         if best.kv_tokens_total == 0:
-            return (
-                best,
-                f"No setting holds even the weights ({_gib(best.weight_bytes_per_rank)} a rank); use more ranks (-tp) or larger GPUs.",
-            )
+            weights = f"No setting holds even the weights ({_gib(best.weight_bytes_per_rank)} a rank)"
+            return best, f"{weights}; use more ranks (-tp) or larger GPUs."
         return best, (
             f"No setting holds {load}; {best.setting} holds most: {best.kv_tokens_total * best.num_replicas:,} tokens, "
             f"{best.max_num_seqs:,} such requests, or {batch:,} requests of {best.longest_context:,}."
@@ -162,7 +161,7 @@ def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int)
 
 
 def _against_plain(best: Plan, plans: Sequence[Plan]) -> str:
-    """How the plan compares with plain TP of the same tp and format, or with the best DCP if it is plain TP itself."""
+    """Compare the plan with plain TP of the same tp and format, or with the best DCP if it is plain TP itself."""
     same = [
         plan
         for plan in plans
@@ -184,7 +183,7 @@ def _against_plain(best: Plan, plans: Sequence[Plan]) -> str:
 
 
 def _crossing(machine: Machine, best: Plan, fitting: Sequence[Plan]) -> str:
-    """Whether DCP groups should stay inside a node, with the price of leaving it; nothing if all plans that hold the
+    """Say whether DCP groups should stay inside a node, with the price of leaving it; "" if all plans that hold the
     load agree.
     """
     if best.dcp == 1:
@@ -217,8 +216,8 @@ def _crossover(machine: Machine, model: ModelSize, setting: Setting, batch: int,
 
 
 def _smallest(holds: Callable[[int], bool]) -> int | None:
-    """The smallest size at which a condition holds that, once it does, holds up to the next power of two; None up to
-    _LONGEST.
+    """Find the smallest size at which a condition holds that, once it does, holds up to the next power of two; None if
+    it holds at none up to _LONGEST.
     """
     high = 1
     while not holds(high):

@@ -5,6 +5,7 @@ what is cut.
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -67,12 +68,12 @@ class Parameter:
     scale_block: tuple[int, int] | None
 
     def widened(self) -> "Parameter":
-        """The same in bfloat16 if it is fp8."""
+        """Return the same in bfloat16 if it is fp8."""
         return self if self.itemsize > 1 else replace(self, itemsize=_WIDE_BYTES, scale_block=None)
 
     def cuts_blocks(self, tensor_parallel_size: int) -> bool:
-        """Whether a rank's part is no whole number of blocks: attention reads any slice, transformers cuts MLPs and
-        scales alike.
+        """Return whether a rank's part is no whole number of blocks: attention reads any slice, transformers cuts MLPs
+        and scales alike.
         """
         if self.scale_block is None or self.is_attention or self.style == "whole" or tensor_parallel_size == 1:
             return False
@@ -92,7 +93,7 @@ class Parameter:
         return len(self.shape) == 3
 
     def shard_shape(self, tensor_parallel_size: int) -> tuple[int, ...]:
-        """Shape on the rank that has most of it."""
+        """Return the shape on the rank that has most of it."""
         if self.style == "whole" or (self.style == "row" and len(self.shape) == 1):
             return self.shape
         shape = list(self.shape)
@@ -101,7 +102,7 @@ class Parameter:
         return tuple(shape)
 
     def shard_bytes(self, tensor_parallel_size: int) -> int:
-        """Bytes of one of them on the rank that has most of it, scales included."""
+        """Return the bytes of one of them on the rank that has most of it, scales included."""
         shape = self.shard_shape(tensor_parallel_size)
         num_bytes = prod(shape) * self.itemsize
         if self.scale_block is not None:
@@ -112,7 +113,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What a prediction needs of a model.
+    """Sizes of a model, as predictions need them.
 
     Attributes:
         num_attention_layers: caches; LongCat has two in a decoder layer.
@@ -132,10 +133,10 @@ class ModelSize:
     parameters: tuple[Parameter, ...]
 
     def weight_bytes(self, tensor_parallel_size: int) -> int:
-        """Bytes of the fullest rank.
+        """Return the bytes of the fullest rank.
 
         Raises:
-            ValueError: heads or experts that do not divide, as the runtime has it.
+            ValueError: heads or experts that the runtime cannot divide so.
         """
         self.attention.heads_per_rank(tensor_parallel_size)
         for parameter in self.parameters:
@@ -147,15 +148,16 @@ class ModelSize:
         return sum(parameter.count * parameter.shard_bytes(tensor_parallel_size) for parameter in self.parameters)
 
     def cuts_blocks(self, tensor_parallel_size: int) -> bool:
-        """Whether the runtime cannot load the checkpoint's fp8 blocks at this cut: they must be converted to bfloat16
-        before.
+        """Return whether the runtime cannot load the checkpoint's fp8 blocks at this cut: they must be converted to
+        bfloat16 first.
         """
         return any(parameter.cuts_blocks(tensor_parallel_size) for parameter in self.parameters)
 
     def widened(self) -> "ModelSize":
-        """Converted to bfloat16."""
+        """Return the model converted to bfloat16."""
         return replace(self, parameters=tuple(parameter.widened() for parameter in self.parameters))
 
+    @cached_property
     def attention_stack(self) -> "ModelSize":
         """Its attention layers alone, as `MLAAttention` holds them; of sparse MLA without indexers, as benchmarks of
         layers have it.
@@ -167,7 +169,7 @@ class ModelSize:
 
 
 def read_model(config: Any) -> ModelSize:
-    """Sizes of the model of a transformers config; nothing is allocated. Without a dtype in the config, bfloat16.
+    """Return the sizes of a transformers config's model, in bfloat16 if it names no dtype; nothing is allocated.
 
     Raises:
         ValueError: an architecture that is not MLA, sizes that no model has, or a quantization other than fp8.
@@ -200,12 +202,14 @@ def _check_config(config: Any) -> None:
         largest = _MOST_LAYERS if name.endswith("_layers") else _LARGEST_SIZE
         if size is not None and (not isinstance(size, int) or not smallest <= size <= largest):
             raise ValueError(
-                f"model (--model): the config's {name} is {size!r}; it must be a whole number in [{smallest}, {largest}]"
+                f"model (--model): the config's {name} is {size!r}; "
+                f"it must be a whole number in [{smallest}, {largest}]"
             )
     num_experts, experts_per_token = _routing(config)
     if experts_per_token > num_experts > 0:
         raise ValueError(
-            f"model (--model): the config's num_experts_per_tok is {experts_per_token}; the model has {num_experts} experts"
+            f"model (--model): the config's num_experts_per_tok is {experts_per_token}; "
+            f"the model has {num_experts} experts"
         )
     quantization = getattr(config, "quantization_config", None)
     if not quantization:
@@ -226,13 +230,13 @@ def _check_config(config: Any) -> None:
 
 
 def _routing(config: Any) -> tuple[int, int]:
-    """Choices of a router, LongCat's zero experts included, and how many of them a token takes; 0 without experts."""
+    """Return the choices of a router, with LongCat's zero experts, and how many a token takes; 0 without experts."""
     num_choices = (getattr(config, "n_routed_experts", 0) or 0) + (getattr(config, "zero_expert_num", 0) or 0)
     return num_choices, getattr(config, "num_experts_per_tok", 0) or 0
 
 
 def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
-    """Parameters and stored buffers of all layers, equal ones counted."""
+    """Return the parameters and stored buffers of all layers, equal ones counted."""
     itemsize = (config.dtype or torch.bfloat16).itemsize
     quantized, block = _quantized(model, getattr(config, "quantization_config", None) or {})
     stored = set(model.state_dict())
@@ -250,7 +254,9 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
 
 
 def _quantized(model: Any, quantization: dict[str, Any]) -> tuple[set[str], tuple[int, int] | None]:
-    """Names of the parameters that a checkpoint holds in fp8 (linear layers and experts), and their scales' block."""
+    """Return the names of the parameters that a checkpoint holds in fp8 (linear layers, experts), and the block of
+    their scales.
+    """
     if not quantization:
         return set(), None
     whole = [*(quantization.get("modules_to_not_convert") or ["lm_head"]), *(model._keep_in_fp32_modules or [])]
@@ -265,7 +271,7 @@ def _quantized(model: Any, quantization: dict[str, Any]) -> tuple[set[str], tupl
 
 
 def _style(rule: str, model: Any) -> str:
-    """How transformers' plan for MLPs, experts, embedding and head, and ours for attention, cut a parameter."""
+    """Return how transformers' plan for MLPs, experts, embedding and head, or ours for attention, cuts a parameter."""
     module = re.sub(r"\.(weight|bias)$", "", rule)
     if ".self_attn." in rule:
         style = _ATTENTION_PLAN.get(module.rpartition(".")[2], "")

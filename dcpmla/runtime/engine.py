@@ -59,6 +59,7 @@ class Engine:
         tokenizer: for prompts that are texts, for texts of new tokens and stop strings; None serves token ids only.
         on_step: called with a line on what comes next, before the work of each step.
         graph: the model's decode step over the cache; takes steps of decodes alone, up to its largest batch.
+        enable_prefix_caching: reuse the blocks of earlier requests that begin with the same tokens.
     Raises:
         ValueError: a limit that is too low.
     """
@@ -75,12 +76,13 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         on_step: Callable[[str], object] = lambda line: None,
         graph: DecodeGraph | None = None,
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
         self.max_model_len, self.tokenizer, self.on_step, self.graph = max_model_len, tokenizer, on_step, graph
         check_fields({"max_model_len": whole(2)}, {"max_model_len": max_model_len}, option_label)
         self.allocator = BlockAllocator(cache.sizes.num_blocks, dcp.virtual_block_size)
-        self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs)
+        self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs, enable_prefix_caching)
         self.stats = Stats()
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.

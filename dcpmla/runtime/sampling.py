@@ -34,7 +34,7 @@ class SamplingParams:
         top_p: draw from the fewest best tokens whose probability reaches this, in (0, 1].
         top_k: draw from this many best tokens and those as good as the last of them; 0 is all.
         seed: of the request's draws, in [0, 2^64).
-        stop: strings that end the request; not part of its text.
+        stop: strings that end the request, or one string; not part of its text.
         stop_token_ids: end the request as an end-of-sequence token does.
         ignore_eos: go on after an end-of-sequence token (for benchmarks).
     Raises:
@@ -46,16 +46,19 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+            if isinstance(value, str | list):
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         check_fields(_RULES, vars(self), option_label)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], defaults: "SamplingParams") -> "SamplingParams":
-        """The defaults with the values of a JSON object put in; `stop` may be one string.
+        """Return the defaults with the values of a JSON object put in.
 
         Raises:
             ValueError: a key that is no field, or a value that is not allowed.
@@ -64,10 +67,13 @@ class SamplingParams:
         for key in values:
             if key not in allowed:
                 raise ValueError(f"{key!r} is not a sampling parameter; allowed are {', '.join(allowed)}")
-        changes = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        if isinstance(stop := changes.get("stop"), str):
-            changes["stop"] = (stop,)
-        return replace(defaults, **changes)  # type: ignore[arg-type]  # __post_init__ checks the types
+        return replace(defaults, **values)  # type: ignore[arg-type]  # __post_init__ checks the types
+
+    def for_prompt(self, index: int) -> "SamplingParams":
+        """Return these params for the prompt of a number, which draws from a stream of its own: that of the seed
+        seed x 2^31 + index, whatever the other prompts are.
+        """
+        return replace(self, seed=((self.seed << 31) + index) % (1 << 64))
 
 
 def new_generator(seed: int) -> torch.Generator:

@@ -43,14 +43,21 @@ class Scheduler:
         allocator: of the cache.
         max_num_batched_tokens: most tokens of a step.
         max_num_seqs: most requests that run at the same time.
+        enable_prefix_caching: remember full blocks, for later requests that begin with the same tokens.
     Raises:
         ValueError: a limit below 1.
     """
 
-    def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
         limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
         check_fields(dict.fromkeys(limits, whole(1)), limits, option_label)
-        self.allocator = allocator
+        self.allocator, self.enable_prefix_caching = allocator, enable_prefix_caching
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
@@ -84,6 +91,8 @@ class Scheduler:
 
     def remember(self, request: Request) -> None:
         """Let the request's full, computed blocks be found by requests that start with the same tokens."""
+        if not self.enable_prefix_caching:
+            return
         block_tokens, blocks = self.allocator.block_tokens, request.block_ids
         for index in range(request.num_remembered_blocks, request.num_computed_tokens // block_tokens):
             tokens = request.tokens(index * block_tokens, (index + 1) * block_tokens)

@@ -21,7 +21,7 @@ TAIL = 36  # characters of a prompt shown
 
 
 def make_prompts(num_prompts: int, seed: int) -> list[tuple[str, str]]:
-    """Prompts of 2,000 to 4,000 tokens with their answers, the facts asked for spread from the first to the last."""
+    """Make prompts of 2,000 to 4,000 tokens with their answers, asking for facts from the first to the last."""
     rng = random.Random(seed)
     lengths = [rng.randrange(2000, 4001) for _ in range(num_prompts)]
     return [make_prompt(length, index / max(1, num_prompts - 1), rng) for index, length in enumerate(lengths)]

@@ -104,12 +104,12 @@ SEPARATOR, QUESTION = 4, 5
 FIRST_KEY, NUM_KEYS = 6, len(MATERIALS) * len(NOUNS)
 FIRST_NUMBER, NUM_NUMBERS = FIRST_KEY + NUM_KEYS, 1000
 TOKENS_PER_FACT = 3  # key, number, separator
-NUM_FRAME_TOKENS = 3  # what a prompt holds beside its facts: <bos>, the key asked for, "?"
+NUM_FRAME_TOKENS = 3  # what a prompt holds besides its facts: <bos>, the key asked for, "?"
 MAX_PROMPT_TOKENS = NUM_FRAME_TOKENS + TOKENS_PER_FACT * NUM_KEYS  # keys are distinct, so their number bounds a prompt
 
 
 def build_vocabulary() -> list[str]:
-    """All tokens in the order of their ids, filled with reserved ones to a multiple of 64.
+    """Return all tokens in the order of their ids, filled with reserved ones to a multiple of 64.
 
     The length is then a multiple of 8 as well, so that embeddings shard evenly over up to 8 GPUs.
     """
@@ -120,7 +120,7 @@ def build_vocabulary() -> list[str]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The word-level tokenizer: one token a word, ";" and "?" also where no space precedes them, <bos> in front.
+    """Make the word-level tokenizer: one token a word, ";" and "?" also where no space precedes them, <bos> in front.
 
     A word outside the vocabulary becomes <unk>. Decoding joins the tokens with single spaces, so that
     decode(encode(prompt), skip_special_tokens=True) is the prompt again.
@@ -144,12 +144,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_prompt(num_tokens: int, depth: float, rng: random.Random) -> tuple[str, str]:
-    """A prompt of distinct keys that asks for one of its facts, and the answer.
+    """Make a prompt of distinct keys that asks for one of its facts, and the answer.
 
     Args:
         num_tokens: length of the tokenized prompt, <bos> and question included; met exactly or missed by one or two
             tokens, since facts have three (4,096 gives 1,364 facts and 4,095 tokens).
-        depth: where the fact stands: 0 is the first fact of the prompt, 1 the last one before the question.
+        depth: where the fact is: 0 is the first fact of the prompt, 1 the last one before the question.
         rng: source of the keys and numbers; the same state gives the same prompt.
     Returns:
         The prompt without <bos>, which the tokenizer adds, and the answer, a number of three digits.
@@ -159,7 +159,8 @@ def make_prompt(num_tokens: int, depth: float, rng: random.Random) -> tuple[str,
     shortest = NUM_FRAME_TOKENS + TOKENS_PER_FACT
     if not shortest <= num_tokens <= MAX_PROMPT_TOKENS:
         raise ValueError(
-            f"make_prompt: num_tokens is {num_tokens}; expected {shortest} to {MAX_PROMPT_TOKENS} ({NUM_KEYS} distinct keys)"
+            f"make_prompt: num_tokens is {num_tokens}; "
+            f"expected {shortest} to {MAX_PROMPT_TOKENS} ({NUM_KEYS} distinct keys)"
         )
     if not 0 <= depth <= 1:
         raise ValueError(f"make_prompt: depth is {depth}; expected 0 (first fact) to 1 (last fact)")

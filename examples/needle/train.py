@@ -53,7 +53,7 @@ IMPLEMENTATIONS = {"attn_implementation": "sdpa", "experts_implementation": "eag
 
 
 def build_config(num_experts: int, q_lora_rank: int) -> DeepseekV3Config:
-    """The architecture: dense (num_experts = 0), or a dense first layer and then num_experts routed experts, 2 a token."""
+    """Describe the architecture: dense (num_experts = 0), or a dense first layer and then routed experts, 2 a token."""
     if num_experts < 0 or num_experts == 1:
         raise ValueError(f"--experts is {num_experts}; expected 0 (dense) or at least 2 (each token goes to 2)")
     if q_lora_rank < 0:
@@ -90,12 +90,11 @@ def build_config(num_experts: int, q_lora_rank: int) -> DeepseekV3Config:
 
 
 def build_model(config: DeepseekV3Config, device: str) -> DeepseekV3ForCausalLM:
-    """A fresh float32 model whose embeddings share a direction.
+    """Make a fresh float32 model whose embeddings share a direction.
 
     The direction is essential: k_pe comes from the hidden state by a projection without bias, so with embeddings of
     mean zero the rotary logits say nothing about position, no head learns to look at the previous token, and accuracy
-    stays
-    at chance.
+    stays at chance.
     """
     model = DeepseekV3ForCausalLM(config).to(device)
     with torch.no_grad():
@@ -107,7 +106,7 @@ class Batch(NamedTuple):
     """Sequences of one layout, on one device.
 
     ids [B, 1 + 3 F + 4 Q] int64: <bos>, F facts "key number ;", Q questions "key ? number ;".
-    question_marks [Q] int64: positions of the "?"; the answer stands one position later.
+    question_marks [Q] int64: positions of the "?"; the answer is one position later.
     after_keys [F + Q] int64: positions that follow a key, which are the numbers of the facts and the question marks.
     """
 
@@ -117,15 +116,15 @@ class Batch(NamedTuple):
 
     @property
     def answers(self) -> Tensor:
-        """[B, Q] int64."""
+        """Token ids of the answers, [B, Q] int64."""
         return self.ids[:, self.question_marks + 1]
 
 
 def make_batch(
     num_sequences: int, num_facts: int, num_questions: int, generator: torch.Generator, num_words: int = NUM_KEYS
 ) -> Batch:
-    """Random facts about the first num_words keys, then questions about different ones of them, on the generator's
-    device.
+    """Draw random facts about the first num_words keys, then questions about different ones of them, on the
+    generator's device.
     """
     device = generator.device
     # Distinct keys make the answer unique; distinct questions keep it from being read off an earlier answer.
@@ -144,7 +143,7 @@ def make_batch(
 
 
 def training_batch(length: int, rng: random.Random, generator: torch.Generator) -> Batch:
-    """About TOKENS_PER_STEP tokens in sequences of at most length tokens, a random 50-80 % of them in facts."""
+    """Draw about TOKENS_PER_STEP tokens in sequences of at most length tokens, a random 50-80 % of them in facts."""
     num_facts = min(int(length * rng.uniform(0.5, 0.8)) // 3, NUM_KEYS)
     num_questions = min((length - 1 - 3 * num_facts) // 4, num_facts)
     num_words = min(FIRST_WORDS * length // FIRST_LENGTH, NUM_KEYS)
@@ -152,7 +151,7 @@ def training_batch(length: int, rng: random.Random, generator: torch.Generator) 
 
 
 def losses(model: DeepseekV3ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss on the answers, the loss on the first layer (scalars), and the share of answers that are right."""
+    """Return the loss on the answers, that on the first layer (scalars), and the share of answers that are right."""
     output = model.model(input_ids=batch.ids, use_cache=False, output_hidden_states=True)
     answers = model.lm_head(output.last_hidden_state[:, batch.question_marks]).float()
     keys = model.lm_head(model.model.norm(output.hidden_states[1][:, batch.after_keys])).float()
@@ -163,8 +162,8 @@ def losses(model: DeepseekV3ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, 
 
 @torch.no_grad()
 def accuracy(model: DeepseekV3ForCausalLM, context: int, num_sequences: int, seed: int) -> float:
-    """Share of right answers over random sequences of context tokens of facts and 16 questions each, in the model's
-    dtype.
+    """Return the share of right answers over random sequences of context tokens of facts and 16 questions each, in the
+    model's dtype.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     num_right = 0
@@ -176,7 +175,7 @@ def accuracy(model: DeepseekV3ForCausalLM, context: int, num_sequences: int, see
 
 
 def to_bfloat16(model: DeepseekV3ForCausalLM) -> DeepseekV3ForCausalLM:
-    """A copy with bfloat16 weights, as it will be saved; Module.to would round the rotary frequencies as well."""
+    """Return a copy with bfloat16 weights, as saved; Module.to would round the rotary frequencies, too."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -184,7 +183,7 @@ def to_bfloat16(model: DeepseekV3ForCausalLM) -> DeepseekV3ForCausalLM:
 
 
 def train(model: DeepseekV3ForCausalLM, seconds: float, seed: int, num_sequences: int) -> dict[str, float]:
-    """Train in place until the time is over or two checks in a row find every held-out answer right at all CONTEXTS.
+    """Train in place until the time is over or two successive checks find every held-out answer right at all CONTEXTS.
 
     Returns:
         What it took: steps, seconds and the length of the last sequences.
@@ -225,7 +224,7 @@ def train(model: DeepseekV3ForCausalLM, seconds: float, seed: int, num_sequences
 
 
 def measure(folder: Path, device: str, num_sequences: int) -> dict[str, dict[str, float]]:
-    """Accuracy of the saved model at each of CONTEXTS, computing in bfloat16 and in float32."""
+    """Measure the saved model's accuracy at each of CONTEXTS, computing in bfloat16 and in float32."""
     accuracies: dict[str, dict[str, float]] = {}
     for name in ("bfloat16", "float32"):
         model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=name, **IMPLEMENTATIONS).to(device).eval()

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention.rope import query_factor
-from dcpmla.cache.latent import num_blocks
+from dcpmla.cache.formats import is_quantized, quantize
+from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import IndexerConfig
 from tests.support.ranks import run_ranks
@@ -21,6 +22,7 @@ from tests.support.ranks import run_ranks
 Batch = Sequence[tuple[int, int]]  # (tokens cached before the step, new tokens) of each request
 DECODES: tuple[Batch, ...] = (((0, 1), (40, 1), (7, 1)), ((5, 1), (21, 1), (0, 1), (30, 1)), ((9, 1), (1, 1)))
 PREFILL: Batch = ((0, 5), (19, 6))
+SPECULATED: tuple[Batch, ...] = (((0, 3), (40, 3)), ((5, 2), (21, 3), (0, 1)), ((2, 3), (9, 1), (7, 3), (12, 5)))
 MIXED: Batch = ((33, 1), (3, 1), (11, 3))
 
 SMALL = MLAConfig(
@@ -54,13 +56,16 @@ DEEPSEEK = MLAConfig(
 )
 
 
-def make_layer(config: MLAConfig, size: int, backend: str, dtype: torch.dtype, device: str) -> MLAAttention:
+def make_layer(
+    config: MLAConfig, size: int, backend: str, dtype: torch.dtype, device: str, **formats: str
+) -> MLAAttention:
     """A layer of random weights, cut as its ranks are."""
     dcp = DCPConfig(
         tensor_parallel_size=size,
         decode_context_parallel_size=size,
         dcp_comm_backend=backend,
         block_size=64 if device == "cuda" else 4,
+        **formats,
     )
     mesh = init_mesh(size, size)
     layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, device).exchange, dtype, device).eval()
@@ -71,7 +76,9 @@ def make_layer(config: MLAConfig, size: int, backend: str, dtype: torch.dtype, d
     return layer
 
 
-def run_layer(layer: MLAAttention, batch: Batch, forward: Any = None) -> tuple[Tensor, Tensor]:
+def run_layer(
+    layer: MLAAttention, batch: Batch, forward: Any = None, max_decode_query_len: int = 1
+) -> tuple[Tensor, Tensor]:
     """Outputs [T, hidden] and the cache of a layer, or of `forward` in its place, on a batch with two rows of padding."""
     config, dcp = layer.config, layer.dcp
     weight = layer.w_kv_b
@@ -79,22 +86,33 @@ def run_layer(layer: MLAAttention, batch: Batch, forward: Any = None) -> tuple[T
     blocks = iter(range(1000))
     tables = [[next(blocks) for _ in range(num_blocks(total, dcp))] for total in totals]
     layout: dict[str, Any] = {"dcp": dcp, "dcp_rank": layer.mesh.dcp_rank, "device": weight.device}
-    metadata = StepMetadata.build(
-        [new for _, new in batch], totals, tables, **layout, is_sparse=config.indexer is not None
+    step = StepMetadata.build(
+        [new for _, new in batch],
+        totals,
+        tables,
+        **layout,
+        max_decode_query_len=max_decode_query_len,
+        is_sparse=config.indexer is not None,
     )
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int, dtype: torch.dtype = weight.dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(weight.device, dtype)
 
-    cache = random(next(blocks), dcp.block_size, config.latent_dim)
-    cos_sin = random(metadata.num_tokens, config.qk_rope_head_dim, dtype=torch.float32)
-    factor = query_factor(metadata.positions, config.llama_4_scaling, weight.dtype)
-    hidden_states = random(metadata.num_tokens + 2, config.hidden_size)
-    index_cache = None if config.indexer is None else random(len(cache), dcp.block_size, config.indexer.head_dim)
+    latents = random(next(blocks), dcp.block_size, config.latent_dim)
+    if is_quantized(layer.cache_dtype):
+        parts = latents.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
+        latents = quantize(*parts, layer.cache_dtype, layer.kv_scale)
+    cos_sin = random(step.num_tokens, config.qk_rope_head_dim, dtype=torch.float32)
+    step = step.with_positions(cos_sin, query_factor(step.positions, config.llama_4_scaling, weight.dtype))
+    hidden_states = random(step.num_tokens + 2, config.hidden_size)
+    index_keys = None
+    if config.indexer is not None:
+        index_keys = random(len(latents), dcp.block_size, config.indexer.head_dim)
+        step = step.with_selection(config.indexer.topk)
     with torch.inference_mode():
-        out = (layer if forward is None else forward)(hidden_states, cache, metadata, cos_sin, factor, index_cache)
-    return out[: metadata.num_tokens], cache
+        out = (layer if forward is None else forward)(hidden_states, LayerCache(latents, index_keys), step)
+    return out[: step.num_tokens], latents
 
 
 def check_compiled(
@@ -106,15 +124,18 @@ def check_compiled(
     device: str,
     compiler: str,
     tolerance: float,
+    max_decode_query_len: int = 1,
+    formats: dict[str, str] | None = None,
 ) -> int:
     """Compare each batch; returns the number of graphs that were compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    layer = make_layer(config, size, backend, dtype, device)
+    layer = make_layer(config, size, backend, dtype, device, **(formats or {}))
     compiled = torch.compile(layer, fullgraph=True, backend=compiler)
     for batch in batches:
-        for got, wanted in zip(run_layer(layer, batch, compiled), run_layer(layer, batch), strict=True):
-            torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
+        pair = (run_layer(layer, batch, forward, max_decode_query_len) for forward in (compiled, layer))
+        for got, wanted in zip(*pair, strict=True):
+            torch.testing.assert_close(got.double(), wanted.double(), atol=tolerance, rtol=tolerance)
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -133,6 +154,24 @@ def test_exchange(backend: str, variant: str) -> None:
         2, check_compiled, VARIANTS[variant], 2, backend, (*DECODES, MIXED), torch.float32, "cpu", "aot_eager", 0.0
     )
     assert graphs == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [{"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8"}, {"kv_cache_dtype": "fp8_ds_mla"}],
+    ids=lambda formats: formats["kv_cache_dtype"],
+)
+def test_caches_of_8_bits(formats: dict[str, str]) -> None:
+    wide = dataclasses.replace(SMALL, kv_lora_rank=128)  # a tile of fp8_ds_mla
+    arguments = 1, "auto", (*DECODES, MIXED), torch.float32, "cpu", "aot_eager", 0.0
+    assert run_ranks(1, check_compiled, wide, *arguments, 1, formats) == [3]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_query_tokens(size: int) -> None:
+    """As many in each request, then of different numbers; both with a prefill in the end."""
+    arguments = size, "ag_rs", SPECULATED, torch.float32, "cpu", "aot_eager", 0.0
+    run_ranks(size, check_compiled, SMALL, *arguments, 3)
 
 
 def test_prefill_and_mixed() -> None:

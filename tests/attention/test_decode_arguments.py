@@ -179,5 +179,5 @@ def test_decode_names_a_scale_that_is_not_positive(scale: float) -> None:
     ],
 )
 def test_decode_names_numbers_that_kernels_cannot_read(numbers: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(numbers))} has dtype .* it must be int32 with contiguous rows"):
+    with pytest.raises(ValueError, match=f"^{next(iter(numbers))} has dtype .* expected int32 with contiguous rows"):
         mla_decode(**{**decode_arguments(), **numbers})

@@ -3,17 +3,20 @@ dummy run.
 """
 
 import dataclasses
+import weakref
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention import layer as layer_module
-from dcpmla.cache.latent import num_blocks
+from dcpmla.attention.backends import Backend
+from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from tests.attention.test_compile import DEEPSEEK, Batch, make_layer, run_layer
 from tests.support.models import random_model, tiny_config
@@ -26,6 +29,7 @@ BATCH: Batch = ((0, 1), (1, 1), (40, 1), (0, 9), (30, 6), (3, 17), (21, 1))
 # tokens.
 PROJECT_FIRST_TOKENS = 8  # in place of the layer's
 DECODES: Batch = (*((3 * n % 11, 1) for n in range(PROJECT_FIRST_TOKENS)), (5, 6))
+SPECULATED: Batch = ((0, 3), (1, 3), (5, 3), (40, 3))  # at lengths that leave some ranks without some tokens' keys
 # q_replicate, project_before_merge, a batch and whether its decodes are enough for that.
 VARIANTS = (
     (False, False, BATCH, False),
@@ -61,26 +65,31 @@ def expected(config: Any, batch: Batch, with_positions: bool) -> Tensor:
 
 
 def run_steps(
-    layer: MLAAttention, hf_config: Any, dcp: DCPConfig, batch: Batch, with_positions: bool, padding: int
+    layer: MLAAttention,
+    hf_config: Any,
+    dcp: DCPConfig,
+    batch: Batch,
+    with_positions: bool,
+    padding: int,
+    max_decode_query_len: int,
 ) -> Tensor:
     """Fill the cache with what each request has cached, as one prefill; then the batch as one step."""
     total = [cached + new for cached, new in batch]
-    cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.float32), torch.device("cpu"))[0].fill_(
-        torch.nan
-    )
-    blocks = iter(range(cache.shape[0] - 1, -1, -1))
+    cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.float32), torch.device("cpu"))[0]
+    blocks = iter(range(len(cache.latents.fill_(torch.nan)) - 1, -1, -1))
     tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in total]
     hidden = hidden_states(hf_config, batch)
     cos, sin = (part[0, :, : part.shape[-1] // 2] for part in rope(hf_config, max(total), True))
     cos_sin = torch.cat([cos, sin], -1)
 
     def step(query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int) -> Tensor:
-        metadata = StepMetadata.build(query_lens, seq_lens, [tables[i] for i in requests], dcp, layer.mesh.dcp_rank)
+        layout = dcp, layer.mesh.dcp_rank, "cpu", max_decode_query_len
+        metadata = StepMetadata.build(query_lens, seq_lens, [tables[i] for i in requests], *layout)
         rows = torch.cat(
             [hidden[i][seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
         )
         rows = torch.cat([rows, torch.full((padding, rows.shape[1]), torch.nan)])
-        return layer(rows, cache, metadata, cos_sin[metadata.positions] if with_positions else None)
+        return layer(rows, cache, metadata.with_positions(cos_sin[metadata.positions] if with_positions else None))
 
     filled = [i for i, (cached, _) in enumerate(batch) if cached]
     step([batch[i][0] for i in filled], [batch[i][0] for i in filled], filled, padding=0)
@@ -88,15 +97,21 @@ def run_steps(
 
 
 def check_layer(
-    hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, batch: Batch, with_positions: bool, padding: int
+    hf_config: Any,
+    dcp: DCPConfig,
+    mesh: DCPMesh,
+    batch: Batch,
+    with_positions: bool = True,
+    padding: int = 0,
+    max_decode_query_len: int = 1,
 ) -> Mock:
-    """Returns the layer's exchange, which knows its calls."""
-    config = MLAConfig.from_hf(hf_config)
+    """Compare with transformers' attention; returns the layer's exchange, which knows its calls."""
+    config = dataclasses.replace(MLAConfig.from_hf(hf_config), use_rope=with_positions)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
     layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu")
     layer.load_weights(oracle(hf_config).state_dict())
     with torch.no_grad():
-        out = run_steps(layer, hf_config, dcp, batch, with_positions, padding)
+        out = run_steps(layer, hf_config, dcp, batch, with_positions, padding, max_decode_query_len)
         wanted = expected(hf_config, batch, with_positions)
     assert out.shape == (len(wanted) + padding, config.hidden_size)
     torch.testing.assert_close(out[: len(wanted)], wanted, atol=1e-5, rtol=1e-4)
@@ -109,10 +124,17 @@ def check_variants(hf_config: Any, dcp: DCPConfig) -> None:
     layer_module.PROJECT_FIRST_TOKENS = PROJECT_FIRST_TOKENS
     for q_replicate, project_before_merge, batch, projects_first in VARIANTS:
         variant = dataclasses.replace(dcp, dcp_q_replicate=q_replicate, dcp_project_before_merge=project_before_merge)
-        exchange = check_layer(hf_config, variant, mesh, batch, True, 0)
+        exchange = check_layer(hf_config, variant, mesh, batch)
         assert exchange.gather_heads.called != q_replicate
         width = hf_config.v_head_dim if projects_first else hf_config.kv_lora_rank
         assert exchange.combine.call_args.args[0].shape[-1] == width
+
+
+def check_query_lens(hf_config: Any, dcp: DCPConfig) -> None:
+    """Decodes of several query tokens: as many in each request, then of different numbers, with padding and a prefill."""
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    for batch, padding in ((SPECULATED, 0), ((*SPECULATED, (6, 1), (4, 2), (13, 9)), 3)):
+        check_layer(hf_config, dcp, mesh, batch, padding=padding, max_decode_query_len=3)
 
 
 def check_padding(hf_config: Any, dcp: DCPConfig) -> None:
@@ -141,85 +163,123 @@ def test_mixed_batch(family: str, dcp: DCPConfig) -> None:
     run_ranks(dcp.tensor_parallel_size, check_variants, tiny_config(family), dcp)
 
 
+@pytest.mark.parametrize("dcp", [layout(1, 1), layout(2, 2, 2, "a2a"), layout(3, 3, 1, "ag_rs")], ids=str)
+def test_several_query_tokens(dcp: DCPConfig) -> None:
+    run_ranks(dcp.tensor_parallel_size, check_query_lens, tiny_config("deepseek_v3"), dcp)
+
+
 def test_padding_and_no_positions() -> None:
     run_ranks(2, check_padding, tiny_config("deepseek_v3"), layout(2, 2))
 
 
-def largest_claim(layer: MLAAttention, num_tokens: int) -> int:
-    """Bytes of the largest tensor of a dummy run, an indexer's workspace."""
-    with patch.object(layer_module.torch, "empty", wraps=torch.empty) as empty:
-        layer(torch.zeros(num_tokens, 48), None, None)
-    return max(int(call.args[0]) for call in empty.call_args_list)
+class Allocations(TorchDispatchMode):
+    """Memory that is held at a time, of what is allocated under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.storages.append(weakref.ref(result.untyped_storage()))
+        held = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
+        self.peak = max(self.peak, sum(held.values()))
+        return result
 
 
-def check_dummy_run(hf_config: Any) -> None:
+def claimed(layer: MLAAttention, num_tokens: int) -> int:
+    """Bytes at a time, beside the exchange's."""
+    with Allocations() as allocations:
+        layer.claim_memory(num_tokens)
+    return allocations.peak
+
+
+def check_claims(hf_config: Any) -> None:
     dcp, mesh = layout(2, 2), init_mesh(2, 2)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
-    layer = MLAAttention(MLAConfig.from_hf(hf_config), dcp, mesh, exchange, torch.float32, "cpu")
-    assert torch.equal(layer(torch.full((7, 48), 3.0), None, None), torch.zeros(7, 48))
-    exchange.reserve_context.assert_called_once_with(
-        dcp.context_workspace_tokens, 24, torch.float32, torch.device("cpu")
-    )
-    layer = MLAAttention(
-        MLAConfig.from_hf(hf_config),
-        dataclasses.replace(dcp, kv_cache_dtype="fp8"),
-        mesh,
-        exchange,
-        torch.float32,
-        "cpu",
-    )
-    assert torch.equal(layer(torch.full((7, 48), 3.0), None, None), torch.zeros(7, 48))
-    exchange.reserve_context.assert_called_with(
-        dcp.context_workspace_tokens, 24, torch.float8_e4m3fn, torch.device("cpu")
-    )
-    sparse = MLAConfig.from_hf(tiny_config("deepseek_v32"))
-    layer = MLAAttention(sparse, dcp, mesh, exchange, torch.float32, "cpu")
-    assert layer.indexer is not None
-    few, many = (largest_claim(layer, num_tokens) for num_tokens in (1, 1001))
-    assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and behind what finishes them
+    config, num_keys = MLAConfig.from_hf(hf_config), dcp.context_workspace_tokens
+
+    def new_layer(config: MLAConfig, **formats: str) -> MLAAttention:
+        return MLAAttention(config, dataclasses.replace(dcp, **formats), mesh, exchange, torch.float32, "cpu")
+
+    # A key and a value of each of 12 heads, 8 + 8 and 4 wide; what the backend joins of keys, 16 wide.
+    of_heads = num_keys * 12 * (8 + 4 + 16) * 4
+    exchange.reserve_context.side_effect = lambda *_: None
+    assert claimed(new_layer(config), 7) == of_heads
+    exchange.reserve_context.assert_called_once_with(num_keys, 24, torch.float32, torch.device("cpu"))
+    assert claimed(new_layer(config, kv_cache_dtype="fp8"), 7) == of_heads + num_keys * 24 * 4  # dequantized latents
+    exchange.reserve_context.assert_called_with(num_keys, 24, torch.float8_e4m3fn, torch.device("cpu"))
+    with patch.object(layer_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
+        assert claimed(new_layer(config), 7) == num_keys * 12 * (8 + 4) * 4
+    sparse = new_layer(MLAConfig.from_hf(tiny_config("deepseek_v32")))
+    assert sparse.indexer is not None
+    few, many = (sparse.indexer.workspace_bytes(num_tokens) for num_tokens in (1, 1001))
+    assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
+    assert claimed(sparse, 1001) == many
+    with patch.object(sparse.indexer, "workspace_bytes", return_value=0):
+        assert claimed(sparse, 800) == of_heads + 800 * num_keys // 8  # a bit for each pair: a mask
 
 
-def test_dummy_run_is_zero_and_claims_memory() -> None:
-    run_ranks(2, check_dummy_run, tiny_config("deepseek_v3"))
+def test_claims_memory() -> None:
+    run_ranks(2, check_claims, tiny_config("deepseek_v3"))
 
 
 def check_mistakes(hf_config: Any) -> None:
     dcp, mesh = layout(1, 1), init_mesh(1, 1)
     config = MLAConfig.from_hf(hf_config)
     layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
-    metadata = StepMetadata.build([3], [3], [[0]], dcp, 0)
-    hidden, cache, cos_sin = torch.zeros(3, 48), torch.zeros(2, 4, 24), torch.zeros(3, 8)
-    with pytest.raises(ValueError, match=r"hidden_states has shape \(2, 48\); expected \[at least 3, 48\]"):
-        layer(hidden[:2], cache, metadata, cos_sin)
-    with pytest.raises(ValueError, match=r"kv_cache has shape \(2, 4, 23\); expected \[num_blocks, 4, 24\]"):
-        layer(hidden, cache[..., :23], metadata, cos_sin)
-    with pytest.raises(
-        ValueError, match=r"kv_cache has dtype torch.float16; expected torch.float32 for .*\(--kv-cache-dtype\) 'auto'"
+    hidden, cache = torch.zeros(3, 48), LayerCache(torch.zeros(2, 4, 24))
+    bare = StepMetadata.build([3], [3], [[1]], dcp, 0)
+    step = bare.with_positions(torch.zeros(3, 8))
+
+    def refused(message: str, *arguments: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            layer(*arguments)
+
+    refused(r"hidden_states has shape \(2, 48\); expected \[at least 3, 48\]", hidden[:2], cache, step)
+    refused("step is NoneType; expected what StepMetadata.build gives", hidden, cache, None)
+    refused("cache is Tensor; expected a LayerCache, as cache", hidden, cache.latents, step)
+    for latents, message in (
+        (cache.latents[..., :23], r"kv_cache has shape \(2, 4, 23\); expected \[num_blocks, 4, 24\]"),
+        (
+            cache.latents.half(),
+            r"kv_cache has dtype torch.float16; expected torch.float32 for .*\(--kv-cache-dtype\) 'auto'",
+        ),
+        (
+            cache.latents.transpose(1, 2).contiguous().transpose(1, 2),
+            r"kv_cache has strides \(96, 1, 4\); the values of a row must be contiguous",
+        ),
+        (cache.latents[:1], "block_tables has block 1; the cache has 1 blocks, numbered from 0"),
     ):
-        layer(hidden, cache.half(), metadata, cos_sin)
-    with pytest.raises(
-        ValueError, match=r"kv_cache has strides \(96, 1, 4\); the values of a row must lie side by side"
+        refused(message, hidden, LayerCache(latents), step)
+    wanted = r"expected \(torch.float32, \(3, 8\), device\(type='cpu'\)\), see with_positions"
+    for cos_sin, found in (
+        (None, "None"),
+        (torch.zeros(2, 8), r"\(torch.float32, \(2, 8\), .*\)"),
+        (torch.zeros(3, 8, dtype=torch.bfloat16), r"\(torch.bfloat16, \(3, 8\), .*\)"),
+        (torch.zeros(3, 8, device="meta"), r"\(torch.float32, \(3, 8\), device\(type='meta'\)\)"),
     ):
-        layer(hidden, cache.transpose(1, 2).contiguous().transpose(1, 2), metadata, cos_sin)
-    with pytest.raises(ValueError, match=r"cos_sin has shape \(2, 8\); expected \[3, 8\]"):
-        layer(hidden, cache, metadata, cos_sin[:2])
-    with pytest.raises(ValueError, match="kv_cache is None; a step with metadata needs"):
-        layer(hidden, None, metadata, cos_sin)
-    with pytest.raises(
-        ValueError,
-        match=r"query_factor is \(torch.float32, \(3,\)\); expected None, for config.llama_4_scaling is None",
-    ):
-        layer(hidden, cache, metadata, cos_sin, torch.ones(3))
+        refused(rf"step.cos_sin is {found}; {wanted}", hidden, cache, bare.with_positions(cos_sin))
+    layer.config = dataclasses.replace(config, use_rope=False)
+    refused(r"step.cos_sin is \(.*\); expected None, for the model has no positions", hidden, cache, step)
+    layer.config = config
+    refused(
+        r"step.query_factor is \(torch.float32, \(3,\), .*\); expected None, for config.llama_4_scaling is None",
+        hidden,
+        cache,
+        step.with_positions(step.cos_sin, torch.ones(3)),
+    )
     layer.config = dataclasses.replace(config, llama_4_scaling=(0.3, 16))
+    wanted = r"expected \(torch.float32, \(3,\), device\(type='cpu'\)\), for .* is \(0.3, 16\)"
     for factor, found in (
         (None, "None"),
-        (torch.ones(2), r"\(torch.float32, \(2,\)\)"),
-        (torch.ones(3, dtype=torch.float16), r"\(torch.float16, \(3,\)\)"),
+        (torch.ones(2), r"\(torch.float32, \(2,\), .*\)"),
+        (torch.ones(3, dtype=torch.float16), r"\(torch.float16, \(3,\), .*\)"),
+        (torch.ones(3, device="meta"), r"\(torch.float32, \(3,\), device\(type='meta'\)\)"),
     ):
-        with pytest.raises(
-            ValueError, match=rf"query_factor is {found}; expected \(torch.float32, \(3,\)\), for .* is \(0.3, 16\)"
-        ):
-            layer(hidden, cache, metadata, cos_sin, factor)
+        refused(rf"step.query_factor is {found}; {wanted}", hidden, cache, step.with_positions(step.cos_sin, factor))
     weights = oracle(hf_config).state_dict()
     with pytest.raises(ValueError, match="checkpoint: tensor q_b_proj.weight is missing"):
         layer.load_weights({name: weight for name, weight in weights.items() if name != "q_b_proj.weight"})

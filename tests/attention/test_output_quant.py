@@ -9,8 +9,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from torch import Tensor
 from dcpmla.__main__ import main
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.output import ops as output_ops
-from dcpmla.attention.output.quant import OutputQuant, quantize_parts
+from dcpmla.attention.output import rows as rows_module
+from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput
+from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
 from tests.attention.test_compile import MIXED, SMALL, make_layer, run_layer
@@ -36,13 +40,39 @@ def parts_case(dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value
     return [out, values, torch.zeros(3, heads * value, dtype=dtype)], w_uv
 
 
+def written(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant | None) -> Any:
+    """Parts as a layer appends them; as many rows of padding as the last one has, which is zeros, are left to be."""
+    padding = len(parts[-1]) if len(parts) > 1 and not parts[-1].any() else 0
+    rows = OutputRows(sum(map(len, parts)), w_uv, quant)
+    for part in parts[:-1] if padding else parts:
+        if part.ndim == 3:
+            rows.project(part)
+        else:
+            rows.append(part)
+    return rows.finish()
+
+
+def test_plain_parts_are_written_once() -> None:
+    """Parts beside each other are rows of one result; one that is the whole result is neither copied nor written."""
+    for dtype in (torch.float64, torch.bfloat16):
+        parts, w_uv = parts_case(dtype, 7, 3, 24, 128)
+        projected = project_values(parts[0], w_uv)
+        assert torch.equal(written(parts, w_uv, None), torch.cat([projected, *parts[1:]]))
+        assert torch.equal(written(parts[::-1], w_uv, None), torch.cat([*parts[:0:-1], projected]))
+        assert torch.equal(written(parts[:1], w_uv, None), projected)
+        assert written(parts[1:2], w_uv, None) is parts[1]
+        with patch.object(rows_module, "project_rows_") as write:
+            written(parts[:1], w_uv, None)
+        assert not write.called
+
+
 def test_parts_and_fused_operators_are_the_quantized_whole() -> None:
     for quant, dtype in itertools.product(KINDS, (torch.float32, torch.bfloat16)):
         parts, w_uv = parts_case(dtype, 7, 3, 24, 128)
         projected = project_values(parts[0], w_uv)
         for got, plain in (
-            (quantize_parts(parts, w_uv, quant), torch.cat([projected, *parts[1:]])),
-            (quantize_parts(parts[:1], w_uv, quant), projected),
+            (written(parts, w_uv, quant), torch.cat([projected, *parts[1:]])),
+            (written(parts[:1], w_uv, quant), projected),
         ):
             wanted = unfused(plain, quant)
             assert torch.equal(codes(got.values), codes(wanted[0]))
@@ -103,7 +133,7 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
             continue
         parts, w_uv = parts_case(dtype, num_tokens, heads, rank, value)
         projected = project_values(parts[0].float(), w_uv.float()).to(dtype)
-        wanted = quantize_parts([projected, *parts[1:]], w_uv, quant)
+        wanted: QuantizedOutput = written([projected, *parts[1:]], w_uv, quant)
         got = quant.empty(num_tokens + 9, heads * value, torch.device(device))
         got.values.view(torch.uint8).fill_(0x7F)
         scale, scales = (
@@ -174,7 +204,7 @@ def test_operators_run_the_kernels() -> None:
         )
         parts, w_uv = parts_case(torch.bfloat16, 130, 16, 512, 128)
         moved, w_uv = [move(part, "cuda") for part in parts], move(w_uv, "cuda")
-        got = quantize_parts(moved, w_uv, on_gpu)
+        got = written(moved, w_uv, on_gpu)
         alone = fused(moved[0], w_uv, on_gpu)
         assert torch.equal(codes(got.values)[:130], codes(alone[0]))
         rows = torch.cat([project_values(moved[0], w_uv), *moved[1:]])
@@ -183,7 +213,7 @@ def test_operators_run_the_kernels() -> None:
         assert (difference > 0).double().mean() < 5e-4
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = quantize_parts(moved, w_uv, on_gpu)
+            captured = written(moved, w_uv, on_gpu)
         captured.values.view(torch.uint8).fill_(0)
         graph.replay()
         assert torch.equal(codes(captured.values), codes(got.values))
@@ -199,7 +229,7 @@ def test_offsets_past_2_to_the_31() -> None:
     values = torch.zeros(first_row + 9, 128 * 128, dtype=FP8, device="cuda")
     kernels.project_rows(move(parts[0], "cuda"), move(w_uv, "cuda"), first_row, values, None, scale, False)
     kernels.quantize_rows(move(parts[1], "cuda"), first_row + 3, values, None, scale, False)
-    wanted = quantize_parts(parts[:2], w_uv, OutputQuant(kind="fp8", scale=scale.cpu())).values
+    wanted = written(parts[:2], w_uv, OutputQuant(kind="fp8", scale=scale.cpu())).values
     assert (codes(values[first_row:]) != codes(wanted)).double().mean() < 5e-4
     assert not codes(values[:9]).any()
 
@@ -264,7 +294,7 @@ def test_operators() -> None:
         torch.library.opcheck(getattr(output_ops, f"project_values_{quant.kind}"), (parts[0], w_uv, *more))
         result = quant.empty(num_tokens, 256, x.device)
         into = 0, result.values, None if quant.kind == "fp8" else result.scales, quant.scale, quant.ue8m0
-        torch.library.opcheck(output_ops.quantize_rows_, (x, *into), test_utils=in_place)
+        torch.library.opcheck(output_ops.write_rows_, (x, *into), test_utils=in_place)
         torch.library.opcheck(output_ops.project_rows_, (parts[0], w_uv, *into), test_utils=in_place)
 
 
@@ -276,6 +306,7 @@ def check_layer() -> None:
 
     def compare(*step: Any) -> Tensor:
         plain = layer.attend(*step)
+        assert isinstance(plain, Tensor)
         assert torch.equal(layer(*step), layer.o_proj(plain))
         assert plain[:-2].any(1).all()
         assert not plain[-2:].any()
@@ -356,8 +387,16 @@ SCALE, OUT, W_UV = torch.ones(1), torch.zeros(3, 2, 24), torch.zeros(2, 96, 24)
             "w_uv has 24 rows for a head; groups of 16 must",
         ),
         (
-            lambda: quantize_parts([OUT], W_UV, OutputQuant(kind="fp8_groups")),
+            lambda: OutputRows(3, W_UV, OutputQuant(kind="fp8_groups")),
             "w_uv has 96 rows for a head; groups of 128 must",
+        ),
+        (
+            lambda: OutputRows(3, W_UV.double(), OutputQuant(kind="fp8", scale=SCALE)),
+            "w_uv is torch.float64; outputs of bfloat16, float16 and float32 can be quantized",
+        ),
+        (
+            lambda: OutputRows(3, W_UV, OutputQuant(kind="fp8", scale=SCALE.to("meta"))),
+            r"scale is torch.float32 \(1,\) on meta; expected .* on cpu",
         ),
     ],
 )

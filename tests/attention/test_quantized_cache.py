@@ -31,7 +31,7 @@ from dcpmla.attention import layer as layer_module
 from dcpmla.attention.scales import KV_SCALE_NAMES, calculate_scale_, missing_scales, read_scale
 from dcpmla.attention.step import PrefillMetadata
 from dcpmla.cache.formats import FP8, dequantize, quantize, row_width, storage_dtype, to_fp8
-from dcpmla.cache.latent import num_blocks, read_latents
+from dcpmla.cache.latent import LayerCache, num_blocks, read_latents
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.checkpoint import Checkpoint
@@ -48,6 +48,10 @@ def config_of_layer(kv_lora_rank: int = L, qk_rope_head_dim: int = R) -> Any:
     config = tiny_config("deepseek_v3")
     config.kv_lora_rank, config.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
     return config
+
+
+def without_positions(hf_config: Any) -> MLAConfig:
+    return dataclasses.replace(MLAConfig.from_hf(hf_config), use_rope=False)
 
 
 def layout(tp: int, dcp: int, interleave: int, kv_format: tuple[str, str], **changes: Any) -> DCPConfig:
@@ -85,7 +89,7 @@ def check_layer(weights: dict[str, Tensor], config: MLAConfig, dcp: DCPConfig, d
     )
     layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, device).exchange, dtype, device)
     layer.load_weights({**weights, "attn.q_scale": torch.tensor(Q_SCALE)})
-    cache = LatentCache(LatentCache.plan(config, dcp, 1, list(TOTALS), dtype), torch.device(device))[0]
+    cache = LatentCache(LatentCache.plan(config, dcp, 1, list(TOTALS), dtype), torch.device(device))[0].latents
     cache.view(torch.uint8).fill_(0xFF)  # NaN in every format
     free = iter(range(cache.shape[0] - 1, -1, -1))
     tables = [[next(free) for _ in range(num_blocks(total, dcp))] for total in TOTALS]
@@ -100,7 +104,7 @@ def check_layer(weights: dict[str, Tensor], config: MLAConfig, dcp: DCPConfig, d
         metadata = StepMetadata.build(new, ends, [tables[i] for i in requests], dcp, mesh.dcp_rank, device)
         rows = torch.cat([hidden[i][end - count : end] for i, end, count in zip(requests, ends, new, strict=True)])
         with torch.no_grad():
-            out = layer(rows.to(device), cache, metadata).cpu().double()
+            out = layer(rows.to(device), LayerCache(cache), metadata).cpu().double()
         wanted = []
         for request, start, count in step:
             shards = everybodys_rows(cache, mesh.dcp_group, start + count, tables[request], dcp)
@@ -176,7 +180,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 def check_layers(size: int) -> None:
     weights, config = (
         random_model(config_of_layer()).model.layers[0].self_attn.state_dict(),
-        MLAConfig.from_hf(config_of_layer()),
+        without_positions(config_of_layer()),
     )
     for kv_format, interleave in itertools.product(FORMATS, (1, 2, 16)):
         check_layer(weights, config, layout(size, size, interleave, kv_format))
@@ -201,7 +205,7 @@ def check_layers_on_gpus(size: int) -> None:
     }
     for kv_format, backend in itertools.product(FORMATS, ("ag_rs", "direct") if size > 1 else ("auto",)):
         dcp = layout(size, size, 2, kv_format, dcp_comm_backend=backend, block_size=64)
-        check_layer(weights, MLAConfig.from_hf(hf_config), dcp, "cuda")
+        check_layer(weights, without_positions(hf_config), dcp, "cuda")
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)])
@@ -222,13 +226,14 @@ def check_calculated_scales(weights: dict[str, Tensor], config: MLAConfig) -> No
     assert layer.kv_scale is not None
     assert layer.q_scale is not None
     addresses = layer.kv_scale.data_ptr(), layer.q_scale.data_ptr()
-    cache = LatentCache(LatentCache.plan(config, dcp, 1, [20], torch.float32), torch.device("cpu"))[0]
+    cache = LatentCache(LatentCache.plan(config, dcp, 1, [20], torch.float32), torch.device("cpu"))[0].latents
     tables = [list(range(len(cache)))]
     hidden = 5 * torch.randn(20, config.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def run(start: int, end: int) -> list[float]:
         with torch.no_grad():
-            layer(hidden[start:end], cache, StepMetadata.build([end - start], [end], tables, dcp, mesh.dcp_rank))
+            metadata = StepMetadata.build([end - start], [end], tables, dcp, mesh.dcp_rank)
+            layer(hidden[start:end], LayerCache(cache), metadata)
         assert layer.kv_scale is not None
         assert layer.q_scale is not None
         return [float(layer.kv_scale), float(layer.q_scale)]

@@ -14,8 +14,8 @@ from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, Ste
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.sparse import indexer as indexer_module
 from dcpmla.attention.sparse import scores as scores_module
-from dcpmla.attention.sparse.metadata import SelectedTokens
-from dcpmla.cache.latent import num_blocks
+from dcpmla.attention.step import SelectedTokens
+from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from tests.attention.test_layer import layout
 from tests.support.models import random_model, tiny_config
@@ -50,9 +50,8 @@ def run_layers(
     Returns each layer's output of the new tokens and padding, and what was selected last.
     """
     total = [cached + new for cached, new in BATCH]
-    plan = LatentCache.plan(
-        layers[0].config, dcp, len(layers), total, torch.float32, sum(layer.indexer is not None for layer in layers)
-    )
+    index_layers = [number for number, layer in enumerate(layers) if layer.indexer is not None]
+    plan = LatentCache.plan(layers[0].config, dcp, len(layers), total, torch.float32, index_layers)
     cache = LatentCache(plan, torch.device("cpu"))
     for memory in (*cache.layers, *cache.index_layers):
         memory.view(torch.uint8).fill_(0xFF)  # a NaN, in every format
@@ -73,17 +72,12 @@ def run_layers(
             for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)
         ]
         hidden = torch.cat([*rows, torch.full((padding, 48), torch.nan)])
-        selection, outputs, index_layers = (
-            SelectedTokens.empty(metadata.num_tokens, TOPK, "cpu"),
-            [],
-            iter(cache.index_layers),
-        )
-        for memory in (selection.positions, selection.slots, selection.num_slots):
+        metadata = metadata.with_positions(cos_sin[metadata.positions]).with_selection(TOPK)
+        assert metadata.selection is not None
+        for memory in (metadata.selection.positions, metadata.selection.slots, metadata.selection.num_slots):
             memory.fill_(2**31 - 1)
-        for layer, kv_cache in zip(layers, cache.layers, strict=True):
-            index_cache = None if layer.indexer is None else next(index_layers)
-            outputs.append(layer(hidden, kv_cache, metadata, cos_sin[metadata.positions], None, index_cache, selection))
-        return outputs, selection
+        outputs = [layer(hidden, kv_cache, metadata) for layer, kv_cache in zip(layers, cache, strict=True)]
+        return outputs, metadata.selection
 
     filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
     step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled, 0)
@@ -218,35 +212,38 @@ def check_mistakes(hf_config: Any) -> None:
     dcp, mesh = layout(1, 1), init_mesh(1, 1)
     weights: Weights = dict(random_model(hf_config).model.layers[0].self_attn.state_dict())
     layer, reusing = (new_layer(hf_config, dcp, mesh, weights, skip) for skip in (False, True))
-    dense, sparse = (
-        StepMetadata.build([30], [30], [list(range(8))], dcp, 0, is_sparse=is_sparse) for is_sparse in (False, True)
+    dense, bare = (
+        StepMetadata.build([30], [30], [list(range(8))], dcp, 0, is_sparse=is_sparse).with_positions(torch.zeros(30, 8))
+        for is_sparse in (False, True)
     )
-    hidden, cache, index_cache, cos_sin = (
-        torch.zeros(30, 48),
-        torch.zeros(8, 4, 24),
-        torch.zeros(8, 4, 16),
-        torch.zeros(30, 8),
-    )
-    with pytest.raises(ValueError, match="metadata has no sparse part, .*; build it with is_sparse"):
-        layer(hidden, cache, dense, cos_sin, None, index_cache)
-    with pytest.raises(
-        ValueError, match=r"index_cache is None; expected torch.float32 \(8, 4, 16\), .* \(--index-cache-dtype\) 'auto'"
+    step, hidden = bare.with_selection(TOPK), torch.zeros(30, 48)
+    cache = LayerCache(torch.zeros(8, 4, 24), torch.zeros(8, 4, 16))
+    assert dense.with_selection(TOPK) is dense
+    assert bare.with_selection(30) is bare
+    for with_mistake, cache_with_mistake, message in (
+        (dense, cache, "step has no sparse part, .*; build it with is_sparse"),
+        (bare, cache, r"step.selection is None; tokens with more than 24 .* need step.with_selection\(24\)"),
+        (bare.with_selection(23), cache, r"step.selection is \(30, 23\); expected \(30, 24\), tokens and topk"),
+        (
+            step,
+            LayerCache(cache.latents),
+            r"cache.index_keys is None; expected torch.float32 \(8, 4, 16\), .* \(--index-cache-dtype\) 'auto'",
+        ),
+        (
+            step,
+            LayerCache(cache.latents, torch.zeros(8, 4, 20, dtype=torch.uint8)),
+            r"cache.index_keys is torch.uint8 \(8, 4, 20\), strides .*; expected torch.float32 \(8, 4, 16\)",
+        ),
+        (
+            step,
+            LayerCache(torch.zeros(16, 4, 24)[::2], cache.index_keys),
+            r"kv_cache has strides \(192, 24, 1\); sparse attention takes contiguous blocks",
+        ),
     ):
-        layer(hidden, cache, sparse, cos_sin)
-    with pytest.raises(
-        ValueError, match=r"index_cache is torch.uint8 \(8, 4, 20\), strides .*; expected torch.float32 \(8, 4, 16\)"
-    ):
-        layer(hidden, cache, sparse, cos_sin, None, torch.zeros(8, 4, 20, dtype=torch.uint8))
-    with pytest.raises(
-        ValueError, match=r"kv_cache has strides \(192, 24, 1\); sparse attention takes blocks that lie one behind the"
-    ):
-        layer(hidden, torch.zeros(16, 4, 24)[::2], sparse, cos_sin, None, index_cache)
-    with pytest.raises(
-        ValueError, match="selection is None; a layer with skip_topk needs what a layer before it selected"
-    ):
-        reusing(hidden, cache, sparse, cos_sin)
-    with pytest.raises(ValueError, match=r"selection is of \(29, 24\); expected \(30, 24\), tokens and topk"):
-        reusing(hidden, cache, sparse, cos_sin, None, None, SelectedTokens.empty(29, TOPK, "cpu"))
+        with pytest.raises(ValueError, match=message):
+            layer(hidden, cache_with_mistake, with_mistake)
+    with pytest.raises(ValueError, match="step.selection is None"):
+        reusing(hidden, LayerCache(cache.latents), bare)
     with pytest.raises(ValueError, match="checkpoint: tensor wk.weight is missing"):
         layer.load_weights({name: weight for name, weight in weights.items() if name != "indexer.wk.weight"})
     with pytest.raises(ValueError, match="config has an indexer, but q_lora_rank is None"):

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from dcpmla.__main__ import main
-from dcpmla.bench.decode_inputs import SCALE, Answer, Caches, Ceilings, DecodeCase, DecodeInputs
-from dcpmla.bench.decode_kernels import FlashMLA, Ours, load_kernel
+from dcpmla.bench.decode import OURS
+from dcpmla.bench.decode_inputs import SCALE, Answer, Caches, Ceilings, DecodeCase, DecodeInputs, Ours
+from dcpmla.bench.peers import PEERS, FlashMLA
 from dcpmla.cache.formats import dequantize
 from tests.support.fake_peers import write_peers
 from tests.support.launchers import run_together
@@ -59,7 +60,7 @@ def test_all_kernels_in_one_run(peers: Path, tmp_path: Path, capsys: pytest.Capt
     ceilings = Ceilings(**content["ceilings"])
     for (batch, context, query_len, *dtypes, kernel), row in rows.items():
         case = DecodeCase(batch, context, 3, query_len, *dtypes)
-        assert (row["num_heads"], row["block_size"], row["dtype"], row["in_graph"]) == (3, 64, "bfloat16", False)
+        assert (row["heads"], row["block_size"], row["dtype"], row["in_graph"]) == (3, 64, "bfloat16", False)
         assert row["median_us"] > 0
         assert row["floor_us"] == pytest.approx(ceilings.floor_us(case, 2), abs=0.006)
         assert row["tflops"] * row["median_us"] == pytest.approx(case.flops / 1e6, abs=0.01 * row["median_us"])
@@ -112,7 +113,7 @@ def test_what_a_peer_cannot_do_is_said_once(peers: Path, tmp_path: Path, capsys:
 
 
 def test_time_may_be_over(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcpmla.bench.decode.TimeLimit.is_over", lambda _: True)
+    monkeypatch.setattr("dcpmla.bench.runner.TimeLimit.is_over", lambda _: True)
     assert (
         bench("--batch", 2, "--context", 64, "--json", tmp_path / "decode.json", "--plot", tmp_path / "decode.png") == 0
     )
@@ -200,6 +201,7 @@ def test_inputs_rotate(dtypes: tuple[str, str], width: int) -> None:
 
 @pytest.mark.parametrize("dtypes", FORMATS)
 def test_answers_see_what_is_wrong(dtypes: tuple[str, str]) -> None:
+    torch.manual_seed(0)
     inputs = DecodeInputs(DecodeCase(3, 70, 4, 2, *dtypes), Caches(3, 70, 32, torch.float32, CPU, dtypes[0]))
     kernel = Ours(inputs)
     right, lse = kernel.result(*kernel.launch(1))
@@ -234,10 +236,10 @@ def test_flashmla_sparse_takes_all_tokens(peers: Path, query_len: int) -> None:
     inputs = DecodeInputs(
         DecodeCase(2, 70, 64, query_len, "fp8_ds_mla"), Caches(2, 70, 32, torch.bfloat16, CPU, "fp8_ds_mla")
     )
-    kernel = load_kernel("flashmla-sparse", peers)(inputs)
+    kernel = PEERS["flashmla-sparse"].load(peers)(inputs)
     assert max(Answer(inputs, 1).errors(*kernel.result(*kernel.launch(1)))) < 0.005
     with pytest.raises(ValueError, match="takes 64 or 128 heads, not 16"):
-        load_kernel("flashmla-sparse", peers)(DecodeInputs(DecodeCase(2, 70, 16, 1, "fp8_ds_mla"), inputs.caches))
+        PEERS["flashmla-sparse"].load(peers)(DecodeInputs(DecodeCase(2, 70, 16, 1, "fp8_ds_mla"), inputs.caches))
 
 
 def test_flashmla_says_empty_by_infinity() -> None:
@@ -272,5 +274,7 @@ def test_ours_in_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_kernels_by_name() -> None:
     inputs = DecodeInputs(DecodeCase(1, 64, 2, 1), Caches(1, 64, 64, torch.float32, CPU))
-    out, _ = load_kernel("dcpmla", None)(inputs).launch(0)
-    torch.testing.assert_close(load_kernel("dcpmla-torch", None)(inputs).launch(0)[0], out)
+    out, _ = Ours(inputs, OURS["dcpmla"]).launch(0)
+    torch.testing.assert_close(Ours(inputs, OURS["dcpmla-torch"]).launch(0)[0], out)
+    with pytest.raises(ValueError, match="does not take this call"):
+        Ours(inputs, OURS["dcpmla-triton"]).launch(0)

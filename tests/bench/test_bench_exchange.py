@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.__main__ import build_parser, main
-from dcpmla.bench.exchange import is_right, measured, world_sizes
+from dcpmla.bench.exchange import group_sizes, is_right, measured
 from dcpmla.bench.exchange_inputs import OPERATIONS, ExchangeCase
-from dcpmla.bench.exchange_peers import load_vllm_direct
+from dcpmla.bench.peers import load_vllm_direct
 from dcpmla.comm.nccl import AllToAll
 from tests.support.fake_peers import write_exchange_peer
 from tests.support.launchers import run_forked, run_together, torchrun, unattended
@@ -34,7 +34,7 @@ EXCHANGE = [
 
 
 def received_bytes(op: str, tokens: int, heads: int | None, row_width: int) -> int:
-    """What a rank of two gets from the other one, in float32."""
+    """Count what a rank of two gets from the other one, in float32."""
     if op == "gather_context":
         return -(-tokens // 2) * (WIDTH + 64) * 4
     assert heads is not None
@@ -44,7 +44,6 @@ def received_bytes(op: str, tokens: int, heads: int | None, row_width: int) -> i
 WRONG_ON_ONE_RANK = """
 import sys
 from dcpmla.__main__ import main
-from dcpmla.bench.exchange_peers import load_vllm_direct
 from dcpmla.comm.nccl import AllToAll
 
 def combine(self, out, lse, right=AllToAll.combine):
@@ -67,7 +66,7 @@ def test_two_ranks_measure_and_check_each_operation(tmp_path: Path) -> None:
     options = [
         "--tokens",
         "1,257",
-        "--backends",
+        "--dcp-comm-backend",
         "ag_rs,a2a",
         "--peers",
         write_exchange_peer(peers),
@@ -79,7 +78,9 @@ def test_two_ranks_measure_and_check_each_operation(tmp_path: Path) -> None:
     result, _ = run_forked(unattended([program, *EXCHANGE, *options, "--commit", "abc"], 2))
     content = json.loads(out.read_text())
     assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
-    rows = {(row["op"], row["backend"], row["variant"], row["tokens"], row["heads"]): row for row in content["rows"]}
+    rows = {
+        (row["operation"], row["exchange"], row["variant"], row["tokens"], row["heads"]): row for row in content["rows"]
+    }
     assert len(rows) == len(content["rows"])
     merges = [*product(("ag_rs", "a2a"), ("", "pbm"), (1, 257)), ("vllm_direct", "", 1)]
     gathers = list(product(("ag_rs", "a2a"), [""], (1, 257)))
@@ -90,7 +91,8 @@ def test_two_ranks_measure_and_check_each_operation(tmp_path: Path) -> None:
     }
     for (op, backend, variant, tokens, heads), row in rows.items():
         width = VALUE_WIDTH if variant == "pbm" else WIDTH
-        assert (row["row_width"], row["world_size"], row["dtype"]) == (width, 2, "float32")
+        assert row["row_width"] == (width if op == "combine" else WIDTH + 64)
+        assert (row["tp"], row["dcp"], row["gpus_per_node"], row["dtype"]) == (2, 2, 2, "float32")
         assert (row["in_graph"], row["wire_us"]) == (False, None)
         assert row["median_us"] > 0
         assert row["gb_per_s"] == pytest.approx(
@@ -98,7 +100,7 @@ def test_two_ranks_measure_and_check_each_operation(tmp_path: Path) -> None:
         )
         assert is_right(row) == ((op, backend) != ("combine", "a2a"))
         if op == "combine":
-            assert row["max_error"] > (0.1 if backend == "a2a" else 0)  # float32 against float64
+            assert row["error"] > (0.1 if backend == "a2a" else 0)  # float32 against float64
     lines = [line for line in result.stdout.splitlines() if line.startswith("combine")]
     assert [" a2a " in line for line in lines] == [line.endswith("WRONG") for line in lines]
     assert (
@@ -112,10 +114,10 @@ def test_two_ranks_measure_and_check_each_operation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", ["", "fp8"])
 def test_rows_in_fp8_may_be_coarser(variant: str) -> None:
     """The same of gathers, which are exact otherwise."""
-    row = {"op": "gather_heads", "variant": variant, "dtype": "bfloat16", "max_error": 0.06}
+    row = {"operation": "gather_heads", "variant": variant, "dtype": "bfloat16", "error": 0.06}
     assert is_right(row) == (variant == "fp8")
-    assert not is_right({**row, "max_error": 0.07})
-    assert not is_right({**row, "max_error": None})
+    assert not is_right({**row, "error": 0.07})
+    assert not is_right({**row, "error": None})
 
 
 def test_peers_that_cannot_be_had(tmp_path: Path) -> None:
@@ -162,9 +164,11 @@ def rows_of_exchanges() -> list[tuple[str, str, bool]]:
     for exchange in (AllToAll(group), _Reordered(group), _Careless(group)):
         for op, make in OPERATIONS.items():
             inputs = make(case)
-            row = measured(case, inputs, exchange, 450.0)
+            row = measured(inputs, exchange, case.device, 450.0)
             assert row["wire_us"] == pytest.approx(inputs.received_bytes / 450e3, abs=6e-4)
-            found.append((type(exchange).__name__, op, is_right({"op": op, "variant": "", **row})))
+            found.append(
+                (type(exchange).__name__, op, is_right({"operation": op, "variant": "", "dtype": "float32", **row}))
+            )
     return found
 
 
@@ -178,15 +182,15 @@ def test_wrong_results_are_found() -> None:
     ("num_ranks", "options", "message"),
     [
         (1, [], "bench exchange measures 2 ranks or more, but 1 was started"),
-        (4, ["--world-sizes", "2,3"], "--world-sizes has 3; it must be 2 or more, and divide the 4 ranks"),
-        (4, ["--world-sizes", "1"], "--world-sizes has 1; it must be 2 or more"),
+        (4, ["-dcp", "2,3"], "decode_context_parallel_size (-dcp) has 3; it must be 2 or more, and divide the 4 ranks"),
+        (4, ["-dcp", "1"], "decode_context_parallel_size (-dcp) has 1; it must be 2 or more"),
         (4, ["--heads", "64,6"], "--heads has 6; a group of 4 ranks must divide it"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(num_ranks: int, options: list[str], message: str) -> None:
     args = build_parser().parse_args(["bench", "exchange", *options])
     with pytest.raises(ValueError, match=re.escape(message)):
-        world_sizes(args, num_ranks)
+        group_sizes(args, num_ranks)
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
@@ -194,7 +198,7 @@ def test_sizes_that_do_not_divide_are_named(num_ranks: int, options: list[str], 
     ("options", "message"),
     [
         ([], "bench exchange measures 2 ranks or more, but 1 was started"),
-        (["--backends", "a2a,mpi"], "'mpi' is not an exchange; choose from auto, ag_rs, a2a"),
+        (["--dcp-comm-backend", "a2a,mpi"], "'mpi' is not an exchange; choose from auto, ag_rs, a2a"),
         (["--tokens", "1,0"], "'0' is not a whole number of at least 1"),
     ],
 )
@@ -209,7 +213,7 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
 @pytest.mark.gpu_2
 def test_two_gpus_in_graphs(tmp_path: Path) -> None:
     out = tmp_path / "exchange.json"
-    options = ["--tokens", "1,64,512", "--backends", "ag_rs,a2a", "--json", out]
+    options = ["--tokens", "1,64,512", "--dcp-comm-backend", "ag_rs,a2a", "--json", out]
     (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "exchange", *options], 2), {})])
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 3 * 2 * (2 * 3 + 1)

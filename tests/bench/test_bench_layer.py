@@ -15,15 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla.__main__ import main
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
-from dcpmla.bench.crossover import crossovers
-from dcpmla.bench.geometries import GEOMETRIES
+from dcpmla.bench.geometries import config_of
 from dcpmla.bench.layer_stack import PARTS, LayerStack
+from dcpmla.bench.layouts import crossovers
 from dcpmla.bench.timing import TimeLimit, time_operation
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.planning.measured import read_rows
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.measured import predict_row
 from dcpmla.planning.weights import read_model
-from tests.support.launchers import run_forked, run_together, torchrun, unattended
+from tests.support.launchers import run_forked, run_together, srun, torchrun, unattended
+from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -41,9 +43,7 @@ def test_two_ranks_measure_each_part(tmp_path: Path) -> None:
     content = json.loads(out.read_text())
     assert list(content) == ["commit", "machine", "versions", "rows", "crossover"]
     assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
-    found = {
-        (row["dcp"], row["dcp_comm_backend"], row["variant"], row["batch"], row["part"]): row for row in content["rows"]
-    }
+    found = {(row["dcp"], row["exchange"], row["variant"], row["batch"], row["part"]): row for row in content["rows"]}
     parts_of = {
         **{(1, "none", "", batch): UNSHARDED for batch in (few, many)},
         **{(2, "a2a", "", batch): ("total", *PARTS) for batch in (few, many)},
@@ -73,6 +73,11 @@ def test_two_ranks_measure_each_part(tmp_path: Path) -> None:
         if part == "total":
             parts = sum(found[*setting, other]["median_us"] for other in PARTS if (*setting, other) in found)
             assert row["sum_of_parts_us"] == pytest.approx(parts, abs=0.3)
+        compared = setting[0] == 2 and part in ("total", "attention")
+        assert ("scaling_efficiency" in row) == compared
+        if compared:
+            plain = found[1, "none", "", setting[-1], part]["median_us"]
+            assert row["scaling_efficiency"] == pytest.approx(plain / (2 * row["median_us"]), abs=1e-3)
         if part == "total" and setting[0] == 2:
             added = (beside_attention(*setting) - beside_attention(1, "none", "", setting[-1])) / 2
             assert row["added_us_per_layer"] == pytest.approx(added, abs=0.1)
@@ -84,8 +89,24 @@ def test_two_ranks_measure_each_part(tmp_path: Path) -> None:
     assert result.stdout.count(f"skipped: dcp 2 a2a pbm, {few} x 70{too_few}") == 1
     assert result.stdout.count("skipped: dcp ") == 2 + 7  # contexts too long, for each layout that a batch has
     assert result.stdout.count("is faster than tp 2: ") == 3
+    assert result.stdout.count(": scaling efficiency over 2 loads: attention ") == 2
+    assert result.stdout.count("dcp 2 a2a pbm: scaling efficiency over 1 loads: attention ") == 1
     assert plot.read_bytes().startswith(b"\x89PNG")
-    read_rows(content, "layer.json")  # the planner takes it
+
+
+def test_two_ranks_on_each_of_two_nodes(tmp_path: Path) -> None:
+    """The planner takes a group of 2 for one inside its node, and lets the group of 4 pay for the network."""
+    out, config = tmp_path / "layer.json", tmp_path / "config.json"
+    config.write_text(tiny_config("deepseek_v32").to_json_string())  # layers of sparse models run as dense ones
+    options = ["--geometry", config, "-tp", 4, "-dcp", "2,4", "--batch", "2", "--context", "70", "--json", out]
+    program = ["-m", "dcpmla", *TINY, *options]
+    run_forked(srun(program, [2, 2], "localhost,elsewhere"))
+    model, rows = read_model(tiny_config("deepseek_v32")), json.loads(out.read_text())["rows"]
+    assert {(row["geometry"], row["tp"], row["gpus_per_node"], row["exchange"]) for row in rows} == {
+        ("config.json", 4, 2, "a2a")
+    }
+    gathers = {row["dcp"]: (predict_row(H200X8, model, row) or 0) / 2 for row in rows if row["part"] == "gather"}
+    assert gathers[4] - gathers[2] == pytest.approx(H200X8.network_us, abs=0.2)
 
 
 @pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
@@ -102,7 +123,6 @@ def test_caches_and_queries_of_every_dtype(tmp_path: Path, capsys: pytest.Captur
     report = capsys.readouterr().out
     assert "skipped: dcp 1, fp8_ds_mla cache, 2 x 70: kv_cache_dtype" in report  # the tiny latent has no 128 columns
     assert "\ndcp 1, fp8 cache and queries " in report
-    read_rows(content, "layer.json")  # the planner takes it
 
 
 Cut = tuple[int, int, dict[str, Any]]  # tp, dcp, fields of DCPConfig
@@ -110,7 +130,7 @@ Cut = tuple[int, int, dict[str, Any]]  # tp, dcp, fields of DCPConfig
 
 def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
     """Operators of a whole step, and of its parts together, without views and what the residual adds."""
-    config = MLAConfig.from_hf(GEOMETRIES["tiny"]())
+    config = MLAConfig.from_hf(config_of("tiny"))
     found = []
     with torch.inference_mode():
         for tp, dcp, options in cuts:
@@ -171,7 +191,10 @@ def test_the_parts_are_the_step() -> None:
             "--variants has 'fp8', but --dcp-comm-backend is a2a; direct alone",
         ),
         (["--kv-cache-dtype", "bf16,e5m2"], "'e5m2' is not a cache format; choose from bf16, fp8, fp8_ds_mla"),
-        (["--geometry", "deepseek-v9"], "invalid choice: 'deepseek-v9'"),
+        (
+            ["--geometry", "deepseek-v9"],
+            "--geometry is deepseek-v9: no such file or directory; give one, or one of deepseek-v3, ",
+        ),
         (["--plot", "/nowhere/out.png"], "--plot is /nowhere/out.png"),
     ],
 )
@@ -186,7 +209,7 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
 @pytest.mark.parametrize(("name", "billions"), [("deepseek-v3", 671), ("kimi-k2", 1026), ("v2-lite", 15.7)])
 def test_geometries_are_the_published_ones(name: str, billions: float) -> None:
     """By the parameters of their checkpoints."""
-    model = read_model(GEOMETRIES[name]())
+    model = read_model(config_of(name))
     assert sum(
         parameter.count * torch.Size(parameter.shape).numel() for parameter in model.parameters
     ) / 1e9 == pytest.approx(billions, rel=0.005)
@@ -199,7 +222,7 @@ TIMES = st.dictionaries(st.tuples(st.integers(1, 3), st.sampled_from([8, 16, 24]
 
 def rows_of(times: dict[int, dict[tuple[int, int], int]], kv_cache_dtype: str = "bf16") -> list[dict[str, Any]]:
     """Total times by DCP size, batch and context."""
-    names = {"dcp_comm_backend": "a2a", "variant": "", "kv_cache_dtype": kv_cache_dtype, "decode_query_dtype": "auto"}
+    names = {"exchange": "a2a", "variant": "", "kv_cache_dtype": kv_cache_dtype, "decode_query_dtype": "auto"}
     return [
         {"part": part, "dcp": dcp, **names, "batch": batch, "context": context, "median_us": time * factor}
         for dcp, loads in times.items()
@@ -246,7 +269,7 @@ def test_crossovers_are_between_caches_of_the_same_format() -> None:
 
 
 def limits_of_ranks() -> tuple[bool, bool, int]:
-    """Whether time is over where it is over on rank 1 alone, and nowhere; the samples that little time leaves of many."""
+    """Return whether time is over where it is on rank 1 alone, and nowhere; the samples that little time leaves."""
     rank, calls = torch.distributed.get_rank(), []
     time_operation(calls.append, CPU, calls=1, num_samples=100, seconds=0.0)
     return TimeLimit(1000 * (1 - rank), CPU).is_over(), TimeLimit(1000, CPU).is_over(), len(calls)
@@ -294,7 +317,7 @@ def test_two_gpus_in_graphs(tmp_path: Path) -> None:
     assert all(row["in_graph"] for row in content["rows"])
     totals = [row for row in content["rows"] if row["part"] == "total"]
     of_dtype = [
-        Counter((row["dcp_comm_backend"], row["variant"]) for row in totals if row["kv_cache_dtype"] == name)
+        Counter((row["exchange"], row["variant"]) for row in totals if row["kv_cache_dtype"] == name)
         for name in ("bf16", "fp8")
     ]
     steps = of_dtype[0]

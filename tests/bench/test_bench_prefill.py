@@ -17,19 +17,19 @@ from dcpmla.bench import prefill as bench_prefill
 from tests.support.launchers import run_together
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
-TINY = ["bench", "prefill", "--device", "cpu", "--num-heads", "2", "--commit", "abc"]
+TINY = ["bench", "prefill", "--device", "cpu", "--heads", "2", "--commit", "abc"]
 
 
 def test_a_row_for_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "prefill.json", tmp_path / "prefill.png"
-    assert main([*TINY, "--chunk", "33,8", "--context", "50", "--json", str(out), "--plot", str(plot)]) == 0
+    assert main([*TINY, "--tokens", "33,8", "--context", "50", "--json", str(out), "--plot", str(plot)]) == 0
     content = json.loads(out.read_text())
     assert (content["commit"], content["machine"]) == ("abc", "1 x CPU")
     rows = content["rows"]
-    cases = [(row["backend"], row["chunk"], row["context"], row["causal"]) for row in rows]
+    cases = [(row["kernel"], row["tokens"], row["context"], row["causal"]) for row in rows]
     assert cases == [("torch", 33, 0, True), ("torch", 33, 50, False), ("torch", 8, 0, True), ("torch", 8, 50, False)]
     for row, pairs in zip(rows, (33 * 34 // 2, 33 * 50, 8 * 9 // 2, 8 * 50), strict=True):
-        assert (row["num_heads"], row["dtype"], row["num_sets"], row["in_graph"]) == (2, "float32", 1, False)
+        assert (row["heads"], row["dtype"], row["num_sets"], row["in_graph"]) == (2, "float32", 1, False)
         assert row["median_us"] > 0
         assert row["tflops"] == pytest.approx(2 * 2 * (192 + 128) * pairs / row["median_us"] / 1e6, abs=2e-3)
         assert 0 < row["error"] < 1e-5
@@ -63,14 +63,14 @@ def test_a_wrong_backend_is_seen_and_a_failing_one_left_out(
     )
     monkeypatch.setattr(bench_prefill, "PREFILL_BACKENDS", backends)
     out = tmp_path / "prefill.json"
-    assert main([*TINY, "--chunk", "40", "--context", "24", "--json", str(out)]) == 0
+    assert main([*TINY, "--tokens", "40", "--context", "24", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert [row["backend"] for row in rows] == ["right", "scaled", "base 2", "nan"] * 2
+    assert [row["kernel"] for row in rows] == ["right", "scaled", "base 2", "nan"] * 2
     for row in rows:
         assert row["error"] == {"scaled": pytest.approx(0.05, rel=1e-3), "nan": None}.get(
-            row["backend"], pytest.approx(0, abs=1e-5)
+            row["kernel"], pytest.approx(0, abs=1e-5)
         )
-        assert (row["lse_error"] > 0.02) == (row["backend"] == "base 2")
+        assert (row["lse_error"] > 0.02) == (row["kernel"] == "base 2")
     lines = capsys.readouterr().out.splitlines()
     assert [" WRONG" in line for line in lines if "TFLOP/s" in line] == [False, True, True, True] * 2
     assert "left out: failing of 40 new tokens over 24: no kernel image" in lines
@@ -80,10 +80,10 @@ def test_a_wrong_backend_is_seen_and_a_failing_one_left_out(
 def test_backends_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # GPUs may be seen again
     out = tmp_path / "prefill.json"
-    sizes = ["--chunk", "256,2048", "--context", "4096"]
+    sizes = ["--tokens", "256,2048", "--context", "4096"]
     run_together([([sys.executable, "-m", "dcpmla", "bench", "prefill", *sizes, "--json", out], {})])
     rows = json.loads(out.read_text())["rows"]
-    backends = [row["backend"] for row in rows]
+    backends = [row["kernel"] for row in rows]
     assert [backends.count(name) for name in ("triton", "torch")] == [4, 4]
     for row in rows:
         assert row["in_graph"]
@@ -94,9 +94,9 @@ def test_backends_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--chunk", "0"], "--chunk: '0' is not a whole number"),
+        (["--tokens", "0"], "--tokens: '0' is not a whole number"),
         (["--context", "8,"], "--context: '' is not a whole number"),
-        (["--num-heads", "x"], "--num-heads: 'x' is not a whole number"),
+        (["--heads", "x"], "--heads: 'x' is not a whole number"),
         (["--json", "/nowhere/out.json"], "--json is /nowhere/out.json"),
     ],
 )

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
-from dcpmla.bench.load import make_load
-from dcpmla.bench.served import Served, summarize
+from dcpmla.bench.load import Served, make_load, summarize
 from dcpmla.cache.latent import CachePlan
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.request import Request
@@ -158,7 +157,7 @@ def test_rows_by_hand() -> None:
 
 
 def check_row(row: dict[str, Any], seed: int = 0) -> None:
-    """What must hold for any run of the small load."""
+    """Check what must hold for any run of the small load."""
     rate = math.inf if row["request_rate"] == "inf" else row["request_rate"]
     load = make_load(row["num_requests"], rate, row["input_lens"], row["output_lens"], VOCAB_SIZE, seed)
     assert row["seconds"] > load.arrival_times[-1]
@@ -192,7 +191,7 @@ def test_one_process(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     expected = {
         "tp": 1,
         "dcp": 1,
-        "dcp_comm_backend": "none",
+        "exchange": "none",
         "request_rate": 8.0,
         "num_requests": 12,
         "input_lens": [16, 60],
@@ -243,7 +242,7 @@ build_engine, built = bench_serve.build_engine, []
 def build_alone(*arguments):
     assert not any(reference() for reference in built)
     engine, selection = build_engine(*arguments)
-    built.extend([weakref.ref(engine.cache[0]), weakref.ref(engine.model._model.lm_head.weight)])
+    built.extend([weakref.ref(engine.cache.layers[0]), weakref.ref(engine.model._model.lm_head.weight)])
     return engine, selection
 
 bench_serve.build_engine = build_alone
@@ -275,7 +274,7 @@ def test_no_size_is_served_in_vain(model: Path, tmp_path: Path) -> None:
     arguments = ["-m", "dcpmla", "bench", "serve", "-tp", 2, "-dcp", "2,1", *options(model, **changes)]
     ends = run_forked(unattended(arguments, 2), check=False)
     said = "".join(end.stderr for end in ends)
-    message = "cache: the longest request has 79 tokens, but 9,216 bytes a rank hold 48 with -dcp 1; raise --kv-cache-memory-bytes"
+    message = "cache: the longest request has 79 tokens, but 9,216 bytes a rank hold 48 with -dcp 1; raise --kv-cache"
     assert said.count("dcpmla: error: ") == said.count(message) == 1
     assert [end.returncode for end in ends] == [2, 2]
     assert "load: " not in said

@@ -12,18 +12,17 @@ import pytest
 import torch
 
 from dcpmla.__main__ import main
-from dcpmla.attention.sparse.candidates import EMPTY, unpack_positions
-from dcpmla.bench.decode_inputs import Answer
-from dcpmla.bench.decode_kernels import Ours
+from dcpmla.attention.sparse.topk import EMPTY, unpack_positions
+from dcpmla.bench.decode_inputs import Answer, Ours
+from dcpmla.bench.peers import PEERS
+from dcpmla.bench.sparse import is_right
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
-from dcpmla.bench.sparse_kernels import load_flashmla
-from dcpmla.bench.sparse_rows import is_right
 from dcpmla.comm.exchange import LocalExchange
 from tests.support.fake_peers import write_peers
 from tests.support.launchers import run_forked, unattended
 
 CPU = torch.device("cpu")
-OPERATIONS = ["index_scores_us", "local_candidates_us", "gather_candidates_us", "choose_tokens_us", "selection_us"]
+OPERATIONS = ["index_scores_us", "local_candidates_us", "gather_candidates_us", "choose_tokens_us", "median_us"]
 TINY = ["bench", "sparse", "--topk", "16", "--index-heads", "2", "--context", "70"]
 alone = pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
 
@@ -31,15 +30,15 @@ alone = pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
 def read(
     path: Path,
 ) -> tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]], dict[tuple[Any, ...], dict[str, Any]]]:
-    """The file, and its rows of selections and of attention, which differ in dcp, format, and exchange or heads."""
+    """Read a file, and its rows of selections and of attention, which differ in dcp, format, and exchange or heads."""
     content = json.loads(path.read_text())
-    selections = [row for row in content["rows"] if row["part"] == "selection"]
-    attentions = [row for row in content["rows"] if row["part"] == "attention"]
+    selections = [row for row in content["rows"] if row["operation"] == "selection"]
+    attentions = [row for row in content["rows"] if row["operation"] == "attention"]
     assert len(selections) + len(attentions) == len(content["rows"])
     return (
         content,
-        {(row["dcp"], row["index_cache_dtype"], row["dcp_comm_backend"]): row for row in selections},
-        {(row["dcp"], row["kv_cache_dtype"], row["num_heads"]): row for row in attentions},
+        {(row["dcp"], row["index_cache_dtype"], row["exchange"]): row for row in selections},
+        {(row["dcp"], row["kv_cache_dtype"], row["heads"]): row for row in attentions},
     )
 
 
@@ -64,7 +63,7 @@ def test_one_process_stands_for_a_rank_of_several(tmp_path: Path, capsys: pytest
         "2",
         "-dcp",
         "4,1",
-        "--num-heads",
+        "--heads",
         "3,64",
         "--kv-cache-dtype",
         "bf16,fp8,fp8_ds_mla",
@@ -89,7 +88,7 @@ def test_one_process_stands_for_a_rank_of_several(tmp_path: Path, capsys: pytest
             assert row["speedup_over_dcp_1"] is None
         else:
             assert row["speedup_over_dcp_1"] == pytest.approx(
-                selections[1, dtype, "none"]["selection_us"] / row["selection_us"], abs=2e-3
+                selections[1, dtype, "none"]["median_us"] / row["median_us"], abs=2e-3
             )
     assert set(attentions) == set(product((1, 4), ("bf16", "fp8", "fp8_ds_mla"), (3, 64)))
     for (dcp, dtype, num_heads), row in attentions.items():
@@ -100,7 +99,7 @@ def test_one_process_stands_for_a_rank_of_several(tmp_path: Path, capsys: pytest
             == ((dtype, num_heads) != ("fp8_ds_mla", 64))
         )
         if row["flashmla_us"] is not None:
-            assert row["speedup_over_flashmla"] == pytest.approx(row["flashmla_us"] / row["attention_us"], abs=2e-3)
+            assert row["speedup_over_flashmla"] == pytest.approx(row["flashmla_us"] / row["median_us"], abs=2e-3)
     report = capsys.readouterr().out
     assert "WRONG" not in report
     assert "selection, dcp 4, made up, fp8 index cache: 0 of 1 wrong; " in report
@@ -116,7 +115,7 @@ def test_two_ranks_exchange_candidates(tmp_path: Path) -> None:
         "1,2",
         "--batch",
         3,
-        "--num-heads",
+        "--heads",
         4,
         "--kv-cache-dtype",
         "bf16",
@@ -173,7 +172,7 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
 def test_what_cannot_be_measured_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = ["--device", "cpu", "--batch", "1", "-dcp", "1", "--num-heads", "64", "--kv-cache-dtype", "fp8_ds_mla"]
+    sizes = ["--device", "cpu", "--batch", "1", "-dcp", "1", "--heads", "64", "--kv-cache-dtype", "fp8_ds_mla"]
     peers = write_peers(tmp_path) / "peers.py"
     broken = peers.read_text().replace("tokens = kv.flatten(0, 2)", "raise RuntimeError('no kernel\\nfor this')")
     peers.write_text(broken)
@@ -192,15 +191,18 @@ def test_what_cannot_be_measured_is_said(
         )
         == 0
     )
-    assert "left out: flashmla of this case: no kernel\n" in capsys.readouterr().out
+    assert "left out: flashmla of 1 x 70, dcp 1, 64 heads: no kernel\n" in capsys.readouterr().out
     _, _, attentions = read(tmp_path / "out.json")
     assert attentions[1, "fp8_ds_mla", 64]["flashmla_us"] is None
     peers.write_text("def load_flashmla(): open('/gone.so')")
-    monkeypatch.setattr("dcpmla.bench.sparse.TimeLimit.is_over", lambda _: True)
+    monkeypatch.setattr("dcpmla.bench.runner.TimeLimit.is_over", lambda _: True)
     assert main([*TINY, *sizes, "--peers", str(tmp_path)]) == 0
     report = capsys.readouterr().out
     assert "left out: flashmla: [Errno 2] No such file or directory: '/gone.so'" in report
-    assert "time is over (--time-limit): 1 x 70, dcp 1 and what follows is left out" in report
+    assert (
+        "time is over (--time-limit): attention of 1 x 70, dcp 1, fp8_ds_mla cache and what follows is left out"
+        in report
+    )
 
 
 # ---- its parts
@@ -261,7 +263,6 @@ def test_selected_rows(context: int, topk: int, dcp_size: int, tmp_path: Path) -
     blocks = [(slots[0, request][is_slot[request]] // 64).unique() for request in range(3)]
     assert torch.cat(blocks).unique().numel() == sum(map(len, blocks))  # no two requests' are the same
     inputs = AttentionInputs(case, 64, rows)
-    for kernel in (Ours(inputs), load_flashmla(write_peers(tmp_path))(inputs)):
-        assert kernel is not None
+    for kernel in (Ours(inputs), PEERS["flashmla-sparse"].load(write_peers(tmp_path))(inputs)):
         assert max(Answer(inputs, 1).errors(*kernel.result(*kernel.launch(1)))) < 1e-4
         assert min(Answer(inputs, 0).errors(*kernel.result(*kernel.launch(1)))) > 0.05  # the set of another call

@@ -140,7 +140,8 @@ def test_plan_is_what_is_allocated(
     dcp = replace(make_dcp(size, interleave), kv_cache_dtype=kv_cache_dtype)
     plan = LatentCache.plan(replace(config, kv_lora_rank=128), dcp, 3, seq_lens, dtype)
     cache = LatentCache(plan, torch.device("cpu"))
-    layers = [cache[layer] for layer in range(3)]
+    layers = [layer.latents for layer in cache]
+    assert all(cache[number] == (layers[number], None) for number in range(3))
     assert sum(layer.nbytes for layer in layers) == plan.bytes_per_rank
     assert size * plan.bytes_per_rank == plan.bytes_total
     assert len({layer.data_ptr() for layer in layers}) == 3
@@ -210,7 +211,7 @@ def test_plan_speaks_in_numbers(config: MLAConfig) -> None:
 
 def test_sequences_without_tokens_still_give_a_cache(config: MLAConfig) -> None:
     plan = LatentCache.plan(config, make_dcp(2), 1, [0, 0], torch.float32)
-    assert LatentCache(plan, torch.device("cpu"))[0].shape[0] >= 1
+    assert LatentCache(plan, torch.device("cpu")).layers[0].shape[0] >= 1
 
 
 @pytest.mark.parametrize("seq_lens", [[], [5, -1]])

@@ -1,6 +1,4 @@
-"""Cache formats byte by byte: codes against arithmetic on their bits and a search in float64, rows against bytes put
-together by hand.
-"""
+"""Cache formats byte by byte: codes compared with bit arithmetic and a search in float64, rows with handmade bytes."""
 
 import re
 import struct
@@ -32,9 +30,7 @@ ALL_BYTES = torch.arange(256, dtype=torch.uint8)
 
 
 def value_of(code: int) -> float:
-    """Sign, four bits of exponent with a bias of 7, three of mantissa; no infinity, and NaN only where all other bits
-    are set.
-    """
+    """Return the value of an e4m3 byte: sign, 4 bits of exponent (bias 7), 3 of mantissa; all ones is NaN."""
     exponent, mantissa = code >> 3 & 15, code & 7
     if code & 127 == 127:
         return float("nan")
@@ -46,7 +42,7 @@ TABLE = np.array([value_of(code) for code in range(256)])
 
 
 def nearest_codes(x: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """By search in float64: of two values as near, that with the even code."""
+    """Search the nearest code in float64; of two equally near, the even one."""
     distance = np.abs(np.abs(x.astype(np.float64)).clip(max=448)[..., None] - TABLE[:127])
     is_odd = np.arange(127) % 2
     code = np.lexsort((np.broadcast_to(is_odd, distance.shape), distance))[..., 0]
@@ -58,7 +54,7 @@ def codes_of(x: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def numbers(num_rows: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Of all magnitudes that a format rounds, zeros among them."""
+    """Draw numbers of all magnitudes that a format rounds, zeros among them."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_rows, width, generator=generator) * 2.0 ** torch.randint(
         -14, 9, (num_rows, width), generator=generator
@@ -70,7 +66,7 @@ CASES = {"seed": st.integers(0, 1 << 30), "dtype": st.sampled_from([torch.bfloat
 
 
 def test_every_byte_decodes_to_its_value() -> None:
-    """Under both formats, and times a scale in float64."""
+    """Every byte is tested under both formats, and times a scale in float64."""
     scale = torch.tensor([0.37])
     factor = scale.double().item()
     np.testing.assert_array_equal(dequantize(ALL_BYTES.view(FP8), 250, scale, torch.float64).numpy(), TABLE * factor)
@@ -81,7 +77,7 @@ def test_every_byte_decodes_to_its_value() -> None:
 
 
 def test_rounding_at_every_value_and_between() -> None:
-    """Each value, each midpoint and both its neighbours in float32: denormals, ties to even, what saturates."""
+    """Each value, each midpoint and both its float32 neighbours are tested: denormals, ties to even, saturation."""
     values = TABLE[:127].astype(np.float32)
     middles = (values[1:] + values[:-1]) / 2
     up, down = (np.nextafter(middles, np.float32(end)) for end in (np.inf, -np.inf))
@@ -91,15 +87,13 @@ def test_rounding_at_every_value_and_between() -> None:
     assert codes_of(to_fp8(torch.tensor([2.0**-10, 3 * 2.0**-10]), torch.ones(1))).tolist() == [
         0,
         2,
-    ]  # 0.5 and 1.5 of the smallest
+    ]  # 0.5 and 1.5 times the smallest
 
 
 @given(**CASES, scale=st.floats(2.0**-20, 2.0**20, width=32))
 @settings(max_examples=30, deadline=None)
 def test_fp8_rows(seed: int, dtype: torch.dtype, scale: float) -> None:
-    """Codes are the nearest to value / scale; what comes back is off by 2^-4 of it, or half the smallest step, unless
-    it saturates.
-    """
+    """Codes are the nearest to value / scale; dequantized, off by 2^-4 or half the smallest step, or saturated."""
     kv_c, k_pe = numbers(3, 40, dtype, seed), numbers(3, 6, dtype, seed + 1)
     rows = quantize(kv_c, k_pe, FP8, torch.tensor([scale]))
     assert (rows.shape, rows.dtype) == ((3, row_width(FP8, 40, 6)), FP8)
@@ -114,7 +108,7 @@ def test_fp8_rows(seed: int, dtype: torch.dtype, scale: float) -> None:
 @given(**CASES, magnitude=st.integers(-140, 100))
 @settings(max_examples=30, deadline=None)
 def test_fp8_ds_mla_rows(seed: int, dtype: torch.dtype, magnitude: int) -> None:
-    """Each tile by its own largest value, down to values that float32 itself holds as denormals; k_pe in bfloat16."""
+    """Each tile is scaled by its own largest value, down to float32 denormals; k_pe is in bfloat16."""
     kv_c, k_pe = numbers(3, 384, torch.float32, seed), numbers(3, 6, torch.bfloat16, seed + 1)
     kv_c[:, 128:256] *= 2.0**magnitude
     kv_c = kv_c.to(dtype).nan_to_num(posinf=1.0, neginf=-1.0)  # past float16
@@ -135,7 +129,7 @@ def test_fp8_ds_mla_rows(seed: int, dtype: torch.dtype, magnitude: int) -> None:
 
 
 def test_fp8_ds_mla_of_deepseek_has_656_bytes() -> None:
-    """512 codes, four scales at 512, 64 of k_pe at 528."""
+    """A row has 512 codes, four scales at byte 512, and 64 values of k_pe at byte 528."""
     assert (row_width(torch.uint8, 512, 64), row_width(FP8, 512, 64), row_width(torch.bfloat16, 512, 64)) == (
         656,
         576,

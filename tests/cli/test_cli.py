@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +88,10 @@ def test_options_reach_the_layout() -> None:
         assert dcp_config(args, 2) == dataclasses.replace(plain, **{name: True})
     assert dcp_config(build_parser().parse_args([*options, "--dcp-check-exchange"]), 2).check_exchange
     assert dcp_config(build_parser().parse_args([*options, "--index-cache-dtype", "fp8"]), 2).index_cache_dtype == "fp8"
+    assert dcp_config(build_parser().parse_args([*options, "--kv-cache-dtype", "fp8_e4m3"]), 2).kv_cache_dtype == "fp8"
+    backends = ["--attention-backend", "torch", "--prefill-backend", "triton"]
+    chosen = dcp_config(build_parser().parse_args([*options, *backends]), 2)
+    assert (chosen.attention_backend, chosen.prefill_backend) == ("torch", "triton")
 
 
 def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ MISTAKES = {
     ),
     "model length": (
         ["--max-model-len", 257],
-        "--max-model-len is 257; it must be in [2, 256], where the model's positions end",
+        "max_model_len (--max-model-len) is 257; it must be in [2, 256], where the model's positions end",
     ),
     "ids": (
         ["--prompt-ids", f"1,{VOCAB_SIZE}"],
@@ -207,7 +208,7 @@ MISTAKES = {
     ),
     "memory": (
         ["--gpu-memory-utilization", 1.5],
-        "gpu_memory_utilization (--gpu-memory-utilization) is 1.5; it must be in (0, 1]",
+        "gpu_memory_utilization (--gpu-memory-utilization) is 1.5; it must be a number in (0, 1]",
     ),
     "half a job": (
         ["--prompt-file", "in.jsonl"],
@@ -218,6 +219,10 @@ MISTAKES = {
         "--prompt-file does not go with --prompt, --prompt-ids, --json or --logits",
     ),
     "timeout": (["--timeout", 0], "argument --timeout: '0' is not a whole number of at least 1"),
+    "attention backend": (
+        ["--attention-backend", "fa9"],
+        "attention_backend (--attention-backend) is 'fa9'; expected 'auto' or one of hopper, triton",
+    ),
     "seed": (["--seed=-1"], "argument --seed: '-1' is not a whole number in [0, 2^32)"),
     "device file": (["--logits", "/dev/null"], "--logits is /dev/null, which is there and not a file"),
     "long name": (["--json", "/tmp/" + 250 * "x"], "where no file can be written (File name too long)"),
@@ -251,6 +256,60 @@ def test_one_file_for_both_outputs(model: Path, tmp_path: Path, capfd: pytest.Ca
     assert not out.exists()
 
 
+def hub_model(model: Path, directory: Path) -> Path:
+    """Copy a model as the hub's cache has it: links to files that lie elsewhere, under other names."""
+    (directory / "blobs").mkdir()
+    (directory / "snapshot").mkdir()
+    for number, file in enumerate(sorted(model.iterdir())):
+        (directory / "blobs" / str(number)).write_bytes(file.read_bytes())
+        (directory / "snapshot" / file.name).symlink_to(directory / "blobs" / str(number))
+    return directory / "snapshot"
+
+
+@pytest.mark.parametrize("option", ["--json", "--logits", "--output-file"])
+@pytest.mark.parametrize("way", ["file", "weights", "outside link", "hub's link", "hub's blob"])
+def test_no_output_over_the_model(
+    option: str, way: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in model.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "empty").touch()
+    (tmp_path / "link").symlink_to(copy / "config.json")
+    if way.startswith("hub"):
+        (tmp_path / "hub").mkdir()
+        copy = hub_model(copy, tmp_path / "hub")
+    names = {"file": "empty", "weights": "model.safetensors", "hub's link": "config.json"}
+    target = copy / names[way] if way in names else tmp_path / "link"
+    if way == "hub's blob":
+        target = (copy / "config.json").resolve()
+    if option == "--output-file":
+        prompts = tmp_path / "in.jsonl"
+        prompts.write_text('{"id": 1, "prompt_token_ids": [5]}\n')
+        options = ["--prompt-file", prompts, option, target]
+    else:
+        options = ["--prompt-ids", 5, option, target]
+    before = target.read_bytes()
+    assert generate("--model", copy, "--device", "cpu", "--max-new-tokens", 1, *options) == 2
+    error = capfd.readouterr().err
+    assert f"{option} is {target}, " in error
+    if way == "file" or option != "--output-file":  # else what the file holds is reason enough
+        assert "a file in the model's directory; give the name of another file" in error
+    assert target.read_bytes() == before
+
+
+def test_a_new_output_in_the_model_s_directory(model: Path, tmp_path: Path) -> None:
+    """It hurts nothing, and a job's lines may be resumed there."""
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt_token_ids": [5]}\n')
+    options = ["--prompt-file", tmp_path / "in.jsonl", "--output-file", tmp_path / "out.jsonl", "--device", "cpu"]
+    for _ in range(2):
+        assert generate("--model", tmp_path, "--max-new-tokens", 1, *options) == 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+
+
 def test_a_linked_output_keeps_its_link(model: Path, tmp_path: Path) -> None:
     link, target = tmp_path / "link.json", tmp_path / "target.json"
     target.write_text("old")
@@ -278,7 +337,7 @@ def test_no_prompt(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (
             "model.layers.0.self_attn.kv_b_proj.weight",
             torch.zeros(3, 16),
-            "tensor kv_b_proj.weight has shape (3, 16); the model's config asks",
+            "tensor model.layers.0.self_attn.kv_b_proj.weight has shape (3, 16); the model's config asks for (288, 16)",
         ),
         (
             "model.layers.0.self_attn.q_b_proj.weight",
@@ -323,7 +382,7 @@ def test_broken_checkpoints(
     ("file", "content", "message"),
     [
         ("model.safetensors", b"garbage", "model.safetensors is not a readable safetensors file"),
-        ("model.safetensors.index.json", b"{}", "model.safetensors.index.json has no readable weight_map"),
+        ("model.safetensors.index.json", b"{}", "model.safetensors.index.json is no JSON object with weight_map"),
         ("config.json", b"[]", "is not an MLA model"),
         ("config.json", b"{", "has no readable config.json"),
         ("config.json", b'{"model_type": "deepseek_v3", "hidden_size": "abc"}', "config.json is no deepseek_v3 config"),
@@ -399,29 +458,3 @@ def test_texts_and_ids_keep_the_order_given(tmp_path: Path) -> None:
     outputs = json.loads(out.read_text())["outputs"]
     assert [len(output["prompt_token_ids"]) for output in outputs] == [6, 9, 2]
     assert outputs[1]["text"] == "123"
-
-
-def test_the_example_of_the_engine_streams() -> None:
-    root = Path(__file__).parents[2]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        root / "examples" / "stream.py",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
-    run = subprocess.run(
-        [*map(str, command), str(root / "examples" / "needle" / "model")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-    )
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
-    assert lines[0] == "0: '123'"  # the answer, before its request is finished
-    assert sum(line.startswith("0: ' ") for line in lines) == 3
-    assert "0: length, {'queue_seconds': " in run.stdout

@@ -16,7 +16,7 @@ from dcpmla.__main__ import main
 from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, Backend
 from dcpmla.attention.calls import DecodeCall, PrefillCall
-from dcpmla.bench.geometries import GEOMETRIES
+from dcpmla.bench.geometries import config_of
 from dcpmla.cli import self_tests
 from dcpmla.cli.self_tests import SelfTest
 from dcpmla.comm.exchange import Exchange
@@ -58,7 +58,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert not test["failures"]
         assert 0 < test["largest_error"] < 1e-5  # float32 against float64 is never all equal
     assert [test["name"] for test in content["self_tests"]] == ["decode", "prefill", "exchange a2a", "exchange ag_rs"]
-    found = [(row["backend"], row["num_tokens"], row["num_heads"], row["in_graph"]) for row in content["latencies"]]
+    found = [(row["exchange"], row["tokens"], row["heads"], row["in_graph"]) for row in content["latencies"]]
     assert found == [(backend, num_tokens, 16, False) for backend in ("a2a", "ag_rs") for num_tokens in (1, 32, 256)]
     assert all(row["median_us"] > 0 for row in content["latencies"])
     assert result.stdout.count("rank 1: cpu of ") == 1
@@ -106,7 +106,7 @@ class _Swapped(AllGatherReduceScatter):
 
 
 def judged(exchange: Exchange, dtype: torch.dtype) -> SelfTest:
-    config, group = MLAConfig.from_hf(GEOMETRIES["deepseek-v3"]()), dist.group.WORLD
+    config, group = MLAConfig.from_hf(config_of("deepseek-v3")), dist.group.WORLD
     assert group is not None
     return self_tests.judge("it", self_tests.exchange_errors(exchange, group, config, CPU, dtype), dtype)
 
@@ -163,5 +163,5 @@ def test_on_two_gpus(tmp_path: Path) -> None:
     run_together([(torchrun(["-m", "dcpmla", "doctor", "--device", "cuda", "--json", out], 2), {})])
     content = json.loads(out.read_text())
     assert [test["name"] for test in content["self_tests"]] == ["decode", "prefill", "exchange a2a", "exchange ag_rs"]
-    assert all(row["in_graph"] and row["num_heads"] == 128 for row in content["latencies"])
+    assert all(row["in_graph"] and row["heads"] == 128 for row in content["latencies"])
     assert [facts["peers"] is None for facts in content["ranks"]] == [False, True]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
-from dcpmla.cli.output_lines import open_output_lines
+from dcpmla.cli.output import open_output_lines
 from tests.support.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")

@@ -13,7 +13,7 @@ from dcpmla.__main__ import main
 from dcpmla.config import MLAConfig
 from dcpmla.planning.weights import ModelSize
 from tests.support.models import tiny_config
-from tests.support.plan_cases import FP8, RESULTS, SCALING, write
+from tests.support.plan_cases import FP8, LAYER, RESULTS, write
 
 
 @pytest.fixture
@@ -25,8 +25,9 @@ def config_file(tmp_path: Path) -> Path:
 
 def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "plan.json", tmp_path / "plan.png"
-    command = f"plan --model {config_file} --machine h200x8 -tp 4,8 -dcp 1,8 --kv-cache-dtype bf16,fp8 --batch 2 --context 200"
-    measured = RESULTS / "h200x4" / "collectives.json"
+    command = f"plan --model {config_file} --machine h200x8 -tp 4,8 -dcp 1,8 --kv-cache-dtype bf16,fp8"
+    command += " --batch 2 --context 200"
+    measured = RESULTS / "h200x4" / "exchange.json"
     assert main([*command.split(), "--json", str(out), "--plot", str(plot), "--measured", str(measured)]) == 0
     content = json.loads(out.read_text())
     assert [(s["tp"], s["dcp"], s["kv_cache_dtype"]) for s in content["settings"]] == [
@@ -49,7 +50,16 @@ def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytes
     assert re.search(
         r"^ *cache +dcp +bytes a token +tokens a GB +tokens on 8 GPUs\n( *(bf16|fp8) +[18] .*\n){4}\n", printed, re.M
     )
-    assert len(content["measured"]) == len(json.loads(measured.read_text())["rows"])
+    rows = [row for row in json.loads(measured.read_text())["rows"] if row["operation"] != "gather_context"]
+    known = [row for row in rows if row["variant"] != "fp8" and row["exchange"] != "vllm_direct"]
+    assert [{**row, "predicted_us": 0} for row in known] == [{**row, "predicted_us": 0} for row in content["measured"]]
+    lines = [line for line in printed.splitlines() if re.match(r"(gather_heads|combine) ", line)]
+    for row, line in zip(content["measured"], lines, strict=True):
+        assert line.startswith(f"{row['operation']} {row['exchange']}")
+        times = re.findall(r"[\d,.]+", line[26:])[:3]
+        expected = [row["median_us"], row["predicted_us"], row["predicted_us"] / row["median_us"]]
+        assert [float(time.replace(",", "")) for time in times] == pytest.approx(expected, rel=5e-3, abs=0.06)
+    assert f"({len(known)} rows; " in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -175,7 +185,7 @@ def test_outputs_are_none_of_the_inputs(
     option: str, config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     measured = tmp_path / "bench.png"
-    measured.write_bytes(SCALING.read_bytes())
+    measured.write_bytes(LAYER.read_bytes())
     command = [
         "plan",
         "--model",
@@ -242,17 +252,12 @@ def test_notes_say_what_the_numbers_rest_on(tmp_path: Path, capfd: pytest.Captur
         tmp_path / "v3.json", {**transformers.DeepseekV3Config(quantization_config=FP8).to_dict(), "dtype": "bfloat16"}
     )
     assert main(["plan", "--model", config, "-tp", "8", "-dcp", "8", "--context", "4096"]) == 0
-    notes = [line for line in capfd.readouterr().out.splitlines() if line.startswith("note:")]
-    assert len(notes) == 1
-    assert "best published kernels'" in notes[0]
-    assert "--machine h200x8,SCALING.json" in notes[0]
-    assert (
-        main(
-            ["plan", "--model", config, "--machine", f"h200x8,{SCALING}", "-tp", "32", "-dcp", "8", "--context", "4096"]
-        )
-        == 0
-    )
-    notes = [line for line in capfd.readouterr().out.splitlines() if line.startswith("note:")]
+    assert "note:" not in capfd.readouterr().out
+    machine = ["--machine", f"h200x8,{LAYER}"]
+    assert main(["plan", "--model", config, *machine, "-tp", "32", "-dcp", "8", "--context", "4096"]) == 0
+    report = capfd.readouterr().out
+    assert " on h200x8, calibrated, nodes of 8 GPUs" in report
+    notes = [line for line in report.splitlines() if line.startswith("note:")]
     assert ["not measured" in notes[0], "tp 32 cuts through" in notes[1], len(notes)] == [True, True, 2]
 
 

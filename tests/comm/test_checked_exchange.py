@@ -1,6 +1,6 @@
-"""The exchange that compares calls: where they differ, every rank hears what each was about to call.
+"""The exchange that compares calls: where calls differ, every rank is told what each was about to call.
 
-Equal calls: test_exchange.py.
+test_exchange.py covers equal calls.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def check_unequal_calls() -> list[str]:
-    """On one of three ranks; returns what the errors say."""
+    """Make unequal calls on one of three ranks; return the text of the errors."""
     group, rank = dist.group.WORLD, dist.get_rank()
     exchange, other = (CheckedExchange(AllToAll(group), group) for _ in range(2))
     q, lse = torch.full((T, H, D), float(rank)), torch.zeros(T, 3 * H)
@@ -48,7 +48,7 @@ def check_unequal_calls() -> list[str]:
         1,
         2,
         2,
-    ]  # nothing is left of the calls that were refused
+    ]  # refused calls leave nothing
     return [*words, refused(lambda: (other if rank == 1 else exchange).gather_heads(q))]
 
 
@@ -60,8 +60,8 @@ def test_unequal_calls_are_told_on_every_rank() -> None:
         f"rank 1 makes call 1, gather_heads(q [3, 2, 16] torch.float32); each of ranks 0, 2 makes call 1, {q}",
         "rank 0 makes call 2, combine(out [4, 6, 16] torch.bfloat16, lse [4, 6] torch.float32); "
         "each of ranks 1, 2 makes call 2, combine(out [4, 6, 16] torch.float32, lse [4, 6] torch.float32)",
-        "rank 2 makes call 3, start_context(rows [2, 16] torch.float32, order [5] torch.int64, tokens [2] torch.int64); "
-        f"each of ranks 0, 1 makes call 3, {q}",
+        "rank 2 makes call 3, start_context(rows [2, 16] torch.float32, order [5] torch.int64, tokens [2] "
+        f"torch.int64); each of ranks 0, 1 makes call 3, {q}",
         "; ".join(
             f"rank {rank} makes call 4, reserve_context(rows [9, {D + rank}] torch.float32)" for rank in range(3)
         ),

@@ -1,6 +1,4 @@
-"""The exchange `direct`: its kernels in Triton's interpreter, on ranks that share memory as GPUs do over NVLink; what
-it refuses.
-"""
+"""The exchange `direct`: its kernels in Triton's interpreter, on ranks that share memory, and what it refuses."""
 
 import random
 import re
@@ -44,7 +42,7 @@ def new_exchange(**changes: Any) -> direct.DirectExchange:
 
 
 def exchange_without_pause(exchange: direct.DirectExchange, num_exchanges: int, own: random.Random) -> None:
-    """Nothing between exchanges but ranks that linger in them: another one is ahead as far as may be."""
+    """Exchange with nothing in between but random delays, so that ranks get as far ahead as they can."""
     rank = dist.get_rank(exchange.group)
     draws = [draw(exchange, (1, 1, 8), torch.float16, seed)[0] for seed in range(num_exchanges)]
     delay_kernels(own, 0.2)
@@ -54,9 +52,7 @@ def exchange_without_pause(exchange: direct.DirectExchange, num_exchanges: int, 
 
 
 def check_exchanges(num_steps: int) -> None:
-    """Two groups where there are ranks for them, several exchanges over each, in turn; one's numbers go beyond those of
-    32 bits.
-    """
+    """Exchange over two groups in turn where there are enough ranks; one group's exchange numbers pass 32 bits."""
     rank, size = dist.get_rank(), dist.get_world_size()
     common, own = random.Random(size), random.Random(rank)
     delay_kernels(own)
@@ -86,13 +82,13 @@ def test_exchanges(num_ranks: int, num_steps: int) -> None:
 
 
 def check_missing_rank() -> None:
-    """Rank 1 of three does not come.
+    """Leave rank 1 of three out.
 
-    The others wait for it once, in whatever number of turns, then no more; without it all is well.
+    The others wait for it once, in whatever number of turns, then no more; among themselves exchanges work.
     """
     rank, own = dist.get_rank(), random.Random(dist.get_rank())
     delay_kernels(own)
-    exchange_once(new_exchange(), (2, 1, 8), torch.float32, 0, own)  # whatever takes long the first time
+    exchange_once(new_exchange(), (2, 1, 8), torch.float32, 0, own)  # the first call is slow
     direct._WINDOW_BYTES = 1152
     q, lse, order = torch.zeros(12, 1, 8), torch.zeros(12, 3), torch.arange(36)
     calls: list[tuple[str, int, int, Callable[[direct.DirectExchange], Any]]] = [
@@ -114,11 +110,12 @@ def check_missing_rank() -> None:
         if rank == 1:
             continue
         assert 1.0 <= seconds(call, exchange) < 5.0
-        words = f"{operation} failed on rank {rank} of the group [0, 1, 2]: nothing came from rank 1 for 1 s, in exchange {number}"
+        words = f"{operation} failed on rank {rank} of the group [0, 1, 2]: nothing came from rank 1 for 1 s"
+        words += f", in exchange {number}"
         for again in (exchange.check, lambda: call(exchange)):  # noqa: B023
             with pytest.raises(PeerFault, match=f"{re.escape(words)}$"):
                 again()
-        exchange._fault.zero_()  # so that kernels run, as they do in graphs
+        exchange._fault.zero_()  # so that kernels run as they do in graphs
         assert seconds(call, exchange) < 1.0
     rest = dist.new_group([0, 2])
     if rank != 1:
@@ -145,9 +142,7 @@ def test_missing_rank() -> None:
 
 
 def check_operators() -> None:
-    """torch.compile sees through the exchange and may copy its tensors; what operators give is known; what they do not
-    carry they say.
-    """
+    """Check the operators under torch.compile, which may copy tensors, and with fake tensors; and what they refuse."""
     delay_kernels(random.Random(dist.get_rank()))
     direct._WINDOW_BYTES = 2048
     exchange = new_exchange()

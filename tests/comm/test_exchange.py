@@ -1,4 +1,4 @@
-"""The exchange against plain slicing and a float64 merge, on real groups of gloo ranks."""
+"""The exchange compared with plain slicing and a float64 merge, in real groups of gloo ranks."""
 
 import dataclasses
 import itertools
@@ -24,9 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def partials(num_ranks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Every rank's partial rows [W, T, W h, D] and LSE [W, T, W h]: some shards empty (holding NaN), token 1 empty on
-    all ranks.
-    """
+    """Draw all ranks' partial rows [W, T, W h, D] and LSE [W, T, W h]: some shards empty (NaN), token 1 on all."""
     generator = torch.Generator().manual_seed(num_ranks)
     out = torch.randn(num_ranks, T, num_ranks * H, D, generator=generator)
     lse = 10 * torch.randn(num_ranks, T, num_ranks * H, generator=generator)
@@ -37,7 +35,7 @@ def partials(num_ranks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def expected_merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, W h, D] and [T, W h] in float64."""
+    """Merge in float64: [T, W h, D] and [T, W h]."""
     weights = lse.double().softmax(0).nan_to_num(0.0)
     return (out.double().nan_to_num(0.0) * weights[..., None]).sum(0), lse.double().logsumexp(0)
 
@@ -82,7 +80,7 @@ def check_gathers(device: str = "cpu") -> None:
 
 
 def check_bytes(exchange: Exchange, dtype: torch.dtype, device: torch.device) -> None:
-    """Every byte there is, as queries and as rows of a context."""
+    """Exchange every byte there is, as queries and as rows of a context."""
     rank, size = dist.get_rank(), dist.get_world_size()
     everybody = torch.stack([torch.arange(256, dtype=torch.uint8).roll(rank) for rank in range(size)]).to(device)
     mine = everybody[rank].view(dtype)
@@ -98,7 +96,7 @@ def check_bytes(exchange: Exchange, dtype: torch.dtype, device: torch.device) ->
 
 
 def check_skew() -> None:
-    """One rank comes late to each step, another each time: results stay those of the step."""
+    """Delay one rank in each step, another each time: results stay those of the step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for step, exchange in enumerate(exchanges() * 2):
         if rank == step % size:
@@ -109,7 +107,7 @@ def check_skew() -> None:
 
 
 def check_skew_of_gathers() -> None:
-    """Gathers of context begun one ahead, as a prefill does: one rank is late to begin, another to wait, a third in
+    """Begin gathers of context one ahead, as prefill does; one rank begins late, another waits late, a third in
     between.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -197,7 +195,7 @@ def test_selection_says_why() -> None:
 
 
 def wait_for_missing_rank() -> str:
-    """Rank 0 gathers and combines with a rank that is asleep; returns what the errors say."""
+    """Gather and combine on rank 0 while another rank sleeps; return the text of the errors."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     if dist.get_rank() == 1:
         time.sleep(8)

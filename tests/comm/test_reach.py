@@ -1,6 +1,4 @@
-"""Links between GPUs by a stand-in for NVML, and what is said of a group whose ranks cannot store into each other's
-memory.
-"""
+"""Links between GPUs, with a stand-in for NVML, and messages for groups whose ranks cannot store into each other."""
 
 import sys
 from dataclasses import replace
@@ -46,7 +44,7 @@ NVML = SimpleNamespace(
 
 
 def fake_gpus(patch: pytest.MonkeyPatch, nvml: SimpleNamespace | None, uuids: list[int]) -> None:
-    """The GPUs that this process sees; 0 and 2 have no peer access."""
+    """Show this process GPUs with the given uuids, of which 0 and 2 have no peer access to each other."""
     patch.setitem(sys.modules, "pynvml", nvml)
     patch.setattr(torch.cuda, "device_count", lambda: len(uuids))
     patch.setattr(
@@ -68,7 +66,7 @@ def test_links_between_gpus(has_nvml: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def reach_on_fakes(has_nvml: bool, visible: list[list[int]]) -> str:
-    """Each rank sees some GPUs; its own is the first of those."""
+    """Run `reach` with some GPUs visible to each rank, its own first."""
     with pytest.MonkeyPatch.context() as patch:
         fake_gpus(patch, NVML if has_nvml else None, visible[dist.get_rank()])
         return reach(dist.group.WORLD, torch.device("cuda", 0))
@@ -102,8 +100,8 @@ def test_ranks_hear_the_same_of_their_reach() -> None:
     ]
 
 
-def test_places_and_links_are_judged() -> None:
-    """A group of ranks 4 to 7; the first that is wrong is named."""
+def test_hosts_and_links_are_judged() -> None:
+    """The group has ranks 4 to 7; the first wrong one is named."""
     sites = [GpuSite(rank, "node1 a", f"GPU-{rank}", True) for rank in range(4, 8)]
 
     def judged(**changes: object) -> str:
@@ -126,7 +124,7 @@ def check_reach_of_gpus() -> tuple[str, list[list[str]]]:
 
 @pytest.mark.gpu_2
 def test_reach_of_two_gpus() -> None:
-    """It says what the table of `doctor` says."""
+    """`reach` agrees with the table of `doctor`."""
     (obstacle, peers), (other, _) = run_ranks(2, check_reach_of_gpus, device="cuda")
     assert obstacle == other
     assert (obstacle == "") == (peers[0][1] == "NVLink"), (obstacle, peers)

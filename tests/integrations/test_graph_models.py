@@ -57,7 +57,7 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
     results = []
     for with_graph in (False, True):
         plan = LatentCache.plan(
-            model.attention_config, dcp, model.num_attention_layers, [80] * 5, torch.float32, model.num_index_layers
+            model.attention_config, dcp, model.num_attention_layers, [80] * 5, torch.float32, model.index_layers
         )
         cache = LatentCache(plan, model.device)
         for layer in (*cache.layers, *cache.index_layers):

@@ -67,7 +67,7 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
         model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
         seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
         plan = LatentCache.plan(
-            model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32, model.num_index_layers
+            model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32, model.index_layers
         )
         cache = LatentCache(plan, device)
         for rows in (*cache.layers, *cache.index_layers):

@@ -1,4 +1,4 @@
-"""Every launcher's variables, read and contradicted; and jobs that torchrun, mpirun and srun really start."""
+"""Launchers' variables, read and contradicted; jobs that torchrun, mpirun and srun really start."""
 
 import os
 import socket
@@ -53,7 +53,7 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="mpirun and mpi4py of e
 
 
 def change(env: dict[str, str], **changes: str | None) -> dict[str, str]:
-    """With some variables set and others (None) removed."""
+    """Return env with some variables set and others (None) removed."""
     return {name: value for name, value in {**env, **changes}.items() if value is not None}
 
 
@@ -63,11 +63,10 @@ def change(env: dict[str, str], **changes: str | None) -> dict[str, str]:
         ({}, ("one process", 0, 1, 0, 1)),
         (TORCHRUN, ("torchrun", 5, 8, 1, 4)),
         (SRUN, ("srun", 5, 7, 1, 3)),
-        # A batch script, and a shell on an allocated node: both have a task's variables, and are one process.
+        # A batch script and a shell on an allocated node have a task's variables, but are one process.
         (change(SRUN, SLURM_STEP_ID=None), ("one process", 0, 1, 0, 1)),
         (change(SRUN, SLURM_STEP_ID=str(0xFFFFFFFA)), ("one process", 0, 1, 0, 1)),
-        # torchrun's agents are srun's tasks, or mpirun's; or one agent is the only task; or someone set torchrun's from
-        # srun's.
+        # torchrun's agents are tasks of srun or mpirun; one is the only task; torchrun's variables set by hand.
         ({**TORCHRUN, **SRUN, "GROUP_WORLD_SIZE": "7"}, ("torchrun", 5, 8, 1, 4)),
         (
             {**TORCHRUN, "GROUP_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
@@ -75,7 +74,7 @@ def change(env: dict[str, str], **changes: str | None) -> dict[str, str]:
         ),
         ({**TORCHRUN, **SRUN, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ("torchrun", 5, 8, 1, 4)),
         ({**TORCHRUN, **SRUN, "SLURM_NTASKS": "8"}, ("torchrun", 5, 8, 1, 4)),
-        # srun sets PMI's variables too, where Slurm is configured so.
+        # srun sets PMI's variables too, if Slurm is configured so.
         ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7", "PMIX_RANK": "5"}, ("srun", 5, 7, 1, 3)),
         (change(SRUN, SLURM_STEP_TASKS_PER_NODE=None, SLURM_NTASKS_PER_NODE="4"), ("srun", 5, 7, 1, 4)),
     ],
@@ -107,7 +106,8 @@ def test_variables(env: dict[str, str], expected: tuple[Any, ...]) -> None:
         (change(TORCHRUN, MASTER_PORT="70000"), "MASTER_PORT is '70000'; it must be a whole number in [1, 65535]"),
         (
             {**TORCHRUN, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
-            "two launchers contradict each other: RANK is 5 and WORLD_SIZE 8, but OMPI_COMM_WORLD_RANK is 1 and OMPI_COMM_WORLD_SIZE 4",
+            "two launchers contradict each other: RANK is 5 and WORLD_SIZE 8, but OMPI_COMM_WORLD_RANK is 1 and "
+            "OMPI_COMM_WORLD_SIZE 4",
         ),
         # torchrun --standalone under `srun -n 7`: seven jobs where one was meant.
         (
@@ -160,7 +160,7 @@ def address_of(env: dict[str, str]) -> tuple[str, int]:
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=12))
 def test_slurm_s_tasks_per_node(tasks: list[int]) -> None:
-    """Neighbours of equal number are written 3(x2)."""
+    """Slurm writes neighbours of equal number as 3(x2)."""
     groups: list[list[int]] = []
     for number in tasks:
         if groups and groups[-1][0] == number:
@@ -198,7 +198,7 @@ def test_who_speaks_before_the_ranks_meet(env: dict[str, str], rank: str | None)
 def test_all_ranks_of_a_host_take_the_same_kind_of_device(
     asked: str, num_gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What transformers sees of GPUs agrees."""
+    """CUDA_VISIBLE_DEVICES, which transformers reads, agrees with the device."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     for name, value in {**TORCHRUN, "CUDA_VISIBLE_DEVICES": "all"}.items():
         monkeypatch.setenv(name, value)
@@ -213,7 +213,7 @@ def test_all_ranks_of_a_host_take_the_same_kind_of_device(
 
 @pytest.mark.parametrize(("asked", "num_gpus"), [("cuda", 0), ("cuda", 3), ("auto", 1), ("auto", 3)])
 def test_too_few_gpus(asked: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where each rank is shown a GPU of its own: none goes to the CPU silently."""
+    """No rank silently falls back to the CPU, also where each is shown one GPU of its own."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     for env, hint in (
         (TORCHRUN, "CUDA_VISIBLE_DEVICES"),
@@ -226,7 +226,7 @@ def test_too_few_gpus(asked: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch
 
 
 def check_met(lines: list[dict[str, Any]], local_ranks: list[int], launcher: str) -> None:
-    """All are there, each has its number, and torchrun's variables say the same."""
+    """Check that all ranks are there with their numbers, and that torchrun's variables agree."""
     size = len(local_ranks)
     assert [line["rank"] for line in lines] == list(range(size))
     assert [line["local_rank"] for line in lines] == local_ranks
@@ -249,19 +249,22 @@ def check_met(lines: list[dict[str, Any]], local_ranks: list[int], launcher: str
 def test_torchrun() -> None:
     lines = read_lines(run_together([(torchrun(MEET, 2), {"TORCH_FR_BUFFER_SIZE": "7"})]))
     check_met(lines, [0, 1], "torchrun")
-    kept = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}  # what the user set stays, the rest is on
+    kept = {
+        "TORCH_FR_BUFFER_SIZE": "7",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }  # the user's setting is kept, the rest is turned on
     assert all(kept.items() <= line["environment"].items() for line in lines)
 
 
 def test_srun() -> None:
-    """Two tasks on one node and one on another; the port follows from the job."""
+    """Two tasks on one node and one on another meet on a port derived from the job."""
     lines = read_lines(run_together(srun(MEET, [2, 1], "localhost,elsewhere")))
     check_met(lines, [0, 1, 0], "srun")
     assert [line["environment"]["LOCAL_WORLD_SIZE"] for line in lines] == ["2", "2", "1"]
 
 
 def test_slurm_script(tmp_path: Path) -> None:
-    """What it hands to srun; a prompt with spaces stays one argument."""
+    """The script hands its arguments to srun; a prompt with spaces stays one argument."""
     (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$OMP_NUM_THREADS" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": "/repository"}
@@ -276,7 +279,7 @@ def test_mpirun() -> None:
 
 
 class FakeMPI(ModuleType):
-    """mpi4py's module of an MPI, which finds itself alone."""
+    """A stand-in for mpi4py's MPI module, in a world of one rank."""
 
     COMM_TYPE_SHARED = 0
 
@@ -333,8 +336,9 @@ def test_mpirun_without_its_mpi(
 
 @needs_mpirun
 def test_mpirun_ends_ranks_that_wait_in_mpi() -> None:
-    """The second rank ends before it starts MPI, which mpirun does not mind."""
-    wait = "from datetime import timedelta; from dcpmla.job.bootstrap import read_launcher; read_launcher('cpu', timedelta(seconds=2))"
+    """The second rank ends before it starts MPI, which mpirun tolerates."""
+    imports = "from datetime import timedelta; from dcpmla.job.bootstrap import read_launcher"
+    wait = f"{imports}; read_launcher('cpu', timedelta(seconds=2))"
     (result,) = run_together(
         [([*mpirun(["-c", wait], 1), ":", "-n", 1, sys.executable, "-c", "raise SystemExit(2)"], {})], check=False
     )
@@ -384,7 +388,7 @@ def test_a_host_name_that_does_not_resolve() -> None:
     assert "the host name 'no.such.host' does not resolve here" in result.stderr
 
 
-def test_a_place_is_read_as_often_as_one_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_is_read_as_often_as_one_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's variables, set for transformers, are gone with the process groups."""
     for name, value in change(
         SRUN, SLURM_NTASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_STEP_TASKS_PER_NODE="1"

@@ -1,4 +1,4 @@
-"""Faults in words: whom the ranks' last posts blame, and what an exception says to the operator."""
+"""Faults in words: which ranks the last posts blame, and what an exception says to the operator."""
 
 import errno
 import os
@@ -37,7 +37,7 @@ def post(**changes: Any) -> Post:
         ),
     ],
 )
-def test_blame_names_who_is_behind(others: list[Post], words: str) -> None:
+def test_blame_names_who_lags(others: list[Post], words: str) -> None:
     verdict = blame(0, [post(), *others], [], 60, 1000.0)
     assert re.match(words, verdict.words), verdict.words
     assert not verdict.excused
@@ -52,9 +52,7 @@ def test_blame_of_oneself() -> None:
 
 
 def test_patience() -> None:
-    """With one that is slower, but within its own limit; with one that was silent for less than the timeout; within
-    one's own limit.
-    """
+    """A rank waits while it or the one it waits for is within its limit, or silent for less than the timeout."""
     assert blame(0, [post(), post(count=4, limit=1800.0)], [], 60, 1000.0).excused
     assert blame(0, [post(), post(time=950.0)], [1], 60, 1000.0).excused
     assert not blame(0, [post(), post(time=930.0)], [1], 60, 1000.0).excused

@@ -1,6 +1,4 @@
-"""`generate` on real processes, one of which is killed, stopped, starved or told to stop: all end, with one line,
-outputs whole.
-"""
+"""`generate` in real processes, one of which is killed, stopped, starved or told to stop: all end with one line."""
 
 import json
 import os
@@ -28,15 +26,15 @@ from tests.support.launchers import free_port
 from tests.support.ranks import start_process
 
 TIMEOUT = 5
-MARGIN = 30  # seconds: the ranks' start, looks at the posts, the store's grace, and a machine with other things to do
+MARGIN = 30  # seconds: the ranks' start, reads of the posts, the store's grace, and other load on the machine
 IDS = [f"prompt {index}" for index in range(6)]
 Signal = tuple[int, int]  # number, rank
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: exit codes (-n by signal n), stderr, seconds since the fault (or start), output file, flight
-    records by rank.
+    """The end of a job: exit codes (-n by signal n), stderr, seconds since the fault or the start, outputs, flight
+    records.
     """
 
     codes: list[int]
@@ -56,7 +54,7 @@ class Ended:
 
 
 class Job:
-    """A job's directory: prompts, outputs, and what `faulty` leaves."""
+    """A job's directory: prompts, outputs, and the files of `faulty`."""
 
     def __init__(self, directory: Path, ids: Sequence[str], last_line: str = "") -> None:
         self.directory = directory
@@ -73,12 +71,12 @@ class Job:
         return [str(argument) for argument in ["generate", "--model", model, "--device", device, *files, *sizes]]
 
     def pids(self) -> dict[int, int]:
-        """The newest process of each rank."""
+        """Return the newest process of each rank."""
         files = sorted(self.directory.glob("pid *"), key=lambda file: file.stat().st_mtime)
         return {int(rank): int(pid) for rank, pid in (file.name.split()[1:] for file in files)}
 
     def wait(self, codes: Callable[[], list[int | None]], on_reached: Callable[[], object]) -> Ended:
-        """Until all have an exit code. Ranks that stopped themselves go on when nobody else is left."""
+        """Wait until all processes have an exit code; resume ranks that stopped themselves once nobody else is left."""
         since, reached = time.monotonic(), False
         while None in codes():
             time.sleep(0.1)
@@ -114,7 +112,7 @@ def direct(
     device: str = "cpu",
     timeout: int = TIMEOUT,
 ) -> Ended:
-    """Two ranks that no launcher looks after; rank 1 has more arguments."""
+    """Start two ranks without a launcher; rank 1 gets more arguments."""
     with new_job(ids, last_line) as job:
         variables = {
             "WORLD_SIZE": 2,
@@ -148,10 +146,10 @@ def _rank(directory: Path, environment: dict[str, str], fault: dict[str, Any], a
 
 
 def torchrun(model: Path, fault: dict[str, Any], number: int | None = None, max_restarts: int = 0) -> Ended:
-    """Two ranks of torchrun's, which is sent a signal when the fault begins."""
+    """Start two ranks under torchrun, which is sent a signal when the fault begins."""
     with new_job() as job:
         options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(max_restarts)]
-        # Fresh interpreters, imports and all, may come seconds apart; none of these faults is found by its time.
+        # Fresh interpreters may be ready seconds apart; none of these faults is found by a timeout.
         program = [
             str(Path(faulty.__file__)),
             str(job.directory),
@@ -172,7 +170,7 @@ def torchrun(model: Path, fault: dict[str, Any], number: int | None = None, max_
 
 
 def with_broken_weights(model: Path) -> Ended:
-    """A checkpoint of which a copy was cut off."""
+    """Give the job a checkpoint with a truncated file."""
     with tempfile.TemporaryDirectory() as directory:
         for file in model.iterdir():
             content = file.read_bytes()
@@ -246,8 +244,8 @@ JOBS: dict[
     "asleep": (
         partial(direct, fault=at("decode step 8", "sleep")),
         [1, 1],
-        r"(rank 0 waited .*: )?rank 1 has .* decode step 8 .* for \d+ s, at faulty.py:\d+ \(fail\); see what holds it there, then "
-        + AGAIN,
+        r"(rank 0 waited .*: )?rank 1 has .* decode step 8 .* for \d+ s, at faulty.py:\d+ \(fail\); "
+        "see what holds it there, then " + AGAIN,
         2,
     ),
     "unequal arguments": (
@@ -259,14 +257,15 @@ JOBS: dict[
     "out of memory": (
         partial(direct, fault=at("decode step 8", "allocate")),
         [1, 1],
-        r"rank 1 ran out of memory \(.*\) in decode step 8 .*: lower --max-num-batched-tokens or --gpu-memory-utilization, or raise -dcp",
+        r"rank 1 ran out of memory \(.*\) in decode step 8 .*: "
+        "lower --max-num-batched-tokens or --gpu-memory-utilization, or raise -dcp",
         2,
     ),
     "full disk": (
         partial(direct, fault=at("prefill step 0", "fill", rank=0), ids=LONG_IDS),
         [1, 1],
-        r"rank 0 could not write /.*out.jsonl \(File too large\) in .* step .*: make room, or raise the limit \(ulimit -f\); then "
-        + AGAIN,
+        r"rank 0 could not write /.*out.jsonl \(File too large\) in .* step .*: "
+        r"make room, or raise the limit \(ulimit -f\); then " + AGAIN,
         2,
     ),
     "broken checkpoint": (with_broken_weights, [2, 2], ".*model.safetensors is not a readable safetensors file", 0),
@@ -319,7 +318,7 @@ JOBS: dict[
 
 @pytest.fixture(scope="module")
 def jobs(model: Path) -> Iterator[dict[str, Future[Ended]]]:
-    """All jobs, a few at a time: most of what they do is wait."""
+    """Run all jobs, a few at a time, since most of their time is waiting."""
     with ThreadPoolExecutor(3) as pool:
         yield {name: pool.submit(start, model) for name, (start, _, _, _) in JOBS.items()}
 
@@ -336,7 +335,7 @@ def test_all_end_with_one_line(name: str, jobs: dict[str, Future[Ended]]) -> Non
 
 
 def test_ranks_leave_their_flight_records(jobs: dict[str, Future[Ended]]) -> None:
-    """The one that waited has its last collective open, the one that slept has it not."""
+    """The rank that waited has its last collective open; the rank that slept does not have it."""
     flights = {rank: pickle.loads(flight)["entries"] for rank, flight in jobs["asleep"].result().flights.items()}
     assert sorted(flights) == [0, 1]
     assert len(flights[0]) == len(flights[1]) + 1

@@ -1,6 +1,4 @@
-"""Several hosts for real: network namespaces with a virtual cable between them, two ranks on each, the tokens of one
-process.
-"""
+"""Several hosts, as network namespaces joined by a virtual cable: two ranks on each give the tokens of one process."""
 
 import json
 import sys
@@ -54,7 +52,7 @@ def read_tokens(file: Path) -> list[list[int]]:
 
 
 def test_the_hosts_are_two(hosts: tuple[Host, Host]) -> None:
-    """What one listens on, the other reaches by its address only."""
+    """A port of one host is reachable from the other only by the host's address."""
     listen = "import socket; s = socket.create_server(('', 29400)); s.settimeout(30); print(s.accept()[1][0])"
     connect = (
         "import socket, sys, time\n"
@@ -71,7 +69,7 @@ def test_the_hosts_are_two(hosts: tuple[Host, Host]) -> None:
 
 
 def test_torchrun(hosts: tuple[Host, Host], model: Path, one_process: list[list[int]], tmp_path: Path) -> None:
-    """Host names do not tell these hosts apart: the agents are told their addresses."""
+    """Host names do not tell these hosts apart, so the agents are given addresses."""
     out = tmp_path / "out.json"
     argv = [ROOT / "launch" / "torchrun_nodes.sh", *options(model, out), *SHARDED]
     shared = {"NODES": "2", "RANKS": "2", "HEAD": hosts[0].address, "PYTHON": sys.executable}
@@ -80,9 +78,7 @@ def test_torchrun(hosts: tuple[Host, Host], model: Path, one_process: list[list[
 
 
 def test_srun(hosts: tuple[Host, Host], model: Path, one_process: list[list[int]], tmp_path: Path) -> None:
-    """Each node's tasks in its namespace; the names in Slurm's list do not resolve here, so MASTER_ADDR says where rank
-    0 is.
-    """
+    """Each node's tasks run in its namespace; the node list does not resolve here, so MASTER_ADDR gives the host."""
     out = tmp_path / "out.json"
     tasks = srun([*GENERATE, *options(model, out), *SHARDED], [2, 2], "n[1-2]", MASTER_ADDR=hosts[0].address)
     run_together([hosts[int(env["SLURM_NODEID"])].command(argv, env) for argv, env in tasks])
@@ -112,7 +108,7 @@ def test_mpirun_knows_who_shares_a_host(hosts: tuple[Host, Host], tmp_path: Path
 
 
 def hydra(hosts: tuple[Host, Host], directory: Path) -> dict[str, str]:
-    """mpirun reaches the hosts over "ssh". The ranks meet on the first one, on a port that nobody chose before."""
+    """Start ranks with mpirun, which reaches the hosts by a stand-in for ssh; they meet on a free port of one."""
     shell = directory / "ssh"
     cases = "\n".join(f"{host.address}) namespace={host.name} ;;" for host in hosts)
     skip_options = 'while [ "${1#-}" != "$1" ]; do shift; done'

@@ -1,6 +1,4 @@
-"""Ranks that meet, or do not: one that never comes, ones that cannot work together, ones that were told different
-things.
-"""
+"""Ranks that meet or fail to: one that never comes, some that cannot work together, some with unequal arguments."""
 
 import sys
 from typing import Any
@@ -21,7 +19,7 @@ def test_a_rank_that_never_comes() -> None:
 
 
 def test_ranks_that_cannot_work_together() -> None:
-    """Both say so, rather than wait for each other."""
+    """Both say so rather than wait for each other."""
     first, (argv, env) = srun(MEET, [2], "localhost")
     results = run_forked([first, ([*argv, "__version__=1.0"], env)], check=False, timeout=60)
     for result in results:

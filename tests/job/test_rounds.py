@@ -1,4 +1,4 @@
-"""Rounds of a job in one store: ranks that live find each other, whatever dead ones left there."""
+"""Rounds of a job in one store: the ranks that are alive find each other, whatever dead ones left there."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,9 +18,7 @@ def is_shared(stores: list[dist.Store]) -> bool:
 
 
 def test_each_round_is_its_own() -> None:
-    """The second has a rank that comes late, after its dead predecessor's greeting; the third one that came alone and
-    died before.
-    """
+    """In the second round a rank follows its dead predecessor's greeting; in the third, one came and died before."""
     store = dist.HashStore()
     with ThreadPoolExecutor(4) as pool:
 

@@ -1,4 +1,4 @@
-"""The watchdog around real processes on gloo: who dies, hangs or fails, and the one line that comes of it."""
+"""The watchdog in real processes over gloo: ranks that die, hang or fail, and the one line that follows."""
 
 import ctypes
 import os
@@ -30,14 +30,14 @@ from tests.support.launchers import free_port
 from tests.support.ranks import start_process
 
 TIMEOUT = 3.0
-MARGIN = 25.0  # the ranks' start, looks at the posts, the store's grace, and a machine with other things to do
+MARGIN = 25.0  # seconds: the ranks' start, reads of the posts, the store's grace, and other load on the machine
 STEP = 0.6  # longer than a beat: the posts name the step
 Work = Callable[[int, Watchdog], object]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: the ranks' exit codes (-n by signal n), what they wrote to stderr, seconds it took."""
+    """The end of a job: the ranks' exit codes (-n by signal n), what they wrote to stderr, and the seconds it took."""
 
     codes: list[int]
     text: str
@@ -49,10 +49,10 @@ class Ended:
 
 
 def run(work: Work, num_ranks: int = 2, store_on_rank_0: bool = False, store_seconds: float = 60) -> Ended:
-    """work(rank, watchdog) on every rank, in processes that nobody looks after; ranks that stopped themselves go on
-    after the others' end.
+    """Run work(rank, watchdog) on every rank, in processes without a launcher.
 
-    The store is rank 0's, or a bystander's who leaves after store_seconds.
+    Stopped ranks resume when the others have ended. The store is rank 0's or, with store_seconds, that of a process
+    which leaves after so long.
     """
     port = free_port()
     store = None if store_on_rank_0 else dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
@@ -86,7 +86,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def process_status(pid: int) -> str | None:
-    """psutil's word, None for a process that is gone: another thread of the tests can reap it at any moment."""
+    """Return psutil's status, or None for a process that is gone: another thread may reap it at any time."""
     try:
         return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -114,9 +114,7 @@ def step() -> None:
 
 
 def with_fault(fault: Callable[[list[int]], object], at: int, rank: int, watchdog: Watchdog) -> None:
-    """Three steps; in the last one rank `at` has a fault, which gets all ranks' pids, while the others wait in the
-    collective.
-    """
+    """Run three steps; in the last, rank `at` calls the fault with all ranks' pids while the others wait for it."""
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     for number in range(3):
@@ -153,13 +151,13 @@ def mistake(_: list[int]) -> None:
 
 
 def send(number: int, rank: int, pids: list[int]) -> None:
-    """To one rank; then sleep, so that nothing else ends the job."""
+    """Send a signal to one rank, then sleep so that nothing else ends the job."""
     os.kill(pids[rank], number)
     time.sleep(60)
 
 
 def mix_up(_: list[int]) -> None:
-    """A collective that the others do not make."""
+    """Enter a collective that the others do not."""
     dist.barrier()
 
 
@@ -171,7 +169,7 @@ def leave_apart(rank: int, watchdog: Watchdog) -> None:
 
 
 def take_turns_loading(rank: int, watchdog: Watchdog) -> None:
-    """Rank 1 takes longer than the timeout, and says before that it may: the one that waits has patience."""
+    """Let rank 1 take longer than the timeout, as it announced, so that the other rank waits for it."""
     watchdog.enter("loading", 30)
     time.sleep(rank * (TIMEOUT + 4))
     watchdog.enter("first step")
@@ -194,7 +192,9 @@ def go_on(rank: int, watchdog: Watchdog) -> None:
 
 
 class SilentModel(HashModel):
-    """In its third step rank 1 sleeps, and does not send its part of an exchange; the others find that on the device."""
+    """A model in whose third step rank 1 sleeps without sending its part of an exchange; the others notice on the
+    device.
+    """
 
     def check(self) -> None:
         if len(self.steps) == 3:
@@ -209,12 +209,15 @@ class SilentModel(HashModel):
 def serve_with_one_silent(rank: int, watchdog: Watchdog) -> None:
     mesh = SimpleNamespace(tp_size=3, tp_rank=rank, dcp_size=1, dcp_rank=0, tp_group=dist.group.WORLD)
     engine = make_engine(num_blocks=5, model=SilentModel(), mesh=mesh)
-    engine.on_step = lambda line: watchdog.enter(line, 30)  # patience: who gives up is the exchange
+    engine.on_step = lambda line: watchdog.enter(line, 30)  # so that the exchange gives up first
     engine.add([1, 2, 3], SamplingParams(ignore_eos=True))
     list(engine.run())
 
 
-MISSING = r"rank 1 is missing, last seen \d+ s ago in decode step 2, at test_watchdog.py:\d+ \(\w+\); its process or host is gone"
+MISSING = (
+    r"rank 1 is missing, last seen \d+ s ago in decode step 2, at test_watchdog.py:\d+ \(\w+\); "
+    "its process or host is gone"
+)
 ASLEEP = (
     r"(been in|not come back from) decode step 2 for \d+ s, at test_watchdog.py:\d+ \(oversleep\); see what holds it"
 )
@@ -299,7 +302,8 @@ JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {  # -> exit codes
     "silent in an exchange": (
         partial(run, serve_with_one_silent, 3),
         [1, 1, 1],
-        r"rank ([02]) lost another rank \(combine failed on rank \1 of .*: nothing came from rank 1 for 1 s\) in decode step 2 .*: "
+        r"rank ([02]) lost another rank \(combine failed on rank \1 of .*: nothing came from rank 1 for 1 s\) "
+        r"in decode step 2 .*: "
         r"rank 1 in decode step 2 .* at test_watchdog.py:\d+ \(oversleep\); "
         r"see what holds it, and its log, then run the same command again .*; or raise --dcp-exchange-timeout$",
     ),
@@ -311,7 +315,7 @@ JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {  # -> exit codes
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[dict[str, Future[Ended]]]:
-    """All jobs, a few at a time: most of what they do is wait."""
+    """Run all jobs, a few at a time, since most of their time is waiting."""
     with ThreadPoolExecutor(4) as pool:
         yield {name: pool.submit(start) for name, (start, _, _) in JOBS.items()}
 
@@ -333,7 +337,7 @@ def test_timeout_must_be_positive() -> None:
 
 
 def test_one_process_is_left_as_it_was() -> None:
-    """Signal handlers, threads; and a mistake is reported and passed on."""
+    """Signal handlers and threads are as before; a mistake is reported and raised on."""
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(Reported), Watchdog(dist.HashStore(), 0, 1, 60):
         raise ValueError("wrong")

@@ -1,6 +1,4 @@
-"""Attention that sends its rows itself: the same as attention and then `combine`, eager, in graphs, with shards that
-are empty.
-"""
+"""Attention that sends its rows itself equals attention followed by `combine`: eager, in graphs, with empty shards."""
 
 import random
 from typing import Any
@@ -22,7 +20,7 @@ NUM_HEADS, SCALE = 128, 0.07
 
 
 class WithoutMailbox:
-    """`direct`, two operations for attention and combine."""
+    """The exchange `direct` as two operations, attention and combine."""
 
     def __init__(self, exchange: DirectExchange) -> None:
         self._exchange = exchange
@@ -35,7 +33,7 @@ class WithoutMailbox:
 
 
 def draw(num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, DecodeMetadata]:
-    """This rank's queries, cache and lengths; on rank 1 all shards are empty."""
+    """Draw this rank's queries, cache and lengths; on rank 1 all shards are empty."""
     rank, rng = dist.get_rank(), random.Random(100 * num_tokens + dist.get_rank())
     lens = [0 if rank == 1 else rng.choice(LENGTHS) for _ in range(num_tokens)]
     generator = torch.Generator(device).manual_seed(rank)

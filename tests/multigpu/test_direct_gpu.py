@@ -1,6 +1,4 @@
-"""The exchange `direct` over NVLink: every size of a batch, layouts, fp8, graphs, torch.compile, and a rank that does
-not come.
-"""
+"""The exchange `direct` over NVLink: batch sizes, layouts, fp8, graphs, torch.compile, a rank that does not come."""
 
 import itertools
 import random
@@ -39,7 +37,7 @@ NUM_GPUS = [
 
 
 def check_sizes(dtype: torch.dtype) -> None:
-    """All sizes of batches in bfloat16; of the rest, which compiles anew, some."""
+    """Exchange batches of all sizes in bfloat16, and of a few in the other dtypes, which have to compile."""
     exchange, own = exchange_on_gpu(), random.Random(dist.get_rank())
     all_tokens, some_tokens = (1, 2, 3, 8, 33, 64, 100, 256, 700), (1, 33, 256)
     cases = [*itertools.product(all_tokens if dtype == torch.bfloat16 else some_tokens, (64, 128), (512,))]
@@ -56,7 +54,7 @@ def test_sizes(num_gpus: int, dtype: torch.dtype) -> None:
 
 
 def check_layouts() -> None:
-    """Each rank lays out its tensors as it likes; rows in bfloat16 and in fp8, contexts in between."""
+    """Exchange tensors that each rank lays out differently, in bfloat16 and in fp8, with contexts in between."""
     exchanges, own, common = (
         [exchange_on_gpu(), exchange_on_gpu(is_fp8=True)],
         random.Random(dist.get_rank()),
@@ -76,9 +74,7 @@ def test_layouts(num_gpus: int) -> None:
 
 
 def check_fp8() -> None:
-    """What e4m3 makes of rows is off by half a unit of its last place, of three bits: less than 2^-4 of a row's
-    largest. NaN stays.
-    """
+    """Check that e4m3 rows are off by less than 2^-4 of a row's largest value (half a unit of 3 bits); NaN stays."""
     exact, exchange = exchange_on_gpu(), exchange_on_gpu(is_fp8=True)
     for seed, (shape, dtype) in enumerate(
         itertools.product((*SHAPES, (256, 16, 128)), (torch.bfloat16, torch.float32))
@@ -110,11 +106,11 @@ def test_fp8(num_gpus: int) -> None:
 
 
 def check_graphs() -> None:
-    """Replays, eager calls before and behind them, an odd number of exchanges from one replay to the next."""
+    """Mix replays with eager calls before and after them, an odd number of exchanges apart."""
     exchange = exchange_on_gpu()
     held = [draw_own(exchange, shape, 0) for shape in SHAPES]
     for inputs in held:
-        exchange_all(exchange, *inputs)  # compiles: not during the capture
+        exchange_all(exchange, *inputs)  # compiles before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -139,7 +135,7 @@ def test_graphs(num_gpus: int) -> None:
 
 
 def check_compiled() -> None:
-    """Few tokens and many; without torch.compile, the queries of these are stored where they belong."""
+    """Compile exchanges of few tokens and of many, whose queries, uncompiled, are stored straight into the result."""
     exchange = exchange_on_gpu()
 
     def attend(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,12 +155,12 @@ def test_compiled(num_gpus: int) -> None:
 
 
 def check_missing_rank() -> None:
-    """The last rank does not come. The others say so, have a GPU that works, and go on among themselves."""
+    """Leave the last rank out: the others report it, have a working GPU, and go on among themselves."""
     rank, size, own = dist.get_rank(), dist.get_world_size(), random.Random(0)
     rest = dist.new_group(list(range(size - 1)))
     q = torch.ones(4, 8, 128, dtype=torch.bfloat16, device="cuda")
     patient, exchange = exchange_on_gpu(), exchange_on_gpu(timeout=3.0)
-    patient.gather_heads(q)  # compiles; also for the other one: its 3 s are an int64 of nanoseconds, too
+    patient.gather_heads(q)  # compiles, also for the other exchange: its 3 s are an int64 of nanoseconds, too
     torch.cuda.synchronize()
     exchange.gather_heads(q)
     graph = torch.cuda.CUDAGraph()

@@ -1,6 +1,4 @@
-"""The exchange `direct` over NVLink between ranks that are late: a long soak, two groups, two streams, contexts under
-other kernels.
-"""
+"""The exchange `direct` over NVLink with late ranks: a soak, two groups, two streams, contexts under other kernels."""
 
 import itertools
 import random
@@ -35,7 +33,7 @@ NUM_GPUS = [
 
 
 def linger(own: random.Random) -> None:
-    """This rank's GPU, its host or neither is late by some milliseconds."""
+    """Delay this rank's GPU, its host or neither by some milliseconds."""
     if own.random() < 0.2:
         torch.cuda._sleep(own.randrange(8_000_000))  # cycles
     elif own.random() < 0.1:
@@ -43,10 +41,10 @@ def linger(own: random.Random) -> None:
 
 
 def check_late_ranks() -> None:
-    """Nothing waits for the GPU between exchanges: ranks are ahead of others as far as they may be."""
+    """Exchange without waiting for the GPU in between, so that ranks get as far ahead of others as they can."""
     exchange, own = exchange_on_gpu(), random.Random(dist.get_rank())
     inputs = [draw_own(exchange, SHAPES[seed % 3], seed) for seed in range(9)]
-    wanted = [exchange_all(exchange, *given) for given in inputs]  # held against references elsewhere
+    wanted = [exchange_all(exchange, *given) for given in inputs]  # compared with references in other tests
     outcomes = []
     for step in range(300):
         q, out, lse = inputs[step % 9]
@@ -65,7 +63,7 @@ def test_late_ranks(num_gpus: int) -> None:
 
 
 class Soak:
-    """Exchanges whose numbers follow from a step that the GPU counts, and that it checks itself: what is stale is
+    """Exchanges of numbers that follow from a step counted on the GPU, which checks them itself, so stale rows are
     wrong.
     """
 
@@ -79,7 +77,7 @@ class Soak:
         heads = own_heads(self.exchange, shape)
         q, out = self._numbers(1, shape)[0], self._numbers(self.size, shape)
         ranks = torch.arange(self.size, device="cuda")[:, None]
-        is_here = (ranks + torch.arange(num_tokens, device="cuda") + self.step) % 3 != 0  # [W, T]; one rank at least
+        is_here = (ranks + torch.arange(num_tokens, device="cuda") + self.step) % 3 != 0  # [W, T]; at least one rank
         lse = torch.zeros(out.shape[:-1], device="cuda").masked_fill(~is_here[..., None], -torch.inf)
         self._expect(self.exchange.gather_heads(q[:, heads]), q, 0.0)
         merged, merged_lse = self.exchange.combine(out[self.rank], lse[self.rank])
@@ -90,13 +88,13 @@ class Soak:
         self.step += 1
 
     def _numbers(self, num_parts: int, shape: Shape) -> Tensor:
-        """[N, T, W h, D], integers that bfloat16 holds."""
+        """Return integers [N, T, W h, D] that bfloat16 represents exactly."""
         num_tokens, num_heads, width = shape
         numbers = torch.arange(num_parts * num_tokens * self.size * num_heads * width, device="cuda")
         return ((numbers + 37 * self.step) % 251).view(num_parts, num_tokens, -1, width).to(torch.bfloat16)
 
     def _expect(self, got: Tensor, wanted: Tensor, tolerance: float) -> None:
-        self.num_wrong += (~((got.float() - wanted.float()).abs() <= tolerance)).sum()  # NaN is wrong, too
+        self.num_wrong += (~((got.float() - wanted.float()).abs() <= tolerance)).sum()  # NaN counts as wrong
 
 
 def check_soak(num_exchanges: int) -> None:
@@ -124,7 +122,7 @@ def test_soak(num_gpus: int) -> None:
 
 
 def check_two_groups() -> None:
-    """Two halves, each at its own pace, and all ranks together in between."""
+    """Exchange within two halves, each at its own pace, and among all ranks in between."""
     rank, own = dist.get_rank(), random.Random(dist.get_rank())
     groups = [dist.new_group([first, first + 2]) for first in range(2)]
     exchanges = [exchange_on_gpu(), exchange_on_gpu(group=groups[rank % 2])]
@@ -141,7 +139,7 @@ def test_two_groups() -> None:
 
 
 def check_two_streams() -> None:
-    """An exchange each, at the same time, now one and now the other behind."""
+    """Exchange on two streams at the same time, now one and now the other late."""
     exchanges, streams = [exchange_on_gpu(), exchange_on_gpu()], [torch.cuda.Stream() for _ in range(2)]
     own, outcomes = random.Random(dist.get_rank()), [[], []]
     inputs = [draw_own(exchanges[0], SHAPES[seed % 3], seed) for seed in range(6)]
@@ -165,7 +163,7 @@ def test_two_streams(num_gpus: int) -> None:
 
 
 def check_context_under_kernels() -> None:
-    """Chunks begun one ahead, as a prefill does, under matrix products and a gather of heads; each is read late."""
+    """Begin context chunks one ahead, as prefill does, under matrix products and a gather of heads; read each late."""
     exchange, rank, own = exchange_on_gpu(), dist.get_rank(), random.Random(dist.get_rank())
     num_rows, width, num_chunks = 4096, 576, 12
     exchange.reserve_context(exchange.size * num_rows, width, torch.bfloat16, exchange.device)

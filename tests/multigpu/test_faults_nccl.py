@@ -1,4 +1,4 @@
-"""Faults of `generate` over NCCL, with no launcher that would end the other rank: one line each, and all end."""
+"""Faults of `generate` over NCCL without a launcher that would end the other rank: one line each, and all end."""
 
 import re
 import signal

@@ -1,6 +1,4 @@
-"""Captured decode steps: bit for bit the padded steps, on one GPU and over NCCL; the same tokens; what cannot be
-captured.
-"""
+"""Captured decode steps on one GPU and over NCCL: bit for bit the padded steps, the same tokens, failed captures."""
 
 import json
 from pathlib import Path
@@ -74,7 +72,7 @@ def test_stack_of_layers(num_gpus: int, num_heads: int, topk: int | None) -> Non
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 @pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
 def test_engines_with_and_without_graphs(num_gpus: int, family: str, tmp_path: Path) -> None:
-    """`load_engine` captures by default, beside a cache sized for it."""
+    """`load_engine` captures by default, with a cache sized to leave room for the graphs."""
     save_tiny(family, tmp_path)
     dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=16)
     for (tokens, is_captured), (eager_tokens, is_captured_eagerly) in run_ranks(
@@ -85,7 +83,7 @@ def test_engines_with_and_without_graphs(num_gpus: int, family: str, tmp_path: P
 
 
 def fail_to_capture(directory: Path) -> list[str]:
-    """Steps that cannot be captured say where; the next one can."""
+    """Check that a step that cannot be captured says where, and that the next one is captured."""
     dcp = layout(1, 1)
     model, mesh = open_model_on(directory, dcp, False, "cuda")
     cache = new_cache(model.attention_config, model.num_attention_layers, dcp, torch.float32, model.device)
@@ -102,10 +100,10 @@ def fail_to_capture(directory: Path) -> list[str]:
         with pytest.raises(CannotCapture) as failure:
             DecodeGraph(step, token, cache, dcp, mesh, 2, 60).capture()
         messages.append(str(failure.value))
-        torch.cuda.empty_cache()  # which fails where a capture broke off
+        torch.cuda.empty_cache()  # fails if a capture was aborted
     graph = DecodeGraph(model.decode, token, cache, dcp, mesh, 2, 60)
     graph.capture()
-    torch.randn(3, device=model.device).sum().item()  # random numbers and host syncs are as they were
+    torch.randn(3, device=model.device).sum().item()  # random numbers and host syncs work as before
     assert graph.is_captured
     graph.release()
     return messages
@@ -121,9 +119,7 @@ def test_what_cannot_be_captured(tmp_path: Path) -> None:
 
 
 def break_off() -> list[str]:
-    """What only a capture notices, and a step that fails without one: errors of their own, not reasons to go on without
-    graphs.
-    """
+    """Check that failures of steps, and those that only a capture meets, are errors and do not disable graphs."""
     from tests.runtime.test_graph import make_cache
 
     cache, token, messages = make_cache("cuda"), torch.tensor(0, device="cuda"), []
@@ -152,7 +148,9 @@ def test_what_ends_a_capture() -> None:
 
 
 def one_rank_runs_out() -> str:
-    """In its capture, behind a collective; then both ranks capture the same collective and replay it."""
+    """Run one rank out of memory in its capture, after a collective; then both ranks capture and replay that
+    collective.
+    """
     from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, step_of
 
     dcp, mesh, cache = DCPConfig(block_size=4, tensor_parallel_size=2), init_mesh(2, 1), make_cache("cuda")
@@ -169,7 +167,7 @@ def one_rank_runs_out() -> str:
             torch.empty(1 << 50, device=inputs.device)
         return out
 
-    with pytest.raises(CannotCapture) as failure:  # which keeps the frames of the capture
+    with pytest.raises(CannotCapture) as failure:  # it keeps the frames of the capture alive
         DecodeGraph(runs_out, token, cache, dcp, mesh, 4, MAX_MODEL_LEN).capture()
     graph = DecodeGraph(adds, token, cache, dcp, mesh, 4, MAX_MODEL_LEN)
     graph.capture()
@@ -212,7 +210,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 def test_commands_end_well(num_gpus: int, tmp_path: Path) -> None:
-    """Groups whose operations a graph still holds would not go down."""
+    """Groups whose operations a graph still holds could not be shut down."""
     save_tiny("deepseek_v3", tmp_path / "model")
     common = ["--model", tmp_path / "model", "-tp", num_gpus, "-dcp", num_gpus, "--block-size", 8, "--device", "cuda"]
     prompts = ["--prompt-ids", "5,6,7", "--prompt-ids", ",".join(map(str, range(1, 60)))]

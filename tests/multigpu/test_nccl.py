@@ -1,4 +1,4 @@
-"""The CPU tests' checks once more on GPUs: exchanges over NCCL, transformers' logits in float32, random loads."""
+"""The CPU tests' checks repeated on GPUs: exchanges over NCCL, transformers' logits in float32, random loads."""
 
 from pathlib import Path
 from typing import Any

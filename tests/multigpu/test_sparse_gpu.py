@@ -1,6 +1,4 @@
-"""Sparse layers of DeepSeek-V3.2's widths on GPUs: what is selected, and attention to it, against transformers in
-float64.
-"""
+"""Sparse layers of DeepSeek-V3.2's widths on GPUs: selections and attention compared with transformers in float64."""
 
 import dataclasses
 from typing import Any
@@ -14,15 +12,14 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.sparse import indexer as indexer_module
-from dcpmla.attention.sparse.metadata import SelectedTokens
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from tests.support.models import random_model
 from tests.support.ranks import run_ranks
 
 TOPK, HIDDEN = 256, 512
-# (tokens cached before the step, new tokens); the decodes' lengths leave lists of less than a tile, of some, and of
-# none on some ranks.
+# (tokens cached before the step, new tokens); the decodes' selections are shorter than a tile, several tiles
+# long, and empty on some ranks.
 BATCH = ((0, 1), (200, 1), (700, 1), (1500, 1), (0, 100), (0, 400), (600, 70))
 
 
@@ -50,7 +47,7 @@ def draw(request: int) -> Tensor:
 
 
 def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Outputs of the new tokens, and the positions that each selected, sorted."""
+    """Return the outputs of the new tokens, and the sorted positions that each selected."""
     total, dcp = [cached + new for cached, new in BATCH], layer.dcp
     cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.bfloat16), device)
     for memory in (*cache.layers, *cache.index_layers):
@@ -66,10 +63,10 @@ def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tupl
         rows = torch.cat(
             [draw(i)[seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
         )
-        selection = SelectedTokens.empty(metadata.num_tokens, TOPK, device)
-        step_cos_sin = cos_sin[metadata.positions]
-        out = layer(rows.to(device), cache[0], metadata, step_cos_sin, None, cache.index_layers[0], selection)
-        return out.cpu(), selection.positions.sort(1).values.cpu()
+        metadata = metadata.with_positions(cos_sin[metadata.positions]).with_selection(TOPK)
+        assert metadata.selection is not None
+        out = layer(rows.to(device), cache[0], metadata)
+        return out.cpu(), metadata.selection.positions.sort(1).values.cpu()
 
     filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
     step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled)
@@ -77,7 +74,7 @@ def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tupl
 
 
 def expected(attention: Any, hf_config: Any, positions: Tensor) -> tuple[Tensor, float]:
-    """Attention in float64 to the positions [T, topk] given, and which part of these transformers would select."""
+    """Compute attention in float64 to the given positions [T, topk], and the share that transformers selects."""
     dense = DeepseekV3Attention(hf_config, 0).double()
     dense.load_state_dict(
         {name: weight.double() for name, weight in attention.state_dict().items() if not name.startswith("indexer.")}
@@ -86,11 +83,11 @@ def expected(attention: Any, hf_config: Any, positions: Tensor) -> tuple[Tensor,
     for request, (cached, new) in enumerate(BATCH):
         hidden, length = draw(request).double()[None], cached + new
         rope = DeepseekV3RotaryEmbedding(hf_config)(torch.empty(0, dtype=torch.float64), torch.arange(length)[None])
-        chosen = torch.zeros(length, length + 1, dtype=torch.bool)  # the last column takes what is none
+        chosen = torch.zeros(length, length + 1, dtype=torch.bool)  # the last column takes -1
         chosen[-new:].scatter_(1, positions[first : first + new].long() % (length + 1), True)
         chosen = chosen[:, :length]
         mask = torch.where(chosen, 0.0, -torch.inf).double()
-        mask[:cached, 0] = 0.0  # rows that nobody asks for
+        mask[:cached, 0] = 0.0  # rows that are not compared
         outputs.append(dense(hidden, rope, mask[None, None])[0][0, -new:])
         causal = torch.full((length, length), -torch.inf).triu(1).double()[None]
         q_c = attention.q_a_layernorm(attention.q_a_proj(hidden))
@@ -122,7 +119,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         for number, backend in enumerate(backends)
     ]
     found = []
-    indexer_module._WORKSPACE_BYTES = 1 << 20  # tokens are selected for in several turns
+    indexer_module._WORKSPACE_BYTES = 1 << 20  # tokens are processed in several turns
     for is_mha in (True, False):
         layer_module.prefers_mha = lambda *_, is_mha=is_mha: is_mha
         layer_module._ABSORBED_TOKENS = 100
@@ -138,7 +135,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         wanted, share = expected(attention.double(), hf_config, first_positions)
     assert share > (0.97 if index_cache_dtype == "auto" else 0.9), share
     for out, positions in found:
-        assert torch.equal(positions, first_positions)  # whatever the ranks, the exchange and the route of prefill
+        assert torch.equal(positions, first_positions)  # for any ranks, exchange and route of prefill
         error = (out.double() - wanted).norm() / wanted.norm()
         assert error < (2e-2 if kv_cache_dtype == "auto" else 4e-2), error
 

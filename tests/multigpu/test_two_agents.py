@@ -1,4 +1,4 @@
-"""Two hosts of GPUs in one: two agents of torchrun, each with its half of the GPUs, and NCCL between them over sockets."""
+"""Two hosts' worth of GPUs on one host: two torchrun agents, each with half of them, and NCCL over sockets between."""
 
 import json
 from pathlib import Path
@@ -28,9 +28,7 @@ def generate(num_gpus: int, directory: Path, out: str) -> list[object]:
 
 
 def agents(program: list[object], num_local: int, directory: Path) -> list[Command]:
-    """NCCL takes the ranks of an agent for a host (NCCL_HOSTID), so that between agents nothing but the network is left
-    to it.
-    """
+    """Start two agents whose ranks NCCL takes for different hosts (NCCL_HOSTID), with only the network between them."""
     options = [
         "--nnodes",
         2,

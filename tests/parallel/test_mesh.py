@@ -1,4 +1,4 @@
-"""The mesh: who is whose neighbour, own groups handed in, sizes that cannot be."""
+"""The mesh: each rank's groups, groups given by a serving stack, impossible sizes."""
 
 import pytest
 import torch.distributed as dist
@@ -23,7 +23,7 @@ def test_grid_with_replicas() -> None:
 
 
 def check_own_groups() -> None:
-    """A serving stack's groups, made by hand; and some that are cut wrongly."""
+    """Check meshes of given groups, and that wrongly cut groups are refused."""
     neighbours = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     strided = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     rank = dist.get_rank()

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from dcpmla.cli.plan import load_machine
 from dcpmla.comm.direct import MAX_SIZE
-from dcpmla.planning.calibrate import calibrate, load_machine
 from dcpmla.planning.exchange import exchange_us
 from dcpmla.planning.machine import H200X8, Direct
-from dcpmla.planning.measured import compare, predict_row, read_rows
+from dcpmla.planning.measured import calibrate, predict_row
 from dcpmla.planning.predict import Setting
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.weights import ModelSize
-from tests.support.plan_cases import DIRECT, NUM_TOKENS, within, write
+from tests.support.plan_cases import DIRECT, NUM_TOKENS, exchange_row, layer_row, within, write
 
 
 def test_direct_is_as_measured() -> None:
@@ -48,57 +48,48 @@ def test_exchange_is_what_auto_takes(v3: ModelSize) -> None:
 
 
 def test_calibration_finds_the_direct_exchange_that_was_measured(v3: ModelSize, tmp_path: Path) -> None:
-    """By the rows of `bench exchange`; those of other variants and operations are no part of it."""
+    """By the rows of `bench exchange`; rows in fp8, other operations and peers are no part of it."""
     direct = Direct(gather_us=6.0, combine_us=8.1, gb_per_s=550)  # as h200x8, but 1.5 times as late and twice as fast
     other = replace(H200X8, direct=direct)
-    rows = []
+    rows, others = [], []
     for tokens in NUM_TOKENS:
-        row = {
-            "backend": "direct",
-            "variant": "",
-            "tokens": tokens,
-            "heads": 64,
-            "row_width": 512,
-            "world_size": 4,
-            "max_error": None,
-        }
-        for op, variant, width in (("gather_heads", "", 576), ("combine", "", 512), ("combine", "pbm", 128)):
-            time = exchange_us(other, op, tokens, 64, width, 4, backend="direct")
-            rows.append({**row, "op": op, "variant": variant, "row_width": 128 if variant else 512, "median_us": time})
-        rows.append({**row, "op": "combine", "variant": "fp8", "median_us": 1000.0})
-        rows.append({**row, "op": "gather_context", "heads": None, "median_us": 1000.0})
-        rows.append({**row, "op": "combine", "backend": "vllm_direct", "median_us": 1000.0})
-    content = {"machine": "8 x NVIDIA H200", "rows": rows}
-    found = load_machine(f"h200x8,{write(tmp_path / 'exchange.json', content)}", v3)
+        row = exchange_row("combine", "direct", tokens, heads=64, tp=4, dcp=4, median_us=1000.0)
+        for operation, variant, width in (("gather_heads", "", 576), ("combine", "", 512), ("combine", "pbm", 128)):
+            time = exchange_us(other, operation, tokens, 64, width, 4, backend="direct")
+            named = {"operation": operation, "variant": variant, "row_width": width}
+            rows.append({**row, **named, "median_us": time})
+        others.append({**row, "variant": "fp8"})
+        others.append({**row, "operation": "gather_context", "heads": None})
+        others.append({**row, "exchange": "vllm_direct"})
+    found = load_machine(f"h200x8,{write(tmp_path / 'exchange.json', {'rows': [*others, *rows]})}", v3)
     assert found.direct is not None
     assert asdict(found.direct) == pytest.approx(asdict(direct))
     assert found.all_to_all == H200X8.all_to_all
-    comparisons = compare(found, v3, read_rows(content, "exchange.json"))
-    assert {c.subject for c in comparisons} == {"direct gather_heads", "direct combine", "direct pbm combine"}
-    assert [c.ratio for c in comparisons] == pytest.approx([1] * 3 * len(NUM_TOKENS))
+    assert [predict_row(found, v3, row) for row in others] == [None] * len(others)
+    times = [predict_row(found, v3, row) for row in rows]
+    assert times == pytest.approx([row["median_us"] for row in rows])
 
 
 def test_a_machine_can_lack_direct(v3: ModelSize, tmp_path: Path) -> None:
     without = write(tmp_path / "pcie.json", {"direct": None})
     machine = load_machine(without, v3)
     assert machine.direct is None
-    row = {"operation": "gather_heads", "backend": "direct", "dcp": 8, "num_tokens": 1, "median_us": 1.0}
-    assert compare(machine, v3, [row]) == []
-    with pytest.raises(ValueError, match="no rows of one node"):
+    row = exchange_row("gather_heads", "direct", 1, median_us=1.0)
+    assert predict_row(machine, v3, row) is None
+    with pytest.raises(ValueError, match="nothing calibrates the machine"):
         calibrate(machine, v3, [row])
+    assert calibrate(machine, v3, [{**row, "exchange": "a2a"}]).direct is None
     again = load_machine(f"{without},{write(tmp_path / 'nvlink.json', {'direct': {'gb_per_s': 100}})}", v3)
     assert again.direct == Direct(gather_us=4.0, combine_us=5.4, gb_per_s=100)
 
 
 def test_measured_steps_have_the_exchange_that_they_name(v3: ModelSize) -> None:
     """Rows of `bench layer`; what it varies beyond the backend has no prediction."""
-    setting = {"tp": 8, "dcp": 8, "num_layers": 4, "batch": 32, "context": 8192}
-    for backend in ("a2a", "ag_rs", "direct", "auto"):
-        row = {**setting, "part": "combine", "dcp_comm_backend": backend, "variant": ""}
-        assert predict_row(H200X8, v3, row) == pytest.approx(
-            4 * exchange_us(H200X8, "combine", 32, 128, 512, 8, backend=backend)
-        )
+    for backend in ("a2a", "ag_rs", "direct"):
+        row = layer_row("combine", tp=8, dcp=8, exchange=backend)
+        time = exchange_us(H200X8, "combine", 32, 128, 512, 8, backend=backend)
+        assert predict_row(H200X8, v3, row) == pytest.approx(4 * time)
         assert predict_row(H200X8, v3, {**row, "variant": "pbm"}) is None
-    assert predict_row(H200X8, v3, {**setting, "part": "total", "dcp_comm_backend": "other"}) is None
-    unsharded = {**setting, "dcp": 1, "part": "total"}
-    assert predict_row(H200X8, v3, {**unsharded, "dcp_comm_backend": "none"}) == predict_row(H200X8, v3, unsharded)
+        assert predict_row(H200X8, v3, {**row, "part": "output"}) is None
+    assert predict_row(H200X8, v3, layer_row("total", tp=8, dcp=8, exchange="other")) is None
+    assert predict_row(H200X8, v3, layer_row("total", tp=8, exchange="none")) is not None

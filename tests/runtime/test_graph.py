@@ -149,7 +149,7 @@ def test_refuses_other_memory() -> None:
         graph.run(token_ids.int(), step_of([1]), cache)
     with pytest.raises(ValueError, match=r"inputs has shape \(2,\); expected \(1,\)"):
         graph.run_eagerly(token_ids.new_zeros(2), step_of([1]), cache)
-    sparse = LatentCache(dataclasses.replace(cache.sizes, num_index_layers=1, index_row_width=4), torch.device("cpu"))
+    sparse = LatentCache(dataclasses.replace(cache.sizes, index_layers=(0,), index_row_width=4), torch.device("cpu"))
     graph = make_graph(cache=sparse)
     sparse.index_layers[0] = sparse.index_layers[0].clone()
     with pytest.raises(ValueError, match="cache is another one"):
@@ -226,7 +226,7 @@ def test_all_ranks_give_the_first_reason() -> None:
 def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine for all its steps, and by the graph for its own."""
     made: list[Tensor] = []
-    for module in ("attention.metadata", "runtime.engine", "runtime.padding"):
+    for module in ("attention.build", "runtime.engine", "runtime.padding"):
         monkeypatch.setattr(f"dcpmla.{module}.decode_workspace", lambda _: made.append(torch.zeros(1)) or made[-1])
     model, used = HashModel(), []
     step = model.step

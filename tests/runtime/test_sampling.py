@@ -242,9 +242,17 @@ def test_wrong_values_are_named(name: str, value: object) -> None:
         SamplingParams.from_dict({name: value}, SamplingParams())
 
 
-def test_a_string_is_no_tuple_of_strings() -> None:
-    with pytest.raises(ValueError, match="--stop"):
-        SamplingParams(stop="ab")  # type: ignore[arg-type]
+def test_stops_may_be_a_string_or_lists() -> None:
+    params = SamplingParams(stop="ab", stop_token_ids=[3, 4])
+    assert params == SamplingParams(stop=("ab",), stop_token_ids=(3, 4))
+    assert hash(params) == hash(SamplingParams(stop=["ab"], stop_token_ids=(3, 4)))
+
+
+def test_prompts_draw_from_streams_of_their_own() -> None:
+    """No two prompts of any two seeds share one."""
+    params = [SamplingParams(seed=seed).for_prompt(index) for seed in (0, 1, 2) for index in (0, 1, (1 << 31) - 1)]
+    assert len({param.seed for param in params}) == len(params)
+    assert SamplingParams(seed=(1 << 64) - 1, top_k=3).for_prompt(5).top_k == 3  # any seed has streams
 
 
 def test_from_dict_fills_up_with_defaults() -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import Backend
-from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments
+from dcpmla.attention.calls import DecodeCall, PrefillCall
+from dcpmla.attention.step import Segments
 
 
 @contextmanager

@@ -1,6 +1,4 @@
-"""What an exchange `direct` must do, in Triton's interpreter and on GPUs: exchanges against plain slicing and a float64
-merge.
-"""
+"""Checks of the exchange `direct`, in Triton's interpreter and on GPUs, against plain slicing and a float64 merge."""
 
 import random
 import time
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.sparse.candidates import EMPTY, pack_candidates
+from dcpmla.attention.sparse.topk import EMPTY, pack_candidates
 from dcpmla.comm.direct import DirectExchange
 from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.merge import merge_partials
@@ -31,8 +29,9 @@ def exchange_on_gpu(**changes: Any) -> DirectExchange:
 
 
 def draw(exchange: DirectExchange, shape: Shape, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Everyone's queries [T, W h, D], partial rows [W, T, W h, D] and LSEs [W, T, W h]; in some stands what means "not
-    here": all ones.
+    """Draw all ranks' queries [T, W h, D], partial rows [W, T, W h, D] and LSEs [W, T, W h].
+
+    Some hold the bits, all ones, that mean "not here".
     """
     num_tokens, num_heads, width = shape
     device, generator = exchange.device, torch.Generator(exchange.device).manual_seed(seed)
@@ -42,7 +41,7 @@ def draw(exchange: DirectExchange, shape: Shape, dtype: torch.dtype, seed: int) 
     lse[torch.rand(lse.shape, generator=generator, device=device) < 0.3] = -torch.inf
     lse[:, seed % 7 : seed % 7 + 1] = -torch.inf
     if exchange.is_fp8:
-        # Numbers that e4m3 holds, scales that are powers of two: the interpreter neither rounds as GPUs do nor knows
+        # Numbers that e4m3 represents, scales that are powers of two: the interpreter rounds unlike GPUs and lacks
         # e4m3's NaN.
         for rows in (q, out):
             rows.copy_(rows.clamp(-1.75, 1.75).to(torch.float8_e4m3fn))
@@ -61,7 +60,7 @@ def own_heads(exchange: DirectExchange, shape: Shape) -> slice:
 
 
 def draw_own(exchange: DirectExchange, shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's queries [T, h, D], partial rows [T, W h, D] and LSEs [T, W h]."""
+    """Draw this rank's queries [T, h, D], partial rows [T, W h, D] and LSEs [T, W h]."""
     (q, out, lse), rank = draw(exchange, shape, torch.bfloat16, seed), dist.get_rank(exchange.group)
     return q[:, own_heads(exchange, shape)].contiguous(), out[rank], lse[rank]
 
@@ -76,9 +75,7 @@ def assert_same_bits(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> Non
 
 
 def lay_out(tensor: Tensor, kind: int) -> Tensor:
-    """The same numbers: contiguous, with the first two dimensions changed about, with something behind each row, in
-    every other column.
-    """
+    """Return the same numbers contiguous, with the first two dims swapped, with padding after each row, or strided."""
     if kind == 0:
         return tensor.contiguous()
     if kind == 1:
@@ -91,14 +88,14 @@ def lay_out(tensor: Tensor, kind: int) -> Tensor:
 def exchange_once(
     exchange: DirectExchange, shape: Shape, dtype: torch.dtype, seed: int, own: random.Random, num_layouts: int = 4
 ) -> None:
-    """One gather of heads and one combine, this rank late at random, their rows laid out as it likes."""
+    """Check a gather of heads and a combine, with this rank late at random and its rows in a layout of its own."""
     rank, heads = dist.get_rank(exchange.group), own_heads(exchange, shape)
     q, out, lse = draw(exchange, shape, dtype, seed)
     kinds = [own.randrange(num_layouts) for _ in range(3)]
     gathered = exchange.gather_heads(lay_out(q[:, heads], kinds[0]))
     time.sleep(own.choice((0, 0.02)))
     mailbox = exchange.mailbox(*out.shape[1:], dtype)
-    if mailbox and exchange.device.type == "cpu" and own.random() < 0.3:  # to the others it is all one
+    if mailbox and exchange.device.type == "cpu" and own.random() < 0.3:  # the others cannot tell
         send_rows(out[rank], lse[rank], exchange._landings, exchange._state, exchange._landing_bytes, rank)
         merged, merged_lse = torch.empty_like(out[rank, :, heads]), torch.empty_like(lse[rank, :, heads])
         mailbox.enter(merged)
@@ -114,7 +111,7 @@ def exchange_once(
 
 
 def exchange_contexts(exchange: DirectExchange, num_chunks: int, common: random.Random, own: random.Random) -> None:
-    """Chunks of a context, of growing and shrinking sizes; each is read at once, and again as late as may be."""
+    """Check context chunks of growing and shrinking sizes, each read at once, and again as late as possible."""
     rank = dist.get_rank(exchange.group)
     held: deque[tuple[Tensor, Tensor]] = deque()
     for chunk in range(num_chunks + 2):
@@ -137,22 +134,22 @@ def exchange_contexts(exchange: DirectExchange, num_chunks: int, common: random.
 
 
 def exchange_bytes(exchange: DirectExchange) -> None:
-    """Queries and cached rows whose elements have one byte come as they are, also where wider queries travel as e4m3."""
+    """Check that one-byte queries and cached rows arrive unchanged, also where wider queries travel as e4m3."""
     rank = dist.get_rank(exchange.group)
     generator = torch.Generator(exchange.device).manual_seed(0)
-    # Not 0xFF: what is all ones means "not here", and arrives as another NaN.
+    # Not 0xFF: all ones means "not here", and arrives as another NaN.
     q = torch.randint(255, (3, 2 * exchange.size, 48), generator=generator, device=exchange.device, dtype=torch.uint8)
     gathered = exchange.gather_heads(q[:, 2 * rank : 2 * rank + 2].view(torch.float8_e4m3fn))
     assert gathered.dtype == torch.float8_e4m3fn
     assert torch.equal(gathered.view(torch.uint8), q)
-    rows = q.view(exchange.size, 6, 48)[..., :20]  # no whole number of 16 bytes: some latents' rows of fp8_ds_mla
+    rows = q.view(exchange.size, 6, 48)[..., :20]  # not a multiple of 16 bytes, as some rows of fp8_ds_mla
     order = torch.arange(6 * exchange.size, device=exchange.device).flip(0)
     context = exchange.start_context(rows[rank], order, tokens_of_rows(order, 6, rank))()
     assert torch.equal(context, rows.flatten(0, 1).flip(0))
 
 
 def draw_candidates(size: int, num: int, device: torch.device) -> Tensor:
-    """[W, 3, num] int64: of the first token scores that compare in odd ways; the last has none."""
+    """Draw int64 candidates [W, 3, num]; the first token's scores compare in odd ways, the last has none."""
     generator = torch.Generator().manual_seed(num)
     scores = torch.randn(size, 3, num, generator=generator)
     odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])[:num]
@@ -163,7 +160,7 @@ def draw_candidates(size: int, num: int, device: torch.device) -> Tensor:
 
 
 def exchange_candidates(exchange: DirectExchange) -> None:
-    """Candidates come as they are, an odd number of them too, also where wider queries travel as e4m3."""
+    """Check that candidates arrive unchanged, also an odd number of them, and where wider queries travel as e4m3."""
     for num in (5, 64):
         candidates = draw_candidates(exchange.size, num, exchange.device)
         gathered = exchange.gather_candidates(candidates[dist.get_rank(exchange.group)])
@@ -171,9 +168,7 @@ def exchange_candidates(exchange: DirectExchange) -> None:
 
 
 def check_memory(exchange: DirectExchange) -> None:
-    """When all ranks are done: nothing lies in the landings, words are those of their landing's exchanges, all programs have
-    counted the same.
-    """
+    """Check, after all ranks, that landings are empty, words are their exchanges', and programs have counted alike."""
     dist.barrier(exchange.group)
     landings = exchange._landings.mine[: 2 * exchange._landing_bytes]
     numbers = exchange._landings.mine[2 * exchange._landing_bytes :].view(torch.int64).view(2, -1) >> 32

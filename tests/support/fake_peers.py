@@ -1,6 +1,4 @@
-"""Peers in plain torch, as `bench decode` and `bench exchange` expect them; its FlashAttention-3 is deaf to the causal
-bound.
-"""
+"""Peers in plain torch for `bench decode` and `bench exchange`; FlashAttention-3's ignores the causal bound."""
 
 from pathlib import Path
 
@@ -95,7 +93,7 @@ class DirectA2A:
 
 
 def write_peers(directory: Path) -> Path:
-    """Write peers.py, and beside it a package flashinfer, into a directory."""
+    """Write peers.py, and a package flashinfer next to it, into a directory."""
     (directory / "peers.py").write_text(PEERS)
     (directory / "flashinfer").mkdir()
     (directory / "flashinfer" / "__init__.py").touch()
@@ -104,7 +102,7 @@ def write_peers(directory: Path) -> Path:
 
 
 def write_exchange_peer(directory: Path, library: str = "operator") -> Path:
-    """Write direct/peer_direct.py and its library, which it loads only if that has the right content, into a directory."""
+    """Write direct/peer_direct.py into a directory, and its library, which it loads only with the right content."""
     (directory / "direct").mkdir()
     (directory / "direct" / "peer_direct.py").write_text(PEER_DIRECT)
     (directory / "direct" / "vllm_direct.so.xz").write_text(library)

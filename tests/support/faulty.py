@@ -1,7 +1,8 @@
-"""`dcpmla` on one rank, with a fault to come: python faulty.py DIRECTORY '{"rank": 1, "when": "decode step 6",
-"what": "kill"}' generate
+"""`dcpmla` on one rank with a planned fault.
 
-The rank leaves its pid in the directory, and there, under the name "reached", a file when its fault begins.
+Usage: python faulty.py DIRECTORY '{"rank": 1, "when": "decode step 6", "what": "kill"}' generate ...
+
+The rank leaves its pid in the directory and, when its fault begins, a file named "reached".
 """
 
 import json
@@ -21,6 +22,7 @@ from dcpmla.job.watchdog import Watchdog
 
 
 def run(directory: Path, fault: dict[str, Any], arguments: Sequence[str]) -> int:
+    """Run `dcpmla` with the fault planned if this is its rank, on the first start only; return the exit code."""
     rank = int(os.environ["RANK"])
     (directory / f"pid {rank} {os.getpid()}").touch()
     if rank == fault.get("rank") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
@@ -29,7 +31,7 @@ def run(directory: Path, fault: dict[str, Any], arguments: Sequence[str]) -> int
 
 
 def _prepare(directory: Path, when: str, what: str) -> None:
-    """Do `what` as the main thread enters the first operation whose name begins with `when`; "launch" is before all."""
+    """Plan `what` for the first operation whose name begins with `when` that the main thread enters, or now."""
     if when == "launch":
         fail(what)
     enter = Watchdog.enter
@@ -38,7 +40,7 @@ def _prepare(directory: Path, when: str, what: str) -> None:
         enter(watchdog, operation, *limit)
         if operation.startswith(when):
             Watchdog.enter = enter  # type: ignore[method-assign]
-            time.sleep(0.7)  # longer than a beat: the posts know the operation
+            time.sleep(0.7)  # longer than a beat, so that the posts name the operation
             (directory / "reached").touch()
             fail(what)
 
@@ -46,6 +48,7 @@ def _prepare(directory: Path, when: str, what: str) -> None:
 
 
 def fail(what: str) -> None:
+    """Cause the fault."""
     match what:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

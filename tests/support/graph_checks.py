@@ -4,8 +4,7 @@ alone on CPUs.
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def check_model(
     dtype = torch.bfloat16 if in_half else torch.float32
     model, mesh = open_model_on(directory, dcp, enable_expert_parallel, device_type, dtype)
     cache = new_cache(
-        model.attention_config, model.num_attention_layers, dcp, model.dtype, model.device, model.num_index_layers
+        model.attention_config, model.num_attention_layers, dcp, model.dtype, model.device, model.index_layers
     )
     token = torch.zeros((), dtype=torch.int64, device=model.device)
 
@@ -90,8 +89,11 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
 
     def step(hidden: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-        for layer, kv_cache, index_cache in zip_longest(layers, cache.layers, cache.index_layers):
-            hidden = hidden + layer(hidden, kv_cache, metadata, cos_sin[metadata.positions], index_cache=index_cache)
+        metadata = metadata.with_positions(cos_sin[metadata.positions])
+        if topk is not None:
+            metadata = metadata.with_selection(topk)
+        for layer, kv_cache in zip(layers, cache, strict=True):
+            hidden = hidden + layer(hidden, kv_cache, metadata)
         return hidden
 
     def draw(num_reqs: int, generator: torch.Generator) -> Tensor:
@@ -153,10 +155,10 @@ def new_cache(
     dcp: DCPConfig,
     dtype: torch.dtype,
     device: torch.device,
-    num_index_layers: int | None = None,
+    index_layers: Iterable[int] | None = None,
 ) -> LatentCache:
     return LatentCache(
-        LatentCache.plan(config, dcp, num_layers, [MAX_MODEL_LEN] * MAX_NUM_SEQS, dtype, num_index_layers), device
+        LatentCache.plan(config, dcp, num_layers, [MAX_MODEL_LEN] * MAX_NUM_SEQS, dtype, index_layers), device
     )
 
 

@@ -37,7 +37,7 @@ class HashModel:
         self.steps: list[list[int]] = []  # tokens of each piece of each step
 
     def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor) -> Tensor:
-        rows = cache[0].view(-1, 2)
+        rows = cache.layers[0].view(-1, 2)
         mine = metadata.slot_mapping >= 0
         rows[metadata.slot_mapping[mine]] = torch.stack([token_ids, metadata.positions], -1)[mine].float()
         ends = self._sequences(token_ids, metadata, rows)
@@ -64,7 +64,7 @@ class HashModel:
                 slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:length]
                 ends[index] = read(rows[slots]), 1
         if metadata.prefill is not None:
-            starts = metadata.prefill.query_start
+            starts = metadata.prefill.queries.start
             for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
                 assert end - start > 1, "pieces of one token come first: they are decodes"
                 new = slice(metadata.num_decode_tokens + start, metadata.num_decode_tokens + end)
@@ -77,7 +77,7 @@ class HashModel:
 
 
 def chunk_rows(chunk: ContextChunk, rows: Tensor, request: int) -> Tensor:
-    return rows[chunk.local_slots][chunk.order][chunk.key_start[request] : chunk.key_start[request + 1]]
+    return rows[chunk.local_slots][chunk.order][chunk.keys.start[request] : chunk.keys.start[request + 1]]
 
 
 def read(rows: Tensor) -> list[int]:
@@ -129,7 +129,7 @@ def make_engine(
         num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
     )
     cache = LatentCache(plan, torch.device("cpu"))
-    cache[0].fill_(torch.nan)
+    cache.layers[0].fill_(torch.nan)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs))
     model = model or HashModel()
     graph = (

@@ -1,6 +1,4 @@
-"""Triton's interpreter with the conversions of GPUs: its own truncate to bfloat16, and lose the carry into the exponent
-of e4m3.
-"""
+"""Triton's interpreter with GPUs' conversions: its own truncate to bfloat16 and lose e4m3's carry into the exponent."""
 
 from typing import Any
 
@@ -18,7 +16,7 @@ _TYPES = {
 
 
 def convert_as_torch() -> None:
-    """From now on, in this process, convert as torch does: rounded to nearest, ties to even."""
+    """Make this process convert as torch does from now on: rounded to nearest, ties to even."""
 
     def convert(data: Any, source: Any, target: Any, _: Any) -> Any:
         x = torch.from_numpy(np.frombuffer(data.tobytes(), np.uint8).copy()).view(_TYPES[source]).to(_TYPES[target])

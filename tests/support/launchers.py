@@ -1,6 +1,4 @@
-"""Start a program's ranks as torchrun, mpirun and Slurm do, also from several launchers at once (one a host), and wait
-for them all.
-"""
+"""Starting a program's ranks as torchrun, mpirun and Slurm do, also from several launchers at once (one a host)."""
 
 import importlib.util
 import json
@@ -43,13 +41,13 @@ Ended = subprocess.CompletedProcess[str]
 
 
 def environment() -> dict[str, str]:
-    """This process's without what a launcher around the tests may have set."""
+    """Return this process's environment without what a launcher around the tests may have set."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIXES)}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def run_together(commands: Sequence[Command], timeout: float = 240, check: bool = True) -> list[Ended]:
-    """Run commands at the same time; at the end none is left.
+    """Run commands at the same time and wait for them all; none is left running.
 
     Raises:
         AssertionError: with `check`, one failed, or time ran out.
@@ -86,9 +84,7 @@ def _checked(results: list[Ended]) -> list[Ended]:
 
 
 def run_forked(commands: Sequence[Command], timeout: float = 240, check: bool = True) -> list[Ended]:
-    """`run_together` for Python programs (by path, or -m) that need no fresh interpreter: all imports are done when
-    they start.
-    """
+    """Run Python programs (by path, or -m) as `run_together` does, forked from a process that has done the imports."""
     with tempfile.TemporaryDirectory() as directory:
         files = [
             tuple(Path(directory) / f"{name} {index}" for name in ("out", "err")) for index in range(len(commands))
@@ -119,7 +115,7 @@ def _run_program(argv: list[str], env: dict[str, str], *paths: Path) -> None:
     os.chdir(ROOT)
     for descriptor, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    torch.set_num_threads(1)  # it has read OMP_NUM_THREADS already
+    torch.set_num_threads(1)  # torch has read OMP_NUM_THREADS already
     is_module = argv[0] == "-m"
     sys.argv = argv[is_module:]
     if is_module:
@@ -129,7 +125,7 @@ def _run_program(argv: list[str], env: dict[str, str], *paths: Path) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """A launcher that is told to stop takes its ranks along; one that is killed leaves them behind."""
+    """Terminate a launcher, so that it takes its ranks along; kill it only if it does not end."""
     process.terminate()
     try:
         process.wait(15)
@@ -139,7 +135,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def torchrun(program: Sequence[object], num_local_ranks: int, *options: object) -> list[object]:
-    """One agent; without options it is the whole job."""
+    """Return the command of one agent, which without options is the whole job."""
     return [
         sys.executable,
         "-m",
@@ -152,7 +148,7 @@ def torchrun(program: Sequence[object], num_local_ranks: int, *options: object) 
 
 
 def unattended(program: Sequence[object], num_ranks: int) -> list[Command]:
-    """What torchrun starts on one host, in rank order, without an agent that looks after it."""
+    """Return the commands that torchrun would run on one host, in rank order, to be run without its agent."""
     shared = {
         "WORLD_SIZE": num_ranks,
         "LOCAL_WORLD_SIZE": num_ranks,
@@ -167,11 +163,12 @@ def unattended(program: Sequence[object], num_ranks: int) -> list[Command]:
 
 
 def mpirun(program: Sequence[object], num_ranks: int, *options: object) -> list[object]:
+    """Return the command of mpirun with num_ranks ranks."""
     return [MPIRUN, *options, "-n", num_ranks, sys.executable, *program]
 
 
 def srun(program: Sequence[object], tasks_per_node: Sequence[int], nodes: str, **more: str) -> list[Command]:
-    """What srun starts on its nodes, in rank order. `nodes` is Slurm's compressed list."""
+    """Return the commands that srun would run on its nodes, in rank order. `nodes` is Slurm's compressed list."""
     commands: list[Command] = []
     shared = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -197,7 +194,7 @@ def free_port() -> int:
 
 
 def find_mpirun() -> str | None:
-    """The one that pip put beside this Python, as extra `mpi` does: it belongs to the MPI that mpi4py loads."""
+    """Return the mpirun that extra `mpi` installed next to this Python, which belongs to the MPI that mpi4py loads."""
     return shutil.which("mpirun", path=Path(sys.executable).parent) if importlib.util.find_spec("mpi4py") else None
 
 
@@ -205,14 +202,14 @@ MPIRUN = find_mpirun()
 
 
 def read_lines(results: Sequence[Ended]) -> list[dict[str, Any]]:
-    """What the ranks of `MEET` printed, in rank order."""
+    """Return what the ranks of `MEET` printed, in rank order."""
     lines = [json.loads(line) for result in results for line in result.stdout.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["rank"])
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple["Host", "Host"]]:
-    """Network namespaces with addresses of their own, joined by a virtual cable.
+    """Create two network namespaces with addresses of their own, joined by a virtual cable.
 
     Raises:
         OSError: the kernel, or missing rights, forbid it; with the reason.
@@ -246,11 +243,16 @@ def two_hosts() -> Iterator[tuple["Host", "Host"]]:
 
 
 class Host:
+    """A network namespace as a host."""
+
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
 
     def command(self, argv: Sequence[object], env: Mapping[str, str]) -> Command:
-        """gloo looks its own host name up, which these hosts share with the real one: it must be told the interface."""
+        """Return the command and variables to run it on this host.
+
+        gloo would look up its own host name, which these hosts share with the real one, so it is told the interface.
+        """
         return ["ip", "netns", "exec", self.name, *argv], {**env, "GLOO_SOCKET_IFNAME": "cable"}
 
 

@@ -1,6 +1,6 @@
 """A job that only meets: each rank prints what it found as a line of JSON.
 
-Arguments: seconds to wait, attributes of torch to change.
+Arguments: seconds to wait, then attributes of torch to set (NAME=VALUE).
 """
 
 import json
@@ -30,7 +30,7 @@ def main(seconds: str, *attributes: str) -> None:
     with distributed(ranks, timedelta(seconds=float(seconds))) as store:
         total = torch.tensor([10.0**ranks.rank])
         dist.all_reduce(total)
-        # The store is the job's: each rank reads what the next one wrote.
+        # The store is shared: each rank reads what the next one wrote.
         store.set(f"rank {ranks.rank}", str(ranks.rank))
         environment = {name: os.environ.get(name) for name in VARIABLES}
         neighbour = int(store.get(f"rank {(ranks.rank + 1) % ranks.num_ranks}"))
@@ -42,7 +42,7 @@ def main(seconds: str, *attributes: str) -> None:
         "neighbour": neighbour,
     }
     line = json.dumps({**found, "environment": environment})
-    os.write(1, f"{line}\n".encode())  # in one piece: the launchers give all ranks the same pipe
+    os.write(1, f"{line}\n".encode())  # in one write, since all ranks share the launcher's pipe
 
 
 if __name__ == "__main__":

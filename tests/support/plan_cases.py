@@ -9,13 +9,13 @@ from typing import Any
 import transformers
 
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.measured import read_rows
+from dcpmla.planning.measured import Row
 from dcpmla.planning.predict import Setting
 from dcpmla.planning.recommend import Plan, make_plan
 from dcpmla.planning.weights import ModelSize, read_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-SCALING = RESULTS / "h200x4" / "scaling.json"
+LAYER = RESULTS / "h200x4" / "layer.json"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -36,6 +36,11 @@ DIRECT = {
     ("combine", 512, 2): {1: 5.8, 8: 5.7, 32: 11.9, 256: 85},
     ("combine", 512, 4): {1: 5.4, 2: 7.8, 4: 6.7, 8: 8.2, 16: 11, 32: 16.5, 64: 28, 128: 50, 256: 95},
     ("combine", 128, 4): {1: 4.8, 8: 5.1, 32: 8, 128: 19, 256: 33},
+}
+# All-reduce of rows of 7168 in bfloat16, likewise: (ranks, rows) -> time.
+ALL_REDUCE = {
+    **{(2, 1): 10.9, (2, 8): 10.6, (2, 32): 13.0, (2, 128): 30.3},
+    **{(4, 1): 14.7, (4, 8): 14.3, (4, 32): 17.1, (4, 128): 30.0},
 }
 # (batch, context, heads) -> best of FlashMLA, FA3 and FlashInfer on one H200, bf16 cache.
 BEST_ATTENTION = {
@@ -64,12 +69,18 @@ def within(predicted: float, measured: float, factor: float) -> bool:
     return 1 / factor <= predicted / measured <= factor
 
 
-def scaling_rows() -> list[dict[str, Any]]:
-    """What `bench scaling` measured on 4 H200s: DeepSeek-V3's layers in bfloat16.
+def exchange_row(operation: str, exchange: str, tokens: int, **fields: Any) -> Row:
+    """Return a row of `bench exchange`, over 8 ranks unless fields say otherwise."""
+    row_width = 512 if operation == "combine" else 576
+    setting = {"tp": 8, "dcp": 8, "heads": 128, "row_width": row_width, "variant": ""}
+    return {"operation": operation, "exchange": exchange, "tokens": tokens, **setting, **fields}
 
-    The file does not say that its steps ran with `a2a`.
-    """
-    return [{"dcp_comm_backend": "a2a", **row} for row in read_rows(json.loads(SCALING.read_text()), "scaling.json")]
+
+def layer_row(part: str, **fields: Any) -> Row:
+    """Return a row of `bench layer`: 4 of DeepSeek-V3's layers on one GPU unless fields say otherwise."""
+    setting = {"tp": 1, "dcp": 1, "exchange": "direct", "variant": "", "kv_cache_dtype": "bf16", "num_layers": 4}
+    sizes = {"batch": 32, "context": 8192, "heads": 128, "query_dim": 576, "latent_dim": 512}
+    return {"part": part, **setting, **sizes, **fields}
 
 
 def make_plans(

@@ -24,6 +24,7 @@ import torch.distributed as dist
 # import: its ranks have a
 # server of their own.
 _CLI = [f"dcpmla.cli.{command}" for command in ("bench", "doctor", "generate", "plan")]
+_CLI += [f"dcpmla.bench.{name}" for name in ("exchange", "generate", "layer", "serve", "sparse")]
 _MODELS = ["transformers.conversion_mapping", "transformers.models.deepseek_v3.modeling_deepseek_v3"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.testing", "pytest", *_CLI, *_MODELS])

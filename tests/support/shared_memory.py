@@ -1,6 +1,4 @@
-"""Memory that ranks on one machine share, in place of GPUs' symmetric memory; jobs whose ranks run kernels in Triton's
-interpreter.
-"""
+"""Shared memory between processes in place of GPUs' symmetric memory, for kernels in Triton's interpreter."""
 
 import multiprocessing
 import os
@@ -24,7 +22,7 @@ from tests.support.ranks import run_ranks
 
 
 def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerMemory:
-    """A file of each rank, mapped by all. Collective over the group."""
+    """Map a file of each rank into all ranks. Collective over the group."""
     paths = [""] * dist.get_world_size(group)
     handle, path = tempfile.mkstemp(dir="/dev/shm")
     os.truncate(handle, num_bytes)
@@ -38,13 +36,13 @@ def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerM
 
 
 def run_interpreted(num_ranks: int, function: Callable[..., Any], *args: Any) -> None:
-    """`run_ranks` for kernels on CPUs, from a process of its own: Triton decides to interpret when it is imported."""
+    """Run `run_ranks` in a process of its own, because Triton decides to interpret when it is imported."""
     _interpreter().submit(partial(run_ranks, timeout=200), num_ranks, function, *args).result()
 
 
 @cache
 def _interpreter() -> ProcessPoolExecutor:
-    """The same process for all jobs: that it starts, and its server of ranks, takes longer than some of them."""
+    """Start the one process for all jobs; its start, and that of its server of ranks, takes longer than some jobs."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _decide_to_interpret)
 
 
@@ -53,26 +51,22 @@ def _decide_to_interpret() -> None:
 
 
 def delay_kernels(delays: random.Random, chance: float = 0.03) -> None:
-    """On a rank of such a job: the kernels' clock, for which the interpreter has no inline assembler, comes late now
-    and then.
-    """
+    """Replace the kernels' clock, inline assembler that the interpreter lacks, by one that is late now and then."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
     from dcpmla.comm.kernels import landings, window
 
     def now() -> Any:
-        time.sleep(0.02 * delays.random() if delays.random() < chance else 0.0005)  # others need the core meanwhile
+        time.sleep(0.02 * delays.random() if delays.random() < chance else 0.0005)  # the others need the core
         return tl.core.tensor(TensorHandle(np.array([time.monotonic_ns()]), tl.int64), tl.int64)
 
     landings.now = window.now = now
-    np.seterr(all="ignore")  # what shards without tokens hold
+    np.seterr(all="ignore")  # shards without tokens hold anything
 
 
 def send_rows(out: Tensor, lse: Tensor, landings: PeerMemory, state: Tensor, landing_bytes: int, rank: int) -> None:
-    """What an attention kernel does that stores its rows [T, W h, D] at their owners itself: the first half of
-    `combine`.
-    """
+    """Store rows [T, W h, D] at their owners, as attention does that sends them itself: the first half of `combine`."""
     number, size = state[:1] + 1, len(landings.addresses)
     landing, num_rows, width = int(number) % 2, lse.numel() // size, out.shape[-1]
     for owner, memory in enumerate(landings.owner):
@@ -83,7 +77,7 @@ def send_rows(out: Tensor, lse: Tensor, landings: PeerMemory, state: Tensor, lan
             .view(out.dtype)[rank * num_rows * width :][: num_rows * width]
             .view(num_rows, width)
         )
-        targets[is_sent] = rows.where(~rows.isnan(), torch.nan)[is_sent]  # no kernel computes a NaN of all ones
+        targets[is_sent] = rows.where(~rows.isnan(), torch.nan)[is_sent]  # no kernel computes the NaN of all ones
         words = memory[2 * landing_bytes + landing * (landing_bytes // 8) :].view(torch.int64)[rank * num_rows :][
             :num_rows
         ]

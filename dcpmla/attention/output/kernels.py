@@ -1,9 +1,7 @@
-"""Triton kernels that write quantized outputs: of rows as they are, and of W_UV's product;
-`attention/output/formats.py` specifies them.
+"""Triton kernels that write quantized outputs, of given rows or of W_UV's product; `output/formats.py` specifies them.
 
-In the product a program holds a tile of tokens of one head, in registers from the first product to the last
-rounding, so that its values never stand in memory in 16 bits. Whole groups lie in a tile. GPUs from compute capability
-8.9 on.
+The product keeps a tile of one head's tokens in registers from the first multiplication to the last rounding, so its
+values are never in memory in 16 bits. A tile holds whole groups. GPUs of compute capability 8.9 and later.
 """
 
 from typing import NamedTuple
@@ -18,7 +16,7 @@ from dcpmla.attention.triton.device import describe, shared_memory
 
 _NVFP4 = tl.constexpr(NVFP4_GROUP)
 _FP8_MAX = tl.constexpr(448.0)
-_ROWS, _COLUMNS = 8, 512  # of a program that quantizes rows as they are
+_ROWS, _COLUMNS = 8, 512  # of a program that quantizes given rows
 
 
 @triton.jit
@@ -28,9 +26,7 @@ def _to_fp8(x):
 
 @triton.jit
 def _divide(x, s):
-    """x / s, rounded as a division is, without the instructions that one takes for numbers near the ends of float32's
-    range.
-    """
+    """Divide x by s with correct rounding, without the instructions that the ends of float32's range would need."""
     inverse = tl.div_rn(1.0, s)
     quotient = x * inverse
     return tl.fma(tl.fma(-quotient, s, x), inverse, quotient)
@@ -38,8 +34,8 @@ def _divide(x, s):
 
 @triton.jit
 def _round_as_fp8(x):
-    """Numbers from 0 to 448 rounded to those that e4m3 has, in float32."""
-    small = (x + 16384.0) - 16384.0  # float32 next to 2^14 has e4m3's smallest step, 2^-9
+    """Round numbers from 0 to 448 to those of e4m3, in float32."""
+    small = (x + 16384.0) - 16384.0  # from 2^14 on, float32 has the spacing of e4m3's smallest numbers, 2^-9
     bits = x.to(tl.int32, bitcast=True)
     large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     return tl.where(x < 0.015625, small, large)
@@ -47,11 +43,11 @@ def _round_as_fp8(x):
 
 @triton.jit
 def _fp4_code(x):
-    """The code of the nearest e2m1, ties to the even one: 3 bits of size behind the sign's."""
+    """Return the code of the nearest e2m1 number, ties to even: the sign's bit above 3 bits of magnitude."""
     size = tl.minimum(tl.abs(x), 6.0)
-    # Float32 next to 2^22 is whole halves: adding it rounds what is under 1, which e2m1 keeps in halves.
+    # Float32 has spacing 1/2 from 2^22 on, as e2m1 has below 1: adding 2^22 rounds to it.
     small = (size + 4194304.0).to(tl.int32, bitcast=True) & 7
-    # From 1 on a code is the exponent and the first bit of the mantissa.
+    # From 1 on the code is the exponent and the first bit of the mantissa.
     bits = size.to(tl.int32, bitcast=True)
     large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
     return tl.where(size < 1.0, small, large) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
@@ -59,7 +55,7 @@ def _fp4_code(x):
 
 @triton.jit
 def _swizzled(row, group, groups_padded):
-    """Where the scale of a row's group lies: tiles of 128 rows by 4 scales."""
+    """Return the index of a row's group scale, in tiles of 128 rows by 4 scales."""
     return (row // 128 * (groups_padded // 4) + group // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4
 
 
@@ -80,10 +76,9 @@ def _store(
     GROUP: tl.constexpr,
     UE8M0: tl.constexpr,
 ):
-    """Quantize a tile [ROWS, COLUMNS] float32 from (first, first_column) on; rows from end on, columns behind
-    num_columns are none of it.
+    """Quantize a float32 tile [ROWS, COLUMNS] and store it at (first, first_column), up to row end and num_columns.
 
-    GROUP: 1 for fp8; 16 for nvfp4. padded_end: of nvfp4, scales of the rows between end and it become 0.
+    GROUP: 1 for fp8, 16 for nvfp4. padded_end: nvfp4 scales of rows from end up to it become 0.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
@@ -98,7 +93,7 @@ def _store(
         is_group = group < num_columns // GROUP
         group += first_column // GROUP
         if GROUP == _NVFP4:
-            # Columns of one byte are parted first: parted later, as codes, Triton 3.6 mixes them up in some layouts.
+            # The two columns of a byte are split first: split as codes, Triton 3.6 mixes them up in some layouts.
             low, high = tl.split(x.reshape(ROWS, COLUMNS // 2, 2))
             low, high = (
                 low.reshape(ROWS, COLUMNS // GROUP, GROUP // 2),
@@ -124,7 +119,7 @@ def _store(
             x = x.reshape(ROWS, COLUMNS // GROUP, GROUP)
             s = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 2), 1e-10), _FP8_MAX)
             if UE8M0:
-                exponent = (s.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # the next one, but for a power of two
+                exponent = (s.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # rounded up
                 s = (exponent << 23).to(tl.float32, bitcast=True)
                 scaled = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, :, None]  # its inverse
             else:
@@ -153,15 +148,15 @@ def quantize_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program a tile of rows and columns."""
+    """Quantize given rows; one program per tile of rows and columns."""
     first_column = tl.program_id(1) * COLUMNS
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, column = first + tl.arange(0, ROWS)[:, None], first_column + tl.arange(0, COLUMNS)[None, :]
     x = tl.load(x_ptr + row * x_stride + column, mask=(row < num_rows) & (column < width), other=0.0)
     # fmt: off
     _store(
-        x.to(tl.float32), first_row + first, first_row + num_rows, padded_end, first_column, width - first_column, width,
-        values_ptr, scales_ptr, scale_ptr, scales_stride_row, scales_stride_group, GROUP, UE8M0,
+        x.to(tl.float32), first_row + first, first_row + num_rows, padded_end, first_column, width - first_column,
+        width, values_ptr, scales_ptr, scale_ptr, scales_stride_row, scales_stride_group, GROUP, UE8M0,
     )
     # fmt: on
 
@@ -184,8 +179,9 @@ def project_kernel(
     GROUP: tl.constexpr,
     UE8M0: tl.constexpr,
 ):
-    """A program a (tile of tokens, head, tile of its columns); all heads of some tokens before the next tokens, whose
-    rows they share.
+    """Multiply by W_UV and quantize; one program per (tile of tokens, head, tile of its columns).
+
+    All heads of some tokens come before the next tokens, because they share output rows.
     """
     TOKENS: tl.constexpr = out_desc.block_shape[1]
     COLUMNS: tl.constexpr = w_uv_desc.block_shape[1]
@@ -203,14 +199,14 @@ def project_kernel(
     first = first_row + first_token.to(tl.int64)
     # fmt: off
     _store(
-        x, first, first_row + num_tokens, padded_end, head * VALUE + first_column, VALUE - first_column, num_heads * VALUE,
-        values_ptr, scales_ptr, scale_ptr, scales_stride_row, scales_stride_group, GROUP, UE8M0,
+        x, first, first_row + num_tokens, padded_end, head * VALUE + first_column, VALUE - first_column,
+        num_heads * VALUE, values_ptr, scales_ptr, scale_ptr, scales_stride_row, scales_stride_group, GROUP, UE8M0,
     )
     # fmt: on
 
 
 class Tiling(NamedTuple):
-    """Tokens and columns of the latents in a tile, warps of a program, stages of its pipeline."""
+    """A tiling of the product: tokens and depth of a tile, warps of a program, stages of its pipeline."""
 
     tokens: int
     depth: int
@@ -218,16 +214,16 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-# The largest tile that leaves enough programs. Few tokens wait for W_UV alone: deep stages have more of it on its way.
-# Measured on H200s.
-_ENOUGH_PROGRAMS = 128  # about a multiprocessor each
+# Smallest first; the largest that leaves enough programs is taken. With few tokens only W_UV's loads take time, and
+# deep stages keep more of them in flight. Measured on H200s.
+_ENOUGH_PROGRAMS = 128  # about one a multiprocessor
 TILINGS = (Tiling(16, 128, 4, 5), Tiling(32, 128, 4, 5), Tiling(64, 64, 4, 4), Tiling(128, 64, 8, 3))
 
 
 def quantize_rows(
     x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
 ) -> None:
-    """`ops.quantize_rows_` in one kernel."""
+    """Compute `ops.quantize_rows_` in one kernel."""
     num_rows, width = x.shape
     if num_rows == 0:
         return
@@ -253,7 +249,7 @@ def quantize_rows(
 def project_rows(
     out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
 ) -> None:
-    """`ops.project_rows_` in one kernel."""
+    """Compute `ops.project_rows_` in one kernel."""
     (num_tokens, num_heads, rank), value = out.shape, w_uv.shape[1]
     if num_tokens == 0:
         return
@@ -286,7 +282,7 @@ def project_rows(
 
 
 def _group_of(values: Tensor, scales: Tensor | None) -> int:
-    """Columns that share a scale, as the kernels know kinds: 1 where one scale is given for all."""
+    """Return how many columns share a scale; 1, the kernels' word for fp8, where one scale is given for all."""
     if scales is None:
         return 1
     return NVFP4_GROUP if values.dtype == torch.uint8 else values.shape[1] // scales.shape[1]
@@ -297,5 +293,5 @@ def _strides(scales: Tensor | None) -> tuple[int, ...]:
 
 
 def _padded_end(end: int, values: Tensor) -> int:
-    """Up to which row a write that ends before row `end` sets the scales of nvfp4."""
+    """Return the row up to which a write that ends before row `end` sets nvfp4's scales."""
     return triton.cdiv(end, 128) * 128 if end == len(values) else end

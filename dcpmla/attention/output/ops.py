@@ -1,30 +1,30 @@
-"""Operators of torch (`torch.ops.dcpmla`) that quantize attention's output: apart, or as it comes out of W_UV.
+"""Custom ops (`torch.ops.dcpmla`) that write attention's output: quantized or as it is, alone or as W_UV's product.
 
-`attention/output/formats.py` specifies their bytes and runs on CPUs; GPUs run the kernels of
-`attention/output/kernels.py`. What W_UV gives is rounded to attention's dtype before it is quantized, so both
-ways have one result wherever sums of
-another order round alike. x and out are bfloat16, float16 or float32, and finite. No gradients.
+`attention/output/formats.py` specifies the bytes of quantized rows and runs on CPUs; GPUs run the kernels of
+`attention/output/kernels.py`. What W_UV gives is rounded to attention's dtype before it is quantized, so both ways have
+one result wherever sums in another order round alike. Quantized outputs come from bfloat16, float16 or float32, and are
+finite. No gradients.
 """
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.output import formats
-from dcpmla.attention.projections import project_values
+from dcpmla.attention.projections import project_into, project_values
 from dcpmla.cache.formats import FP8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@torch.library.custom_op("dcpmla::quantize_rows_", mutates_args=("values", "scales"))
-def quantize_rows_(
+@torch.library.custom_op("dcpmla::write_rows_", mutates_args=("values", "scales"))
+def write_rows_(
     x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
 ) -> None:
-    """Quantize x [n, N] into the rows from first_row on of a result.
+    """Write x [n, N] into the rows of a result from first_row on.
 
     Args:
-        values, scales: of one of the formats of `attention/output/formats.py`, which they tell: fp8 has no scales,
-        nvfp4 bytes as values.
+        values, scales: in the format that they tell: values in x's dtype take x as it is; those of
+            `attention/output/formats.py` are quantized (fp8 has no scales, nvfp4 bytes as values).
         scale: given to fp8 and nvfp4.
     """
     _write(x, first_row, values, scales, scale, ue8m0)
@@ -34,13 +34,13 @@ def quantize_rows_(
 def project_rows_(
     out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
 ) -> None:
-    """`quantize_rows_` of `project_values(out, w_uv)`: out [n, h, L], w_uv [h, V, L]."""
+    """Do what `write_rows_` does with `project_values(out, w_uv)`: out [n, h, L], w_uv [h, V, L]."""
     _project(out, w_uv, first_row, values, scales, scale, ue8m0)
 
 
 @torch.library.custom_op("dcpmla::quantize_fp8", mutates_args=())
 def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """x [T, N] -> e4m3 [T, N] of x * (1 / scale), what is larger than e4m3 holds as its largest.
+    """Quantize x [T, N] to e4m3 [T, N]: x * (1 / scale), saturated.
 
     Args:
         scale: float32 of one element.
@@ -61,7 +61,7 @@ def _empty_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 @torch.library.custom_op("dcpmla::quantize_fp8_groups", mutates_args=())
 def quantize_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """x [T, N] -> e4m3 [T, N] and float32 scales [T, N / G].
+    """Quantize x [T, N] to e4m3 [T, N] and float32 scales [T, N / G].
 
     Args:
         group_size: G, 64 or 128 columns that share a scale: their largest / 448.
@@ -84,11 +84,11 @@ def _empty_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bool
 
 @torch.library.custom_op("dcpmla::quantize_nvfp4", mutates_args=())
 def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, N] -> pairs of e2m1 [T, N / 2] uint8 and their scales, e4m3 [T to the next 128, N / 16 to the next 4]
-    in tiles of 128 x 4.
+    """Quantize x [T, N] to pairs of e2m1 [T, N / 2] uint8 and their scales, e4m3 [T to the next 128, N / 16 to the
+    next 4] in tiles of 128 x 4.
 
     Args:
-        global_scale: float32 of one element: 448 * 6 over the largest value that comes.
+        global_scale: float32 of one element: 448 * 6 over the largest value that x may hold.
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
@@ -106,7 +106,7 @@ def _empty_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("dcpmla::project_values_fp8", mutates_args=())
 def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor) -> Tensor:
-    """`quantize_fp8` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V].
+    """Return `quantize_fp8` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V].
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -127,8 +127,8 @@ def _empty_projected_fp8(out: Tensor, w_uv: Tensor, scale: Tensor) -> Tensor:
 def project_values_fp8_groups(
     out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_fp8_groups` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V] and scales
-    [T, h V / G].
+    """Return `quantize_fp8_groups` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V] and
+    scales [T, h V / G].
 
     Raises:
         ValueError: shapes or dtypes that do not fit, another group size or layout, a group that would cross heads
@@ -150,7 +150,8 @@ def _empty_projected_fp8_groups(
 
 @torch.library.custom_op("dcpmla::project_values_nvfp4", mutates_args=())
 def project_values_nvfp4(out: Tensor, w_uv: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_nvfp4` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V / 2] and its scales.
+    """Return `quantize_nvfp4` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V / 2] and its
+    scales.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, a group of 16 that would cross heads.
@@ -168,8 +169,10 @@ def _empty_projected_nvfp4(out: Tensor, w_uv: Tensor, global_scale: Tensor) -> t
 
 
 def _write(x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool) -> None:
-    if _runs_triton(x):
-        from dcpmla.attention.output import kernels
+    if values.dtype == x.dtype:
+        values[first_row : first_row + len(x)] = x
+    elif _runs_triton(x):
+        from dcpmla.attention.output import kernels  # triton is there on Linux only
 
         kernels.quantize_rows(x, first_row, values, scales, scale, ue8m0)
     elif scales is None:
@@ -184,7 +187,9 @@ def _write(x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, sca
 def _project(
     out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
 ) -> None:
-    if _runs_triton(out):
+    if values.dtype == out.dtype:
+        project_into(out, w_uv, values[first_row : first_row + len(out)])
+    elif _runs_triton(out):
         from dcpmla.attention.output import kernels
 
         kernels.project_rows(out, w_uv, first_row, values, scales, scale, ue8m0)
@@ -216,10 +221,12 @@ def check_projection(out: Tensor, w_uv: Tensor, group: int) -> None:
         raise ValueError(
             f"out has shape {tuple(out.shape)}, w_uv {tuple(w_uv.shape)}; expected [T, h, L] and [h, V, L]"
         )
-    check_heads(w_uv, group)
+    check_w_uv(w_uv, group)
 
 
-def check_heads(w_uv: Tensor, group: int) -> None:
+def check_w_uv(w_uv: Tensor, group: int) -> None:
+    if w_uv.dtype not in _DTYPES:
+        raise ValueError(f"w_uv is {w_uv.dtype}; outputs of bfloat16, float16 and float32 can be quantized")
     if w_uv.shape[1] % group:
         raise ValueError(
             f"w_uv has {w_uv.shape[1]} rows for a head; groups of {group} must divide them, so that none crosses heads"
@@ -229,7 +236,8 @@ def check_heads(w_uv: Tensor, group: int) -> None:
 def check_scale(name: str, scale: Tensor, device: torch.device) -> None:
     if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
         raise ValueError(
-            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; expected torch.float32 of one element on {device}"
+            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; expected torch.float32 of one element on "
+            f"{device}"
         )
 
 

@@ -1,6 +1,5 @@
-"""Attention's output [T, h V], quantized for the next linear as `OutputQuant` says (`attention/output/formats.py`)."""
+"""The caller's side of quantized outputs (`MLAAttention.attend`): what to make, and what comes back."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,27 +7,19 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.output import formats
-from dcpmla.attention.output.ops import (
-    check_groups,
-    check_heads,
-    check_projection,
-    check_rows,
-    check_scale,
-    project_rows_,
-    quantize_rows_,
-)
+from dcpmla.attention.output.ops import check_groups, check_scale
 from dcpmla.cache.formats import FP8
 
 _KINDS = ("fp8", "fp8_groups", "nvfp4")
 
 
 class QuantizedOutput(NamedTuple):
-    """Of T rows of N columns.
+    """T quantized rows of N columns.
 
     Attributes:
         values: e4m3 [T, N]; nvfp4: uint8 [T, N / 2].
-        scales: fp8: the scale given; fp8_groups: float32 [T, N / G] in the layout asked for; nvfp4: e4m3 in the
-            order of `formats.empty_nvfp4`.
+        scales: fp8: the scale given; fp8_groups: float32 [T, N / G] in the layout asked for; nvfp4: e4m3 in the order
+            of `formats.empty_nvfp4`.
     """
 
     values: Tensor
@@ -41,12 +32,14 @@ class OutputQuant:
 
     Attributes:
         kind: "fp8", "fp8_groups" or "nvfp4".
-        scale: float32 of one element on the output's device, of fp8: a value times it is what it stands for; of
-            nvfp4: the global scale, 448 * 6 over the largest that comes. None for fp8_groups, which make theirs.
-        group_size, scale_layout, ue8m0: of fp8_groups alone: 64 or 128 columns; "row", "column" or "tma"; scales
-    are powers of two.
+        scale: float32 of one element on the output's device. fp8: what a quantized value is to be multiplied by;
+            nvfp4: the global scale, 448 * 6 over the largest value that may come; None for fp8_groups, which make
+            theirs.
+        group_size, scale_layout, ue8m0: for fp8_groups alone: 64 or 128 columns that share a scale; "row", "column" or
+            "tma"; whether scales are powers of two.
     Raises:
-        ValueError: another kind, group size or layout; a scale that is missing, too many, or of another dtype or size.
+        ValueError: another kind, group size or layout; a scale that is missing, superfluous, or of another dtype or
+            size.
     """
 
     kind: str
@@ -69,11 +62,11 @@ class OutputQuant:
 
     @property
     def group(self) -> int:
-        """Columns whose scale is made from them; 1 where it is given."""
+        """The number of columns whose scale is made from them; 1 where it is given."""
         return {"fp8": 1, "fp8_groups": self.group_size, "nvfp4": formats.NVFP4_GROUP}[self.kind]
 
     def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedOutput:
-        """A result of so many rows and columns, to be written."""
+        """Return memory for so many rows and columns, to be written."""
         if self.kind == "fp8_groups":
             return QuantizedOutput(
                 *formats.empty_fp8_groups(num_rows, width, self.group_size, self.scale_layout, device)
@@ -82,29 +75,3 @@ class OutputQuant:
             return QuantizedOutput(*formats.empty_nvfp4(num_rows, width, device))
         assert self.scale is not None
         return QuantizedOutput(torch.empty(num_rows, width, dtype=FP8, device=device), self.scale)
-
-
-def quantize_parts(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant) -> QuantizedOutput:
-    """One result of parts that follow each other, each written where it belongs.
-
-    Args:
-        parts: [T_i, h, L], attention over latents that W_UV is still to be applied to, or values [T_i, h V].
-        w_uv: [h, V, L].
-    Raises:
-        ValueError: shapes or dtypes that do not fit, a group that would cross heads.
-    """
-    check_heads(w_uv, quant.group)
-    if quant.scale is not None:
-        check_scale("scale", quant.scale, parts[0].device)
-    result = quant.empty(sum(map(len, parts)), w_uv.shape[0] * w_uv.shape[1], parts[0].device)
-    scales = None if quant.kind == "fp8" else result.scales
-    first_row = 0
-    for part in parts:
-        if part.ndim == 3:
-            check_projection(part, w_uv, quant.group)
-            project_rows_(part, w_uv, first_row, result.values, scales, quant.scale, quant.ue8m0)
-        else:
-            check_rows(part, quant.group)
-            quantize_rows_(part, first_row, result.values, scales, quant.scale, quant.ue8m0)
-        first_row += len(part)
-    return result

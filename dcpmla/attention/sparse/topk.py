@@ -1,6 +1,11 @@
 """From scores to selected tokens: candidates of this rank, and the choice among those of all ranks.
 
-Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs; GPUs run the kernels of
+A candidate is a token's score and position in one int64, so that comparing two of them is the total order of selection:
+score descending, then position ascending. Whatever the number of ranks, and in whatever order candidates come together,
+the same ones are selected. Layout: the score's bits, made comparable as an integer, over 2^31 - 1 - position. No 32-bit
+half is ever -1, which marks memory that `direct` waits for.
+
+Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs; GPUs run the kernels of
 `attention/sparse/kernels/topk.py`.
 """
 
@@ -9,22 +14,49 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla import ownership
-from dcpmla.attention.sparse.candidates import EMPTY, candidate_width, pack_candidates, unpack_positions
+
+EMPTY = -(2**63)  # no candidate: less than any
+LAST_POSITION = 2**31 - 1
+_ALL_BUT_SIGN = 0x7FFFFFFF
+_LOW_HALF = 0xFFFFFFFF
+
+
+def pack_candidates(scores: Tensor, positions: Tensor) -> Tensor:
+    """Return candidates int64 of scores float32 and positions (integers in [0, 2^31)) that broadcast; NaN counts as
+    -inf.
+    """
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
+    order = torch.where(bits < 0, bits ^ _ALL_BUT_SIGN, bits)
+    return (order.to(torch.int64) << 32) | (LAST_POSITION - positions)
+
+
+def unpack_positions(candidates: Tensor) -> Tensor:
+    """Return the int32 positions of candidates int64, -1 for EMPTY."""
+    positions = LAST_POSITION - (candidates & _LOW_HALF)
+    return positions.masked_fill(candidates == EMPTY, -1).to(torch.int32)
+
+
+def candidate_width(topk: int, num_columns: int) -> int:
+    """Return how many candidates a rank sends for a token, which may have num_columns tokens there: topk at most.
+
+    A multiple of an eighth of topk: kernels are compiled for each width, and num_columns grows with every context.
+    """
+    step = max(1, topk // 8)
+    return min(topk, -(-num_columns // step) * step)
 
 
 @torch.library.custom_op("dcpmla::local_candidates", mutates_args=())
 def local_candidates(
     scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, dcp_rank: int, dcp_size: int, interleave: int
 ) -> Tensor:
-    """The best tokens of this rank: whatever is selected of all ranks' tokens is among them.
+    """Return the best tokens of this rank: whatever is selected of all ranks' tokens is among them.
 
     Args:
-        scores: [T, N] float32, from `index_scores`; those of rows with at most topk tokens (seq_lens) are not
-        looked at.
+        scores: [T, N] float32, from `index_scores`; not looked at in rows with at most topk tokens (seq_lens).
         seq_lens, local_seq_lens: as in `SparseMetadata`.
     Returns:
-        [T, candidate_width(topk, N)] int64 (`sparse.candidates`), this rank's tokens in ascending order, EMPTY
-        behind them.
+        [T, candidate_width(topk, N)] int64 candidates, positions ascending, EMPTY after the last.
     """
     if scores.is_cuda:
         from dcpmla.attention.sparse.kernels import topk as kernels  # triton is there on Linux only
@@ -56,7 +88,7 @@ def choose_tokens(
     slots: Tensor,
     num_slots: Tensor,
 ) -> None:
-    """Select the best topk of all ranks' candidates, and find those of them that this rank owns in its cache.
+    """Select the best topk of all ranks' candidates, and find the slots of those that this rank owns.
 
     Args:
         candidates: [T, M] int64 of all ranks, in any order, EMPTY ones among them.
@@ -78,9 +110,7 @@ def choose_tokens(
     index = ownership.local_index(known, dcp_size, interleave)
     blocks = block_table[request.long()].gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1))
     owned = blocks * block_size + index % block_size
-    first = torch.sort(
-        ~is_mine, dim=1, stable=True
-    ).indices  # those that are mine before the others, each in their order
+    first = torch.sort(~is_mine, dim=1, stable=True).indices  # this rank's before the others, each in their order
     slots.copy_(owned.gather(1, first))
     num_slots.copy_(is_mine.sum(1))
 
@@ -91,7 +121,7 @@ def _(*_: object) -> None:
 
 
 def _best(candidates: Tensor, num: int) -> Tensor:
-    """The largest `num` of each row, in the order that they stand in; what is EMPTY comes last."""
+    """Return the largest `num` of each row in the order that they had; EMPTY ones come last."""
     chosen = candidates.topk(num, dim=1).indices.sort(1).values
     best = candidates.gather(1, chosen)
     return best.gather(1, torch.sort(best == EMPTY, dim=1, stable=True).indices)

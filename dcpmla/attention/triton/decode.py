@@ -1,9 +1,8 @@
-"""Decode attention in portable Triton: for GPUs from sm_80 on, and for sizes that the Hopper kernel does not take.
+"""Decode attention in portable Triton: for GPUs from sm_80 on, and for sizes that the Hopper kernels do not support.
 
-A program takes a tile of query rows and a part of the work: the key tiles of all requests stand in one row that is
-cut into equal parts, so no length has to be known on the host and no program waits for the longest request. A request
-that a cut goes
-through leaves a partial output from each of its parts; the last part to arrive merges them.
+A program computes a tile of query rows over one part of the work (stream-K): the key tiles of all requests form one
+sequence that is cut into equal parts, so no length has to be known on the host and no program waits for the longest
+request. A request that is cut leaves a partial output from each of its parts; the last part to arrive merges them.
 """
 
 import torch
@@ -19,17 +18,17 @@ _LOG2E = 1.4426950408889634
 _BYTES_OF_64_ROWS = 114_688  # of shared memory, with DeepSeek's widths
 LN2 = tl.constexpr(0.6931471805599453)
 TILE = tl.constexpr(formats.TILE)
-MIN_TILES = tl.constexpr(
-    8
-)  # of a part: the last one to arrive merges them all, so many short ones would cost more than they save
+# Of a part: the last one to arrive merges them all, so many short ones would cost more than they save.
+MIN_TILES = tl.constexpr(8)
 
 
 @triton.jit
 def _find_request(
     index, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS: tl.constexpr, IS_RAGGED: tl.constexpr
 ):
-    """Of one request or a vector of them: first query token, query rows from this tile of rows on, keys (none where no
-    rows are left).
+    """Return a request's first query token, its query rows from this row tile on, and its keys (0 if no rows are left).
+
+    index is one request or a vector of them.
     """
     first = index * query_len
     if IS_RAGGED:
@@ -42,10 +41,8 @@ def _find_request(
 
 @triton.jit
 def _load_keys(row_ptr, is_key, dtype: tl.constexpr, KEYS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr):
-    """Cache rows of any of `cache.formats` -> kv_c [KEYS, LATENT], k_pe [KEYS, ROPE]; those of fp8 are not multiplied
-    by kv_scale.
-    """
-    mask = is_key[:, None]  # rows behind the last key are not read: they may hold NaN, and 0 x NaN is NaN
+    """Load cache rows of any of `cache.formats` as kv_c [KEYS, LATENT], k_pe [KEYS, ROPE]; kv_scale is not applied."""
+    mask = is_key[:, None]  # rows past the last key may hold NaN, and 0 x NaN is NaN
     k_pe_ptr = row_ptr + LATENT
     if row_ptr.dtype.element_ty == tl.uint8:
         tile, column = tl.arange(0, LATENT // TILE), tl.arange(0, TILE)
@@ -75,7 +72,7 @@ def _upcast(values, dtype: tl.constexpr):
 def _merge_parts(
     partials_ptr, partial_lse_ptr, first_part, num_parts, row_tile, ROWS: tl.constexpr, LATENT: tl.constexpr
 ):
-    """The partial outputs of all parts of a request -> out [ROWS, LATENT], lse [ROWS]."""
+    """Merge the partial outputs of all parts of a request into out [ROWS, LATENT] and lse [ROWS]."""
     row, column = tl.arange(0, ROWS), tl.arange(0, LATENT)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -96,8 +93,8 @@ def _merge_parts(
     return acc / total[:, None], tl.where(is_any, peak + tl.log(total), -float("inf"))
 
 
-# Sizes of a step come and go, as do addresses of layers' scales: a variant for each kind would be compiled while
-# requests wait.
+# Sizes of a step change, as do addresses of layers' scales: specialized on them, Triton would recompile while requests
+# wait.
 @triton.jit(
     do_not_specialize=["table_stride", "block_size", "num_reqs", "query_len", "num_heads"],
     do_not_specialize_on_alignment=["kv_scale_ptr", "q_scale_ptr"],
@@ -131,10 +128,10 @@ def decode_kernel(
     REQS: tl.constexpr,
     IS_RAGGED: tl.constexpr,
 ):
-    """Programs (parts, tiles of query rows). scale includes log2(e).
+    """Compute decode attention; programs are (parts, tiles of query rows). scale includes log2(e).
 
-    e4m3 values are exact in 16 bits and multiply as they are: their scales go into the scores' scale, kv_scale into
-        the output, too.
+    e4m3 values are exact in 16 bits and are multiplied without their scales, which go into the scores' scale; kv_scale
+    also goes into the output.
     """
     this_part, num_programs, row_tile = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     row, key, column, rope = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, LATENT), tl.arange(0, ROPE)
@@ -145,7 +142,7 @@ def decode_kernel(
     if kv_scale_ptr is not None:
         scale *= tl.load(kv_scale_ptr)
 
-    # This program's part of the row of tiles.
+    # This program's part of the sequence of tiles.
     index = tl.arange(0, REQS)
     known = tl.minimum(index, num_reqs - 1)
     _, _, all_keys = _find_request(known, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS, IS_RAGGED)
@@ -157,7 +154,7 @@ def decode_kernel(
     request = tl.sum((ends <= start).to(tl.int32), 0)
     begin = tl.max(tl.where(ends <= start, ends, 0), 0)
 
-    for empty in range(this_part, num_reqs, num_programs):  # no part of the row is theirs
+    for empty in range(this_part, num_reqs, num_programs):  # they have no tile
         first, num_rows, num_keys = _find_request(
             empty, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS, IS_RAGGED
         )
@@ -217,12 +214,12 @@ def decode_kernel(
                 at = ((row_tile * num_programs + this_part) * 2 + (start == begin)) * ROWS + row
                 tl.store(partials_ptr + at[:, None] * LATENT + column[None, :], out)
                 tl.store(partial_lse_ptr + at, lse)
-                tl.debug_barrier()  # all threads' rows before the one thread's arrival
+                tl.debug_barrier()  # all threads store before one thread signals the arrival
                 counter = counters_ptr + row_tile * num_programs + first_part
                 is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
                 tl.debug_barrier()
                 if is_last:
-                    tl.store(counter, 0)  # as it was found
+                    tl.store(counter, 0)  # for the next launch
                     out, lse = _merge_parts(
                         partials_ptr, partial_lse_ptr, first_part, num_parts, row_tile, ROWS, LATENT
                     )

@@ -1,4 +1,4 @@
-"""One more part of attention merged into what there is, in place, as a Triton kernel; `dcpmla.merge` specifies it."""
+"""Triton kernel that merges one more part of attention into a running result in place; `dcpmla.merge` specifies it."""
 
 import triton
 import triton.language as tl
@@ -11,14 +11,14 @@ _ROWS = 8  # rows of a program
 def merge_into_kernel(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, num_rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """One warp a few rows of (token, head)."""
+    """Merge ROWS rows of (token, head) per program, which is one warp."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     is_row, is_column = row < num_rows, column < WIDTH
     lse = tl.load(lse_ptr + row, mask=is_row, other=-float("inf"))
     part_lse = tl.load(part_lse_ptr + row, mask=is_row, other=-float("inf"))
     peak = tl.maximum(lse, part_lse)
-    peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf is NaN: a row that is empty in both takes weight 0
+    peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf is NaN: a row that is empty in both has weight 0
     weight, part_weight = tl.exp(lse - peak), tl.exp(part_lse - peak)
     total = weight + part_weight
     share = 1.0 / tl.where(total != 0, total, 1.0)
@@ -33,7 +33,7 @@ def merge_into_kernel(
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """`prefill.merge_into` in one kernel, for contiguous rows."""
+    """Compute `prefill.merge_into` in one kernel, for contiguous rows."""
     num_rows, width = lse.numel(), out.shape[-1]
     merge_into_kernel[(triton.cdiv(num_rows, _ROWS),)](
         out,
@@ -44,5 +44,5 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
         WIDTH=width,
         COLUMNS=triton.next_power_of_2(width),
         ROWS=_ROWS,
-        num_warps=1,  # in place: every warp would load all of lse, and one of them may store before another has loaded
+        num_warps=1,  # in place: each warp loads all of lse, so of two warps one might store before the other loads
     )

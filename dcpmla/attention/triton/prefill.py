@@ -1,11 +1,11 @@
 """Multi-head attention of a ragged batch of prefill tokens as one Triton kernel; `reference.mha_prefill` specifies it.
 
-One program computes a tile of one request's queries for one head over all keys that they see (FlashAttention-2); a
-mask of bits leaves out others, key by key. The rope part of a key is the same for all heads and is read where it lies,
-so keys are never
-put together in memory.
-Keys and values come through descriptors: by TMA on Hopper, which knows where a tensor ends and fills with zeros;
-Triton turns them into pointers on older GPUs.
+A program computes a tile of one request's queries for one head over all keys that they see (FlashAttention-2); a bit
+mask excludes single keys. The rope part of a key is the same for all heads and is read where it lies, so keys are never
+assembled in memory.
+
+Keys and values are read through descriptors: by TMA on Hopper, which fills with zeros past the end of a tensor; on
+older GPUs Triton turns them into pointers.
 """
 
 from typing import NamedTuple
@@ -25,10 +25,10 @@ SIGN_BIT, MINUS_INF = tl.constexpr(-(1 << 31)), tl.constexpr(-(1 << 23))  # bits
 
 @triton.jit
 def _find_tile(start_loc_ptr, num_reqs, program, BLOCK_M: tl.constexpr):
-    """The request that a slot belongs to, and which of its tiles the slot is.
+    """Find a program's request, and which of its tiles the program computes.
 
-    Request r has the slots from start[r] // BLOCK_M + r on: as many as it has tiles, or one more. No table, and no
-    word from the host.
+    Request r has the programs from start[r] // BLOCK_M + r on, as many as it has tiles or one more, so neither a table
+    nor the host is needed.
     """
     low = 0
     high = num_reqs
@@ -43,16 +43,16 @@ def _find_tile(start_loc_ptr, num_reqs, program, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _limit(mask_at, num_words, begin, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N], the keys from begin on: inf where the bit is set, -inf where not. mask_at points to each
-    query's first word.
+    """Return upper limits of scores [BLOCK_M, BLOCK_N] of the keys from begin on: inf where a bit is set, else -inf.
 
-    Scores are cut off there rather than chosen by truth values, which LLVM would pack into words and take out again.
+    mask_at points to each query's first word. Limits rather than booleans, which LLVM would pack into words and unpack
+    again.
     """
     column = tl.arange(0, BLOCK_N)
     if BLOCK_N < 32:
         column += begin % 32
     words = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    # Each thread loads the words of its own rows; which of them a column takes is known when this is compiled.
+    # Each thread loads the words of its own rows; which of them a column takes is known at compile time.
     for part in tl.static_range((BLOCK_N + 31) // 32):
         word = tl.load(mask_at + tl.minimum(begin // 32 + part, num_words - 1))
         words = tl.where((column // 32 == part)[None, :], word[:, None], words)
@@ -83,9 +83,9 @@ def _attend(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Online softmax, base 2, over the keys [first, last).
+    """Run online softmax, base 2, over the keys [first, last).
 
-    MASKED: some lie behind the request's end, or behind a query's bound.
+    MASKED: some keys lie past the request's end, or past a query's causal bound.
     """
     P_TILE: tl.constexpr = k_nope_desc.block_shape[2]
     V_TILE: tl.constexpr = v_desc.block_shape[2]
@@ -110,7 +110,7 @@ def _attend(
         acc = acc * correction[:, None]
         v = v_desc.load([head, at, 0]).reshape(BLOCK_N, V_TILE)
         if MASKED:
-            # Rows behind the request's end are not its own and may hold NaN, which a weight of 0 does not silence.
+            # Rows past the request's end are not its own and may hold NaN, and 0 x NaN is NaN.
             v = tl.where((key < num_keys)[:, None], v, 0.0)
         acc = tl.dot(probs.to(v.dtype), v, acc)
         peak = new_peak
@@ -144,7 +144,10 @@ def mha_prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program a (slot, head), the last slots first: under a causal bound a request's last tile sees the most keys."""
+    """Compute one tile of queries of one head; one program per (tile, head).
+
+    The last tiles run first: under a causal bound a request's last tile sees the most keys.
+    """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     request, tile = _find_tile(query_start_loc_ptr, num_reqs, program, BLOCK_M)
@@ -173,7 +176,7 @@ def mha_prefill_kernel(
     mask_at = None
     if mask_ptr is not None:
         mask_at = mask_ptr + (query_start + tl.minimum(query, num_queries - 1)) * num_words
-        peak = tl.full([BLOCK_M], LOWEST, tl.float32)  # a query may see none of its first keys, and -inf - -inf is NaN
+        peak = tl.full([BLOCK_M], LOWEST, tl.float32)  # a query may see none of the first keys, and -inf - -inf is NaN
     total = tl.zeros([BLOCK_M], tl.float32)
     # fmt: off
     acc, peak, total = _attend(
@@ -200,7 +203,7 @@ def mha_prefill_kernel(
 
 
 class Tiling(NamedTuple):
-    """Queries and keys of a tile, warps of a program, stages of its pipeline."""
+    """A tiling: queries and keys of a tile, warps of a program, stages of its pipeline."""
 
     block_m: int
     block_n: int
@@ -208,12 +211,12 @@ class Tiling(NamedTuple):
     num_stages: int
 
     def shared_memory(self, qk_tile: int, v_tile: int) -> int:
-        """Bytes of what a program holds: its queries, keys and values of each stage, bits of a mask, barriers."""
+        """Return the bytes that a program holds: its queries, each stage's keys and values, a mask's bits, barriers."""
         rows = 2 * (self.block_m * qk_tile + self.num_stages * self.block_n * (qk_tile + v_tile))
         return rows + self.block_m * self.block_n // 8 + 1024
 
 
-# Best first; the last one fits every GPU that computes in bfloat16.
+# Best first; the last fits every GPU that computes in bfloat16.
 TILINGS = (
     Tiling(128, 128, 8, 2),
     Tiling(128, 64, 8, 2),
@@ -224,7 +227,7 @@ TILINGS = (
 
 
 def select_tiling(qk_tile: int, v_tile: int, shared_memory: int) -> Tiling:
-    """The first that fits into the shared memory of a program, in bytes; tiles are as wide as the next power of 2."""
+    """Select the first tiling that fits into a program's shared memory, in bytes; tile widths are powers of 2."""
     return next((tiling for tiling in TILINGS if tiling.shared_memory(qk_tile, v_tile) <= shared_memory), TILINGS[-1])
 
 

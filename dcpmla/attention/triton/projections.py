@@ -1,6 +1,4 @@
-"""Triton kernels around the projections, each with its launcher; the torch code of `attention/projections.py` specifies
-them.
-"""
+"""Triton kernels around the projections with their launchers; `attention/projections.py` specifies them."""
 
 import triton
 import triton.language as tl
@@ -10,15 +8,15 @@ from dcpmla.attention.triton.rope import rotate, store_pairs
 from dcpmla.cache.formats import FP8, check_kv_scale, row_width
 from dcpmla.cache.kernels import k_pe_of, quantize, store_kv_c
 
-_LATENT_COLUMNS = 64  # of W_UK in one program
-# Of W_UK at a time: all at once, a product of float32 would be unrolled into more values than there are registers
+_LATENT_COLUMNS = 64  # columns of W_UK per program
+# Rows of W_UK at a time: a float32 product over all of them, unrolled, would need more registers than there are.
 _NOPE_ROWS = 64
-_MAX_TOKENS = 64  # in one program
+_MAX_TOKENS = 64  # of a program
 
 
 @triton.jit
 def _norm(x_ptr, weight_ptr, column, width, eps):
-    """RMS norm of a row in float32, rounded where transformers rounds: behind the norm, and again behind its weight."""
+    """Apply RMS norm to a row in float32, rounded where transformers rounds: after the norm and after its weight."""
     x = tl.load(x_ptr + column, mask=column < width, other=0.0)
     wide = x.to(tl.float32)
     x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(x.dtype)
@@ -51,9 +49,7 @@ def latents_kernel(
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Two programs a token: its latent, and that in the cache's format to its slot; and the norm of its query latent,
-    if it has one.
-    """
+    """Finish a token's latent, write it to its cache slot, and normalize the query latent; two programs per token."""
     token = tl.program_id(0).to(tl.int64)
     down_ptr += token * down_stride
     if tl.program_id(1) == 0:
@@ -92,7 +88,7 @@ def finish_latents(
     rope_interleaved: bool,
     kv_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`projections.finish_latents` in one kernel."""
+    """Compute `projections.finish_latents` in one kernel."""
     num_tokens, kv_rank = len(down), len(kv_weight)
     q_rank = 0 if q_weight is None else len(q_weight)
     rope = down.shape[1] - kv_rank - q_rank
@@ -151,8 +147,9 @@ def absorb_kernel(
     COLUMNS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """A program a (tile of tokens, head, tile of the latent's columns): its part of q_nope W_UK; the last one rotates
-    q_pe instead.
+    """Multiply q_nope by W_UK and rotate q_pe.
+
+    One program per (tile of tokens, head, tile of the latent's columns); the last tile is q_pe.
     """
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     head, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -181,7 +178,7 @@ def absorb_kernel(
 def absorb_query(
     q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None
 ) -> Tensor:
-    """`projections.absorb_query` in one kernel."""
+    """Compute `projections.absorb_query` in one kernel."""
     num_tokens, num_heads, head_dim = q.shape
     nope, rank = w_uk.shape[1:]
     rope = head_dim - nope

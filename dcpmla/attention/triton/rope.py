@@ -7,14 +7,13 @@ from torch import Tensor
 
 @triton.jit
 def rotate(x_ptr, cos_sin_ptr, token, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rows of ROPE columns rotated by their tokens' angles, in float32, or as they are without angles; pointers,
-    token and mask are [N, 1].
+    """Rotate rows of ROPE columns by their tokens' angles in float32; without angles, load them as they are.
 
-    Returns the first and the second element of each pair, [N, PAIRS] both.
+    Pointers, token and mask are [N, 1]. Returns the first and the second element of each pair, both [N, PAIRS].
     """
     pair = tl.arange(0, PAIRS)[None, :]
     is_pair = mask & (pair < ROPE // 2)
-    if INTERLEAVED:  # whole rows come in wide words
+    if INTERLEAVED:  # whole rows, in wide loads
         column = tl.arange(0, 2 * PAIRS)[None, :]
         row = tl.load(x_ptr + column, mask=mask & (column < ROPE), other=0.0)
         x, y = tl.split(tl.reshape(row, [row.shape[0], PAIRS, 2]))
@@ -32,7 +31,7 @@ def rotate(x_ptr, cos_sin_ptr, token, mask, ROPE: tl.constexpr, PAIRS: tl.conste
 
 @triton.jit
 def store_pairs(out_ptr, x, y, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What `rotate` returned, to rows of ROPE columns."""
+    """Store the pairs that `rotate` returned as rows of ROPE columns."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * PAIRS)[None, :]
         tl.store(out_ptr + column, tl.interleave(x, y), mask=mask & (column < ROPE))
@@ -54,7 +53,7 @@ def rotate_kernel(
     TOKENS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """A program a (tile of tokens, head), in place."""
+    """Rotate in place; one program per (tile of tokens, head)."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     x_ptr += token * stride_token + tl.program_id(1).to(tl.int64) * stride_head
     x, y = rotate(x_ptr, cos_sin_ptr, token, token < num_tokens, ROPE, PAIRS, INTERLEAVED)
@@ -62,7 +61,7 @@ def rotate_kernel(
 
 
 def rotate_(x: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
-    """`projections.rotate_query_` of the rope part [T, h, R], in one kernel."""
+    """Compute `projections.rotate_query_` for the rope part [T, h, R] in one kernel."""
     num_tokens, num_heads, rope = x.shape
     rotate_kernel[(triton.cdiv(num_tokens, 16), num_heads)](
         x,
@@ -73,5 +72,5 @@ def rotate_(x: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
         PAIRS=triton.next_power_of_2(rope // 2),
         TOKENS=16,
         INTERLEAVED=rope_interleaved,
-        num_warps=1,  # in place: all loads of a row come before its stores
+        num_warps=1,  # in place: a row must be loaded whole before it is stored
     )

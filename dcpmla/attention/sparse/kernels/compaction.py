@@ -1,24 +1,27 @@
-"""Storing what is kept of a tile side by side, in its order: places come from prefix sums, so that they are the same
-each time.
+"""Stream compaction inside Triton programs: the kept elements of a tile are stored side by side, in order.
+
+Their indices come from prefix sums, so the result is the same in every run.
 """
 
 import triton
 import triton.language as tl
 
-_FILLED = tl.constexpr(1024)  # elements that are filled at a time
+_FILLED = tl.constexpr(1024)  # elements per store
 _STORE_8_BYTES = tl.constexpr(
-    "{ .reg .pred p; .reg .b64 a; setp.ge.f32 p, $4, $5; mad.wide.s32 a, $2, 8, $1; @p st.global.b64 [a], $3; mov.b32 $0, 0; }"
+    "{ .reg .pred p; .reg .b64 a; setp.ge.f32 p, $4, $5; mad.wide.s32 a, $2, 8, $1; "
+    "@p st.global.b64 [a], $3; mov.b32 $0, 0; }"
 )
 _STORE_4_BYTES = tl.constexpr(
-    "{ .reg .pred p; .reg .b64 a; setp.ge.f32 p, $4, $5; mad.wide.s32 a, $2, 4, $1; @p st.global.b32 [a], $3; mov.b32 $0, 0; }"
+    "{ .reg .pred p; .reg .b64 a; setp.ge.f32 p, $4, $5; mad.wide.s32 a, $2, 4, $1; "
+    "@p st.global.b32 [a], $3; mov.b32 $0, 0; }"
 )
 
 
 @triton.jit
 def _kept_indices(is_kept):
-    """Where each that is kept belongs so that they lie side by side, in their order, and how many these are.
+    """Return the index of each kept element among the kept ones, in order, and how many there are.
 
-    Four loads' counts are scanned as the bytes of one integer: a warp has at most 128 elements of a load.
+    The counts of four loads are scanned as the bytes of one integer, since a warp has at most 128 elements of a load.
     """
     LOADS: tl.constexpr = is_kept.shape[0]
     WARPS: tl.constexpr = is_kept.shape[1]
@@ -37,8 +40,9 @@ def _kept_indices(is_kept):
 
 @triton.jit
 def scatter(out_ptr, indices, values, keys, bound):
-    """A store from where the operands are: Triton's has another layout than its loads, and tiles would go through
-    shared memory.
+    """Store values at indices from the registers that hold them.
+
+    Triton's store uses another layout than its loads: the tile would go through shared memory.
     """
     wide: tl.constexpr = values.dtype == tl.int64
     tl.inline_asm_elementwise(
@@ -53,9 +57,7 @@ def scatter(out_ptr, indices, values, keys, bound):
 
 @triton.jit
 def compact(out_ptr, values, keys, bound):
-    """The values [loads, warps, lanes, width] of 4 or 8 bytes whose keys are no less than the bound -> the head of out;
-    how many.
-    """
+    """Store the values [loads, warps, lanes, width], of 4 or 8 bytes, whose keys reach the bound; return how many."""
     indices, num_kept = _kept_indices(keys >= bound)
     scatter(out_ptr, indices, values, keys, bound)
     return num_kept
@@ -63,7 +65,7 @@ def compact(out_ptr, values, keys, bound):
 
 @triton.jit
 def fill(out_ptr, value, first, end):
-    """out[first:end] = value."""
+    """Fill out[first:end] with a value."""
     for at in range(first, end, _FILLED):
         index = at + tl.arange(0, _FILLED)
         tl.store(out_ptr + index, tl.full([_FILLED], value, out_ptr.dtype.element_ty), mask=index < end)

@@ -1,12 +1,12 @@
 """Triton kernel of the indexer's scores with its launcher; `attention/sparse/scores.py` specifies it.
 
-A step is a tile of keys against a tile of tokens. The steps of all tiles of tokens stand in one row that is cut
-into equal parts, one for
-each program: no length has to be known on the host, and a long request is the work of many.
+A step multiplies a tile of keys with a tile of tokens. The steps of all tiles of tokens form one sequence that is cut
+into equal parts, one for each program (stream-K): no length has to be known on the host, and a long request is the work
+of many programs.
 
-However many tokens a step takes, a pair's score comes from the same products, added up in the same order: the heads
-lie on the same lanes, and multiplications are not fused with additions, which the compiler would choose anew for each
-size.
+A pair's score does not depend on how many tokens a step takes: it is the sum of the same products in the same order.
+The heads lie on the same lanes, and multiplications are not fused with additions, which the compiler would choose anew
+for each size.
 """
 
 import torch
@@ -19,13 +19,13 @@ from dcpmla.cache.index_keys import check_index_cache
 
 _KEYS = 64  # of a step: the rows of one product of a warpgroup
 _MAX_HEADS = 256  # of a step's tokens: as wide as one product gets
-_QUERY_BYTES = 32_768  # of a step's tokens, beside which keys have room in the shared memory of any GPU
-_PROGRAMS = 4  # on a multiprocessor at a time
+_QUERY_BYTES = 32_768  # of a step's tokens: leaves room for keys in the shared memory of any GPU
+_PROGRAMS = 4  # per multiprocessor at a time
 
 
 @triton.jit
 def _lengths(token, seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk):
-    """How many keys to score for each token: none where all are selected."""
+    """Return how many keys to score for each token: none where all are selected."""
     is_token = token < num_tokens
     is_scored = tl.load(seq_lens_ptr + token, mask=is_token, other=0) > topk
     return tl.load(local_seq_lens_ptr + token, mask=is_token & is_scored, other=0)
@@ -33,7 +33,7 @@ def _lengths(token, seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk):
 
 @triton.jit
 def _find_blocks(table_ptr, step, num_keys, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Blocks of a step's keys: one where all are in one."""
+    """Look up the block of each of a step's keys; one block where a block holds all of them."""
     index = step * KEYS if BLOCK_SIZE % KEYS == 0 else step * KEYS + tl.arange(0, KEYS)
     return tl.load(table_ptr + index // BLOCK_SIZE, mask=index < num_keys, other=0)
 
@@ -58,12 +58,13 @@ def _score_keys(
     STAGES: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """Steps [begin, end) over one request's keys; q is [TOKENS HEADS, COLUMNS], lengths [TOKENS] are 0 for tokens of
-    other requests.
+    """Compute steps [begin, end) over one request's keys.
+
+    q is [TOKENS HEADS, COLUMNS]; lengths [TOKENS] are 0 for tokens of other requests.
     """
     key, column = tl.arange(0, KEYS), tl.arange(0, COLUMNS)[None, :]
     longest = tl.max(lengths, 0)
-    # Blocks are looked up a step ahead, so that all loads of keys and scales are pipelined.
+    # Blocks are looked up one step ahead, so that all loads of keys and scales are pipelined.
     end = tl.minimum(end, tl.cdiv(longest, KEYS))
     block = _find_blocks(table_ptr, begin, longest, BLOCK_SIZE, KEYS)
     for step in tl.range(begin, end, num_stages=STAGES):
@@ -107,7 +108,7 @@ def scores_kernel(
     STAGES: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """A program takes its part of the steps: of the first tile of TOKENS tokens, of the next."""
+    """Compute one program's part of the sequence of steps."""
     all_lengths = _lengths(tl.arange(0, TILES * TOKENS), seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk)
     ends = tl.cumsum(tl.cdiv(tl.max(tl.reshape(all_lengths, [TILES, TOKENS]), 1), KEYS), 0)
     num_steps = tl.max(ends, 0)
@@ -118,7 +119,7 @@ def scores_kernel(
     tile_row, column = tl.arange(0, TOKENS * HEADS), tl.arange(0, COLUMNS)[None, :]
     while start < end:
         tile = tl.sum((ends <= start).to(tl.int32), 0)
-        first = tl.max(tl.where(ends <= start, ends, 0), 0)  # step of the tile
+        first = tl.max(tl.where(ends <= start, ends, 0), 0)  # the tile's first step
         stop = tl.minimum(end, tl.min(tl.where(ends > start, ends, num_steps), 0))
 
         token, head = tile * TOKENS + tile_row // HEADS, tile_row % HEADS
@@ -134,7 +135,7 @@ def scores_kernel(
         last = tl.max(request, 0)
         for each in range(
             tl.min(tl.where(lengths > 0, request, last), 0), last + 1
-        ):  # more than one where requests meet in a tile
+        ):  # several where requests meet in a tile
             _score_keys(
                 q,
                 weights,
@@ -167,10 +168,10 @@ def index_scores(
     local_seq_lens: Tensor,
     topk: int,
 ) -> Tensor:
-    """`scores.index_scores` in one launch.
+    """Compute `scores.index_scores` in one launch.
 
     Raises:
-        ValueError: an index cache of another format than the queries', or whose blocks do not lie in one piece.
+        ValueError: an index cache in another format than the queries', or whose blocks are not contiguous.
     """
     num_tokens, num_heads, head_dim = q.shape
     is_fp8 = q.dtype == FP8
@@ -183,7 +184,7 @@ def index_scores(
     heads = max(16, triton.next_power_of_2(num_heads))  # 16: the least that tl.dot takes
     columns = max(32 if is_fp8 else 16, triton.next_power_of_2(head_dim))
     most_heads = min(_MAX_HEADS, _QUERY_BYTES // (columns * q.element_size()))
-    tokens_of_request = max(1, num_tokens // len(block_table))  # about as many, next to each other, have the same keys
+    tokens_of_request = max(1, num_tokens // len(block_table))  # about as many neighbours share their keys
     tokens = max(1, min(most_heads // heads, triton.next_power_of_2(tokens_of_request)))
     num_tiles = triton.cdiv(num_tokens, tokens)
     most_programs = num_tiles * triton.cdiv(num_columns, _KEYS)
@@ -218,5 +219,5 @@ def index_scores(
 
 
 def _num_multiprocessors(device: torch.device) -> int:
-    """Where Triton interprets, without a GPU, few enough to be quick."""
+    """Count the GPU's multiprocessors; without a GPU (Triton's interpreter), return a number that is quick to run."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

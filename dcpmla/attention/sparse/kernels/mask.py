@@ -1,4 +1,4 @@
-"""Triton kernel of selected positions as bits, with its launcher; `attention/sparse/mask.py` specifies it."""
+"""Triton kernel that turns selected positions into bits, with its launcher; `attention/sparse/mask.py` specifies it."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ def selection_mask_kernel(
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a token, whose words hold zeros."""
+    """Set the bits of a token's selected positions in words that hold zeros; one program per token."""
     token = tl.program_id(0)
     low = 0
     high = num_reqs
@@ -38,7 +38,7 @@ def selection_mask_kernel(
 
 
 def selection_mask(positions: Tensor, query_start_loc: Tensor, first_position: Tensor, num_keys: int) -> Tensor:
-    """`mask.selection_mask` in one kernel. No sync with the host."""
+    """Compute `mask.selection_mask` in one kernel, without synchronizing with the host."""
     num_tokens, topk = positions.shape
     words = torch.zeros(num_tokens, triton.cdiv(num_keys, 32), dtype=torch.int32, device=positions.device)
     selection_mask_kernel[(num_tokens,)](

@@ -1,6 +1,4 @@
-"""Triton kernels around the indexer's projections with their launchers; `attention/sparse/projections.py` specifies
-them.
-"""
+"""Triton kernels around the indexer's projections with launchers; `attention/sparse/projections.py` specifies them."""
 
 import torch
 import triton
@@ -11,15 +9,13 @@ from dcpmla.cache import index_keys
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.kernels import FP8_MAX, to_fp8
 
-_MAX_ROWS = 32  # in one program
+_MAX_ROWS = 32  # of one program
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
 
 
 @triton.jit
 def _rotate(x, cos_sin_ptr, token, is_row, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rows [N, COLUMNS], their first ROPE columns rotated by their tokens' angles in float32; token and is_row are [N,
-    1].
-    """
+    """Rotate the first ROPE columns of rows [N, COLUMNS] by tokens' angles in float32; token and is_row are [N, 1]."""
     column = tl.arange(0, x.shape[1])[None, :]
     if INTERLEAVED:
         pair, is_first, other = column // 2, column % 2 == 0, column ^ 1
@@ -37,8 +33,9 @@ def _rotate(x, cos_sin_ptr, token, is_row, ROPE: tl.constexpr, INTERLEAVED: tl.c
 
 @triton.jit
 def _transform(x, WIDTH: tl.constexpr):
-    """Rows [N, COLUMNS] times `projections.hadamard_matrix`: an entry's sign is the parity of the bits that its row and
-    column share.
+    """Multiply rows [N, COLUMNS] by `projections.hadamard_matrix`.
+
+    The sign of an entry is the parity of the bits that its row and column share.
     """
     row, column = tl.arange(0, x.shape[1])[:, None], tl.arange(0, x.shape[1])[None, :]
     bits = row & column
@@ -46,16 +43,16 @@ def _transform(x, WIDTH: tl.constexpr):
     bits ^= bits >> 4
     bits ^= bits >> 2
     bits ^= bits >> 1
-    signs = (1 - 2 * (bits & 1)).to(x.dtype)  # products with them are exact, and added up in float32
+    signs = (1 - 2 * (bits & 1)).to(x.dtype)  # products with them are exact and accumulate in float32
     return (tl.dot(x, signs, input_precision="ieee") * WIDTH**-0.5).to(x.dtype)
 
 
 @triton.jit
 def _to_index_fp8(x):
-    """`index_keys.index_to_fp8` of rows [N, COLUMNS]."""
+    """Quantize rows [N, COLUMNS] as `index_keys.index_to_fp8` does."""
     smallest = tl.div_rn(tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), _SMALLEST_AMAX), FP8_MAX)
     bits = smallest.to(tl.int32, bitcast=True)
-    scales = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)  # the next power of two, unless it is one
+    scales = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)  # rounded up to a power of two
     return to_fp8(x, scales[:, None]), scales
 
 
@@ -79,7 +76,7 @@ def keys_kernel(
     INTERLEAVED: tl.constexpr,
     HADAMARD: tl.constexpr,
 ):
-    """A program a tile of tokens."""
+    """Normalize, rotate and store the keys of a tile of tokens; one program per tile."""
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     is_row, is_column = (token < num_tokens)[:, None], column < WIDTH
@@ -122,10 +119,10 @@ def finish_index_keys(
     rope_interleaved: bool,
     hadamard: bool,
 ) -> None:
-    """`projections.finish_index_keys` in one kernel.
+    """Compute `projections.finish_index_keys` in one kernel.
 
     Raises:
-        ValueError: an index cache whose rows are not for these keys, or whose blocks do not lie in one piece.
+        ValueError: an index cache whose rows do not fit the keys, or whose blocks are not contiguous.
     """
     num_tokens, width = keys.shape
     index_keys.check_index_cache(index_cache, keys.dtype if index_cache.dtype != torch.uint8 else torch.uint8, width)
@@ -173,7 +170,7 @@ def queries_kernel(
     INTERLEAVED: tl.constexpr,
     HADAMARD: tl.constexpr,
 ):
-    """A program a tile of tokens' heads."""
+    """Rotate and quantize the queries of a tile of (token, head) rows; one program per tile."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row // NUM_HEADS, row % NUM_HEADS
     column = tl.arange(0, COLUMNS)[None, :]
@@ -195,7 +192,7 @@ def queries_kernel(
 def finish_index_queries(
     q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
 ) -> tuple[Tensor, Tensor]:
-    """`projections.finish_index_queries` in one kernel."""
+    """Compute `projections.finish_index_queries` in one kernel."""
     num_tokens, num_heads, width = q.shape
     out = q.new_empty(q.shape, dtype=FP8 if is_fp8 else q.dtype)
     factors = weights.new_empty(weights.shape, dtype=torch.float32)

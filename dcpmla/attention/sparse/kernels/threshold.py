@@ -1,42 +1,40 @@
-"""The threshold that parts the best of a tile of keys from the others: by counting, since sorting them would cost
-several times as much.
+"""The threshold that separates a tile's best keys from the others, by counting: sorting costs several times as much.
 
-Keys are float32 in the registers of one program, NaN what is no key. How many are no less than a guess costs two
-instructions a key and a
-sum over the program, so what matters is the number of rounds: a sample of the keys gives the first two guesses, the
-counts the others. Guesses are images of numbers in the integers (`order_of`), where neighbours differ by one: any two
-numbers can be
-parted.
+Keys are float32 in the registers of one program; NaN marks elements that are no key. Counting the keys that are at
+least a guess costs two instructions a key and one sum over the program, so what matters is the number of rounds: a
+sample of the keys gives the first two guesses, the counts give the later ones. Guesses are integers in the order of the
+numbers (`order_of`); neighbouring numbers differ by one there, so any two numbers can be separated.
 """
 
 import triton
 import triton.language as tl
 
 SAMPLES = tl.constexpr(128)
-LOWEST = tl.constexpr(-0x7F800001)  # of minus infinity
-BEYOND = tl.constexpr(0x7F800001)  # of a NaN: no key is as great
+LOWEST = tl.constexpr(-0x7F800001)  # order of -inf
+BEYOND = tl.constexpr(0x7F800001)  # order of a NaN, above all keys
 _DEVIATIONS = tl.constexpr(
     1.5
-)  # that guesses lie beside the threshold; wider, more is left between them, narrower, they miss it
-_INTERPOLATED = tl.constexpr(8)  # rounds, before guesses cut what is left to thirds
+)  # of the guesses from the estimate; more leaves more keys between them, fewer miss the threshold
+_INTERPOLATED = tl.constexpr(8)  # rounds, before guesses cut the rest into thirds
 
 
 @triton.jit
 def order_of(numbers):
-    """`pack_candidates`' high words."""
+    """Map float32 numbers to int32 in the same order: the high words of `pack_candidates`."""
     bits = (numbers + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def number_of(order):
-    order = tl.where(order == -1, 0, order)  # would be -0
+    """Invert `order_of`."""
+    order = tl.where(order == -1, 0, order)  # -1 would be -0
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def no_less(numbers, bound):
-    """1.0 or 0.0, in one instruction; adding these is one of another pipe."""
+    """Return 1.0 where a number is at least bound, else 0.0, in one instruction whose result another pipe can add."""
     return tl.inline_asm_elementwise(
         "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [numbers, bound], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -44,18 +42,19 @@ def no_less(numbers, bound):
 
 @triton.jit
 def _of_thread(counted):
-    """[loads, warps, lanes, width] -> [warps, lanes], without a word between threads."""
+    """Sum [loads, warps, lanes, width] -> [warps, lanes] without communication between threads."""
     return tl.sum(tl.sum(counted, 3), 0)
 
 
 @triton.jit
 def count(keys, bound):
+    """Count the keys that are at least bound."""
     return tl.sum(tl.ravel(_of_thread(no_less(keys, bound)).to(tl.int32)))
 
 
 @triton.jit
 def _count_both(keys, low, high):
-    """How many keys are at least low and high: one sum for both."""
+    """Count the keys that are at least low, and those at least high, with one sum for both."""
     BITS: tl.constexpr = 16 if keys.numel < 65536 else 32
     packed: tl.constexpr = tl.int32 if BITS == 16 else tl.int64
     from_low, from_high = _of_thread(no_less(keys, number_of(low))), _of_thread(no_less(keys, number_of(high)))
@@ -65,8 +64,9 @@ def _count_both(keys, low, high):
 
 @triton.jit
 def sample_guesses(sample, want, num_sampled):
-    """Orders between which the last of the `want` best probably lies, from [SAMPLES] keys, NaN among them, that stand
-    for num_sampled.
+    """Estimate two orders between which the last of the `want` best keys probably lies.
+
+    sample holds [SAMPLES] of num_sampled keys, NaN where there is none.
     """
     sample = tl.where(sample == sample, sample, float("-inf"))
     rank = tl.sum((sample[None, :] > sample[:, None]).to(tl.int32), 1)
@@ -80,9 +80,7 @@ def sample_guesses(sample, want, num_sampled):
 
 @triton.jit
 def _between(low, high, part, by_value):
-    """An order between two others, `part` of the way; by_value: of the way between their numbers, where these are
-    finite.
-    """
+    """Return an order between two others, `part` of the way; with by_value, of the way between their finite numbers."""
     span = (high - low).to(tl.uint32, bitcast=True)
     guess = low + tl.minimum(tl.maximum((span.to(tl.float32) * part).to(tl.uint32), 1), span - 1).to(
         tl.int32, bitcast=True
@@ -95,13 +93,14 @@ def _between(low, high, part, by_value):
 
 @triton.jit
 def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr):
-    """Part `want` of more keys from the others. BY_VALUE: keys are spread evenly as numbers, rather than as orders.
+    """Separate the `want` best of more keys from the others.
+
+    BY_VALUE: keys are spread evenly as numbers rather than as orders.
 
     Returns:
-        (low, high, from_low, from_high), orders and how many keys are at least these: from_low >= want > from_high;
-        from_low is `want`, or nothing is between low and high, and all keys of this one value are the last of those
-        wanted, and the
-        first of the others.
+        (low, high, from_low, from_high): two orders, and how many keys are at least each, from_low >= want > from_high.
+        Either from_low is `want`, or no order lies between low and high: then all keys from low up to high are equal,
+        and only some of them are wanted.
     """
     low, from_low = tl.cast(LOWEST, tl.int32), num_keys
     high, from_high = tl.cast(BEYOND, tl.int32), tl.cast(0, tl.int32)
@@ -133,23 +132,22 @@ def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr)
 
 @triton.jit
 def best_of(keys, low_words, num_keys, want, low_guess, high_guess):
-    """Part the `want` best of more keys from the others; of equal keys, those of greater low words come first.
+    """Separate the `want` best of more keys from the others; among equal keys, those with greater low words come first.
 
     Args:
         keys, low_words: [loads, warps, lanes, width]; low words in [0, 2^31).
-        num_keys: how many of the keys are not NaN.
+        num_keys: how many keys are not NaN.
         low_guess, high_guess: orders, see `sample_guesses`.
     Returns:
-        (keys, bound): the best are those no less than the bound, since others that equal it have become NaN. What
-        is equal in both
-        words counts as one: with such keys, fewer than `want` may be left.
+        (keys, bound): the best keys are those at least bound; others that equal it have become NaN. Keys that are equal
+        in both words count as one, so fewer than `want` may be left of them.
     """
     low, _, from_low, from_high = _search(keys, num_keys, want, low_guess, high_guess, True)
     bound = number_of(low)
     if from_low != want:
         is_tied = keys == bound
-        order = low_words - 0x800000  # so that the greatest is that of a number
-        order = tl.where(order < 0, order - 1, order)  # -1 is none's
+        order = low_words - 0x800000  # so that the greatest order belongs to a finite number
+        order = tl.where(order < 0, order - 1, order)  # -1 is the order of no number
         tied = tl.where(is_tied, number_of(order), float("nan"))
         least = order_of(tl.min(tl.ravel(tl.where(is_tied, tied, float("inf")))))
         greatest = order_of(tl.max(tl.ravel(tl.where(is_tied, tied, float("-inf")))))

@@ -1,9 +1,8 @@
 """Triton kernels of the selection with their launchers; `attention/sparse/topk.py` specifies them.
 
-A program has a tile of a row in registers, finds what parts its best keys from the others (`threshold`), and stores
-these side by side, in the order in which they stood. Rows longer than a tile leave the best of each tile; another
-launch takes the best
-of those.
+A program holds a tile of a row in registers, finds the threshold of its best keys (`threshold`) and stores those side
+by side, in their order (`compaction`). A row longer than a tile leaves the best keys of each tile, and another launch
+takes the best of those.
 """
 
 import math
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.sparse import candidates as packing
+from dcpmla.attention.sparse import topk as packing
 from dcpmla.attention.sparse.kernels.compaction import compact, fill
 from dcpmla.attention.sparse.kernels.threshold import (
     BEYOND,
@@ -27,17 +26,17 @@ from dcpmla.attention.sparse.kernels.threshold import (
 )
 
 TILE = 16384  # keys of a program
-WARPS = 8  # of a program of up to so many keys: each repeats what follows from the counts, so that more take longer
+WARPS = 8  # of a program; each repeats the scalar work between counts, so more would take longer
 _LANES = tl.constexpr(32)
 _EMPTY = tl.constexpr(packing.EMPTY)
-_LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: a position's difference from it is its bits flipped
+_LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: xor with it flips a position's bits
 
 
 @triton.jit
 def _load_sample(keys_ptr, num_keys, width):
-    """[SAMPLES] of more than width keys, evenly spread.
+    """Load [SAMPLES] evenly spread keys of more than `width`.
 
-    Copies of each: of fewer loads than threads, the compiler makes one more a use.
+    Each key is loaded four times: with fewer loads than threads, the compiler would load again at every use.
     """
     index = tl.broadcast_to(((2 * tl.arange(0, SAMPLES) + 1) * num_keys // (2 * SAMPLES))[:, None], [SAMPLES, 4])
     return tl.max(tl.load(keys_ptr + index, mask=index < tl.where(num_keys > width, num_keys, 0), other=0), 1)
@@ -45,13 +44,13 @@ def _load_sample(keys_ptr, num_keys, width):
 
 @triton.jit
 def _by_thread(values, WARPS: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile as it was loaded, WIDTH elements of each thread at a time -> [loads, warps, lanes, width]: none moves."""
+    """Reshape a tile as it was loaded, WIDTH elements a thread, to [loads, warps, lanes, width]; no element moves."""
     return tl.reshape(values, [values.shape[0] // (WARPS * _LANES * WIDTH), WARPS, _LANES, WIDTH])
 
 
 @triton.jit
 def _pack(keys, low_words):
-    """Candidates."""
+    """Pack keys and low words into candidates."""
     return (order_of(keys).to(tl.int64) << 32) | low_words
 
 
@@ -72,7 +71,10 @@ def local_kernel(
     TILE: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """A program (row, tile): the best `width` of the tile -> out [T, num_tiles, width]. VECTOR divides num_columns."""
+    """Store the best `width` candidates of a tile in out [T, num_tiles, width]; one program per (row, tile).
+
+    VECTOR divides num_columns.
+    """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
     scores_ptr += row * scores_stride + first
     out_ptr += (row * tl.num_programs(1) + tl.program_id(1)) * width
@@ -81,9 +83,7 @@ def local_kernel(
     num_kept = tl.minimum(num_keys, width)
     if num_keys > 0:
         is_scored = tl.load(seq_lens_ptr + row) > topk
-        num_read = (
-            tl.where(is_scored, tl.cdiv(num_keys, VECTOR), 0) * VECTOR
-        )  # whole vectors: loads are of so many elements
+        num_read = tl.where(is_scored, tl.cdiv(num_keys, VECTOR), 0) * VECTOR  # whole vectors, so that loads are
         sample = _load_sample(scores_ptr, num_keys, width)
         index = tl.arange(0, TILE)
         scores = tl.load(scores_ptr + index, mask=index < num_read, other=0.0)
@@ -95,7 +95,7 @@ def local_kernel(
             guesses = sample_guesses(sample, num_kept, num_keys)
             keys, bound = best_of(
                 keys, TILE - 1 - index, num_keys, num_kept, guesses[0], guesses[1]
-            )  # later tokens have later positions
+            )  # later columns have later positions
         at = first + index
         position = at // INTERLEAVE * (DCP_SIZE * INTERLEAVE) + DCP_RANK * INTERLEAVE + at % INTERLEAVE
         compact(out_ptr, _pack(keys, position ^ _LAST_POSITION), keys, bound)
@@ -104,9 +104,7 @@ def local_kernel(
 
 @triton.jit
 def _load_best(candidates_ptr, num_candidates, width, TILE: tl.constexpr, WARPS: tl.constexpr):
-    """(keys, their low words, bound) of a tile of candidates: those no less than the bound are its best, at most
-    `width`.
-    """
+    """Load a tile of candidates; return its keys, their low words and the bound that its best `width` keys reach."""
     sample = _load_sample(candidates_ptr, num_candidates, width)
     index = tl.arange(0, TILE)
     candidates = _by_thread(tl.load(candidates_ptr + index, mask=index < num_candidates, other=_EMPTY), WARPS, 2)
@@ -126,7 +124,7 @@ def _load_best(candidates_ptr, num_candidates, width, TILE: tl.constexpr, WARPS:
 def cut_kernel(
     candidates_ptr, out_ptr, num_candidates, stride, width: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr
 ):
-    """A program (row, tile): the best `width` of the tile -> out [T, num_tiles, width]."""
+    """Store the best `width` candidates of a tile in out [T, num_tiles, width]; one program per (row, tile)."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
     candidates_ptr += row * stride + first
     out_ptr += (row * tl.num_programs(1) + tl.program_id(1)) * width
@@ -156,16 +154,16 @@ def choose_kernel(
     TILE: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """A program a row, which is one tile.
+    """Store the positions of a row's best candidates and the cache slots of those on this rank; one program per row.
 
-    Candidates of a failed exchange are anything: what they say is never read beyond the table.
+    A failed exchange leaves arbitrary candidates, so the block table is never read out of bounds.
     """
     row = tl.program_id(0).to(tl.int64)
     positions_ptr += row * topk
     keys, low_words, bound = _load_best(candidates_ptr + row * candidates_stride, num_candidates, topk, TILE, WARPS)
     num_kept = compact(positions_ptr, low_words ^ _LAST_POSITION, keys, bound)
     fill(positions_ptr, -1, num_kept, topk)
-    tl.debug_barrier()  # from here on threads have the positions that others stored
+    tl.debug_barrier()  # makes the positions visible to all threads
     index = tl.arange(0, SELECTED)
     position = tl.load(positions_ptr + index, mask=index < topk, other=-1)
     is_mine = (position >= 0) & (position // INTERLEAVE % DCP_SIZE == DCP_RANK)
@@ -182,7 +180,7 @@ def choose_kernel(
 def local_candidates(
     scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, dcp_rank: int, dcp_size: int, interleave: int
 ) -> Tensor:
-    """`topk.local_candidates` in one kernel for up to TILE columns, else in two or more."""
+    """Compute `topk.local_candidates`, in one kernel for up to TILE columns."""
     num_tokens, num_columns = scores.shape
     width = packing.candidate_width(topk, num_columns)
     tile = _tile(num_columns, width)
@@ -222,7 +220,7 @@ def choose_tokens(
     slots: Tensor,
     num_slots: Tensor,
 ) -> None:
-    """`topk.choose_tokens` in one kernel for up to TILE candidates of a token, else in two or more."""
+    """Compute `topk.choose_tokens`, in one kernel for up to TILE candidates of a token."""
     num_tokens, topk = positions.shape
     if num_tokens == 0:
         return
@@ -250,7 +248,7 @@ def choose_tokens(
 
 
 def _cut(candidates: Tensor, width: int) -> Tensor:
-    """The best `width` of each tile of a row, side by side."""
+    """Reduce each tile of a row to its best `width` candidates, side by side."""
     num_tokens, num_candidates = candidates.shape
     tile = _tile(num_candidates, width)
     num_tiles = triton.cdiv(num_candidates, tile)
@@ -262,13 +260,11 @@ def _cut(candidates: Tensor, width: int) -> Tensor:
 
 
 def _tile(num_keys: int, width: int) -> int:
-    """Keys of a tile: all of a row, or at least twice as many as it leaves; no fewer than a warp loads at a time."""
+    """Choose a tile's keys: the whole row, or at least twice as many as it leaves; at least a warp's load."""
     return min(triton.next_power_of_2(max(num_keys, 128)), max(TILE, 2 * triton.next_power_of_2(width)))
 
 
 def _tiling(tile: int, keys: Tensor) -> dict[str, int]:
-    """Options of a launch over tiles of keys, of which a thread loads 16 bytes at a time, and has registers for 64 or
-    so.
-    """
+    """Choose a launch's warps: a thread loads 16 bytes at a time and has registers for about 64 keys."""
     num_warps = min(max(WARPS, tile // 2048), tile * keys.element_size() // 512, 32)
     return {"TILE": tile, "WARPS": num_warps, "num_warps": num_warps}

@@ -1,0 +1,205 @@
+"""The layout of a step. Whatever picks a collective or its size comes from global lengths, so all ranks of a DCP group
+build the same sequence of exchanges.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcpmla import ownership
+from dcpmla.attention.calls import Segments, decode_workspace
+from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata, SparseMetadata, StepMetadata
+from dcpmla.comm.exchange import tokens_of_rows
+from dcpmla.config import DCPConfig
+
+
+@dataclass(frozen=True)
+class StepBuilder:
+    """Steps of one rank over caches of one layout, from numbers on the host to tensors on a device."""
+
+    dcp: DCPConfig
+    dcp_rank: int
+    device: torch.device | str
+
+    def build(
+        self,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        max_decode_query_len: int,
+        workspace: Tensor | None,
+        is_sparse: bool,
+    ) -> StepMetadata:
+        """Lay out a step; `StepMetadata.build` documents arguments and errors."""
+        _check_requests(query_lens, seq_lens, block_tables, self.dcp)
+        num_decodes = next((i for i, length in enumerate(query_lens) if length > max_decode_query_len), len(query_lens))
+        num_decode_tokens = sum(query_lens[:num_decodes])
+        decode_columns = _num_blocks(max(seq_lens[:num_decodes], default=0), self.dcp)
+        table = _pad_table(block_tables, seq_lens, self.dcp)
+        request = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
+        positions = np.concatenate(
+            [np.arange(seq - query, seq) for query, seq in zip(query_lens, seq_lens, strict=True)]
+        )
+        # Uploaded once: decodes read the front of what sparse layers ask for of all requests.
+        block_table = self._upload((table if is_sparse else table[:num_decodes, :decode_columns]).astype(np.int32))
+        local_seq_lens = self._upload(self._local_seq_lens(positions if is_sparse else positions[:num_decode_tokens]))
+        decode = prefill = sparse = None
+        if num_decodes:
+            local = block_table[:num_decodes, :decode_columns], local_seq_lens[:num_decode_tokens]
+            decode = self._decode(query_lens[:num_decodes], *local, workspace)
+        if num_decodes < len(query_lens):
+            prefill = self._prefill(query_lens[num_decodes:], seq_lens[num_decodes:], table[num_decodes:])
+        if is_sparse:
+            seen = self._upload((positions + 1).astype(np.int32))
+            sparse = SparseMetadata(block_table, self._upload(request), seen, local_seq_lens, max(seq_lens))
+        return StepMetadata(
+            num_tokens=len(positions),
+            num_decode_tokens=num_decode_tokens,
+            num_blocks=int(table.max()) + 1,
+            positions=self._upload(positions),
+            slot_mapping=self._upload(self._slots(positions, table[request, positions // self.dcp.virtual_block_size])),
+            decode=decode,
+            prefill=prefill,
+            sparse=sparse,
+        )
+
+    def _slots(self, positions: np.ndarray, blocks: np.ndarray) -> Tensor:
+        """Return the slot [T] of each token on this rank; blocks [T] holds each token's block alone, for whole rows of
+        the table would be [T, max_blocks].
+        """
+        offsets = torch.from_numpy(positions % self.dcp.virtual_block_size)
+        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
+        table = torch.from_numpy(blocks)[:, None]
+        return ownership.slot_mapping(offsets, table, self.dcp.block_size, size, self.dcp_rank, interleave)
+
+    def _local_seq_lens(self, positions: np.ndarray) -> Tensor:
+        """Return how many tokens at each position [T] and before it are this rank's, int32 [T]."""
+        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
+        return ownership.local_seq_lens(torch.from_numpy(positions + 1), size, self.dcp_rank, interleave)
+
+    def _decode(
+        self, query_lens: Sequence[int], block_table: Tensor, local_seq_lens: Tensor, workspace: Tensor | None
+    ) -> DecodeMetadata:
+        is_uniform = min(query_lens) == max(query_lens)
+        return DecodeMetadata(
+            block_table=block_table,
+            local_seq_lens=local_seq_lens,
+            query_start_loc=None if is_uniform else self._segments(query_lens).start_loc,
+            max_query_len=max(query_lens),
+            workspace=decode_workspace(self.device) if workspace is None else workspace,
+        )
+
+    def _prefill(self, query_lens: Sequence[int], seq_lens: Sequence[int], table: np.ndarray) -> PrefillMetadata:
+        new = np.asarray(query_lens)
+        context_lens = np.asarray(seq_lens) - new
+        chunk = _chunk_tokens(int((context_lens > 0).sum()), self.dcp)
+        chunks = [
+            self._chunk(np.minimum(context_lens, start), np.minimum(context_lens, start + chunk), table)
+            for start in range(0, int(context_lens.max()), chunk)
+        ]
+        return PrefillMetadata(
+            queries=self._segments(query_lens),
+            first_position=self._upload(context_lens.astype(np.int32)),
+            context_chunks=tuple(chunks),
+            num_pairs=int((new * context_lens + new * (new + 1) // 2).sum()),
+        )
+
+    def _chunk(self, begin: np.ndarray, end: np.ndarray, table: np.ndarray) -> ContextChunk:
+        """Return the chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned."""
+        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
+        block_size, lens = self.dcp.block_size, end - begin
+        # Rank 0 owns the first group of an aligned chunk, so no rank has more of it: all ranks pad to rank 0's rows.
+        padded_lens = -(-lens // (size * interleave)) * interleave
+        padded_start = np.asarray(_starts(padded_lens))
+        local_slots, orders = [], []
+        for request, length in enumerate(lens):
+            position = torch.arange(begin[request], end[request])
+            first = begin[request] // size
+            owner = ownership.owner_rank(position, size, interleave).numpy()
+            index = ownership.local_index(position, size, interleave).numpy() - first
+            orders.append(owner * padded_start[-1] + padded_start[request] + index)
+            # Padding reads whatever lies after the last token in its block; `order` never points at it.
+            local = first + np.arange(padded_lens[request] if length else 0)
+            local_slots.append(table[request, local // block_size] * block_size + local % block_size)
+        order = torch.from_numpy(np.concatenate(orders))
+        return ContextChunk(
+            local_slots=self._upload(np.concatenate(local_slots)),
+            order=self._upload(order),
+            tokens=self._upload(tokens_of_rows(order, int(padded_start[-1]), self.dcp_rank)),
+            keys=self._segments(lens),
+            first_position=self._upload(begin.astype(np.int32)),
+        )
+
+    def _segments(self, lens: Sequence[int] | np.ndarray) -> Segments:
+        start = _starts(lens)
+        return Segments(start, self._upload(np.asarray(start, dtype=np.int32)))
+
+    def _upload(self, array: np.ndarray | Tensor) -> Tensor:
+        tensor = torch.as_tensor(array)
+        on_gpu = torch.device(self.device).type == "cuda"
+        return tensor.pin_memory().to(self.device, non_blocking=True) if on_gpu else tensor.to(self.device)
+
+
+def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConfig) -> int:
+    """Return how many cached tokens to gather and up-project at a time: at least one aligned chunk of every request,
+    and at most 64k tokens beyond that.
+
+    Source: vLLM's chunked-prefill workspace for MLA.
+    """
+    page = dcp.chunk_alignment
+    return max(min(max(8 * max_model_len, 4 * max_num_seqs * page), 65536), max_num_seqs * page)
+
+
+def _chunk_tokens(num_contexts: int, dcp: DCPConfig) -> int:
+    """Return the tokens of one request's context in a chunk: an equal share of the workspace, aligned."""
+    share = dcp.context_workspace_tokens // max(1, num_contexts) // dcp.chunk_alignment * dcp.chunk_alignment
+    if share == 0:
+        raise ValueError(
+            f"context_workspace_tokens is {dcp.context_workspace_tokens}; {num_contexts} prefills with context need at "
+            f"least {num_contexts * dcp.chunk_alignment} ({dcp.chunk_alignment} each)"
+        )
+    return share
+
+
+def _starts(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+    """Lengths -> where each starts, and the total."""
+    return (0, *np.cumsum(lens).tolist())
+
+
+def _num_blocks(seq_len: int, dcp: DCPConfig) -> int:
+    return -(-seq_len // dcp.virtual_block_size)
+
+
+def _pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], dcp: DCPConfig) -> np.ndarray:
+    """[num_reqs, max_blocks] int64: the blocks that each request has tokens in, then block 0, which nothing reads."""
+    table = np.zeros((len(block_tables), _num_blocks(max(seq_lens), dcp)), dtype=np.int64)
+    for row, blocks, seq_len in zip(table, block_tables, seq_lens, strict=True):
+        num_blocks = _num_blocks(seq_len, dcp)
+        row[:num_blocks] = blocks[:num_blocks]
+    if table.min() < 0:
+        request, column = np.argwhere(table < 0)[0]
+        raise ValueError(f"request {request}: block_tables has block {table[request, column]}; ids start at 0")
+    return table
+
+
+def _check_requests(
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], dcp: DCPConfig
+) -> None:
+    if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
+        raise ValueError(
+            f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and {len(block_tables)} "
+            f"requests; they must have the same number, at least 1"
+        )
+    for request, (query, seq, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
+        if not 1 <= query <= seq:
+            raise ValueError(
+                f"request {request}: query_lens is {query} and seq_lens {seq}; 1 <= query_lens <= seq_lens must hold"
+            )
+        if len(blocks) * dcp.virtual_block_size < seq:
+            raise ValueError(
+                f"request {request}: block_tables has {len(blocks)} blocks, room for "
+                f"{len(blocks) * dcp.virtual_block_size} tokens; seq_lens is {seq}"
+            )

@@ -1,0 +1,63 @@
+"""Attention's output [T, h V], the input of o_proj, as the parts of a batch give it."""
+
+from torch import Tensor
+
+from dcpmla.attention.output.ops import check_scale, check_w_uv, project_rows_, write_rows_
+from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput
+from dcpmla.attention.projections import project_values
+
+
+class OutputRows:
+    """One result that parts append their rows to, quantized on the way if asked to.
+
+    A part that is all of a plain output becomes the output: nothing is copied in a step of decodes alone.
+
+    Args:
+        num_rows: T, padding included.
+        w_uv: [h, V, L].
+        quant: how to quantize; None leaves values in w_uv's dtype.
+    Raises:
+        ValueError: a dtype that is not quantized, a scale on another device, groups that would cross heads.
+    """
+
+    def __init__(self, num_rows: int, w_uv: Tensor, quant: OutputQuant | None) -> None:
+        self._num_rows, self._w_uv, self._quant, self._end = num_rows, w_uv, quant, 0
+        self._width = w_uv.shape[0] * w_uv.shape[1]
+        self._values: Tensor | None = None
+        if quant is not None:
+            check_w_uv(w_uv, quant.group)
+            if quant.scale is not None:
+                check_scale("scale", quant.scale, w_uv.device)
+            self._values, self._scales = quant.empty(num_rows, self._width, w_uv.device)
+
+    def project(self, out: Tensor) -> None:
+        """Append attention over latents [n, h, L], which W_UV is still to be applied to."""
+        if self._values is None and out.shape[0] == self._num_rows:
+            self._values = project_values(out, self._w_uv)
+        else:
+            project_rows_(out, self._w_uv, self._end, *self._result())
+        self._end += out.shape[0]
+
+    def append(self, values: Tensor) -> None:
+        """Append values [n, h V]."""
+        if self._values is None and values.shape[0] == self._num_rows:
+            self._values = values
+        else:
+            write_rows_(values, self._end, *self._result())
+        self._end += values.shape[0]
+
+    def finish(self) -> Tensor | QuantizedOutput:
+        """Return the output; the rows that nobody appended, those of padding, are zeros."""
+        if self._end < self._num_rows:
+            self.append(self._w_uv.new_zeros(self._num_rows - self._end, self._width))
+        assert self._values is not None
+        return self._values if self._quant is None else QuantizedOutput(self._values, self._scales)
+
+    def _result(self) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
+        """Return values, scales, scale and ue8m0, as the custom ops take them."""
+        if self._values is None:
+            self._values = self._w_uv.new_empty(self._num_rows, self._width)
+        if self._quant is None:
+            return self._values, None, None, False
+        scales = None if self._quant.kind == "fp8" else self._scales
+        return self._values, scales, self._quant.scale, self._quant.ue8m0

@@ -1,0 +1,118 @@
+"""Steps over a sharded cache compared with those of plain TP: what sharding adds to a layer, how it scales, and from
+which load on it is faster.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from dcpmla.bench.cache_formats import quantized_name
+
+Row = dict[str, Any]
+Load = tuple[int, int]  # requests, cached tokens of each
+
+
+class Layout(NamedTuple):
+    """How the cache is cut and what is exchanged; its fields are those of the rows of `bench layer`."""
+
+    dcp: int
+    exchange: str
+    variant: str
+    kv_cache_dtype: str
+    decode_query_dtype: str
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Dtypes of cache and queries. Layouts of the same ones are compared."""
+        return self.kv_cache_dtype, self.decode_query_dtype
+
+    def __str__(self) -> str:
+        exchange = f" {self.exchange} {self.variant}".rstrip() if self.dcp > 1 else ""
+        return ", ".join(filter(None, [f"dcp {self.dcp}{exchange}", quantized_name(*self.dtypes)]))
+
+
+def layout_of(row: Mapping[str, Any]) -> Layout:
+    """Return the layout of a row of `bench layer`."""
+    return Layout(*(row[field] for field in Layout._fields))
+
+
+def load_of(row: Mapping[str, Any]) -> Load:
+    """Return a row's batch and context."""
+    return row["batch"], row["context"]
+
+
+def compare_with_plain(rows: Sequence[Row], plain_rows: Sequence[Row]) -> None:
+    """Add to the rows of a step what they are compared with the rows of plain TP (dcp 1) at the same load.
+
+    `scaling_efficiency`, of the total and of attention: the time under dcp 1 / (dcp x time). 1 is ideal: W ranks, each
+    with 1 / W of the same cached tokens, take 1 / W of the time.
+    `added_us_per_layer`, of the total: what sharding adds to a layer apart from what it changes of attention; below
+    zero where it saves more than it adds.
+    """
+    times, plain = ({row["part"]: row["median_us"] for row in step} for step in (rows, plain_rows))
+    for row in rows:
+        if row["part"] in ("total", "attention"):
+            ideal = plain[row["part"]] / row["dcp"]
+            row["scaling_efficiency"] = round(ideal / row["median_us"], 3)
+        if row["part"] == "total":
+            others, plain_others = times["total"] - times["attention"], plain["total"] - plain["attention"]
+            row["added_us_per_layer"] = round((others - plain_others) / row["num_layers"], 1)
+
+
+def efficiencies(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line on the scaling efficiency of each layout, over the loads that plain TP held as well."""
+    for layout in dict.fromkeys(map(layout_of, rows)):
+        found = {
+            name: sorted(
+                row["scaling_efficiency"]
+                for row in rows
+                if row["part"] == part and layout_of(row) == layout and "scaling_efficiency" in row
+            )
+            for part, name in (("attention", "attention"), ("total", "layer"))
+        }
+        if found["layer"]:
+            words = [f"{name} {median(each):.0%} ({each[0]:.0%} to {each[-1]:.0%})" for name, each in found.items()]
+            yield f"{layout}: scaling efficiency over {len(found['layer'])} loads: {', '.join(words)}"
+
+
+def totals_of(rows: Sequence[Row]) -> dict[Layout, dict[Load, float]]:
+    """Return the times of whole steps by layout and load."""
+    totals: dict[Layout, dict[Load, float]] = {}
+    for row in rows:
+        if row["part"] == "total":
+            totals.setdefault(layout_of(row), {})[load_of(row)] = row["median_us"]
+    return totals
+
+
+def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Compare every layout with a DCP size above 1 with dcp 1 and the same dtypes.
+
+    Loads count that were measured under both; a load that only fits when sharded does not.
+
+    Returns:
+        For each layout its fields; `tokens`, the smallest total of cached tokens (batch x context) from which on every
+        load is faster than under dcp 1, None where the largest is not; `context_at_batch`, for each batch the smallest
+        context from which on it is, or None.
+    """
+    totals = totals_of(rows)
+    plain = {layout.dtypes: times for layout, times in totals.items() if layout.dcp == 1}
+    found = []
+    for layout, times in totals.items():
+        unsharded = plain.get(layout.dtypes, {})
+        is_faster = {load: times[load] < unsharded[load] for load in times if load in unsharded}
+        if layout.dcp > 1 and is_faster:
+            at_batch = {
+                str(batch): _first_of_the_faster(
+                    [(context, is_faster[b, context]) for b, context in is_faster if b == batch]
+                )
+                for batch in sorted({load[0] for load in is_faster})
+            }
+            tokens = _first_of_the_faster([(batch * context, faster) for (batch, context), faster in is_faster.items()])
+            found.append({**layout._asdict(), "tokens": tokens, "context_at_batch": at_batch})
+    return found
+
+
+def _first_of_the_faster(sizes: Sequence[tuple[int, bool]]) -> int | None:
+    """Return the smallest size from which on every one is faster; None where the largest is not."""
+    slower = max((size for size, faster in sizes if not faster), default=0)
+    return min((size for size, _ in sizes if size > slower), default=None)

@@ -1,0 +1,257 @@
+"""`LLM`, the front door: the job, its exchange and its engine in one object; and what it shares with the commands."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import partial
+from hashlib import sha256
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from dcpmla.comm.select import ChosenExchange, select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.loading import ENGINE_OPTIONS, ModelFiles, check_layout, load_engine, open_model
+from dcpmla.job.bootstrap import agree, check_equal_arguments
+from dcpmla.job.join import LOAD_TIMEOUT, TIMEOUT, Job, check_num_ranks, join_ranks
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+
+DCP_OPTIONS = tuple(field.name for field in fields(DCPConfig) if field.name != "context_workspace_tokens")
+_BETWEEN_CALLS = 7 * 86400.0  # seconds that a caller may take from one call to the next: nobody waits meanwhile
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model that generates, its latent cache sharded over the ranks of the job.
+
+    Works under torchrun, mpirun and srun, and as one process. Every rank runs the same lines with the same values. To
+    be closed, best as a context manager: `with LLM(...) as llm`. Under a launcher all ranks end, and one of them says
+    why, if any is killed, hangs or fails (docs/faults.md); in one process exceptions are the caller's.
+
+    Args:
+        model: directory of a safetensors checkpoint, or a hub id.
+        tensor_parallel_size: ranks that cut the heads; the ranks of the job, which is also the default.
+        decode_context_parallel_size: ranks that share one cache; divides tensor_parallel_size; default 1.
+        max_model_len: longest sequence, prompt and answer; default: the model's.
+        device: "cuda", "cpu", or "auto": GPUs where any is seen.
+        timeout: seconds in a step after which a rank counts as lost.
+        options: fields of `DCPConfig`, and of `load_engine`'s keywords those that `dcpmla generate --help` lists.
+    Raises:
+        ValueError: an option that there is not, or a value that is not allowed; a model that does not load.
+        ConnectionError: the ranks did not meet.
+
+    Attributes:
+        rank: of this process in the job.
+        engine: for requests that are added as they come (`Engine.add`, `Engine.step`).
+        exchange: the ranks' exchange, and why it was chosen.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tensor_parallel_size: int | None = None,
+        decode_context_parallel_size: int | None = None,
+        *,
+        max_model_len: int | None = None,
+        device: str = "auto",
+        timeout: float = TIMEOUT,
+        **options: Any,
+    ) -> None:
+        _check_names(options)
+        dcp_size = 1 if decode_context_parallel_size is None else decode_context_parallel_size
+        if dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is initialized already, by another LLM or by the program; close that LLM first, "
+                "or give the program's own groups to load_engine"
+            )
+        sizes = {"tensor_parallel_size": tensor_parallel_size, "decode_context_parallel_size": dcp_size}
+        arguments = {"model": model, "max_model_len": max_model_len, **sizes, **options}
+        dcp_options: dict[str, Any] = {name: value for name, value in options.items() if name in DCP_OPTIONS}
+        check = partial(check_num_ranks, tensor_parallel_size=tensor_parallel_size)
+        with ExitStack() as resources:
+            job = resources.enter_context(join_ranks(device, timeout, arguments, check, watch_one=False))
+            self._job, self.rank = job, job.ranks.rank
+            job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
+            with agree():
+                dcp = DCPConfig(
+                    tensor_parallel_size=job.ranks.num_ranks, decode_context_parallel_size=dcp_size, **dcp_options
+                )
+                files = open_model(model, max_model_len)
+                check_layout(files, dcp)
+            engine_options = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
+            self.engine, self.exchange = build_engine(job, dcp, files, **engine_options)
+            resources.callback(self.engine.close)  # before the process groups: decode graphs hold their operations
+            self._pause()
+            self._resources = resources.pop_all()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[Request]:
+        """Generate from prompts to the end.
+
+        Args:
+            prompts: one text, one list of token ids, or a list of such.
+            sampling_params: one for all prompts, of which each draws from a random stream of its own
+                (`SamplingParams.for_prompt`); or one for each prompt, taken as they are. Default: greedy, 16 tokens.
+            use_tqdm: show a progress bar, on the first rank.
+        Returns:
+            The finished requests, in the order of the prompts: `.prompt_token_ids`, `.token_ids`, `.text`,
+            `.finish_reason` ("stop" or "length"), `.metrics()` (seconds).
+        Raises:
+            ValueError: a prompt that the model cannot continue, another number of params than of prompts, ranks with
+                different ones.
+        """
+        requests = self._add(prompts, sampling_params)
+        try:
+            for _ in run_with_bar(self.engine, "generate", len(requests), use_tqdm and self._job.ranks.is_first):
+                pass
+        finally:
+            self._leave(requests)
+        return requests
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[Request, str]]:
+        """Generate from prompts, token by token. All ranks must take the same number of tokens.
+
+        Args:
+            prompts, sampling_params: as in `generate`.
+        Yields:
+            For each new token its request, and the text that became certain with it, maybe empty. The request's
+            finish_reason is set with its last one; `request.request_id` is the prompt's number.
+        Raises:
+            ValueError: as `generate` does.
+        """
+        pieces: deque[tuple[Request, str]] = deque()
+        requests = self._add(prompts, sampling_params, lambda request, text: pieces.append((request, text)))
+        try:
+            while self.engine.has_requests:
+                self.engine.step()
+                self._pause()
+                while pieces:
+                    yield pieces.popleft()
+        finally:  # also where the caller has enough of it
+            self._leave(requests)
+
+    def close(self) -> None:
+        """Free decode graphs and process groups. Collective; does nothing the second time."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._resources.__exit__(kind, error, trace)
+
+    def _add(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        on_token: Callable[[Request, str], object] | None = None,
+    ) -> list[Request]:
+        """Queue prompts, all or none of them."""
+        if not dist.is_initialized():
+            raise ValueError("this LLM is closed; make another one")
+        self._job.watchdog.enter("queueing requests")
+        pairs = _pair(prompts, sampling_params)
+        digest = sha256(repr(pairs).encode(errors="backslashreplace")).hexdigest()[:12]
+        check_equal_arguments({"prompts and sampling_params (a hash of them)": digest})
+        requests: list[Request] = []
+        try:
+            for index, (prompt, params) in enumerate(pairs):
+                requests.append(self.engine.add(prompt, params, request_id=index, on_token=on_token))
+        except ValueError as error:
+            self._leave(requests)
+            raise ValueError(f"prompt {len(requests)}: {error}") from error
+        return requests
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request)
+        self._pause()
+
+    def _pause(self) -> None:
+        self._job.watchdog.enter("the program that calls LLM", _BETWEEN_CALLS)
+
+
+def build_engine(
+    job: Job, dcp: DCPConfig, files: ModelFiles, seq_lens: Sequence[int] | None = None, **options: Any
+) -> tuple[Engine, ChosenExchange]:
+    """Make the mesh, choose the exchange and load the engine of a job. Collective.
+
+    Args:
+        seq_lens: as in `load_engine`.
+        options: by the names of ENGINE_OPTIONS.
+    """
+    job.watchdog.enter("loading the model", LOAD_TIMEOUT)
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    chosen = select_exchange(dcp, mesh.dcp_group, job.ranks.device)
+    load = partial(load_engine, files, dcp, mesh, chosen, job.ranks.device, num_local_ranks=job.ranks.num_local_ranks)
+    return load(seq_lens=seq_lens, on_step=job.watchdog.enter, **options), chosen
+
+
+def run_with_bar(engine: Engine, name: str, num_requests: int, is_shown: bool) -> Iterator[list[Request]]:
+    """Step until no request is left, under a progress bar; yield what each step finished. The bar counts requests
+    once the caller has dealt with them.
+
+    Raises:
+        RuntimeError: in place of a ValueError. All that a user can get wrong has been checked by then, so its traceback
+            is wanted.
+    """
+    with tqdm(total=num_requests, desc=name, unit="request", disable=not is_shown) as bar:
+        while engine.has_requests:
+            try:
+                finished = engine.step()
+            except ValueError as error:
+                raise RuntimeError(f"{name} failed") from error
+            yield finished
+            bar.set_postfix_str(_status(engine, bar.format_dict["elapsed"]), refresh=False)
+            bar.update(len(finished))
+
+
+def _status(engine: Engine, seconds: float) -> str:
+    scheduler, rate = engine.scheduler, engine.stats.num_new_tokens / max(seconds, 1e-9)
+    num_waiting = len(scheduler.waiting)
+    return f"{rate:,.0f} tok/s, {len(scheduler.running)} running, {num_waiting} waiting, cache {engine.cache_use():.0%}"
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    allowed = [*DCP_OPTIONS, "max_model_len", *ENGINE_OPTIONS, "device", "timeout"]
+    for name in options:
+        if name not in allowed:
+            near = get_close_matches(name, allowed, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"{name} is no option of LLM; {hint}allowed are {', '.join(allowed)}")
+
+
+def _pair(
+    prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Bring each prompt together with its params."""
+    is_one = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], Sequence))
+    each: list[Any] = [prompts] if is_one else list(prompts)
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        shared = sampling_params or SamplingParams()
+        return [(prompt, shared.for_prompt(index)) for index, prompt in enumerate(each)]
+    if len(sampling_params) != len(each):
+        raise ValueError(
+            f"sampling_params has {len(sampling_params)} elements, prompts {len(each)}; "
+            f"give one, or one for each prompt"
+        )
+    return list(zip(each, sampling_params, strict=True))

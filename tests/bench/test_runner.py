@@ -1,0 +1,213 @@
+"""The runner of benchmarks: times, time limits, cases that do not fit, result files and their vocabulary."""
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dcpmla.bench import runner
+from dcpmla.bench.layer_stack import LayerStack
+from dcpmla.bench.results import FIELDS, unknown_fields, write_results
+from dcpmla.bench.runner import Benchmark, Kept
+from dcpmla.bench.timing import time_operation
+from dcpmla.config import MLAConfig
+from dcpmla.job.watchdog import Reported
+from dcpmla.parallel.mesh import init_mesh
+from tests.support.models import tiny_config
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+
+
+# ---- running cases
+
+
+class Counting(Benchmark[int, list[int]]):
+    """Case n has n inputs; 2 does not fit, 3 has no memory."""
+
+    def cases(self) -> Iterator[int]:
+        yield from self.args.cases
+
+    def inputs(self, case: int) -> list[int]:
+        if case == 2:
+            raise ValueError("2 is too large")
+        if case == 3:
+            raise MemoryError("out of memory\nand where")
+        return list(range(case))
+
+    def measure(self, case: int, inputs: list[int]) -> list[dict[str, Any]]:
+        return [{"tokens": case, "median_us": float(len(inputs))}]
+
+    def line(self, rows: Sequence[dict[str, Any]]) -> str:
+        return f"measured {rows[0]['tokens']}"
+
+    def summary(self, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+        yield f"{len(rows)} rows"
+
+
+def parse(*options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    runner.add_arguments(Counting, parser)
+    return parser.parse_args(["--device", "cpu", *options])
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_cases_that_do_not_fit_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse("--json", str(tmp_path / "out.json"), "--commit", "abc")
+    args.cases = [1, 2, 3, 4]
+    args.run(args)
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == [
+        {"tokens": 1, "median_us": 1.0},
+        {"tokens": 4, "median_us": 4.0},
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    skipped = ["skipped: 2: 2 is too large", "skipped: 3: out of memory"]
+    assert lines[1:] == ["measured 1", *skipped, "measured 4", "2 rows"]
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_an_engine_that_does_not_fit_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    args = parse()
+    args.cases, args.model = [1, 2], "nowhere"
+    monkeypatch.setattr(Counting, "has_engine", True)
+    with pytest.raises(Reported):
+        args.run(args)
+    assert "error: 2 is too large" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_no_case_begins_after_the_time_limit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = parse("--time-limit", "1")
+    args.cases = [1, 4]
+    measure = Counting.measure
+    monkeypatch.setattr(Counting, "measure", lambda *case: (time.sleep(1.1), measure(*case))[1])
+    args.run(args)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == ["measured 1", "time is over (--time-limit): 4 and what follows is left out", "1 rows"]
+
+
+def test_neighbours_share_what_was_kept() -> None:
+    kept: Kept[list[int]] = Kept()
+    first = kept.get(1, lambda: [1])
+    assert kept.get(1, lambda: [2]) is first
+    assert kept.get(2, lambda: [2]) == [2]
+    assert kept.get(1, lambda: [3]) == [3]
+
+
+# ---- times
+
+
+def slow_on_rank_1(_: int) -> None:
+    time.sleep(0.02 if torch.distributed.get_rank() == 1 else 0)
+
+
+def test_a_time_is_the_slowest_ranks() -> None:
+    times = run_ranks(2, time_slow_rank)
+    assert times[0] == times[1]
+    assert times[0] >= 20_000
+
+
+def time_slow_rank() -> float:
+    return time_operation(slow_on_rank_1, torch.device("cpu"), calls=5, num_samples=3).median_us
+
+
+# ---- a stack of layers
+
+StackOfRank = tuple[
+    list[int], int, bool
+]  # tokens it attends to, slots that a step writes, whether the output is finite and all ranks'
+
+
+def stacks_of(cuts: list[tuple[int, int]]) -> list[StackOfRank]:
+    """Run a step of a stack under each (tp, dcp)."""
+    config = MLAConfig.from_hf(tiny_config("deepseek_v3"))
+    stacks: list[StackOfRank] = []
+    with torch.inference_mode():
+        for tp, dcp in cuts:
+            torch.manual_seed(0)  # the same hidden states on all ranks, as in a model
+            stack = LayerStack(config, init_mesh(tp, dcp), 2, 3, 70, torch.device("cpu"), torch.float32)
+            before = [rows.clone() for rows in stack.cache.layers]
+            out = stack.step()
+            written = sum(
+                int((rows != old).any(-1).sum()) for rows, old in zip(stack.cache.layers, before, strict=True)
+            )
+            everyone = [torch.empty_like(out) for _ in range(4)]
+            torch.distributed.all_gather(everyone, out)
+            assert stack.metadata[0].decode is not None
+            is_same = bool(out.isfinite().all()) and all(torch.equal(out, other) for other in everyone)
+            stacks.append((stack.metadata[0].decode.local_seq_lens.tolist(), written, is_same))
+    return stacks
+
+
+def test_a_stack_is_a_decode_step() -> None:
+    cuts = [(4, 4), (4, 2)]
+    for (_, dcp), ranks in zip(cuts, zip(*run_ranks(4, stacks_of, cuts), strict=True), strict=True):
+        group = ranks[:dcp]
+        assert [sum(lens) for lens in zip(*(lens for lens, _, _ in group), strict=True)] == [70, 70, 70]
+        assert (
+            sum(written for _, written, _ in group) == 2 * 3
+        )  # each layer stores each request's token once in a group
+        assert all(same for _, _, same in ranks)
+
+
+# ---- result files
+
+
+def test_results_name_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout.strip()
+    rows = [{"operation": "gather_heads", "median_us": 1.5}]
+    write_results(tmp_path / "a.json", rows, 8, torch.device("cpu"))
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert list(content) == ["commit", "machine", "versions", "rows"]
+    assert (content["commit"], content["machine"], content["rows"]) == (head or "unknown", "8 x CPU", rows)
+    assert content["versions"]["transformers"] == transformers.__version__
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git there
+    write_results(tmp_path / "a.json", rows, 8, torch.device("cpu"))
+    assert json.loads((tmp_path / "a.json").read_text())["commit"] == "unknown"
+
+
+def test_rows_have_one_vocabulary(tmp_path: Path) -> None:
+    rows = [{"batch": 1, "apart_us": 2.0, "speedup_over_others": 1.0}, {"num_tokens": 3, "median": 1.0}]
+    assert unknown_fields(rows) == {"num_tokens", "median"}
+    with pytest.raises(AssertionError, match="num_tokens"):
+        write_results(tmp_path / "a.json", rows, 1, torch.device("cpu"))
+
+
+def test_the_vocabulary_is_documented() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
+    assert [line for line in page if line.startswith("| `") and line.count("|") == 3][: len(FIELDS)] == [
+        f"| `{name}` | {meaning} |" for name, meaning in FIELDS.items()
+    ]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_committed_results_have_the_vocabulary(path: Path) -> None:
+    content = json.loads(path.read_text())
+    assert content["rows"]
+    assert not unknown_fields(content["rows"])
+
+
+def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_committed_results_name_commits_that_exist() -> None:
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("not a git checkout, or a shallow one")
+    assert RESULTS
+    commits = {path: json.loads(path.read_text())["commit"] for path in RESULTS}
+    assert [path for path, commit in commits.items() if git("cat-file", "-e", f"{commit}^{{commit}}").returncode] == []

@@ -1,0 +1,96 @@
+"""Words with one meaning in docstrings, comments and pages; ruff's D401 checks the imperative mood of docstrings."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launchers import ROOT
+
+RULES = {  # banned -> what to write
+    r"(?:quanti|normali|seriali|initiali|synchroni|optimi|tokeni|recogni|speciali|randomi)s(?:e|ing|ation)": "z",
+    r"\bbehind\b(?! the scenes)": "after, past",
+    r"\bstands\b(?! for\b| out\b)": "is, lies",
+    r"\bin a row\b": "one after the other",
+    r"\b(?:a|an|the|its|their|each|no|one) places?\b": "location, position, rank, slot ...",
+    r"\boperators? of torch\b": "custom op",
+}
+HEADLESS = re.compile(r"(?:Of|What|Where|Whether|Which|Who|Whose|Why|How many|How much|As) ")
+UNFINISHED = (  # files and directories whose prose is not done
+    *("docs/benchmarks.md", "docs/planning.md", "dcpmla/bench", "dcpmla/cli", "dcpmla/comm/__init__.py"),
+    *("dcpmla/comm/kernels", "dcpmla/config.py", "dcpmla/fields.py", "dcpmla/integrations", "dcpmla/planning"),
+    *("dcpmla/runtime", "dcpmla/attention/calls.py", "dcpmla/attention/hopper", "dcpmla/attention/output/formats.py"),
+    *("dcpmla/attention/output/quant.py", "dcpmla/attention/rope.py", "dcpmla/attention/sparse"),
+    *("dcpmla/attention/step.py", "dcpmla/cache/blocks.py", "dcpmla/cache/capacity.py", "dcpmla/cache/latent.py"),
+)
+
+
+def read_prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each docstring and comment of a Python file, and of each line of a page."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        yield from enumerate(text.splitlines(), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for _, line, docstring in read_docstrings(text):
+        yield line, docstring
+
+
+def read_docstrings(text: str) -> Iterator[tuple[ast.AST, int, str]]:
+    """Yield (node, line, docstring) of a module, its classes and its functions."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+            yield node, node.body[0].lineno, docstring
+
+
+def find_faults(text: str) -> list[str]:
+    """List the banned phrases in a text, each with what to write."""
+    found = [(match[0], better) for banned, better in RULES.items() for match in re.finditer(banned, text, re.I)]
+    return [f"{phrase!r}; write {better}" for phrase, better in found]
+
+
+def is_finished(path: Path) -> bool:
+    name = path.relative_to(ROOT)
+    return not any(name.is_relative_to(unfinished) for unfinished in UNFINISHED)
+
+
+SOURCES = [path for path in sorted((ROOT / "dcpmla").rglob("*.py")) if is_finished(path)]
+PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if is_finished(path)]
+
+
+def test_no_banned_phrase() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line}: {fault}"
+        for path in [*SOURCES, *PAGES]
+        for line, text in read_prose(path)
+        for fault in find_faults(text)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_docstrings_have_a_subject_or_a_verb() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line}: {docstring.splitlines()[0]}"
+        for path in SOURCES
+        for _, line, docstring in read_docstrings(path.read_text())
+        if HEADLESS.match(docstring)
+    ]
+    assert not faults, "\n".join(["begin with a noun (module, class) or an imperative verb (function):", *faults])
+
+
+@pytest.mark.parametrize(
+    ("text", "num_faults"),
+    [
+        ("dequantised rows lie behind the last one, in a row", 3),
+        ("a place where it stands, by an operator of torch", 3),
+        ("in place, after each other; stands for; a stand-in behind the scenes; precise; otherwise quantized", 0),
+    ],
+)
+def test_what_is_found(text: str, num_faults: int) -> None:
+    assert len(find_faults(text)) == num_faults

@@ -1,0 +1,107 @@
+"""The Python of README and docs, and the examples: they run, as they stand, from the repository's root."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.launchers import run_forked, unattended
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "needle" / "README.md"]
+SNIPPETS = {
+    f"{page.relative_to(ROOT)} {number}": snippet
+    for page in PAGES
+    for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+}
+# What a snippet that does not stand alone takes as given: a stack of one's own, its weights and a step of two requests.
+STACK = """
+from datetime import timedelta
+import torch
+from dcpmla import *
+from dcpmla.job.bootstrap import distributed, read_launcher
+from tests.support.models import random_model, tiny_config
+
+ranks = read_launcher("cpu")
+joined = distributed(ranks, timedelta(minutes=1))
+joined.__enter__()
+device, dtype = ranks.device, torch.float32
+config = tiny_config("deepseek_v3")
+config.v_head_dim = 128
+attention = random_model(config).model.layers[0].self_attn
+weights = {name: tensor.detach() for name, tensor in attention.state_dict().items()}
+query_lens, seq_lens, block_tables = [1, 5], [9, 12], [[0], [1]]
+hidden_states = torch.randn(6, config.hidden_size)
+cos_sin = torch.randn(6, config.qk_rope_head_dim)
+dcp = DCPConfig(tensor_parallel_size=ranks.num_ranks, decode_context_parallel_size=ranks.num_ranks)
+cache = LatentCache(LatentCache.plan(MLAConfig.from_hf(config), dcp, 1, [64, 64], dtype), device)
+for tensor in cache.layers:
+    tensor.zero_()
+torch.set_grad_enabled(False)
+"""
+LAYER = (
+    STACK
+    + """
+mesh = init_mesh(ranks.num_ranks, ranks.num_ranks)
+exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
+model = layer = MLAAttention(MLAConfig.from_hf(config), dcp, mesh, exchange, dtype, device)
+layer.load_weights(weights)
+step = StepMetadata.build(query_lens, seq_lens, block_tables, dcp, mesh.dcp_rank, device).with_positions(cos_sin)
+"""
+)
+GIVEN = {"README.md 1": STACK, "docs/quantization.md 0": LAYER, "docs/quantization.md 1": LAYER}
+RANKS = {"docs/quantization.md 0": 1, "docs/quantization.md 1": 1}  # of all others: 2
+AFTER = {
+    "README.md 1": "assert out.shape == hidden_states.shape and out.isfinite().all()",
+    "docs/quantization.md 0": "assert values.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32",
+}
+LEAVE = "\njoined.__exit__(None, None, None)\n"
+
+
+def test_the_snippets_are_found() -> None:
+    assert {"README.md 0", "README.md 1", "docs/sparse.md 0"} <= set(SNIPPETS)
+    assert {*GIVEN, *RANKS, *AFTER} <= set(SNIPPETS)
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_snippet_runs(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    given = GIVEN.get(name, "")
+    script.write_text("\n".join([given, SNIPPETS[name], AFTER.get(name, ""), LEAVE if given else ""]))
+    first, *others = run_forked(unattended([script], RANKS.get(name, 2)))
+    if name == "README.md 0":
+        answers = first.stdout.splitlines()
+        assert answers[0].startswith("123 ")
+        assert answers[1].startswith("456 ")
+        assert {"0 123", "1 456"} <= set(answers[2:])
+    assert not any(other.stdout for other in others)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_layer_s_example(num_ranks: int) -> None:
+    first, *_ = run_forked(unattended([ROOT / "examples" / "layer.py"], num_ranks))
+    lines = first.stdout.splitlines()
+    assert len(lines) == 9
+    assert lines[-1].startswith("tokens 47 to 48: [-0.016, -0.025, -0.028, ")  # of any number of ranks
+
+
+def test_the_stream_s_example() -> None:
+    needle = ROOT / "examples" / "needle" / "model"
+    first, other = run_forked(unattended([ROOT / "examples" / "stream.py", needle, 2], 2))
+    lines = first.stdout.splitlines()
+    assert lines[:2] == ["0: '123'", "1: '456'"]  # the answers, before the requests are finished
+    assert sum(line.startswith("0: ' ") for line in lines) == 3
+    assert "0: length, {'queue_seconds': " in first.stdout
+    assert other.stdout == ""
+
+
+def test_the_walk_through_the_code_names_what_is_there() -> None:
+    """`path.py: name, Class.method` in docs/structure.md, and every path in it."""
+    page = (ROOT / "docs" / "structure.md").read_text()
+    references = re.findall(r"`((?:[\w]+/)*\w+\.py)(?:: ([\w., ]+))?`", page)
+    assert len(references) > 40
+    for path, names in references:
+        file = next((file for file in (ROOT / "dcpmla" / path, ROOT / path) if file.is_file()), None)
+        assert file is not None, f"{path} is not there"
+        for name in filter(None, re.split(r"[., ]+", names)):
+            assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.* = ", file.read_text(), re.MULTILINE), (path, name)
