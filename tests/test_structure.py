@@ -83,7 +83,7 @@ def room(module: str) -> str:
 def may_import(importer: str, imported: str) -> bool:
     """Rooms on floors below, and one's own; the ground floor is one room."""
     if imported == "dcpmla":
-        return False  # the list of public names stands above everything
+        return False  # the list of public names is above everything
     below, above = ROOMS[room(imported)], ROOMS[room(importer)]
     return (
         below < above or room(imported) == room(importer) or (above == below and above in (GROUND_FLOOR, ROOMS["cli"]))

@@ -1,4 +1,4 @@
-"""What the commands that run ranks have in common: options, start-up, the engine."""
+"""Options, start-up and engine, shared by the commands that run ranks."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence

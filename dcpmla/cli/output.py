@@ -109,7 +109,7 @@ class OutputLines:
         Raises:
             OSError: no room; the file ends with the line before.
         """
-        # What has no place in UTF-8 (half a surrogate pair) becomes the escape that JSON has for it.
+        # Half a surrogate pair has no UTF-8: it becomes the escape that JSON has for it.
         lines = b"".join(
             json.dumps(output, ensure_ascii=False).encode(errors="backslashreplace") + b"\n" for output in outputs
         )

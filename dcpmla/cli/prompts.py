@@ -1,4 +1,4 @@
-"""What to generate: prompts from the command line or from lines of JSON, checked before any weight is read."""
+"""Prompts of `generate`, from the command line or lines of JSON, checked before any weight is read."""
 
 import argparse
 import json

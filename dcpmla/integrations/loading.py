@@ -16,7 +16,7 @@ from dcpmla.attention.build import context_workspace_tokens
 from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import MODEL_DTYPES, DCPConfig, MLAConfig
-from dcpmla.fields import FLAG, check_fields, number, one_of, optional, whole
+from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, optional, whole
 from dcpmla.hf_config import check_index_options
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
@@ -41,7 +41,7 @@ ENGINE_OPTIONS = tuple(_OPTION_RULES)  # load_engine's keywords that are for its
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What is known of a model before its weights are read.
+    """A model before its weights are read.
 
     Attributes:
         tokenizer: None where it does not load; no_tokenizer says why.
@@ -131,7 +131,7 @@ def load_engine(
         RuntimeError: a decode step that fails, or breaks its capture off (`DecodeGraph.capture`).
     """
     dtype = str(dtype).removeprefix("torch.")
-    check_fields(_OPTION_RULES, locals(), _label)
+    check_fields(_OPTION_RULES, locals(), option_label)
     with agree():
         files = model if isinstance(model, ModelFiles) else open_model(model)
         check_layout(files, dcp)
@@ -178,10 +178,6 @@ def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
     attention = MLAConfig.from_hf(files.config)
     attention.heads_per_rank(dcp.tensor_parallel_size)
     check_index_options(attention, dcp)
-
-
-def _label(option: str) -> str:
-    return f"{option} (--{option.replace('_', '-')})"
 
 
 def _plan_cache(

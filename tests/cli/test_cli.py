@@ -337,7 +337,7 @@ def test_no_prompt(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (
             "model.layers.0.self_attn.kv_b_proj.weight",
             torch.zeros(3, 16),
-            "tensor kv_b_proj.weight has shape (3, 16); the model's config asks",
+            "tensor model.layers.0.self_attn.kv_b_proj.weight has shape (3, 16); the model's config asks for (288, 16)",
         ),
         (
             "model.layers.0.self_attn.q_b_proj.weight",
@@ -382,7 +382,7 @@ def test_broken_checkpoints(
     ("file", "content", "message"),
     [
         ("model.safetensors", b"garbage", "model.safetensors is not a readable safetensors file"),
-        ("model.safetensors.index.json", b"{}", "model.safetensors.index.json has no readable weight_map"),
+        ("model.safetensors.index.json", b"{}", "model.safetensors.index.json is no JSON object with weight_map"),
         ("config.json", b"[]", "is not an MLA model"),
         ("config.json", b"{", "has no readable config.json"),
         ("config.json", b'{"model_type": "deepseek_v3", "hidden_size": "abc"}', "config.json is no deepseek_v3 config"),
