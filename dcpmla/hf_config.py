@@ -74,9 +74,10 @@ def _indexer_config(config: Any) -> IndexerConfig:
 
 
 def _indexer_types(config: Any) -> list[str]:
-    """Whether each layer selects ("full") or reuses the selection before it ("shared"), by whichever is given:
-    indexer_types, index_topk_pattern ("FSSF"), or every index_topk_freq-th layer after the first
-    index_skip_topk_offset - 1.
+    """Say for each layer whether it selects ("full") or reuses the selection before it ("shared").
+
+    The first of these that the config has decides: indexer_types, index_topk_pattern ("FSSF"), or index_topk_freq,
+    which makes every so-many-th layer after the first index_skip_topk_offset - 1 select.
 
     Source: GLM-5's config in transformers, whose names vLLM reads for DeepSeek-V3.2 as well.
     """
@@ -97,7 +98,7 @@ def _indexer_types(config: Any) -> list[str]:
 
 
 def skips_topk(config: Any, layer: int) -> bool:
-    """Whether a layer of a transformers config has no indexer, and attends to what the layer before it did."""
+    """Tell whether a layer has no indexer and attends to the selection of the layer before it."""
     return config.model_type in SPARSE_MODEL_TYPES and _indexer_types(config)[layer] == "shared"
 
 

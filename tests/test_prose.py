@@ -1,4 +1,4 @@
-"""Words of docstrings, comments and pages that have one meaning here, or none; ruff's D401 holds the imperative mood."""
+"""Words with one meaning in docstrings, comments and pages; ruff's D401 checks the imperative mood of docstrings."""
 
 import ast
 import io
@@ -21,10 +21,10 @@ RULES = {  # banned -> what to write
 }
 HEADLESS = re.compile(r"(?:Of|What|Where|Whether|Which|Who|Whose|Why|How many|How much|As) ")
 UNFINISHED = (  # files and directories whose prose is not done
-    *("docs/benchmarks.md", "docs/planning.md"),
-    *("dcpmla/attention/hopper", "dcpmla/bench", "dcpmla/cli", "dcpmla/comm", "dcpmla/integrations"),
-    *("dcpmla/planning", "dcpmla/runtime", "dcpmla/config.py", "dcpmla/fields.py"),
-    *("dcpmla/attention/calls.py", "dcpmla/attention/output", "dcpmla/attention/rope.py", "dcpmla/attention/sparse"),
+    *("docs/benchmarks.md", "docs/planning.md", "dcpmla/bench", "dcpmla/cli", "dcpmla/comm/__init__.py"),
+    *("dcpmla/comm/kernels", "dcpmla/config.py", "dcpmla/fields.py", "dcpmla/integrations", "dcpmla/planning"),
+    *("dcpmla/runtime", "dcpmla/attention/calls.py", "dcpmla/attention/hopper", "dcpmla/attention/output/formats.py"),
+    *("dcpmla/attention/output/quant.py", "dcpmla/attention/rope.py", "dcpmla/attention/sparse"),
     *("dcpmla/attention/step.py", "dcpmla/cache/blocks.py", "dcpmla/cache/capacity.py", "dcpmla/cache/latent.py"),
 )
 

@@ -1,4 +1,4 @@
-"""How a step is laid out. Whatever picks a collective or its size comes from global lengths, so all ranks of a DCP group
+"""The layout of a step. Whatever picks a collective or its size comes from global lengths, so all ranks of a DCP group
 build the same sequence of exchanges.
 """
 

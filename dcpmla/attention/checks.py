@@ -29,9 +29,11 @@ def check_step(config: MLAConfig, hidden_states: Tensor, step: StepMetadata) -> 
 
 
 def check_cache(cache: LayerCache, step: StepMetadata, dcp: DCPConfig, dtype: torch.dtype, width: int) -> None:
-    """Raise ValueError unless the latents have the step's blocks, of dcp.block_size rows of `width` elements of dtype."""
+    """Raise ValueError unless latents have the step's blocks, of dcp.block_size rows of `width` elements of dtype."""
     if not isinstance(cache, LayerCache):
-        raise ValueError(f"cache is {type(cache).__name__}; expected a LayerCache, as cache[layer] of a LatentCache is")
+        raise ValueError(
+            f"cache is {type(cache).__name__}; expected a LayerCache, such as a LatentCache's cache[layer]"
+        )
     kv_cache = cache.latents
     if kv_cache.ndim != 3 or kv_cache.shape[1:] != (dcp.block_size, width):
         raise ValueError(
@@ -54,7 +56,7 @@ def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
     if step.selection is None:
         if step.sparse.max_seq_len > topk:
             raise ValueError(
-                f"step.selection is None; tokens that have more than {topk} before them need step.with_selection({topk})"
+                f"step.selection is None; tokens with more than {topk} before them need step.with_selection({topk})"
             )
     elif tuple(step.selection.positions.shape) != (step.num_tokens, topk):
         raise ValueError(

@@ -25,14 +25,13 @@ from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 
-# Decode tokens from which on dcp_project_before_merge pays: narrower rows against W_UV of all the group's heads to read.
-# Measured with `direct` on 4 H200s: 32 tokens lost by it, 128 won.
+# Decode tokens from which on dcp_project_before_merge pays: its rows are narrower, but W_UV of all the group's heads is
+# read. Measured with `direct` on 4 H200s: 32 tokens lost by it, 128 won.
 PROJECT_FIRST_TOKENS = 64
-# Tokens whose queries q_scale is calculated from: their maximum leaves little to find among more; 128 heads of them take
-# 144 MiB.
+# Tokens whose queries q_scale is calculated from: their maximum leaves little to find among more, and 128 heads of them
+# take 144 MiB.
 _SCALED_TOKENS = 1024
-# Prefill tokens that attend to selected rows at a time: absorbed queries of all the group's heads take 38 MB of 128 of
-# them.
+# Prefill tokens that attend to selected rows at a time: absorbed queries of 128 heads take 38 MB.
 _ABSORBED_TOKENS = 256
 
 
@@ -179,7 +178,7 @@ class MLAAttention(AttentionWeights):
             new(0 if config.indexer is None else num_tokens * num_keys // 8, dtype=torch.uint8),  # a mask
         ]
         self.exchange.reserve_context(num_keys, self.cache_width, self.cache_dtype, self.w_kv_b.device)
-        del held  # up to here, beside what the exchange takes: the allocator's peak is what counts
+        del held  # after what the exchange takes: the allocator's peak counts
 
     def _check(self, hidden_states: Tensor, cache: LayerCache, step: StepMetadata) -> None:
         check_step(self.config, hidden_states, step)

@@ -1,4 +1,4 @@
-"""Prefill: new tokens attend to themselves, then to their cached context chunk by chunk, each rank for its own heads."""
+"""Prefill: new tokens attend to themselves, then to their context chunk by chunk, each rank for its own heads."""
 
 from collections.abc import Callable, Sequence
 
@@ -34,8 +34,8 @@ def dcp_mla_prefill(
 
     No merge across ranks is needed: after the gather each rank has all keys for its own heads. Each gather runs under
     the attention before it. Rows of 8-bit caches are gathered as they are and dequantized afterwards: fewer bytes
-    travel. New tokens attend to their own latents as they were before the cache rounded them. In sparse attention a mask
-    leaves out what a token did not select: a bit for each key, made for the new tokens and for one chunk at a time.
+    travel. New tokens attend to their own latents as they were before the cache rounded them. In sparse attention a
+    mask leaves out what a token did not select: a bit for each key, made for the new tokens and for one chunk at a time.
 
     Args:
         q: [T, h, P + R], rotated.

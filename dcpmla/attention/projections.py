@@ -1,7 +1,7 @@
-"""The operations between the projections, the cache and attention: norms, RoPE, the cache write, W_UK and W_UV absorbed.
+"""The operations between projections, cache and attention: norms, RoPE, the cache write, W_UK and W_UV absorbed.
 
-Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the kernels
-of `attention/triton/projections.py` and `attention/triton/rope.py`. No gradients.
+Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the
+kernels of `attention/triton/projections.py` and `attention/triton/rope.py`. No gradients.
 """
 
 import torch

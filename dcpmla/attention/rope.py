@@ -1,4 +1,4 @@
-"""What positions do to queries and keys: rotary embedding in both layouts, and Llama 4's length-dependent query factor."""
+"""Positions in queries and keys: rotary embedding in both layouts, and Llama 4's length-dependent query factor."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
 """The scales of fp8 caches and of fp8 queries: a float32 number for each layer, the same on every rank, at an address
 that stays.
 
-A scale is what cached values are multiplied by. It comes from the options, else from the checkpoint, else it is 1; or it
-is calculated once.
+Cached values are multiplied by their scale. It comes from the options, else from the checkpoint, else it is 1; or it is
+calculated once.
 """
 
 import math
@@ -45,7 +45,8 @@ def read_scale(weights: Mapping[str, Weight], names: tuple[str, ...]) -> float:
     scale = float(weights[name][()])
     if not 0 < scale < math.inf:
         raise ValueError(
-            f"checkpoint: tensor {name} is {scale}; it must be a finite number above 0 (--kv-cache-scale gives another one)"
+            f"checkpoint: tensor {name} is {scale}; it must be a finite number above 0 (--kv-cache-scale gives another "
+            f"one)"
         )
     return scale
 

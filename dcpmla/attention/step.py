@@ -77,7 +77,7 @@ class PrefillMetadata:
 
 @dataclass(frozen=True)
 class SparseMetadata:
-    """What each token of a step, decodes and prefills alike, may select from.
+    """The tokens that each token of a step, decodes and prefills alike, may select from.
 
     Attributes:
         block_table: [num_reqs, max_blocks] int32, of all requests of the step.

@@ -65,7 +65,7 @@ FIELDS = {
     "error": "largest relative difference to float64; null: not finite",
     "lse_error": "largest difference of an LSE to float64; null: not finite",
     "different": "share of bytes or selected tokens that differ from the reference's",
-    "tokens_per_second": "`batch` / `median_us`, or `tokens` / `median_us`",
+    "tokens_per_second": "`batch` / `median_us`",
     # a load that was served
     "request_rate": "requests a second of the Poisson process, or `inf`",
     "seconds": "from the load's beginning to the end of its last request",
@@ -86,15 +86,6 @@ FIELDS = {
     "max_num_running": "most requests that ran at the same time",
     "num_preemptions": "requests sent back for want of blocks",
     "num_cached_tokens": "prompt tokens that earlier requests had computed",
-    # options of the engine, by their own names
-    **dict.fromkeys(
-        (
-            *("cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "index_hadamard"),
-            *("enable_expert_parallel", "enforce_eager", "max_num_batched_tokens", "max_num_seqs", "num_requests"),
-            *("input_len", "input_lens", "output_len", "output_lens", "seed"),
-        ),
-        "the option's value",
-    ),
     # benchmarks/agreement.py
     "num_prompts": "prompts of the comparison",
     "accuracy": "share of prompts whose answer is right",
@@ -104,10 +95,17 @@ FIELDS = {
 }
 
 
+OPTIONS = (  # of engine and load, which rows have by their own names
+    *("cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "index_hadamard", "enforce_eager"),
+    *("enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs", "num_requests", "input_len", "input_lens"),
+    *("output_len", "output_lens", "seed"),
+)
+
+
 def unknown_fields(rows: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the fields of rows that are not in the vocabulary."""
     names = {name for row in rows for name in row}
-    return {name for name in names if not any(fnmatchcase(name, pattern) for pattern in FIELDS)}
+    return {name for name in names if not any(fnmatchcase(name, pattern) for pattern in (*FIELDS, *OPTIONS))}
 
 
 def finite(number: float) -> float | None:

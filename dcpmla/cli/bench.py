@@ -3,7 +3,7 @@
 import argparse
 from importlib import import_module
 
-_BENCHMARKS = {  # modules of dcpmla.bench, each with its BENCHMARK
+BENCHMARKS = {  # modules of dcpmla.bench, each with its BENCHMARK
     "decode": "decode kernels on one GPU, ours and others'",
     "prefill": "prefill kernels on one GPU: new tokens over themselves, and over a context",
     "sparse": "sparse MLA's decode: selection, operation by operation, and attention to selected tokens, per DCP size",
@@ -18,7 +18,7 @@ _BENCHMARKS = {  # modules of dcpmla.bench, each with its BENCHMARK
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmarks; only the module of the one that is asked for is imported."""
     commands = parser.add_subparsers(dest="benchmark", required=True, parser_class=type(parser))
-    for name, summary in _BENCHMARKS.items():
+    for name, summary in BENCHMARKS.items():
         commands.add_parser(name, help=summary, fill=_fill)
 
 

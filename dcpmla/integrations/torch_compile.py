@@ -1,11 +1,10 @@
-"""A quantization behind attention becomes part of W_UV's product: a pass over the graphs of torch.compile.
+"""A pass over the graphs of torch.compile that makes a quantization after attention part of W_UV's product.
 
     compiled = torch.compile(model, options={"post_grad_custom_post_pass": OutputQuantFusion()})
 
-It runs among inductor's passes, where a graph is flat and functional and the spellings of a quantization have come
-down to few operators. A backend of our own would have to repeat what inductor does before (decompositions), around
-(caches) and behind its
-passes (code).
+It runs among inductor's passes, where a graph is flat and functional and the spellings of a quantization have come down
+to few operators. A backend of our own would have to repeat what inductor does before its passes (decompositions),
+around them (caches) and after them (code).
 """
 
 import logging
@@ -34,20 +33,18 @@ _aten, _prims, _ours = torch.ops.aten, torch.ops.prims, torch.ops.dcpmla
 
 
 class OutputQuantFusion(CustomGraphPass):
-    """Rewrite `project_values` and the quantization behind it to the operator that does both, in every layer of a
-    graph.
+    """A pass that replaces `project_values` and the quantization after it by the custom op that does both, in every
+    layer of a graph.
 
-    Quantizations: `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output/ops.py`, and the
-    first of them in plain
-    torch: `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, also where a reshape stands
-        between.
+    It knows `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output/ops.py`, and the first of
+    them in plain torch: `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, also with a reshape
+    in between.
 
-    Results are those of the model without the pass, as far as `attention/output/ops.py` promises. So it leaves
-    alone what rounds in another way (`values / scale`), values that something else reads too, values joined with others
-    (prefill's,
-    padding), and groups that would cross heads.
+    Results are those of the model without the pass, as far as `attention/output/ops.py` promises. So it leaves alone
+    what rounds in another way (`values / scale`), values that something else reads too, and groups that would cross
+    heads. A step with prefills or padding has no `project_values`: its parts write rows of one result.
 
-    Logs, for each graph with `project_values`, in how many layers it did so; where in none, as a warning.
+    For each graph with `project_values` it logs in how many layers it did so; where in none, as a warning.
     """
 
     def __init__(self) -> None:
@@ -61,7 +58,8 @@ class OutputQuantFusion(CustomGraphPass):
         """
         if not isinstance(graph, Graph):
             raise ValueError(
-                f"graph is a {type(graph).__name__}; OutputQuantFusion is for post_grad_custom_post_pass, which gives a torch.fx.Graph"
+                f"graph is a {type(graph).__name__}; OutputQuantFusion is for post_grad_custom_post_pass, which gives a "
+                f"torch.fx.Graph"
             )
         num_projections = len(graph.find_nodes(op="call_function", target=_ours.project_values.default))
         if not num_projections:
@@ -73,20 +71,18 @@ class OutputQuantFusion(CustomGraphPass):
             )
         else:
             _logger.warning(
-                "OutputQuantFusion: nothing to fuse in a graph with %d layers of attention: what follows each project_values is not a "
-                "quantization that the pass knows, or not that alone",
+                "OutputQuantFusion: nothing to fuse in a graph with %d layers of attention: what follows each "
+                "project_values is not a quantization that the pass knows, or not that alone",
                 num_projections,
             )
 
     def uuid(self) -> bytes:
-        """For inductor's cache of compiled graphs: another text of this file makes other graphs."""
+        """Return a key for inductor's cache of compiled graphs: another text of this file makes other graphs."""
         return get_hash_for_files((__file__,))
 
 
 def _make_patterns() -> PatternMatcherPass:
-    """Names of a pattern's arguments are those of the fused operator; `shape` is the shape that values are seen in,
-    where it is another.
-    """
+    """Return the patterns, whose arguments are named as the fused op's; `shape` is the shape of a reshape in between."""
     patterns = PatternMatcherPass(pass_name="dcpmla_output_quant")
     values = CallFunction(_ours.project_values.default, KeywordArg("out"), KeywordArg("w_uv"))
     shaped = _reshape(values)
@@ -106,7 +102,7 @@ def _make_patterns() -> PatternMatcherPass:
 
 
 def _plain_fp8(values: PatternExpr, shaped: PatternExpr, scale: PatternExpr) -> Iterator[PatternExpr]:
-    """`(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)` in all its spellings, as decomposed."""
+    """Yield all spellings of `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, decomposed."""
     inverse = CallFunction(_aten.reciprocal.default, scale, _users=MULTIPLE)
     for one in (inverse, CallFunction(_aten.mul.Tensor, inverse, 1, _users=MULTIPLE)):  # scale.reciprocal(), 1 / scale
         for x in (
@@ -133,7 +129,7 @@ def _convert(x: PatternExpr, dtype: torch.dtype) -> PatternExpr:
 
 
 def _fits(fused: Any, match: Match) -> bool:
-    """Whether the fused operator takes these arguments, and so gives what the matched nodes give."""
+    """Return whether the fused op takes these arguments, and so gives what the matched nodes give."""
     products = [node.meta["val"] for node in match.nodes if node.target is _aten.mul.Tensor]
     if products:  # plain torch multiplies in any dtype, by a scale of any shape and from anywhere
         scale = match.kwargs["scale"].meta["val"]
@@ -170,5 +166,5 @@ def _insert(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def _value(target: Any, *args: Any) -> Any:
-    """What a node would hold, as fake tensors."""
+    """Return what a node would hold, as fake tensors."""
     return target(*map_arg(args, lambda node: node.meta["val"]))

@@ -155,8 +155,8 @@ class ShardedModel:
         return logits[0].float()
 
     def _cos_sin(self, positions: Tensor) -> Tensor:
-        """Return the angles [T, R] float32 of `apply_rope` at positions [1, T], by the model's own rotary embedding (YaRN
-        and all other kinds).
+        """Return the angles [T, R] float32 of `apply_rope` at positions [1, T], by the model's own rotary embedding
+        (YaRN and all other kinds).
         """
         rotary = self._model.model.rotary_emb(torch.empty(0, dtype=torch.float32, device=self.device), positions)
         if isinstance(rotary, Tensor):  # DeepSeek-V2 rotates complex numbers
@@ -169,7 +169,8 @@ class _ShardedSelfAttention(nn.Module):
 
     Args:
         layer: its number in a `LatentCache`.
-        num_results: that the decoder layer takes: GLM-5's hand a selection on from layer to layer; here the step has it.
+        num_results: that the decoder layer takes: GLM-5's hand a selection on from layer to layer; here the step has
+            it.
     """
 
     def __init__(self, attention: MLAAttention, layer: int, num_results: int) -> None:
@@ -188,7 +189,7 @@ class _ShardedSelfAttention(nn.Module):
 
 
 def find_model(model: str) -> Path:
-    """A directory as it is, or a hub id downloaded to the local cache (safetensors and JSON only).
+    """Return a directory as it is, or a hub id downloaded to the local cache (safetensors and JSON only).
 
     Raises:
         ValueError: neither.
@@ -204,7 +205,7 @@ def find_model(model: str) -> Path:
 
 
 def load_config(directory: Path) -> Any:
-    """A model's transformers config, from its directory or from the config file itself.
+    """Return a model's transformers config, from its directory or from the config file itself.
 
     Raises:
         ValueError: no config.json, an architecture that is not MLA, or a field that no such model can have.
@@ -274,7 +275,7 @@ def load_model(
         model.set_submodule(name, _ShardedSelfAttention(attention.eval(), layer, num_results))
     if missing and mesh.tp_rank == 0:
         _logger.warning(
-            "the checkpoint has no %s, so 1 is taken: e4m3 cuts off what is larger than 448 and loses what is smaller than 0.001 "
+            "the checkpoint has no %s, so 1 is taken: e4m3 saturates at 448 and loses what is smaller than 0.001 "
             "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
             " and no ".join(sorted(missing)),
         )
@@ -282,7 +283,7 @@ def load_model(
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
-    """The generation config's, else the model config's."""
+    """Return the generation config's, else the model config's."""
     generation = getattr(model, "generation_config", None)
     eos: int | Sequence[int] | None = getattr(generation, "eos_token_id", None)
     eos = model.config.eos_token_id if eos is None else eos

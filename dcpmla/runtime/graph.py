@@ -1,5 +1,5 @@
-"""The decode step as CUDA graphs: one for each of a list of batch sizes, replayed with the step's numbers copied into
-static memory.
+"""The decode step as CUDA graphs: one for each of a list of batch sizes, replayed after the step's numbers have been
+copied into static memory.
 """
 
 import traceback
@@ -26,23 +26,23 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class CannotCapture(RuntimeError):
-    """A step that no CUDA graph can hold, and why."""
+    """The reason why no CUDA graph can hold a step."""
 
 
 class DecodeGraph:
     """A decode step, one token a request, captured per batch size and replayed for batches padded to the next one.
 
-    A replay gives bit for bit what `run_eagerly` gives: the same step on the same padded rows, without a graph.
-    (Matrix products pick their kernels by the number of rows, so the step on the bare rows may differ in the last
-    bits.) Rows of padding write
-    nothing to the cache and attend to nothing. Runs follow each other on one stream: all of them use the same memory.
+    A replay gives bit for bit what `run_eagerly` gives: the same step on the same padded rows, without a graph. (Matrix
+    products pick their kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows of
+    padding write nothing to the cache and attend to nothing. Runs follow each other on one stream: all of them use the
+    same memory.
 
     Args:
         step: step(inputs [N, ...], metadata, cache) -> [N, ...], N tokens of N decodes: a model, or a stack of
             `MLAAttention` layers. It may not look at results from the host, and its collectives must be the same on all
             ranks.
         input_like: [...], shape, dtype and device of one request's input: a token id, or a row of hidden states.
-        cache: what the step writes and reads; its tensors must stay where they are.
+        cache: written and read by the step; its tensors must keep their addresses.
         dcp: layout of the cache.
         mesh: groups of this rank.
         max_num_seqs: requests of the largest batch.
@@ -51,8 +51,8 @@ class DecodeGraph:
         ValueError: max_num_seqs or max_model_len below 1.
 
     Attributes:
-        batch_sizes: ascending: 1, 2, 4, then each multiple of 8 to 256 and of 16 beyond, and max_num_seqs (the
-        sizes vLLM captures).
+        batch_sizes: ascending: 1, 2, 4, then each multiple of 8 to 256 and of 16 beyond, and max_num_seqs (the sizes
+            that vLLM captures).
         is_captured: whether `run` replays.
     """
 
@@ -79,11 +79,11 @@ class DecodeGraph:
 
     @property
     def is_captured(self) -> bool:
-        """Whether `capture` has been called, and did."""
+        """Whether `capture` has been called and has succeeded."""
         return bool(self._graphs)
 
     def batch_size(self, num_reqs: int) -> int:
-        """The batch size that so many requests are padded to.
+        """Return the batch size that so many requests are padded to.
 
         Raises:
             ValueError: more than the largest batch has, or none.
@@ -95,7 +95,7 @@ class DecodeGraph:
         return self.batch_sizes[bisect_left(self.batch_sizes, num_reqs)]
 
     def run(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-        """A decode step: a replay, or before `capture` the padded step itself. Collective over the TP group.
+        """Run a decode step: a replay, or before `capture` the padded step itself. Collective over the TP group.
 
         Args:
             inputs: [n, ...], n = metadata.num_tokens.
@@ -104,8 +104,8 @@ class DecodeGraph:
         Returns:
             [n, ...] in static memory: good until the next run.
         Raises:
-            ValueError: more requests or longer ones than it was made for, prefills, another cache, other shapes,
-                dtypes or devices.
+            ValueError: more requests or longer ones than it was made for, prefills, another cache, blocks that the cache
+                does not have, other shapes, dtypes or devices.
         """
         batch_size = self._fill(inputs, metadata, cache)
         if batch_size not in self._graphs:
@@ -116,7 +116,7 @@ class DecodeGraph:
         return self._out[: metadata.num_tokens]
 
     def run_eagerly(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-        """`run` without its graphs: what a replay equals bit for bit."""
+        """Run a decode step without its graphs: a replay equals it bit for bit."""
         return self._compute(self._fill(inputs, metadata, cache))[: metadata.num_tokens]
 
     def capture(self) -> None:
@@ -125,8 +125,8 @@ class DecodeGraph:
         Raises:
             ValueError: the device is no GPU.
             CannotCapture: on every rank, when some rank's step waits for the GPU, or has no memory left for a graph.
-            RuntimeError: the step fails without a graph too; or it breaks a capture off, after which torch's
-                allocator cannot go on.
+            RuntimeError: the step fails without a graph too; or it breaks a capture off, after which torch's allocator
+                cannot go on.
         """
         if self._device.type != "cuda":
             raise ValueError(f"input_like is on {self._device}; only steps on a GPU can be captured")
@@ -136,15 +136,15 @@ class DecodeGraph:
             with torch.cuda.device(self._device):
                 self._capture_all(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
         except CannotCapture:
-            # Whoever keeps the error keeps this object by its frames, and graphs would hold up NCCL's end
+            # Whoever keeps the error keeps this object by its frames, and graphs would hold up NCCL's end.
             self.release()
             raise
 
     def release(self) -> None:
         """Free what was captured; `run` computes eagerly from then on.
 
-        To be called before the process groups are destroyed: NCCL waits there until no graph holds operations of
-            the group.
+        To be called before the process groups are destroyed: NCCL waits there until no graph holds operations of the
+        group.
         """
         self._graphs = {}
 
@@ -166,7 +166,8 @@ class DecodeGraph:
                 self._out = torch.empty(self.batch_sizes[-1], *out.shape[1:], dtype=out.dtype, device=out.device)
         if tuple(out.shape) != (batch_size, *self._out.shape[1:]):
             raise ValueError(
-                f"step returned shape {tuple(out.shape)}; expected {(batch_size, *self._out.shape[1:])}, a row a request"
+                f"step returned shape {tuple(out.shape)}; expected {(batch_size, *self._out.shape[1:])}, a row a "
+                f"request"
             )
         return self._out[:batch_size].copy_(out)
 
@@ -180,14 +181,14 @@ class DecodeGraph:
             self._agree(self._capture(self._graphs[size], size, stream, pool))
 
     def _warm_up(self, batch_size: int, stream: torch.cuda.Stream) -> None:
-        """What a first call compiles, loads and allocates may not be part of a graph."""
+        """Make the first call, whose compiling, loading and allocating may not be part of a graph."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._compute(batch_size)
         torch.cuda.synchronize()
 
     def _host_sync(self, batch_size: int, stream: torch.cuda.Stream) -> str:
-        """Where the step waits for the GPU, if it does: found here, for a capture would break off there."""
+        """Return where the step waits for the GPU, "" for nowhere: found here, for a capture would break off there."""
         try:
             with torch.cuda.stream(stream), error_on_host_sync():
                 self._compute(batch_size)
@@ -200,7 +201,7 @@ class DecodeGraph:
         return ""
 
     def _capture(self, graph: torch.cuda.CUDAGraph, batch_size: int, stream: torch.cuda.Stream, pool: Any) -> str:
-        """Capture a size, or say where it ran out of memory: that leaves an orderly end, other errors leave none."""
+        """Capture a size and return "", or where it ran out of memory: that leaves an orderly end, other errors do not."""
         try:
             # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's
             # and the watchdog's, does not touch the capture: hence thread_local.
@@ -213,7 +214,8 @@ class DecodeGraph:
             return _reason(error)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the decode graph of {batch_size} requests broke off (--enforce-eager goes without graphs): {_reason(error)}"
+                f"the decode graph of {batch_size} requests broke off (--enforce-eager goes without graphs): "
+                f"{_reason(error)}"
             ) from error
         return ""
 
@@ -232,15 +234,15 @@ def _addresses(cache: LatentCache) -> list[int]:
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Ascending sizes to capture, the last one max_num_seqs. Source: vLLM's cudagraph_capture_sizes."""
+    """Return the sizes to capture, ascending, the last one max_num_seqs. Source: vLLM's cudagraph_capture_sizes."""
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 16))
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 @contextmanager
 def error_on_host_sync() -> Iterator[None]:
-    """A RuntimeError from whatever waits for the GPU: a graph cannot hold it, and breaking a capture spoils torch's
-    allocator.
+    """Have whatever waits for the GPU raise a RuntimeError: a graph cannot hold it, and a capture that breaks off spoils
+    torch's allocator.
     """
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -253,10 +255,10 @@ def error_on_host_sync() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong first, in a line, and the last place outside of torch that it came through."""
+    """Return what went wrong first, in a line, and the last line of code outside of torch that it came through."""
     if isinstance(error.__context__, RuntimeError):  # a capture that breaks off raises once more when it ends
         error = error.__context__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
     words = str(error).partition("\n")[0].partition(" GPU ")[0].rstrip(".")  # less torch's account of the memory
-    return (words or type(error).__name__) + place
+    return (words or type(error).__name__) + where

@@ -1,4 +1,4 @@
-"""Static memory for the numbers of a decode step, padded to a batch size: what a captured graph reads."""
+"""The static memory that a captured graph reads: the numbers of a decode step, padded to a batch size."""
 
 import torch
 from torch import Tensor
@@ -62,13 +62,13 @@ class PaddedStep:
         self._pad(num_tokens, batch_size)
 
     def rows(self, batch_size: int) -> tuple[Tensor, StepMetadata]:
-        """The first rows, as a step's inputs [batch_size, ...] and metadata."""
+        """Return the first rows, as a step's inputs [batch_size, ...] and metadata."""
         return (
             self._inputs[:batch_size],
             StepMetadata(
                 num_tokens=batch_size,
                 num_decode_tokens=batch_size,
-                num_blocks=0,  # of steps that come; `DecodeGraph` looks at each one's
+                num_blocks=0,  # a replay's own is checked when it is filled in
                 positions=self._positions[:batch_size],
                 slot_mapping=self._slot_mapping[:batch_size],
                 decode=DecodeMetadata(
@@ -90,7 +90,7 @@ class PaddedStep:
         return SparseMetadata(self._block_table[:batch_size], self._request[:batch_size], *lens, self._max_model_len)
 
     def _pad(self, first: int, end: int) -> None:
-        # Behind a request's last block its row of the table may hold anything, so those of padding stay as they are.
+        # After a request's last block its row of the table may hold anything, so rows of padding stay as they are.
         self._inputs[first:end].zero_()
         self._positions[first:end].zero_()
         self._slot_mapping[first:end].fill_(_NO_SLOT)
@@ -105,13 +105,14 @@ class PaddedStep:
             )
         if decode.max_query_len != 1 or decode.block_table.shape[0] != num_tokens:
             raise ValueError(
-                f"metadata has {num_tokens} query tokens of {decode.block_table.shape[0]} requests, at most {decode.max_query_len} each; "
-                f"a decode graph runs one a request"
+                f"metadata has {num_tokens} query tokens of {decode.block_table.shape[0]} requests, at most "
+                f"{decode.max_query_len} each; a decode graph runs one a request"
             )
         num_columns, max_blocks = decode.block_table.shape[1], self._block_table.shape[1]
         if num_columns > max_blocks:
             raise ValueError(
-                f"metadata has a block table of {num_columns} columns; the decode graph is for at most {max_blocks}, raise max_model_len"
+                f"metadata has a block table of {num_columns} columns; the decode graph is for at most {max_blocks}, "
+                f"raise max_model_len"
             )
         if tuple(inputs.shape) != (num_tokens, *self._inputs.shape[1:]):
             raise ValueError(
@@ -126,6 +127,7 @@ class PaddedStep:
         ):
             if (given.dtype, given.device) != (static.dtype, static.device):
                 raise ValueError(
-                    f"{name} is {given.dtype} on {given.device}; the decode graph's is {static.dtype} on {static.device}"
+                    f"{name} is {given.dtype} on {given.device}; the decode graph's is {static.dtype} on "
+                    f"{static.device}"
                 )
         return decode

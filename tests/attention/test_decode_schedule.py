@@ -60,13 +60,12 @@ def _pair(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], 
     return lambda left, right: function(torch.as_tensor(left), torch.as_tensor(right))
 
 
-def split_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
-    """The functions of `hopper_split` and `hopper_merge` over torch tensors, in a grid of programs whose present one is
-    `program`.
+def schedule_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
+    """Return the functions of the kernel's schedule, outputs and merge over torch tensors, as in a grid of programs.
+
+    `program` is the present one.
     """
-    from dcpmla.attention.hopper import merge as hopper_merge
-    from dcpmla.attention.hopper import rows as hopper_rows
-    from dcpmla.attention.hopper import split as hopper_split
+    from dcpmla.attention.hopper import merge, outputs, pipeline, schedule
 
     program = [0, 0]
     language = SimpleNamespace(
@@ -95,7 +94,7 @@ def split_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
         program_id=lambda axis: program[axis],
         num_programs=lambda axis: grid[axis],
     )
-    functions = {**vars(hopper_split), **vars(hopper_rows), **vars(hopper_merge)}
+    functions = {**vars(pipeline), **vars(schedule), **vars(outputs), **vars(merge)}
     values = {name: getattr(value, "value", value) for name, value in functions.items()}
     names: dict[str, Any] = {
         **values,
@@ -105,6 +104,7 @@ def split_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
         "LATENT": LATENT,
         "HALF": HALF,
         "GROUP": 1,
+        "Work": SimpleNamespace,
     }
     for name, value in functions.items():
         if hasattr(value, "fn"):
@@ -186,29 +186,37 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
     start_loc = torch.tensor([0, *batch.queries]).cumsum(0)
     query_len = max(batch.queries)
     grid = num_parts, -(-query_len * batch.num_heads // ROWS)
-    split = split_in_torch(grid)
+    hopper = schedule_in_torch(grid)
     num_partials = grid[0] * grid[1] * 2
     out, lse = torch.full((len(batch.scores) * LATENT,), torch.nan), torch.full((len(batch.scores),), torch.nan)
-    partials, partial_lse = (
-        torch.full((num_partials * ROWS * LATENT,), torch.nan),
-        torch.full((num_partials * ROWS,), torch.nan),
-    )
+    partials = torch.full((num_partials * ROWS * LATENT,), torch.nan)
+    partial_lses = torch.full((num_partials * ROWS,), torch.nan)
     counters = torch.zeros(grid[0] * grid[1], dtype=torch.int32)
-    dest = Pointer(out), Pointer(lse), None
-    outputs = dest, *map(Pointer, (partials, partial_lse, counters))
-    lens, starts = Pointer(batch.seq_lens), Pointer(start_loc)
+    outputs = SimpleNamespace(
+        out_ptr=Pointer(out),
+        lse_ptr=Pointer(lse),
+        mail=None,
+        partials_ptr=Pointer(partials),
+        partial_lses_ptr=Pointer(partial_lses),
+        counters_ptr=Pointer(counters),
+    )
+    requests = {
+        "lens_ptr": Pointer(batch.seq_lens),
+        "start_ptr": Pointer(start_loc) if is_ragged else None,
+        "query_len": query_len,
+        "num_heads": batch.num_heads,
+    }
     num_reqs = len(batch.queries)
-    shape = query_len, batch.num_heads
     works, tiles = {}, []
     for part, row_tile in programs(grid):
-        split.program[:] = part, row_tile
-        num_tiles = split.look_up_all(lens, starts, num_reqs, *shape, row_tile, max(32, num_reqs), is_ragged)
-        work = (*split.cut(num_tiles, num_reqs), lens, starts, *shape)
-        request, begin, start, end, size, granule = work[:6]
+        hopper.program[:] = part, row_tile
+        present = SimpleNamespace(**requests, row_tile=row_tile)
+        work = hopper.cut(hopper.count_tiles(present, num_reqs, max(32, num_reqs)), num_reqs, present)
+        request, begin, start = work.request, work.begin, work.start
         last, last_begin, mine = 0, 0, 0
-        while start < end:
-            first, num_rows, num_keys = split.find_request(request, lens, starts, *shape, row_tile, is_ragged)
-            stop = min(begin + num_keys, end)
+        while start < work.end:
+            first, num_rows, num_keys = hopper.find_request(request, present)
+            stop = min(begin + num_keys, work.end)
             if start < stop:
                 first_row = int(first * batch.num_heads + row_tile * ROWS)
                 count = min(int(num_rows), ROWS)
@@ -216,33 +224,31 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
                     int(request), first_row, count, slice(int(start - begin), int(stop - begin))
                 )
                 if stop - start == num_keys:
-                    out.view(-1, LATENT)[first_row : first_row + count], lse[first_row : first_row + count] = (
-                        piece,
-                        piece_lse,
-                    )
+                    rows = slice(first_row, first_row + count)
+                    out.view(-1, LATENT)[rows], lse[rows] = piece, piece_lse
                 else:
-                    at = int(split.find_partial(start // size, start == begin, row_tile)) * ROWS
-                    assert partial_lse[at].isnan(), "a place for a partial output is taken twice"
-                    partial_lse[at : at + count] = piece_lse
+                    at = int(hopper.find_partial(start // work.size, start == begin, row_tile)) * ROWS
+                    assert partial_lses[at].isnan(), "a partial output is stored over another one"
+                    partial_lses[at : at + count] = piece_lse
                     for half in range(2):
-                        place = split.partial_at(at // ROWS, half, torch.arange(count)[:, None], torch.arange(HALF))
-                        partials[place] = piece[:, half * HALF :][:, :HALF]
+                        index = hopper.partial_at(at // ROWS, half, torch.arange(count)[:, None], torch.arange(HALF))
+                        partials[index] = piece[:, half * HALF :][:, :HALF]
                     for _ in range(2):
-                        split.arrive(outputs[3], begin // size, row_tile)
+                        hopper.arrive(outputs.counters_ptr, begin, work)
                 mine += int(stop - start)
                 last, last_begin, start = request, begin, stop
-            begin, request = split.next_begin(begin, num_keys, granule), request + 1
+            begin, request = hopper.next_begin(begin, num_keys, work), request + 1
             start = max(start, begin)
         works[part, row_tile] = last, last_begin, work
         tiles.append(mine)
     doors = {program: Doors() for program in works}
-    for part, row_tile in programs(grid):
-        split.program[:] = part, row_tile
-        split.await_cut(*works[part, row_tile], outputs[3], doors[part, row_tile], row_tile, is_ragged)
-    for part, row_tile in programs(grid):
-        split.program[:] = part, row_tile
+    for program in programs(grid):
+        hopper.program[:] = program
+        hopper.await_parts(*works[program], outputs.counters_ptr, doors[program])
+    for program in programs(grid):
+        hopper.program[:] = program
         for half in range(2):
-            split.merge_cut(half, *works[part, row_tile], outputs, doors[part, row_tile], row_tile, is_ragged, False)
+            hopper.merge_parts(half, *works[program], outputs, doors[program])
     return out.view(-1, LATENT), lse, counters, tiles
 
 

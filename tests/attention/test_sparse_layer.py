@@ -222,7 +222,7 @@ def check_mistakes(hf_config: Any) -> None:
     assert bare.with_selection(30) is bare
     for with_mistake, cache_with_mistake, message in (
         (dense, cache, "step has no sparse part, .*; build it with is_sparse"),
-        (bare, cache, r"step.selection is None; tokens that have more than 24 .* need step.with_selection\(24\)"),
+        (bare, cache, r"step.selection is None; tokens with more than 24 .* need step.with_selection\(24\)"),
         (bare.with_selection(23), cache, r"step.selection is \(30, 23\); expected \(30, 24\), tokens and topk"),
         (
             step,

@@ -183,6 +183,7 @@ def check_tokens(batch: Batch, steps: list[StepMetadata]) -> None:
     for rank, step in enumerate(steps):
         assert step.num_tokens == sum(batch.query_lens) == len(expected)
         assert step.num_decode_tokens == sum(batch.query_lens[: batch.num_decodes])
+        assert step.num_blocks == max(map(max, batch.block_tables)) + 1
         assert step.positions.dtype == step.slot_mapping.dtype == torch.int64
         assert step.positions.tolist() == [position for position, _, _ in expected]
         assert step.slot_mapping.tolist() == [slot if owner == rank else -1 for _, owner, slot in expected]
@@ -213,10 +214,13 @@ def check_decodes(batch: Batch, steps: list[StepMetadata]) -> None:
             assert all(block in range(0, 1000) for block in row)
 
 
-def check_query_start(batch: Batch, steps: list[StepMetadata]) -> None:
-    queries = batch.query_lens[batch.num_decodes :]
+def check_prefills(batch: Batch, steps: list[StepMetadata]) -> None:
+    queries, contexts = batch.query_lens[batch.num_decodes :], batch.context_lens[batch.num_decodes :]
     for step in steps:
         if step.prefill is not None:
+            assert step.prefill.num_pairs == sum(
+                context + index + 1 for new, context in zip(queries, contexts, strict=True) for index in range(new)
+            )
             starts = step.prefill.queries.start
             assert [end - start for start, end in zip(starts, starts[1:], strict=False)] == queries
             assert starts[0] == 0
@@ -226,7 +230,7 @@ def check(batch: Batch) -> list[StepMetadata]:
     steps = batch.build()
     check_tokens(batch, steps)
     check_decodes(batch, steps)
-    check_query_start(batch, steps)
+    check_prefills(batch, steps)
     check_chunks(batch, steps)
     return steps
 
@@ -284,9 +288,30 @@ def test_a_chunk_by_hand() -> None:
         assert chunk.keys.start == (0, 5)
 
 
+def test_sparse_steps_upload_tables_and_lengths_once() -> None:
+    """Decodes see the front of what the indexer sees of all requests; dense steps have no more than decodes need."""
+    batch = make_batch([(3, 70), (1, 9), (2, 30), (9, 200)], 3, 2, 4)
+    numbers = batch.query_lens, batch.seq_lens, batch.block_tables, batch.dcp, 1
+    dense, sparse = (
+        StepMetadata.build(*numbers, max_decode_query_len=3, is_sparse=is_sparse) for is_sparse in (False, True)
+    )
+    assert dense.decode is not None
+    assert sparse.decode is not None
+    assert sparse.sparse is not None
+    for name, whole in (("block_table", sparse.sparse.block_table), ("local_seq_lens", sparse.sparse.local_seq_lens)):
+        mine, theirs = getattr(sparse.decode, name), getattr(dense.decode, name)
+        assert torch.equal(mine, theirs)
+        assert mine.data_ptr() == whole.data_ptr()
+        assert theirs.untyped_storage().nbytes() == theirs.nbytes
+    assert sparse.sparse.block_table.tolist() == [table + [0] * (18 - len(table)) for table in batch.block_tables]
+    assert sparse.sparse.request.tolist() == [0] * 3 + [1] + [2] * 2 + [3] * 9
+    assert sparse.sparse.seq_lens.tolist() == [int(position) + 1 for position in sparse.positions]
+    assert sparse.sparse.max_seq_len == 209
+
+
 def test_block_tables_may_be_longer_than_needed() -> None:
     batch = make_batch([(1, 20), (4, 40)], 4, 1, 4)
-    longer = Batch(batch.query_lens, batch.seq_lens, [table + [0, 0, 0] for table in batch.block_tables], batch.dcp)
+    longer = Batch(batch.query_lens, batch.seq_lens, [table + [-1, 99, 0] for table in batch.block_tables], batch.dcp)
     for step, other in zip(batch.build(), longer.build(), strict=True):
         assert torch.equal(step.slot_mapping, other.slot_mapping)
         assert step.decode is not None
@@ -324,6 +349,7 @@ def test_decode_of_many_requests_matches_the_deal() -> None:
             "request 1: query_lens is 0 and seq_lens 4; 1 <= query_lens <= seq_lens must hold",
         ),
         (([5], [4], [[0]]), "request 0: query_lens is 5 and seq_lens 4; 1 <= query_lens <= seq_lens must hold"),
+        (([1, 1], [1, 9], [[0], [3, -1]]), "request 1: block_tables has block -1; ids start at 0"),
         (([2, 2], [8, 9], [[0], [1]]), "request 1: block_tables has 1 blocks, room for 8 tokens; seq_lens is 9"),
         (([2], [2], [[]]), "request 0: block_tables has 0 blocks, room for 0 tokens; seq_lens is 2"),
         (

@@ -1,30 +1,41 @@
-"""Decode attention for Hopper: wgmma over tiles of 64 query rows and 64 keys, keys brought by TMA, work cut evenly
-over multiprocessors.
+"""Decode attention for Hopper: wgmma over tiles of 64 query rows and 64 keys, the work cut evenly over multiprocessors.
 
-A program is three groups of warps. The loader brings queries and keys. The scorer computes scores, probabilities
-and the left half of the output; the helper computes the right half, from the scorer's probabilities. So the cache is
-read once, and each
-half of the output fits into its group's registers. Programs that share a request wait for each other's partial outputs
-and merge them:
-they must run at the same time, so the launch is cooperative.
+A program is a pipeline of warps. A producer brings queries and keys into shared memory, two groups of consumers
+compute scores, probabilities and half of the output's columns each (three groups with products in fp8), so the cache
+is read once. Programs that share a request wait for each other's partial outputs and merge them: they must run at the
+same time, so the launch is cooperative.
+
+One kernel, whose variants follow from the call:
+
+    queries, cache             producer                         consumers
+    16 bits, blocks of 64 n    producers.produce_tiles (TMA)    consumers
+    16 bits, pages of one row  producers.produce_rows           consumers
+    16 bits over 8             convert.produce_converted        consumers
+    e4m3                       producers.produce_tiles (TMA)    consumers_fp8
 """
 
-from typing import Any
-
+import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dcpmla.attention.calls import DecodeCall
-from dcpmla.attention.hopper.load import NUM_STAGES, load_role
-from dcpmla.attention.hopper.roles import help_role, score_role
-from dcpmla.attention.hopper.setup import find_outputs, launch, launch_sender, new_buffers, open_barriers
-from dcpmla.attention.hopper.split import KEYS, ROWS, cut, look_up_all
-from dcpmla.cache.formats import FP8
+from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs
+from dcpmla.attention.hopper import consumers, consumers_fp8
+from dcpmla.attention.hopper.convert import produce_converted
+from dcpmla.attention.hopper.outputs import Outputs, open_mail
+from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
+from dcpmla.attention.hopper.producers import Paging, Tiles, produce_rows, produce_tiles
+from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, Batch, count_tiles, cut
 from dcpmla.comm.exchange import Mailbox
 
+_SWIZZLE_BYTES = 128  # at most
+_MAIL = ("addresses_ptr", "state_ptr", "rank", "own_heads", "num_rows", "landing_bytes")
 
-# Sizes of a step come and go: a variant for each kind of number in these would be compiled while requests wait.
+
+# Sizes of a step come and go: a variant for each kind of number in these would be compiled while requests wait. (For
+# the same reason arguments are not grouped in tuples: Triton specializes what lies in them.)
 @gluon.jit(
     do_not_specialize=[
         "table_stride",
@@ -42,6 +53,7 @@ def decode_kernel(
     q_pe_desc,
     kv_desc,
     k_pe_desc,
+    rows_ptr,
     table_ptr,
     lens_ptr,
     start_ptr,
@@ -64,59 +76,169 @@ def decode_kernel(
     own_heads,
     num_rows,
     landing_bytes,
+    ROW_STRIDE: gl.constexpr,
     REQS: gl.constexpr,
-    IS_RAGGED: gl.constexpr,
-    IS_SENT: gl.constexpr,
+    IS_SPARSE: gl.constexpr,
+    IS_CONVERTED: gl.constexpr,
 ):
-    """Programs (parts, tiles of query rows).
+    """Run programs (parts, tiles of query rows).
 
-    scale includes log2(e). IS_SENT: rows go to their owners (`hopper_rows`), not to out, lse.
+    Args:
+        kv_desc, k_pe_desc, rows_ptr: the cache for TMA, or for other producers, who take rows ROW_STRIDE elements
+            apart (words of four bytes where rows are converted); None for those that are not used.
+        start_ptr: None where each request has query_len query tokens.
+        kv_scale_ptr: None for caches of 16 bits and of fp8_ds_mla, whose rows hold their scales.
+        scale: of the scores, times log2(e).
+        addresses_ptr, .., landing_bytes: where rows go that are sent to their owners, not to out and lse; else None.
+        REQS: a power of two, at least num_reqs and 32.
+        IS_SPARSE: blocks are pages of one row.
+        IS_CONVERTED: rows of 8 bits become those of q's dtype.
     """
-    row_tile = gl.program_id(1)
-    # What this reads is on its way while the barriers are set up.
-    num_tiles = look_up_all(lens_ptr, start_ptr, num_reqs, query_len, num_heads, row_tile, REQS, IS_RAGGED)
-    buffers = new_buffers(q_desc, q_pe_desc, NUM_STAGES)
-    probs = gl.allocate_shared_memory(q_desc.dtype, [ROWS, KEYS], q_pe_desc.layout)
-    factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    handed = (probs, factors)
-    ready, free = open_barriers(NUM_STAGES, NUM_HANDED=1, USERS_OF_Q=2, USERS_OF_PROBS=1)
-    work = cut(num_tiles, num_reqs) + (lens_ptr, start_ptr, query_len, num_heads)
-    mail = (addresses_ptr, state_ptr, rank, own_heads, num_rows, landing_bytes)
-    outputs = find_outputs(out_ptr, lse_ptr, counters_ptr, partials_ptr, mail, num_heads, IS_SENT)
-    descs = (q_desc, q_pe_desc, kv_desc, k_pe_desc)
-    paging = (table_ptr, table_stride, rows_per_block, block_size)
-    gl.warp_specialize(
-        [
-            (score_role, (buffers, handed, ready, free, outputs, scale, 1.0, work, row_tile, IS_RAGGED, IS_SENT)),
-            (help_role, (buffers, handed, ready, free, outputs, num_reqs, work, row_tile, IS_RAGGED, IS_SENT)),
-            (load_role, (descs, buffers, ready, free, paging, counters_ptr, work, row_tile, IS_RAGGED)),
-        ],
-        [4, 1],
-        [232, 24],
-    )
+    batch = Batch(lens_ptr, start_ptr, query_len, num_heads, gl.program_id(1))
+    num_tiles = count_tiles(batch, num_reqs, REQS)  # what this loads is in flight while the mbarriers are set up
+    is_fp8: gl.constexpr = q_desc.dtype == gl.float8e4nv
+    is_ds_mla: gl.constexpr = IS_CONVERTED and kv_scale_ptr is None
+    num_stages: gl.constexpr = consumers_fp8.NUM_STAGES if is_fp8 else consumers.NUM_STAGES
+    num_probs: gl.constexpr = consumers_fp8.NUM_PROBS if is_fp8 else 1
+    buffers = new_buffers(q_desc, q_pe_desc, num_stages, num_probs, HAS_LSES=is_fp8)
+    barriers = new_barriers(num_stages, num_probs, Q_CONSUMERS=3 if is_fp8 else 2, PROBS_CONSUMERS=2 if is_fp8 else 1)
+    work = cut(num_tiles, num_reqs, batch)
+    mail = None
+    if addresses_ptr is not None:
+        mail = open_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, landing_bytes)
+    partial_lses_ptr = partials_ptr + gl.num_programs(0) * gl.num_programs(1) * 2 * ROWS * LATENT
+    outputs = Outputs(out_ptr, lse_ptr, mail, partials_ptr, partial_lses_ptr, counters_ptr)
+    queries = Tiles(q_desc, q_pe_desc)
+    keys = rows_ptr if kv_desc is None else Tiles(kv_desc, k_pe_desc)
+    paging = Paging(table_ptr, table_stride, rows_per_block, block_size, ROW_STRIDE, IS_SPARSE, is_ds_mla)
+    source = (queries, keys, buffers, barriers, paging, counters_ptr, work)
+    if is_fp8:
+        gl.warp_specialize(
+            [
+                (consumers_fp8.score_consumer, (buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work)),
+                (consumers_fp8.value_consumer, (0, buffers, barriers, outputs, work)),
+                (consumers_fp8.value_consumer, (1, buffers, barriers, outputs, work)),
+                (produce_tiles, source),
+            ],
+            [4, 4, 1],
+            [192, 192, 24],
+        )
+    elif IS_CONVERTED:
+        value_scale = 1.0
+        if not is_ds_mla:  # one scale for all: keys and values are exact without it
+            value_scale = gl.load(kv_scale_ptr)
+            scale = scale * value_scale
+        gl.warp_specialize(
+            [
+                (consumers.score_consumer, (buffers, barriers, outputs, scale, value_scale, work)),
+                (consumers.value_consumer, (buffers, barriers, outputs, work)),
+                (produce_converted, source),
+            ],
+            [4, 4],
+            [184, 120],
+        )
+    elif IS_SPARSE:
+        gl.warp_specialize(
+            [
+                (consumers.score_consumer, (buffers, barriers, outputs, scale, 1.0, work)),
+                (consumers.value_consumer, (buffers, barriers, outputs, work)),
+                (produce_rows, source),
+            ],
+            [4, 4],
+            [216, 72],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumers.score_consumer, (buffers, barriers, outputs, scale, 1.0, work)),
+                (consumers.value_consumer, (buffers, barriers, outputs, work)),
+                (produce_tiles, source),
+            ],
+            [4, 1],
+            [232, 24],
+        )
 
 
 def run(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `dcpmla.mla_decode`; with a mailbox, send rows to their owners and return what all ranks' merge to."""
-    kernel = _kernel_of(call)
+    """Compute `dcpmla.mla_decode` in one launch, for the calls that `backends` admits.
+
+    With a mailbox, rows go to the ranks that own their heads, and what comes back is what all ranks' rows merge to.
+    """
     if mailbox is None:
-        flat = call.flat()
-        return launch(kernel, *flat[:-1])
-    merged, merged_lse = call.new_output(len(mailbox.addresses))
-    rank = mailbox.enter(merged)
-    if len(call.q):
-        what = call.q, call.kv_cache, call.block_table, call.seq_lens, call.scale, call.workspace
-        scales = call.kv_scale, call.q_scale, call.dtype
-        launch_sender(kernel, *what, *scales, mailbox.addresses, mailbox.state, rank, mailbox.landing_bytes)
-        mailbox.collect(merged, merged_lse)
-    return merged, merged_lse
+        out, lse = call.new_output()
+        if len(out):
+            _launch(call, out, lse, dict.fromkeys(_MAIL))
+        return out, lse
+    size = len(mailbox.addresses)
+    out, lse = call.new_output(size)
+    rank = mailbox.enter(out)
+    if len(out):
+        own_heads = out.shape[1]
+        mail = mailbox.addresses, mailbox.state, rank, own_heads, len(out) * own_heads, mailbox.landing_bytes
+        _launch(call, out, lse, dict(zip(_MAIL, mail, strict=True)))
+        mailbox.collect(out, lse)
+    return out, lse
 
 
-def _kernel_of(call: DecodeCall) -> Any:
-    from dcpmla.attention.hopper import decode_8bit, decode_fp8, decode_sparse
+def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: dict[str, Tensor | int | None]) -> None:
+    """Launch the kernel, which stores into out and lse, or takes but their dtypes where rows are sent by mail."""
+    q, kv_cache = call.q, call.kv_cache
+    num_tokens, num_heads, width = q.shape
+    num_reqs = call.block_table.shape[0]
+    workspace = call.get_workspace()
+    num_row_tiles = triton.cdiv(call.max_query_len * num_heads, ROWS.value)
+    num_parts = max(1, num_programs(workspace, ROWS.value) // num_row_tiles)
+    is_sparse, is_converted = kv_cache.shape[1] == 1, kv_cache.dtype != q.dtype
+    stored = kv_cache[:, 0] if is_sparse else kv_cache
+    row_stride = stored.stride(-2)
+    rows_per_block = kv_cache.stride(0) // row_stride
+    kv_desc = k_pe_desc = rows = None
+    if is_converted:
+        rows = stored.view(torch.int32)
+    elif is_sparse:
+        rows = stored
+    else:
+        num_rows = (kv_cache.shape[0] - 1) * rows_per_block + kv_cache.shape[1]
+        kv_desc, k_pe_desc = _tiles(kv_cache.as_strided((num_rows, width), (row_stride, 1)), KEYS.value)
+    q_desc, q_pe_desc = _tiles(q.reshape(num_tokens * num_heads, width), ROWS.value)
+    decode_kernel[(num_parts, num_row_tiles)](
+        q_desc,
+        q_pe_desc,
+        kv_desc,
+        k_pe_desc,
+        rows,
+        call.block_table,
+        call.seq_lens,
+        call.query_start_loc,
+        out,
+        lse,
+        workspace[:COUNTER_WORDS].view(torch.int32),
+        workspace[COUNTER_WORDS:],
+        call.kv_scale,
+        call.q_scale,
+        call.block_table.stride(0),
+        rows_per_block,
+        kv_cache.shape[1],
+        num_reqs,
+        call.max_query_len,
+        num_heads,
+        call.scale * LOG2E.value,
+        **mail,
+        ROW_STRIDE=None if rows is None else rows.stride(-2),
+        REQS=max(32, triton.next_power_of_2(num_reqs)),
+        IS_SPARSE=is_sparse,
+        IS_CONVERTED=is_converted,
+        num_warps=4,
+        launch_cooperative_grid=num_parts > 1,
+    )
 
-    if call.q.dtype == call.kv_cache.dtype == FP8:
-        return decode_fp8.decode_kernel
-    if call.q.dtype != call.kv_cache.dtype:
-        return decode_8bit.decode_kernel
-    return decode_sparse.decode_kernel if call.kv_cache.shape[1] == 1 else decode_kernel
+
+def _tiles(matrix: Tensor, num_rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Describe a matrix [N, LATENT + ROPE] for TMA: tiles of num_rows rows of half a latent, and of the rope part."""
+    size = matrix.element_size()
+    descs = []
+    for num_columns in (HALF.value, ROPE.value):
+        swizzle = min(_SWIZZLE_BYTES, num_columns * size)
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=2)
+        descs.append(TensorDescriptor(matrix, matrix.shape, matrix.stride(), [num_rows, num_columns], layout))
+    return descs[0], descs[1]

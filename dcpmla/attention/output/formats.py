@@ -1,10 +1,9 @@
-"""How a quantized output [T, N] lies in memory, in plain torch. This specifies every kernel that writes one.
+"""Memory formats of a quantized output [T, N], in plain torch: the specification of every kernel that writes one.
 
 - fp8: e4m3 values [T, N] that share one scale, which is given (static).
-- fp8 in groups: e4m3 values [T, N], and float32 scales [T, N / G] of the G columns side by side, made from them.
-- NVFP4: e2m1 values, two in a byte [T, N / 2], the first in the lower half; an e4m3 scale for each 16 columns, in
-  the order that matrix products of Blackwell GPUs read (tiles of 128 rows by 4 scales); and a global scale, which is
-  given.
+- fp8 in groups: e4m3 values [T, N], and float32 scales [T, N / G], each made from G consecutive columns.
+- NVFP4: e2m1 values, two in a byte [T, N / 2], the first in the lower half; an e4m3 scale for each 16 columns, in the
+  order that matrix products of Blackwell GPUs read (tiles of 128 rows by 4 scales); and a global scale, which is given.
 """
 
 import torch
@@ -18,19 +17,19 @@ SCALE_LAYOUTS = ("row", "column", "tma")
 NVFP4_GROUP = 16  # values that share a scale
 _SMALLEST_AMAX = 1e-10  # of a group: its scale divides
 _FP4_MAX = 6.0  # of e2m1
-# Halfway between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose codes are 0 to 7: from the first on, behind the second
-# a code is one more.
+# Halfway between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose codes are 0 to 7: a code is one more from each of the
+# first on, and past each of the second.
 _TIES_UP, _TIES_DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
 
 
 def empty_fp8_groups(
     num_rows: int, width: int, group_size: int, scale_layout: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Values [num_rows, width] and scales [num_rows, width / group_size], to be written.
+    """Return memory for values [num_rows, width] and scales [num_rows, width / group_size].
 
     Args:
-        scale_layout: of the scales: "row": rows are contiguous; "column": columns are; "tma": columns begin at
-            multiples of 16 bytes.
+        scale_layout: of the scales: "row": rows are contiguous; "column": columns are; "tma": columns begin at multiples
+            of 16 bytes.
     """
     values = torch.empty(num_rows, width, dtype=FP8, device=device)
     shape = num_rows, width // group_size
@@ -39,8 +38,8 @@ def empty_fp8_groups(
 
 
 def empty_nvfp4(num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values [num_rows, width / 2] uint8 and scales [num_rows to the next 128, width / 16 to the next 4] e4m3, to be
-    written.
+    """Return memory for values [num_rows, width / 2] uint8 and scales [num_rows to the next 128, width / 16 to the next
+    4] e4m3.
     """
     num_scales = width // NVFP4_GROUP
     shape = (num_rows + 127) // 128 * 128, (num_scales + 3) // 4 * 4
@@ -50,17 +49,17 @@ def empty_nvfp4(num_rows: int, width: int, device: torch.device) -> tuple[Tensor
 
 
 def write_fp8(x: Tensor, first_row: int, values: Tensor, scale: Tensor) -> None:
-    """x * (1 / scale) as e4m3, what is larger than it holds as its largest, into the rows of values from first_row on."""
+    """Write x * (1 / scale), saturated, into the rows of values from first_row on."""
     values[first_row : first_row + len(x)] = _clamp(x.float() * (1 / scale))
 
 
 def write_fp8_groups(x: Tensor, first_row: int, values: Tensor, scales: Tensor, ue8m0: bool) -> None:
-    """The rows of values and scales from first_row on.
+    """Write x, quantized in groups, into the rows of values and scales from first_row on.
 
     Args:
         ue8m0: scales are raised to the next power of two.
-    Source: the quantization of activations in DeepSeek-V3 (its report, section 3.3), with the scales' bound of
-        vLLM's kernels.
+    Source: the quantization of activations in DeepSeek-V3 (its report, section 3.3), with the scales' bound of vLLM's
+        kernels.
     """
     rows = slice(first_row, first_row + len(x))
     groups = x.float().unflatten(1, (scales.shape[1], -1))
@@ -73,10 +72,10 @@ def write_fp8_groups(x: Tensor, first_row: int, values: Tensor, scales: Tensor, 
 
 
 def write_nvfp4(x: Tensor, first_row: int, values: Tensor, scales: Tensor, global_scale: Tensor) -> None:
-    """The rows of values and scales from first_row on; with the last row of values the scales' rows of padding, as
-    zeros.
+    """Write x as NVFP4 into the rows of values and scales from first_row on; with the last row of values also the
+    scales' rows of padding, as zeros.
 
-    A value is its code's times its scale / global_scale. The sign of what becomes zero is kept.
+    A value is its code's, times its scale / global_scale. Values that become zero keep their sign.
     Source: NVFP4 as the kernels of vLLM and the conversions of Blackwell GPUs make it.
     """
     end = first_row + len(x)

@@ -2,8 +2,8 @@
 
 `attention/output/formats.py` specifies the bytes of quantized rows and runs on CPUs; GPUs run the kernels of
 `attention/output/kernels.py`. What W_UV gives is rounded to attention's dtype before it is quantized, so both ways have
-one result wherever sums in another order round alike. What is quantized is bfloat16, float16 or float32, and finite.
-No gradients.
+one result wherever sums in another order round alike. Quantized outputs come from bfloat16, float16 or float32, and are
+finite. No gradients.
 """
 
 import torch
@@ -236,7 +236,8 @@ def check_w_uv(w_uv: Tensor, group: int) -> None:
 def check_scale(name: str, scale: Tensor, device: torch.device) -> None:
     if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
         raise ValueError(
-            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; expected torch.float32 of one element on {device}"
+            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; expected torch.float32 of one element on "
+            f"{device}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a caller of `MLAAttention.attend` asks for and gets where attention's output is to be quantized."""
+"""The caller's side of quantized outputs (`MLAAttention.attend`): what to make, and what comes back."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -21,8 +21,8 @@ _WORKSPACE_BYTES = 128 << 20  # of scores, and of all ranks' candidates
 class Indexer(nn.Module):
     """The scorer of all tokens before each token, and the selector of the best.
 
-    Every rank holds all of it and computes the same queries. Keys are cached where their token's latent is, so each rank
-    scores its own tokens; one exchange brings its best ones to all, and each makes the same choice.
+    Every rank holds all of it and computes the same queries. Keys are cached where their token's latent is, so each
+    rank scores its own tokens; one exchange brings its best ones to all, and each makes the same choice.
 
     Args:
         config: of the layer, with an indexer.
@@ -109,7 +109,7 @@ class Indexer(nn.Module):
         return 2 * query_bytes + 4 * _WORKSPACE_BYTES
 
     def check_cache(self, index_keys: Tensor | None, num_blocks: int) -> None:
-        """Raise ValueError unless index_keys is a cache for this indexer, beside a latent cache of so many blocks."""
+        """Raise ValueError unless index_keys is a cache for this indexer, of as many blocks as the latent cache has."""
         dtype = index_storage_dtype(self.dcp.index_cache_dtype, self.wq_b.weight.dtype)
         shape = num_blocks, self.dcp.block_size, index_row_width(dtype, self.config.head_dim)
         is_right = index_keys is not None and tuple(index_keys.shape) == shape and index_keys.dtype == dtype

@@ -1,6 +1,6 @@
 """Selected positions as bits, for attention that computes all scores of a tile and leaves out what is not selected.
 
-An operator of torch (`torch.ops.dcpmla`). The torch code here specifies it and runs on CPUs; GPUs run the kernel of
+A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on CPUs; GPUs run the kernel of
 `attention/sparse/kernels/mask.py`.
 """
 
@@ -12,17 +12,18 @@ _WORD = 32  # bits of a word
 
 @torch.library.custom_op("dcpmla::selection_mask", mutates_args=())
 def selection_mask(positions: Tensor, query_start_loc: Tensor, first_position: Tensor, num_keys: int) -> Tensor:
-    """Which keys of a segment each token selects: new tokens or a chunk of context, consecutive tokens of each request.
+    """Return which keys of a segment each token selects: of the new tokens or of a chunk of context, consecutive tokens
+    of each request.
 
     Args:
         positions: [T, topk] int32 in each token's request (`SelectedTokens.positions`), none twice, -1 for none;
-        columns lie side by side.
+            contiguous columns.
         query_start_loc: [num_reqs + 1] int32, where each request's tokens start in T.
         first_position: [num_reqs] int32, of each request's first key in the segment.
         num_keys: the most keys of a request in the segment.
     Returns:
-        [T, ceil(num_keys / 32)] int32: bit j % 32 of word j // 32 is set if first_position + j is selected. Behind
-        a request's own keys, where it has fewer than others, bits mean nothing.
+        [T, ceil(num_keys / 32)] int32: bit j % 32 of word j // 32 is set if first_position + j is selected. After a
+        request's own keys, where it has fewer than others, bits mean nothing.
     """
     if positions.is_cuda:
         from dcpmla.attention.sparse.kernels import mask as kernels  # triton is there on Linux only
@@ -44,6 +45,6 @@ def _(positions: Tensor, query_start_loc: Tensor, first_position: Tensor, num_ke
 
 
 def unpack_mask(words: Tensor, num_keys: int) -> Tensor:
-    """[T, W] int32 from `selection_mask` -> [T, num_keys] bool."""
+    """Return the bits of `selection_mask`, words [T, W], as [T, num_keys] bool."""
     bits = words[..., None] >> torch.arange(_WORD, device=words.device) & 1
     return bits.flatten(1)[:, :num_keys] != 0

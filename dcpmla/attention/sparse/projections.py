@@ -1,9 +1,8 @@
-"""What stands between the indexer's projections, its cache and its scores: norm, RoPE, Hadamard transform, rounding
+"""The operations between the indexer's projections, its cache and its scores: norm, RoPE, Hadamard transform, rounding
 to e4m3.
 
-Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs
-run the kernels of `attention/sparse/kernels/projections.py`. The rotated dims come first here, unlike in attention's
-own heads.
+Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the
+kernels of `attention/sparse/kernels/projections.py`. The rotated dims come first here, unlike in attention's own heads.
 """
 
 import torch
@@ -28,17 +27,17 @@ def finish_index_keys(
     rope_interleaved: bool,
     hadamard: bool,
 ) -> None:
-    """LayerNorm and RoPE of the indexer's keys, and the write of the rows that this rank owns.
+    """Normalize and rotate the indexer's keys, and write the rows that this rank owns into the cache.
 
     Args:
-        keys: [T, D], projected from the hidden states; columns lie side by side.
-        index_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`, written at
-        the slots.
+        keys: [T, D], projected from the hidden states; contiguous columns.
+        index_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`, written at the
+            slots.
         slots: [T] int64, -1 where another rank owns the token.
         norm_weight, norm_bias: [D].
         cos_sin: [T, R] float32 as in `apply_rope`, for the first R of D columns; None leaves them as they are.
         hadamard: transform keys, and queries alike, by a Hadamard matrix over sqrt(D): scores stay, but e4m3 rounds
-    evener values.
+            more even values.
     Source: DeepSeek-V3.2's indexer; rounded to the dtype of keys where transformers' models round.
     """
     if _runs_triton(keys):
@@ -64,15 +63,15 @@ def _(*_: object) -> None:
 def finish_index_queries(
     q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
 ) -> tuple[Tensor, Tensor]:
-    """RoPE of the indexer's queries, and their heads' weights with all factors of a score.
+    """Return the indexer's queries rotated, and their heads' weights with all factors of a score.
 
     Args:
         q: [T, H, D], projected from the query latent.
-        weights: [T, H], projected from the hidden states; columns lie side by side.
+        weights: [T, H], projected from the hidden states; contiguous columns.
         cos_sin, hadamard: as in `finish_index_keys`.
         is_fp8: round queries to e4m3, each head's with a scale that goes into its weight.
     Returns:
-        q [T, H, D] in the dtype given, or e4m3; weights [T, H] float32 times 1 / sqrt(H D), and the scales.
+        q [T, H, D] in the dtype given, or e4m3; weights [T, H] float32, times 1 / sqrt(H D) and the queries' scales.
     Source: DeepSeek-V3.2's indexer.
     """
     if _runs_triton(q):
@@ -95,7 +94,7 @@ def _(
 
 
 def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[size, size] of +-1 over sqrt(size), for a power of two: symmetric, and its own inverse.
+    """Return [size, size] of +-1 over sqrt(size), for a power of two: symmetric, and its own inverse.
 
     Source: Sylvester's construction.
     """

@@ -1,6 +1,6 @@
 """The indexer's scores: how much each token matters to a query token, over the keys of this rank.
 
-Operators of torch (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs; GPUs run the kernels of
+Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs; GPUs run the kernels of
 `attention/sparse/kernels/index_scores.py`.
 """
 
@@ -23,9 +23,9 @@ def index_scores(
     local_seq_lens: Tensor,
     topk: int,
 ) -> Tensor:
-    """sum over heads of weight x ReLU(q . key), for each token's keys on this rank.
+    """Sum weight x ReLU(q . key) over heads, for each token's keys on this rank.
 
-    A pair's score is the same whatever else is scored beside it: ranks that hold other tokens, or all of them, rank
+    A pair's score is the same whatever else is scored in the call: ranks that hold other tokens, or all of them, rank
     them alike.
 
     Args:
@@ -33,10 +33,10 @@ def index_scores(
         weights: [T, H] float32, with all factors multiplied in, the scales of e4m3 queries among them.
         index_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`.
         block_table, request, seq_lens, local_seq_lens: as in `SparseMetadata`, of these tokens.
-        topk: rows with no more than so many seq_lens are not scored: all their tokens are selected.
+        topk: rows whose seq_lens is no more are not scored: all their tokens are selected.
     Returns:
-        [T, max_blocks x block_size] float32 in the order of this rank's tokens; anything behind local_seq_lens, and
-    in rows not scored.
+        [T, max_blocks x block_size] float32 in the order of this rank's tokens; anything after local_seq_lens, and in
+        rows that are not scored.
     Source: DeepSeek-V3.2, equation 1.
     """
     if q.is_cuda and q.element_size() <= 2:
@@ -49,7 +49,7 @@ def index_scores(
     first_of_block = torch.arange(block_table.shape[1], device=q.device) * index_cache.shape[1]
     for start in range(0, q.shape[0], tile):
         rows = slice(start, start + tile)
-        # Entries of the table behind a request's last block may be anything.
+        # Entries of the table after a request's last block may be anything.
         blocks = block_table[request[rows].long()].where(first_of_block < local_seq_lens[rows, None], 0).long()
         keys, scales = read_index_keys(index_cache, blocks)
         # In float64, rounded once: a product of another shape adds up in another order, and float32 would show it.

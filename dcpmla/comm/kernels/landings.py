@@ -75,6 +75,12 @@ def find_landing(epoch, landing_bytes):
 
 
 @triton.jit
+def row_in_landing(rank, num_rows, row):
+    """Return the number of a rank's row among those that all ranks send to its owner, num_rows each."""
+    return rank * num_rows + row
+
+
+@triton.jit
 def peer_addresses(addresses_ptr, offset, peer, SIZE: tl.constexpr, dtype: tl.constexpr):
     """Where something begins in the memory of each rank [N]."""
     address = tl.load(addresses_ptr + peer, mask=peer < SIZE, other=0) + offset
@@ -182,7 +188,7 @@ def gather_kernel(
         is_column = (column < WIDTH)[None, :]
         x = tl.load(q_ptr + token * token_stride + column[None, :], mask=is_column, other=0)
         x, scale = quantize(x, type, IS_FP8)
-        mine = rank * num_tokens + token
+        mine = row_in_landing(rank, num_tokens, token)
         at = peer_rows[:, None] + (mine * WIDTH + column)[None, :]
         tl.store(at, tl.broadcast_to(x, [PEERS, COLUMNS]), mask=is_peer[:, None] & is_column)
         if IS_FP8:
@@ -193,7 +199,7 @@ def gather_kernel(
         token, tile = tl.cast(item // tiles, tl.int64), item % tiles
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
         mask = is_peer[:, None] & (column < WIDTH)[None, :]
-        theirs = peer * num_tokens + token
+        theirs = row_in_landing(peer, num_tokens, token)
         at = my_rows + (theirs[:, None] * WIDTH + column[None, :])
         x = tl.full([PEERS, COLUMNS], -1, carrier)
         scale = tl.zeros([PEERS], tl.int64)
@@ -272,7 +278,7 @@ def combine_kernel(
         mask = (lse != -float("inf"))[:, None] & (column < WIDTH)[None, :]
         out_at = (token * out_stride_token + head * out_stride_head)[:, None] + column[None, :]
         x, scale = quantize(tl.load(out_ptr + out_at, mask=mask, other=0), type, IS_FP8)
-        mine = rank * num_rows + row
+        mine = row_in_landing(rank, num_rows, row)
         tl.store(peer_rows[:, None] + (mine * WIDTH + column)[None, :], x, mask=mask)
         if tile == 0:
             tl.store(peer_lses + mine, as_word(lse, epoch), mask=is_peer)
@@ -284,7 +290,7 @@ def combine_kernel(
         row, tile = tl.cast(item // tiles, tl.int64), item % tiles
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
         mask = is_peer[:, None] & (column < WIDTH)[None, :]
-        theirs = peer * num_rows + row
+        theirs = row_in_landing(peer, num_rows, row)
         at = my_rows + (theirs[:, None] * WIDTH + column[None, :])
         x = tl.full([PEERS, COLUMNS], -1, carrier)
         lse, scale = tl.zeros([PEERS], tl.int64), tl.zeros([PEERS], tl.int64)

@@ -1,0 +1,276 @@
+"""The consumers of Hopper's decode kernel with products in fp8: three groups of four warps.
+
+`score_consumer` computes scores and probabilities; two of `value_consumer` compute half of the output's columns each,
+while the first is at the next tile. Segments, stages and mbarrier phases are those of `pipeline`.
+
+The tensor cores multiply e4m3 only where both operands lie contiguous along the sum in shared memory. Keys do for
+scores, but values would have to be transposed. So the output is computed transposed, values times probabilities: its
+left operand, the values, may come from registers, and there a transposition is a matter of which thread loads what
+(`_load_values`). That leaves the keys of a tile in another order, in values and probabilities alike (`_as_loaded`): a
+sum does not depend on it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dcpmla.attention.hopper.compat import barrier, reinterpret
+from dcpmla.attention.hopper.merge import arrive, merge_parts
+from dcpmla.attention.hopper.outputs import (
+    GROUP,
+    find_partial,
+    lse_of_row,
+    partial_at,
+    store_columns,
+    store_lse,
+    zero_empty,
+)
+from dcpmla.attention.hopper.pipeline import LN2, exp2, stage_of, start_scores
+from dcpmla.attention.hopper.schedule import HALF, KEYS, ROWS, find_request, next_begin
+
+NUM_STAGES = gl.constexpr(4)  # of keys
+NUM_PROBS = gl.constexpr(2)  # stages of probabilities
+# Pairs of columns that a swizzle of 128 bytes holds; the even columns are one operand, the odd ones another.
+PAIRS = gl.constexpr(64)
+TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))  # 64 x 64 scores, or columns x rows
+VALUES = gl.constexpr(gl.DotOperandLayout(0, TILE.value, 4))
+# Keys x pairs of columns, as transposing loads (ldmatrix) hand them out: four keys of a pair to a thread.
+LOADED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0], [8, 0], [0, 8], [16, 0], [32, 0]],
+        [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        [[0, 16], [0, 32]],
+        [],
+        [64, 64],
+    )
+)
+# Half a partial output as [groups of columns, rows, 16], as it lies in registers: a thread has two adjacent columns.
+PARTIAL = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1], [16], [1024], [128], [256], [512], [8192]],
+        [[32], [64], [4], [8], [2]],
+        [[2048], [4096]],
+        [],
+        [HALF.value * ROWS.value],
+    )
+)
+PAIRS_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+# Probabilities are scaled by 2^8: e4m3 has fewer bits below 2^-6, and its largest number is 448.
+_SHIFT = gl.constexpr(8.0)
+
+
+@gluon.jit
+def _as_loaded(x):
+    """Return x [N, KEYS] with its keys in the order in which `LOADED` has them in an operand.
+
+    Four in a thread are 0, 1, 8 and 9 of sixteen, and so on.
+    """
+    rows: gl.constexpr = x.shape[0]
+    return x.reshape([rows, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, KEYS])
+
+
+@gluon.jit
+def _load_pairs(pairs, index):
+    """Load 64 pairs of columns of a tile's values; return the even columns and the odd ones, [KEYS, PAIRS] each."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;",
+        "=r,=r,r,r",
+        [stage_of(pairs, index).load(LOADED)],
+        dtype=(gl.int8, gl.int8),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _load_values(pairs, stage):
+    """Load a stage's values as an operand [HALF, KEYS].
+
+    Of both quarters of the columns the even ones come first, then the odd ones.
+    """
+    even, odd = _load_pairs(pairs, stage * 2)
+    more_even, more_odd = _load_pairs(pairs, stage * 2 + 1)
+    columns = gl.join(gl.join(even, odd), gl.join(more_even, more_odd)).permute((3, 2, 1, 0)).reshape([HALF, KEYS])
+    return gl.convert_layout(_as_loaded(columns).to(gl.float8e4nv, bitcast=True), VALUES)
+
+
+@gluon.jit
+def _in_columns(acc):
+    """Return an output [HALF, ROWS], as `_load_values` orders its columns, with the columns in order."""
+    return acc.reshape([2, 2, PAIRS, ROWS]).permute((0, 2, 1, 3)).reshape([HALF, ROWS])
+
+
+@gluon.jit
+def _clear_past(pairs, stage, num_keys):
+    """Zero the rows of a stage's values past the last key: they may hold NaN, and 0 x NaN is NaN.
+
+    The scores may be computed from them at the same time: whatever they become there, they are masked.
+    """
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LOADED))
+    for half in gl.static_range(HALF // PAIRS // 2):
+        columns = pairs.index(stage * (HALF // PAIRS // 2) + half)
+        columns.store(gl.where(gl.expand_dims(key, 1) < num_keys, columns.load(LOADED), 0))
+    fence_async_shared()  # before TMA fills the stage again
+    barrier()
+
+
+@gluon.jit
+def _hand_over(scores, first_key, seen, scale, peak, total, buffers, barriers, num_handed):
+    """Take a tile's step of the online softmax, and hand its probabilities to the consumers of values.
+
+    Returns the new peak and total.
+    """
+    num_seen, num_seen_by_all = seen
+    if first_key + KEYS > num_seen_by_all:
+        key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, TILE))
+        scores = gl.where(gl.expand_dims(num_seen, 1) > gl.expand_dims(key, 0), scores, -float("inf"))
+    new_peak = gl.maximum(peak, gl.max(scores, 1))
+    shift = gl.where(new_peak == -float("inf"), 0.0, new_peak) * scale  # -inf - -inf is NaN
+    factor = exp2(peak * scale - shift)
+    prob = exp2(scores * scale - gl.expand_dims(shift - _SHIFT, 1))
+    weights = _as_loaded(prob.to(gl.float8e4nv))
+    stage, phase = num_handed % NUM_PROBS, (num_handed // NUM_PROBS) & 1
+    mbarrier.wait(barriers.probs_free.index(stage), phase ^ 1)
+    buffers.probs.index(stage).store(weights)
+    buffers.factors.index(stage).store(factor)
+    fence_async_shared()
+    mbarrier.arrive(barriers.probs_ready.index(stage), count=1)
+    return new_peak, total * factor + gl.sum(prob, 1)
+
+
+@gluon.jit
+def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
+    """Compute scores, probabilities and the LSE, and hand all of them to the consumers of values."""
+    batch = work.batch
+    kv_scale = gl.load(kv_scale_ptr)
+    scale = scale * gl.load(q_scale_ptr) * kv_scale
+    request, begin, start = work.request, work.begin, work.start
+    num_segments, num_done, num_handed = 0, 0, 0
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
+    while start < work.end:
+        first, num_rows, num_keys = find_request(request, batch)
+        stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
+        if start < stop:
+            token = (batch.row_tile * ROWS + row) // batch.num_heads
+            num_seen = gl.load(batch.lens_ptr + first + token, mask=row < num_rows, other=0)
+            seen = num_seen, gl.load(batch.lens_ptr + first + batch.row_tile * ROWS // batch.num_heads)
+            peak = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, TILE))
+            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, TILE))
+            key = (start - begin) * KEYS
+            mbarrier.wait(barriers.q_ready, num_segments & 1)
+            # Tiles in pairs: the scores of the second one are computed under the softmax of the first.
+            for _pair in range(0, (stop - start) // 2):
+                scores = start_scores(buffers, barriers, num_done, TILE)
+                more = start_scores(buffers, barriers, num_done + 1, TILE)
+                scores = warpgroup_mma_wait(1, deps=[scores])
+                peak, total = _hand_over(scores, key, seen, scale, peak, total, buffers, barriers, num_handed)
+                more = warpgroup_mma_wait(0, deps=[more])
+                peak, total = _hand_over(more, key + KEYS, seen, scale, peak, total, buffers, barriers, num_handed + 1)
+                key += 2 * KEYS
+                num_done += 2
+                num_handed += 2
+            if (stop - start) % 2 == 1:
+                scores = warpgroup_mma_wait(0, deps=[start_scores(buffers, barriers, num_done, TILE)])
+                peak, total = _hand_over(scores, key, seen, scale, peak, total, buffers, barriers, num_handed)
+                num_done += 1
+                num_handed += 1
+            mbarrier.arrive(barriers.q_free, count=1)
+            is_any = total != 0
+            total = gl.where(is_any, total, 1.0)
+            stage, phase = num_handed % NUM_PROBS, (num_handed // NUM_PROBS) & 1
+            mbarrier.wait(barriers.probs_free.index(stage), phase ^ 1)
+            buffers.factors.index(stage).store(kv_scale / total)
+            buffers.lses.store(gl.where(is_any, (peak * scale + gl.log2(total) - _SHIFT) * LN2, -float("inf")))
+            mbarrier.arrive(barriers.probs_ready.index(stage), count=1)
+            num_handed += 1
+            num_segments += 1
+            start = stop
+        begin = next_begin(begin, num_keys, work)
+        start = gl.maximum(start, begin)
+        request += 1
+
+
+@gluon.jit
+def _store_partial(partials_ptr, partial, half, num_rows, acc):
+    """Store half a partial output from acc [HALF, ROWS], in the order of `outputs.store_partial`."""
+    groups: gl.constexpr = HALF // GROUP
+    values = acc.reshape([groups, 2, 4, 2, ROWS]).permute((0, 4, 2, 1, 3)).reshape([HALF * ROWS])
+    at = gl.arange(0, HALF * ROWS, layout=PARTIAL)
+    is_row = at // GROUP % ROWS < num_rows
+    gl.store(partials_ptr + partial_at(partial, half, 0, 0) + at, gl.convert_layout(values, PARTIAL), mask=is_row)
+
+
+@gluon.jit
+def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
+    """Compute half of the output's columns from the probabilities of `score_consumer`.
+
+    The left half's consumer also stores the LSE, the right half's what is empty.
+    """
+    batch = work.batch
+    values = buffers.k_right if half else buffers.k_left
+    values_ready = barriers.right_ready if half else barriers.left_ready
+    values_free = barriers.right_free if half else barriers.left_free
+    staging = buffers.q_right if half else buffers.q_left
+    dtype: gl.constexpr = outputs.out_ptr.dtype.element_ty
+    pairs = reinterpret(values, gl.int16, [NUM_STAGES * 2, KEYS, PAIRS], PAIRS_SHARED)
+    staging = reinterpret(staging, dtype, [1, ROWS, 2 * PAIRS], PAIRS_SHARED)
+    request, begin, start = work.request, work.begin, work.start
+    num_done, num_handed, last, last_begin = 0, 0, 0, 0
+    row = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    while start < work.end:
+        first, num_rows, num_keys = find_request(request, batch)
+        stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
+        if start < stop:
+            acc = gl.zeros([HALF, ROWS], gl.float32, TILE)
+            for tile in range(start - begin, stop - begin):
+                stage, phase = num_done % NUM_STAGES, (num_done // NUM_STAGES) & 1
+                probs_stage = num_handed % NUM_PROBS
+                mbarrier.wait(values_ready.index(stage), phase)
+                if (tile + 1) * KEYS > num_keys:
+                    _clear_past(pairs, stage, num_keys - tile * KEYS)
+                operand = _load_values(pairs, stage)
+                mbarrier.wait(barriers.probs_ready.index(probs_stage), (num_handed // NUM_PROBS) & 1)
+                weights = stage_of(buffers.probs, probs_stage).permute((1, 0))
+                factor = gl.expand_dims(buffers.factors.index(probs_stage).load(gl.SliceLayout(0, TILE)), 0)
+                acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(operand, weights, acc * factor, is_async=True)])
+                mbarrier.arrive(values_free.index(stage), count=1)
+                mbarrier.arrive(barriers.probs_free.index(probs_stage), count=1)
+                num_done += 1
+                num_handed += 1
+            probs_stage = num_handed % NUM_PROBS
+            mbarrier.wait(barriers.probs_ready.index(probs_stage), (num_handed // NUM_PROBS) & 1)
+            factor = gl.expand_dims(buffers.factors.index(probs_stage).load(gl.SliceLayout(0, TILE)), 0)
+            lse = buffers.lses.load(row.type.layout)
+            mbarrier.arrive(barriers.probs_free.index(probs_stage), count=1)
+            num_handed += 1
+            first_row = first * batch.num_heads + batch.row_tile * ROWS
+            columns = _in_columns(acc * factor)
+            if stop - start == gl.cdiv(num_keys, KEYS):
+                rows = columns.permute((1, 0)).reshape([ROWS, 2, 2 * PAIRS]).permute((0, 2, 1))
+                first_columns, last_columns = rows.split()
+                first_column = half * HALF
+                store_columns(outputs, first_row, num_rows, first_column, first_columns, staging.index(0))
+                barrier()  # all have read the first columns
+                store_columns(outputs, first_row, num_rows, first_column + 2 * PAIRS, last_columns, staging.index(0))
+                if half == 0:
+                    store_lse(outputs, first_row, row, lse_of_row(outputs, lse), row < num_rows)
+            else:
+                partial = find_partial(gl.program_id(0), start == begin, batch.row_tile)
+                if half == 0:
+                    gl.store(outputs.partial_lses_ptr + partial * ROWS + row, lse)
+                _store_partial(outputs.partials_ptr, partial, half, num_rows, columns)
+                arrive(outputs.counters_ptr, begin, work)
+            mbarrier.arrive(barriers.q_free, count=1)
+            last, last_begin = request, begin
+            start = stop
+        begin = next_begin(begin, num_keys, work)
+        start = gl.maximum(start, begin)
+        request += 1
+    if half == 1:
+        zero_empty(outputs, work)  # while the other parts of the last request finish
+    merge_parts(half, last, last_begin, work, outputs, barriers.merge_ready)

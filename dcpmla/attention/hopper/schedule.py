@@ -1,0 +1,144 @@
+"""The schedule of Hopper's decode kernel, in the manner of stream-K: how programs share the key tiles of a batch.
+
+The key tiles of all requests form one line, which is cut into equal parts, one for each program. A request that is cut
+leaves a partial output from each of its parts (`merge`). Where that costs few tiles, the line has gaps between
+requests, so that cuts fall between them, or so that no part holds more than one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dcpmla.attention.hopper.compat import aggregate
+
+ROWS = gl.constexpr(64)  # query rows of a tile
+KEYS = gl.constexpr(64)  # keys of a tile
+LATENT = gl.constexpr(512)
+HALF = gl.constexpr(256)  # columns of a latent or an output that one group of warps takes
+ROPE = gl.constexpr(64)
+MIN_TILES = gl.constexpr(2)  # of a part: with fewer, partial outputs cost more than a shorter part saves
+# By how much a part may be longer for fewer cuts, at most half of it: about what a partial output costs.
+CUT_TILES = gl.constexpr(4)
+
+
+@aggregate
+class Batch:
+    """The requests of a launch, and which tile of their query rows this program computes."""
+
+    lens_ptr: gl.tensor  # int32 [T], keys that each query token sees
+    start_ptr: gl.base_value  # int32 [num_reqs + 1], first query token of each request; None: each has query_len tokens
+    query_len: gl.tensor
+    num_heads: gl.tensor
+    row_tile: gl.tensor
+
+
+@aggregate
+class Work:
+    """The part of the line that is this program's: tiles [start, end), counted from the front of the line.
+
+    `size` and `granule` are the same for all parts: tiles of a part, and the number of tiles of which each request
+    takes a multiple in the line.
+    """
+
+    num_reqs: gl.tensor  # of the launch
+    request: gl.tensor  # the first one of this part
+    begin: gl.tensor  # where its tiles begin
+    start: gl.tensor
+    end: gl.tensor
+    size: gl.tensor
+    granule: gl.tensor
+    batch: Batch
+
+
+@gluon.jit
+def uniform(x):
+    """Return an int32 that all threads have in common, in a form that tells the compiler so.
+
+    It keeps what depends on it in uniform registers.
+    """
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _look_up(index, batch):
+    """Look up one request or a vector of them.
+
+    Returns the first query token, how many query rows there are from this program's tile of rows on, and how many keys
+    (none where no rows are left).
+    """
+    query_len = batch.query_len
+    first = index * query_len
+    if batch.start_ptr is not None:
+        first = gl.load(batch.start_ptr + index)
+        query_len = gl.load(batch.start_ptr + index + 1) - first
+    num_rows = query_len * batch.num_heads - batch.row_tile * ROWS
+    num_keys = gl.load(batch.lens_ptr + gl.maximum(first + query_len - 1, 0))
+    return first, num_rows, gl.where(num_rows > 0, gl.maximum(num_keys, 0), 0)
+
+
+@gluon.jit
+def find_request(index, batch):
+    """Return `_look_up` of one request, in uniform registers."""
+    first, num_rows, num_keys = _look_up(index, batch)
+    return uniform(first), uniform(num_rows), uniform(num_keys)
+
+
+@gluon.jit
+def count_tiles(batch, num_reqs, REQS: gl.constexpr):
+    """Return the number of key tiles of all requests, int32 [REQS], whole in each warp."""
+    index = gl.arange(0, REQS, layout=gl.BlockedLayout([REQS // 32], [32], [4], [0]))
+    _, _, num_keys = _look_up(gl.minimum(index, num_reqs - 1), batch)
+    return gl.where(index < num_reqs, gl.cdiv(num_keys, KEYS), 0)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def cut(num_tiles, num_reqs, batch):
+    """Cut the line of all requests' tiles (`count_tiles`) into parts; return this program's `Work`."""
+    num_parts = gl.num_programs(0)
+    even_size = gl.maximum(gl.cdiv(gl.sum(num_tiles, 0), num_parts), MIN_TILES)
+    # As many parts for each request, or as many whole requests for each part.
+    piece = gl.maximum(gl.cdiv(gl.max(num_tiles, 0), gl.maximum(num_parts // num_reqs, 1)), MIN_TILES)
+    size = piece * gl.cdiv(num_reqs, num_parts)
+    is_aligned = size <= even_size + gl.minimum(CUT_TILES, even_size // 2)
+    granule = gl.where(is_aligned, piece, 1)
+    size = gl.where(is_aligned, size, even_size)
+    ends = gl.associative_scan(gl.cdiv(num_tiles, granule) * granule, 0, _add)
+    start = gl.program_id(0) * size
+    request = gl.sum((ends <= start).to(gl.int32), 0)
+    begin = gl.max(gl.where(ends <= start, ends, 0), 0)
+    end = gl.minimum(start + size, gl.max(ends, 0))
+    return Work(
+        num_reqs=num_reqs,
+        request=uniform(request),
+        begin=uniform(begin),
+        start=uniform(start),
+        end=uniform(end),
+        size=uniform(size),
+        granule=uniform(granule),
+        batch=batch,
+    )
+
+
+@gluon.jit
+def next_begin(begin, num_keys, work):
+    """Return where the tiles of the next request begin."""
+    return begin + gl.cdiv(gl.cdiv(num_keys, KEYS), work.granule) * work.granule
+
+
+@gluon.jit
+def sharing_parts(begin, num_keys, work):
+    """Return the first part that has tiles of a request, and how many parts have."""
+    first_part = begin // work.size
+    return first_part, (begin + gl.cdiv(num_keys, KEYS) - 1) // work.size - first_part + 1
+
+
+@gluon.jit
+def num_shared(work, last_begin):
+    """Count the requests of which other parts may have tiles too: this part's first, and its last if another one."""
+    return (work.start < work.end).to(gl.int32) + (work.begin < last_begin).to(gl.int32)
