@@ -126,8 +126,7 @@ def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
         with agree():
             kind.check(args, job.ranks)
             if is_first:
-                read = [Path(args.model) / "config.json"] if kind.has_engine else []
-                check_outputs(args.json, plot_path, read)
+                check_outputs(args.json, plot_path, _inputs(kind, args))
         if is_first and not kind.has_engine:  # an engine says it itself
             print(f"ranks: {job.ranks.origin}", flush=True)
         rows: list[Row] = []
@@ -145,6 +144,15 @@ def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
                     write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, more)
                 if plot_path and rows:
                     benchmark.plot(plot_path, rows)
+
+
+def _inputs(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> list[Path]:
+    """Return the directory or the config file of a model that is read: no result may overwrite it."""
+    if kind.has_engine:
+        from dcpmla.integrations.transformers import find_model
+
+        return [find_model(args.model)]
+    return [Path(args.geometry)] if "geometry" in args else []
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def load_machine(layers: str, model: ModelSize) -> Machine:
 
 
 def _inputs(args: argparse.Namespace) -> list[Path]:
-    """Return the files that the command reads."""
+    """Return the files that the command reads, and the model's directory."""
     measured = [args.measured] if args.measured else []
     return [args.model, args.model / "config.json", *map(Path, args.machine.split(",")), *measured]
 

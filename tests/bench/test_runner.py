@@ -75,10 +75,10 @@ def test_cases_that_do_not_fit_are_skipped(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.usefixtures("one_process_on_cpu")
 def test_an_engine_that_does_not_fit_is_a_mistake(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     args = parse()
-    args.cases, args.model = [1, 2], "nowhere"
+    args.cases, args.model = [1, 2], str(tmp_path)
     monkeypatch.setattr(Counting, "has_engine", True)
     with pytest.raises(Reported):
         args.run(args)
