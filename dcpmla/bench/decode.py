@@ -21,7 +21,7 @@ from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
 from dcpmla.bench.timing import Timing, time_with_result
-from dcpmla.cli.values import name_list, positive, positive_list
+from dcpmla.cli.options import name_list, positive, positive_list
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job

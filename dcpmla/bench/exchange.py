@@ -26,7 +26,7 @@ from dcpmla.bench.plots import LINE_STYLES, MARKERS, legend_beside, new_figure, 
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, largest, time_with_result
-from dcpmla.cli.values import exchange_list, positive, positive_list
+from dcpmla.cli.options import exchange_list, positive, positive_list
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCP_COMM_BACKENDS
 from dcpmla.job.bootstrap import Ranks, agree

@@ -11,8 +11,7 @@ import torch
 from dcpmla.bench.plots import check_outputs
 from dcpmla.bench.results import Row, add_commit_argument, write_results
 from dcpmla.bench.timing import TimeLimit
-from dcpmla.cli.options import add_job_arguments, join, start
-from dcpmla.cli.values import seconds
+from dcpmla.cli.options import add_job_arguments, join, seconds, start
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job

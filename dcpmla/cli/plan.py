@@ -15,8 +15,8 @@ from dcpmla.bench.plots import check_outputs, new_figure, save_figure
 from dcpmla.cache.capacity import FORMATS, capacity_table
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.index_keys import index_format_name
+from dcpmla.cli.options import name_list, positive, positive_list
 from dcpmla.cli.output import write_json
-from dcpmla.cli.values import name_list, positive, positive_list
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
 from dcpmla.hf_config import check_index_options
 from dcpmla.integrations.transformers import load_config
