@@ -28,7 +28,7 @@ from dcpmla.job.join import LOAD_TIMEOUT, Job
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend in DECODE_BACKENDS}}
-# Of out or lse, by the queries' dtype; a larger error means that something else was computed. Products in bfloat16
+# Errors of out or lse, by the queries' dtype; a larger one means that something else was computed. Products in bfloat16
 # stay below 0.005 over every cache. Those in e4m3 round the probabilities too, by up to 1/16 each: 1.7 % of these
 # outputs, 2.2 % where small ones are denormals.
 _LARGEST_ERROR = {"auto": 0.02, "fp8": 0.04}

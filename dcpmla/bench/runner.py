@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, time limit, cases that do not fit, memory on all ranks, printing, files."""
+"""The runner of all benchmarks: options, time limit, cases that do not fit, memory on all ranks, printing, files."""
 
 import argparse
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -86,7 +86,7 @@ class Benchmark(Generic[Case, Inputs]):
 
 
 class Kept(Generic[Value]):
-    """The last value made: neighbouring cases share their inputs, and the old ones are freed before new ones are
+    """The last value made: neighboring cases share their inputs, and the old ones are freed before new ones are
     made.
     """
 
