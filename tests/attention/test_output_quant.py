@@ -417,11 +417,11 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "output", *options]) == 0
     rows = json.loads(out.read_text())["rows"]
     kinds = ["fp8", "fp8 / 128", "fp8 / 128 ue8m0", "fp8 / 64", "nvfp4"]
-    assert [(row["num_tokens"], row["kind"]) for row in rows] == [
+    assert [(row["tokens"], row["quantization"]) for row in rows] == [
         (num_tokens, kind) for num_tokens in (3, 1) for kind in kinds
     ]
-    assert all(row["num_heads"] == 2 and row["different"] == 0 and not row["in_graph"] for row in rows)
-    assert all(row[time] > 0 for row in rows for time in ("project_us", "apart_us", "fused_us"))
+    assert all(row["heads"] == 2 and row["different"] == 0 and not row["in_graph"] for row in rows)
+    assert all(row[time] > 0 for row in rows for time in ("project_us", "apart_us", "median_us"))
     lines = capsys.readouterr().out
     assert "2 heads, 3 tokens" in lines
     assert "WRONG" not in lines
