@@ -18,9 +18,7 @@ from dcpmla.config import (
     DCPConfig,
 )
 from dcpmla.job.bootstrap import DEVICES
-from dcpmla.job.join import LOAD_TIMEOUT as LOAD_TIMEOUT
-from dcpmla.job.join import TIMEOUT, check_num_ranks, join_ranks
-from dcpmla.job.join import Job as Job
+from dcpmla.job.join import TIMEOUT, Job, check_num_ranks, join_ranks
 from dcpmla.job.launcher import LaunchInfo
 
 if TYPE_CHECKING:  # with transformers, which only commands that run a model need
