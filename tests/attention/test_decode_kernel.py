@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcpmla.attention import reference
-from dcpmla.attention.decode import NO_MAILBOX
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall
+from dcpmla.attention.decode import NO_MAILBOX
 from dcpmla.cache import formats
 from tests.support.backends import as_kernel, decode_call
 from tests.support.shared_memory import run_interpreted

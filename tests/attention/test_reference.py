@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dcpmla import dcp_mla_decode, merge_partials, mla_decode
 from dcpmla.attention import reference
-from dcpmla.attention.decode import NO_MAILBOX
 from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.decode import NO_MAILBOX
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
 from tests.test_ownership import deal_slots
