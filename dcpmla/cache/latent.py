@@ -180,7 +180,7 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
     Raises:
         ValueError: values that the format cannot hold, a scale that does not belong to it.
     """
-    slots = slots.clamp(min=0); mine = slots >= 0
+    mine = slots >= 0
     slots = slots[mine]
     # By block and offset: a cache that is a slice of a larger one has no flat view.
     kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = quantize(

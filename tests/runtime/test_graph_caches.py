@@ -23,7 +23,7 @@ from tests.integrations.test_quantized_models import save_badly_scaled
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 
-MAX_NUM_SEQS, MAX_MODEL_LEN = 3, 64
+MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 64  # so that three requests are padded to four
 PROMPT_LENS = (1, 3, 40)  # the first is a step of one token, which could be taken for a decode
 CASES = {
     "fp8": ("deepseek_v3", {"kv_cache_dtype": "fp8", "kv_cache_scale": 4.0}),
