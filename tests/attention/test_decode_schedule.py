@@ -65,7 +65,7 @@ def schedule_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
 
     `program` is the present one.
     """
-    from dcpmla.attention.hopper import merge, outputs, pipeline, schedule
+    from dcpmla.attention.hopper import outputs, pipeline, schedule
 
     program = [0, 0]
     language = SimpleNamespace(
@@ -94,7 +94,7 @@ def schedule_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
         program_id=lambda axis: program[axis],
         num_programs=lambda axis: grid[axis],
     )
-    functions = {**vars(pipeline), **vars(schedule), **vars(outputs), **vars(merge)}
+    functions = {**vars(pipeline), **vars(schedule), **vars(outputs)}
     values = {name: getattr(value, "value", value) for name, value in functions.items()}
     names: dict[str, Any] = {
         **values,

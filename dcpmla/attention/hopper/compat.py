@@ -1,4 +1,4 @@
-"""What Triton 3.6 and later versions name differently, under one name."""
+"""One name each for parts of Gluon that Triton 3.6 and later versions name differently."""
 
 from typing import Any, TypeVar, dataclass_transform
 

@@ -20,11 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dcpmla.attention.hopper.compat import barrier, reinterpret
-from dcpmla.attention.hopper.merge import arrive, merge_parts
 from dcpmla.attention.hopper.outputs import (
     GROUP,
+    arrive,
     find_partial,
     lse_of_row,
+    merge_parts,
     partial_at,
     store_columns,
     store_lse,

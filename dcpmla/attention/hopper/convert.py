@@ -1,7 +1,7 @@
 """The converting producer of Hopper's decode kernel: 8-bit keys from memory, through registers, into shared memory in
 the queries' dtype.
 
-Four warps take the place of `producers.produce_tiles`; the consumers do not know the difference. Registers hold three
+Four warps replace `producers.produce_tiles`; the consumers do not know the difference. Registers hold three
 fifths of a tile: while one part of it is converted, the next ones are on their way from memory.
 """
 
@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dcpmla.attention.hopper.merge import await_parts
+from dcpmla.attention.hopper.outputs import await_parts
 from dcpmla.attention.hopper.producers import find_keys, load_queries, point_to
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, ROWS, find_request, next_begin
 

@@ -1,11 +1,11 @@
 """Decode attention for Hopper: wgmma over tiles of 64 query rows and 64 keys, the work cut evenly over multiprocessors.
 
-A program is a pipeline of warps. A producer brings queries and keys into shared memory, two groups of consumers
-compute scores, probabilities and half of the output's columns each (three groups with products in fp8), so the cache
-is read once. Programs that share a request wait for each other's partial outputs and merge them: they must run at the
-same time, so the launch is cooperative.
+A program is a pipeline of warps: a producer brings queries and keys into shared memory, and groups of four consumer
+warps compute scores, probabilities and half of the output's columns each. So the cache is read once. Programs that
+share a request wait for each other's partial outputs and merge them: they must run at the same time, so the launch is
+cooperative.
 
-One kernel, whose variants follow from the call:
+There is one kernel, whose variants follow from the call:
 
     queries, cache             producer                         consumers
     16 bits, blocks of 64 n    producers.produce_tiles (TMA)    consumers
@@ -31,11 +31,11 @@ from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, Bat
 from dcpmla.comm.exchange import Mailbox
 
 _SWIZZLE_BYTES = 128  # at most
-_MAIL = ("addresses_ptr", "state_ptr", "rank", "own_heads", "num_rows", "landing_bytes")
+_NO_MAIL = (None,) * 6
 
 
 # Sizes of a step come and go: a variant for each kind of number in these would be compiled while requests wait. (For
-# the same reason arguments are not grouped in tuples: Triton specializes what lies in them.)
+# the same reason no arguments are grouped in tuples: Triton would specialize them all.)
 @gluon.jit(
     do_not_specialize=[
         "table_stride",
@@ -81,11 +81,13 @@ def decode_kernel(
     IS_SPARSE: gl.constexpr,
     IS_CONVERTED: gl.constexpr,
 ):
-    """Run programs (parts, tiles of query rows).
+    """Attend to one part of the keys from one tile of query rows, and merge what parts share.
+
+    The grid is (parts, tiles of query rows).
 
     Args:
-        kv_desc, k_pe_desc, rows_ptr: the cache for TMA, or for other producers, who take rows ROW_STRIDE elements
-            apart (words of four bytes where rows are converted); None for those that are not used.
+        kv_desc, k_pe_desc: the cache for TMA; None for other producers.
+        rows_ptr: the cache for these: rows ROW_STRIDE elements apart, words of four bytes where they are converted.
         start_ptr: None where each request has query_len query tokens.
         kv_scale_ptr: None for caches of 16 bits and of fp8_ds_mla, whose rows hold their scales.
         scale: of the scores, times log2(e).
@@ -123,39 +125,22 @@ def decode_kernel(
             [4, 4, 1],
             [192, 192, 24],
         )
-    elif IS_CONVERTED:
+    else:
         value_scale = 1.0
-        if not is_ds_mla:  # one scale for all: keys and values are exact without it
+        if IS_CONVERTED and not is_ds_mla:  # one scale for all: keys and values are exact without it
             value_scale = gl.load(kv_scale_ptr)
             scale = scale * value_scale
+        producer_warps: gl.constexpr = 4 if IS_CONVERTED or IS_SPARSE else 1
+        consumer_registers: gl.constexpr = 184 if IS_CONVERTED else 216 if IS_SPARSE else 232
+        producer_registers: gl.constexpr = 120 if IS_CONVERTED else 72 if IS_SPARSE else 24
         gl.warp_specialize(
             [
                 (consumers.score_consumer, (buffers, barriers, outputs, scale, value_scale, work)),
                 (consumers.value_consumer, (buffers, barriers, outputs, work)),
-                (produce_converted, source),
+                (produce_converted if IS_CONVERTED else produce_rows if IS_SPARSE else produce_tiles, source),
             ],
-            [4, 4],
-            [184, 120],
-        )
-    elif IS_SPARSE:
-        gl.warp_specialize(
-            [
-                (consumers.score_consumer, (buffers, barriers, outputs, scale, 1.0, work)),
-                (consumers.value_consumer, (buffers, barriers, outputs, work)),
-                (produce_rows, source),
-            ],
-            [4, 4],
-            [216, 72],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consumers.score_consumer, (buffers, barriers, outputs, scale, 1.0, work)),
-                (consumers.value_consumer, (buffers, barriers, outputs, work)),
-                (produce_tiles, source),
-            ],
-            [4, 1],
-            [232, 24],
+            [4, producer_warps],
+            [consumer_registers, producer_registers],
         )
 
 
@@ -167,7 +152,7 @@ def run(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tenso
     if mailbox is None:
         out, lse = call.new_output()
         if len(out):
-            _launch(call, out, lse, dict.fromkeys(_MAIL))
+            _launch(call, out, lse)
         return out, lse
     size = len(mailbox.addresses)
     out, lse = call.new_output(size)
@@ -175,13 +160,18 @@ def run(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tenso
     if len(out):
         own_heads = out.shape[1]
         mail = mailbox.addresses, mailbox.state, rank, own_heads, len(out) * own_heads, mailbox.landing_bytes
-        _launch(call, out, lse, dict(zip(_MAIL, mail, strict=True)))
+        _launch(call, out, lse, mail)
         mailbox.collect(out, lse)
     return out, lse
 
 
-def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: dict[str, Tensor | int | None]) -> None:
-    """Launch the kernel, which stores into out and lse, or takes but their dtypes where rows are sent by mail."""
+def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int | None, ...] = _NO_MAIL) -> None:
+    """Launch the kernel over a call.
+
+    Args:
+        out, lse: what it stores into; where rows are sent, only their dtypes count.
+        mail: the kernel's arguments from addresses_ptr to landing_bytes.
+    """
     q, kv_cache = call.q, call.kv_cache
     num_tokens, num_heads, width = q.shape
     num_reqs = call.block_table.shape[0]
@@ -223,7 +213,7 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: dict[str, Tensor |
         call.max_query_len,
         num_heads,
         call.scale * LOG2E.value,
-        **mail,
+        *mail,
         ROW_STRIDE=None if rows is None else rows.stride(-2),
         REQS=max(32, triton.next_power_of_2(num_reqs)),
         IS_SPARSE=is_sparse,

@@ -1,15 +1,20 @@
-"""Outputs of Hopper's decode kernel: rows into tensors or to the ranks that own their heads, and partial outputs.
+"""Outputs of Hopper's decode kernel: rows into tensors or to the ranks that own their heads; partial outputs, merged.
 
 A row that is sent lands where `comm.kernels.landings.combine_kernel` would store it: this is that kernel's first half,
 done as soon as a row is known.
+
+A part that has only some of a request's keys leaves a partial output. When all parts of the request have left theirs,
+their programs merge it together inside the same launch, each of them some of the rows: one that merged alone would read
+for longer than all of them attended. Each half of the columns is another group of warps'.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dcpmla.attention.hopper.compat import aggregate, barrier
-from dcpmla.attention.hopper.schedule import HALF, LATENT, ROWS, find_request
+from dcpmla.attention.hopper.pipeline import LN2, LOG2E, exp2
+from dcpmla.attention.hopper.schedule import HALF, LATENT, ROWS, find_request, num_shared, sharing_parts, uniform
 from dcpmla.comm.kernels import landings
 
 find_landing = gluon.jit(landings.find_landing.fn)
@@ -32,7 +37,7 @@ QUARTERS = gl.constexpr(
 
 @aggregate
 class Mail:
-    """What a row's address in its owner's memory follows from."""
+    """The numbers from which a row's address in its owner's memory follows."""
 
     addresses_ptr: gl.tensor  # int64 [W], where each rank's memory begins
     rows_at: gl.tensor  # offsets of the rows and of the words of this exchange's landing
@@ -46,9 +51,9 @@ class Mail:
 
 @aggregate
 class Outputs:
-    """Where the output goes.
+    """The memory that the output goes to.
 
-    Rows whose program saw all keys go to out and lse, or with `mail` to their owners; other rows become partial
+    Rows whose program saw all their keys go to out and lse, or with `mail` to their owners; other rows become partial
     outputs, which are counted as they arrive.
     """
 
@@ -173,7 +178,7 @@ def partial_at(partial, half, row, index):
 def store_partial(partials_ptr, partial, half, num_rows, acc):
     """Store half a partial output from acc [ROWS, HALF] straight from the registers of wgmma.
 
-    A warp writes 512 contiguous bytes, which leaves the columns of a group out of order: `merge` restores it.
+    A warp writes 512 contiguous bytes, which leaves the columns of a group out of order: `_in_order` restores it.
     """
     values = acc.reshape([ROWS, HALF // GROUP, 2, 4, 2]).permute((1, 0, 3, 2, 4)).reshape([HALF // GROUP, ROWS * 4, 4])
     group = gl.arange(0, HALF // GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, QUARTERS)))
@@ -183,3 +188,137 @@ def store_partial(partials_ptr, partial, half, num_rows, acc):
     at += gl.expand_dims(gl.expand_dims(column, 0), 1)
     is_row = gl.expand_dims(gl.expand_dims(quarter // 4 < num_rows, 0), 2)
     gl.store(partials_ptr + partial_at(partial, half, 0, 0) + at, gl.convert_layout(values, QUARTERS), mask=is_row)
+
+
+@gluon.jit
+def _counter_at(counters_ptr, first_part, row_tile):
+    """Return a pointer to the counter of a request that is cut: that of the part in which it begins."""
+    return counters_ptr + row_tile * gl.num_programs(0) + first_part
+
+
+@gluon.jit
+def arrive(counters_ptr, begin, work):
+    """Count half a partial output of the request whose tiles begin at `begin` as stored."""
+    first_part = begin // work.size
+    barrier()
+    gl.atomic_add(_counter_at(counters_ptr, first_part, work.batch.row_tile), 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _read(counter):
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def await_parts(last, last_begin, work, counters_ptr, merge_ready):
+    """Open `merge_ready` for each request that this part shares, its first and its last, when all its parts are there.
+
+    The last program to see that resets the counter for the next launch.
+    """
+    request, begin = work.request, work.begin
+    for merge in range(0, num_shared(work, last_begin)):
+        _, _, num_keys = find_request(request, work.batch)
+        first_part, num_parts = sharing_parts(begin, num_keys, work)
+        if num_parts > 1:
+            counter = _counter_at(counters_ptr, first_part, work.batch.row_tile)
+            while uniform(_read(counter)) < 2 * num_parts:
+                pass
+            mbarrier.arrive(merge_ready.index(merge), count=1)
+            if gl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 3 * num_parts - 1:
+                gl.store(counter, 0)
+        request, begin = last, last_begin
+
+
+@gluon.jit
+def merge_parts(half, last, last_begin, work, outputs, merge_ready):
+    """Merge half the columns of the requests that this part shares with others: its first, its last, both or none.
+
+    A role calls this after the last tile of its part: a wait in between would make each part wait for the whole of the
+    one before it.
+    """
+    request, begin, batch = work.request, work.begin, work.batch
+    for merge in range(0, num_shared(work, last_begin)):
+        first, num_rows, num_keys = find_request(request, batch)
+        first_part, num_parts = sharing_parts(begin, num_keys, work)
+        if num_parts > 1:
+            mbarrier.wait(merge_ready.index(merge), 0)
+            num_rows = gl.minimum(num_rows, ROWS)
+            rows_of_a_part = gl.cdiv(num_rows, num_parts)
+            start = (gl.program_id(0) - first_part) * rows_of_a_part
+            stop = gl.minimum(start + rows_of_a_part, num_rows)
+            first_row = first * batch.num_heads + batch.row_tile * ROWS
+            if num_parts <= 8:
+                _merge_rows(half, first_part, num_parts, first_row, start, stop, outputs, batch.row_tile, 8, 4)
+            else:
+                _merge_rows(half, first_part, num_parts, first_row, start, stop, outputs, batch.row_tile, 1, 32)
+        request, begin = last, last_begin
+
+
+@gluon.jit
+def _merge_rows(
+    half,
+    first_part,
+    num_parts,
+    first_row,
+    start,
+    stop,
+    outputs,
+    row_tile,
+    AT_ONCE: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """Merge rows [start, stop) of the tile, AT_ONCE at a time, online over PARTS partial outputs at a time."""
+    # Of two lanes with the same columns: one for each of two rows, or both for the parts of one row.
+    row_lanes: gl.constexpr = min(AT_ONCE, 2)
+    part_lanes: gl.constexpr = 2 // row_lanes
+    layout: gl.constexpr = gl.BlockedLayout(
+        [AT_ONCE // row_lanes, PARTS // part_lanes, 4], [row_lanes, part_lanes, 16], [1, 1, 4], [2, 1, 0]
+    )
+    by_part: gl.constexpr = gl.SliceLayout(2, layout)
+    by_column: gl.constexpr = gl.SliceLayout(1, layout)
+    by_row: gl.constexpr = gl.BlockedLayout([AT_ONCE // row_lanes, 4], [2, 16], [1, 4], [1, 0])
+    index = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    for base in range(start, stop, AT_ONCE):
+        row = gl.minimum(base + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, by_part)), ROWS - 1)
+        row = gl.expand_dims(row, 1)
+        peak = gl.full([AT_ONCE], -float("inf"), gl.float32, gl.SliceLayout(1, by_part))
+        total = gl.zeros([AT_ONCE], gl.float32, gl.SliceLayout(1, by_part))
+        acc = gl.zeros([AT_ONCE, HALF], gl.float32, by_column)
+        for other in range(0, num_parts, PARTS):
+            part = gl.expand_dims(other + gl.arange(0, PARTS, layout=gl.SliceLayout(0, by_part)), 0)
+            known = gl.minimum(part, num_parts - 1)  # a part that is read twice takes weight 0 the second time
+            partial = find_partial(first_part + known, known == 0, row_tile)
+            lse = gl.where(part < num_parts, gl.load(outputs.partial_lses_ptr + (partial * ROWS + row)), -float("inf"))
+            at = partial_at(
+                gl.expand_dims(partial, 2), half, gl.expand_dims(row, 2), gl.expand_dims(gl.expand_dims(index, 0), 0)
+            )
+            values = gl.load(outputs.partials_ptr + at)
+            new_peak = gl.maximum(peak, gl.max(lse, 1))
+            shift = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # -inf - -inf is NaN
+            factor = exp2((peak - shift) * LOG2E)
+            weights = exp2((lse - gl.expand_dims(shift, 1)) * LOG2E)
+            total = total * factor + gl.sum(weights, 1)
+            column_factor = gl.convert_layout(factor, gl.SliceLayout(1, by_column))
+            acc = acc * gl.expand_dims(column_factor, 1) + gl.sum(values * gl.expand_dims(weights, 2), 1)
+            peak = new_peak
+        is_any = total != 0
+        total = gl.where(is_any, total, 1.0)
+        acc = _in_order(acc / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, by_column)), 1), by_row)
+        if half == 0:
+            lse = gl.where(is_any, peak + gl.log2(total) * LN2, -float("inf"))
+            lse_row = base + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, by_part))
+            store_lse(outputs, first_row, lse_row, lse_of_row(outputs, lse), lse_row < stop)
+        out_row = gl.expand_dims(base + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, by_row)), 1)
+        out_column = half * HALF + gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, by_row)), 0)
+        at = out_at(outputs, first_row, out_row, out_column)
+        gl.store(at, acc.to(outputs.out_ptr.dtype.element_ty), mask=out_row < stop)
+
+
+@gluon.jit
+def _in_order(values, layout: gl.constexpr):
+    """Return merged rows [N, HALF] with the columns of each group in order again (`store_partial`)."""
+    rows: gl.constexpr = values.shape[0]
+    values = values.reshape([rows, HALF // GROUP, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, HALF])
+    return gl.convert_layout(values, layout)

@@ -1,10 +1,10 @@
 """The pipeline between the warps of a program: stages in shared memory, and the mbarriers that hand them over.
 
-The unit of work is a segment: what a part has of one request. Each role walks the segments of its part by itself and
-meets the others at mbarriers: a `ready` one completes a phase when a stage has been filled, a `free` one when all its
-consumers have read it. The n-th use of a stage waits for the phase n & 1, so roles count their uses. The counts are
-the same in all threads (`schedule.uniform`), and so are the addresses of stages: else the tensor cores would wait for
-them.
+The unit of work is a segment: the tiles that a part has of one request. Each role, a producer or a consumer, walks the
+segments of its part by itself and meets the others at mbarriers: a `ready` one completes a phase when a stage has been
+filled, a `free` one when all its consumers have read it. Phases have a parity, so roles count how often they have used
+a stage. The counts are the same in all threads (`schedule.uniform`), and so are the addresses of stages: else the
+tensor cores would wait for them.
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,7 @@
 """The schedule of Hopper's decode kernel, in the manner of stream-K: how programs share the key tiles of a batch.
 
 The key tiles of all requests form one line, which is cut into equal parts, one for each program. A request that is cut
-leaves a partial output from each of its parts (`merge`). Where that costs few tiles, the line has gaps between
+leaves a partial output from each of its parts (`outputs`). Where that costs few tiles, the line has gaps between
 requests, so that cuts fall between them, or so that no part holds more than one.
 """
 

@@ -1,24 +1,20 @@
-"""Kernels of the one-sided exchange: each rank stores into its peers' memory, and waits for what they store into
-its own.
+"""Kernels of the one-sided exchange: each rank stores into its peers' memory, and awaits what they store into its own.
 
-Data is its own flag. A landing of a rank's memory holds nothing but ones (as integers -1, as rows a NaN that no kernel
-computes) until a peer's element arrives in its place; whoever waits for an element takes it and puts -1 back. So
-nothing but rows
-travels, in 16 bytes a
-thread, and no fence is needed: an element is there or it is not. What many read (an LSE, a scale) travels in words
-of 8 bytes, with the exchange's number beside it.
+Data is its own flag. A landing, the part of a rank's memory that rows are sent to, holds nothing but ones (as integers
+-1, as rows a NaN that no kernel computes) until a peer's element arrives; whoever awaits an element takes it and puts
+-1 back. So nothing but rows travels, 16 bytes a thread, and no fence is needed: an element is there or it is not. What
+many threads read (an LSE, a scale) travels in words of 8 bytes, together with the number of the exchange, its epoch.
 
-Exchanges take two landings in turn. A peer writes into a landing again two exchanges later, behind the whole of its
-exchange before that, for which this rank sent something when its own kernel of the landing's last exchange had ended: the
-landing is free then, and
-nobody says so. The numbers are counted on the device, so that replays of CUDA graphs and eager calls may follow each
-other.
+Each rank has two landings, which exchanges take in turn. A peer writes into a landing again two exchanges later, after
+the whole of its exchange in between; for that one this rank sent something, and it did so when its own kernel of the
+landing's last exchange had ended. So the landing is free then, though nobody says so. Epochs are counted on the device,
+so that replays of CUDA graphs and eager calls may follow each other.
 
-A program is one warp: its threads see the same at the same time, also the clock. (Of several warps, one could go on
+A program is one warp, whose threads see the same at the same time, the clock too. (Of several warps, one could go on
 waiting while another gives up.)
 
-Source: the protocol "Lamport" of TensorRT-LLM's all-reduce (two landings do where its sums need three), words like
-    NCCL's LL.
+Source: the protocol "Lamport" of TensorRT-LLM's all-reduce (two landings do where its sums need three); words like
+NCCL's LL.
 """
 
 import triton
@@ -27,31 +23,31 @@ from triton.language.extra.cuda import globaltimer
 
 from dcpmla.comm.kernels.merge import shares
 
-NUM_PROGRAMS = 2048  # of a launch at most: each reads the exchange's number from a counter of its own
+NUM_PROGRAMS = 2048  # of a launch at most: each reads the epoch from a counter of its own
 _FP8_MAX = tl.constexpr(448.0)  # of e4m3
 
 
 @triton.jit
 def now():
-    """Nanoseconds."""
+    """Return the time in nanoseconds."""
     return globaltimer()
 
 
 @triton.jit
 def next_epoch(state_ptr):
-    """The number of this exchange."""
+    """Return the number of this exchange."""
     return tl.load(state_ptr + tl.program_id(0)) + 1
 
 
 @triton.jit
 def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.constexpr):
-    """Count this exchange, and say when to give it up. In landings, behind the stores of rows: what it waits for
-    should not delay them.
+    """Count this exchange, and return when to give it up.
 
-    A program counts for itself, and its share for those that other launches have and this one does not. After a
-    fault no exchange waits.
+    Kernels over landings call this after they have stored their rows, which should not wait for it. A program counts
+    for itself, and its share for the programs that other launches have and this one does not. After a fault no exchange
+    waits.
     """
-    tl.debug_barrier()  # where there are several warps: each has loaded the number before one of them counts on
+    tl.debug_barrier()  # with several warps: each has loaded the epoch before one of them counts on
     counter = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, SHARE)
     tl.store(state_ptr + counter, tl.zeros([SHARE], tl.int32) + epoch, mask=counter < PROGRAMS)
     has_failed = tl.load(state_ptr + PROGRAMS)
@@ -60,7 +56,7 @@ def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.co
 
 @triton.jit
 def give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS: tl.constexpr):
-    """Leave word of the first rank [N] that something is missing from, for the host to find. The first fault counts."""
+    """Report the first rank [N] from which something is missing to the host. The first fault counts."""
     first = tl.min(tl.where(is_missing, peer, 255), 0)
     if (tl.atomic_cas(state_ptr + PROGRAMS, 0, 1) == 0) & (tl.load(fault_ptr) == 0):
         tl.store(fault_ptr, (epoch.to(tl.int64) << 32) | (first << 8) | operation)
@@ -68,8 +64,9 @@ def give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS: 
 
 @triton.jit
 def find_landing(epoch, landing_bytes):
-    """Where this exchange's rows begin in each rank's memory, and its words: both landings of rows come first, then both
-    of words.
+    """Return where the rows of this exchange begin in each rank's memory, and where its words do, as offsets in bytes.
+
+    The rows of both landings come first, then the words of both.
     """
     return (epoch & 1) * landing_bytes, 2 * landing_bytes + (epoch & 1) * (landing_bytes // 8)
 
@@ -82,30 +79,30 @@ def row_in_landing(rank, num_rows, row):
 
 @triton.jit
 def peer_addresses(addresses_ptr, offset, peer, SIZE: tl.constexpr, dtype: tl.constexpr):
-    """Where something begins in the memory of each rank [N]."""
+    """Return pointers to an offset in the memory of each rank [N]."""
     address = tl.load(addresses_ptr + peer, mask=peer < SIZE, other=0) + offset
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), [16])  # what it was loaded from does not say so
 
 
 @triton.jit
 def own_address(addresses_ptr, rank, offset, dtype: tl.constexpr):
-    """Where something begins in a rank's own memory."""
+    """Return a pointer to an offset in the memory of one rank."""
     return tl.multiple_of((tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def as_word(value, epoch):
-    """A float32 and the exchange's number."""
+    """Pack a float32 and the epoch into a word."""
     value = tl.cast(value, tl.float32).to(tl.int32, bitcast=True)
     return (value.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
 
 
 @triton.jit
 def read_words(words, is_peer, nothing, epoch, REPEAT: tl.constexpr):
-    """What the words of an exchange [N] hold, as integers; -1 for one that is not there yet, `nothing` for no peer.
+    """Read words of an exchange [N], as integers: -1 for one that is not there yet, `nothing` for no peer.
 
-    Every thread loads one: of fewer loads than threads, the compiler makes one more for each use, and words may
-        come in between.
+    Every thread loads one: of fewer loads than threads, the compiler makes one more for each use, and words may come in
+    between.
     """
     at = tl.broadcast_to(words[:, None], [words.shape[0], REPEAT])
     word = tl.load(at, mask=is_peer[:, None], other=as_word(nothing, epoch), volatile=True)
@@ -114,13 +111,15 @@ def read_words(words, is_peer, nothing, epoch, REPEAT: tl.constexpr):
 
 @triton.jit
 def as_float(value):
+    """Return the float32 of a word that `read_words` has read."""
     return value.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def quantize(x, type: tl.constexpr, IS_FP8: tl.constexpr):
-    """Rows [N, M], seen as integers, as they travel, and what multiplies them at their end [N]: 1, unless they travel
-    as e4m3.
+    """Return rows [N, M], held as integers, as they travel, and the scales that multiply them on arrival [N].
+
+    Scales are 1 unless rows travel as e4m3.
     """
     if IS_FP8:
         wide = x.to(type, bitcast=True).to(tl.float32)
@@ -135,7 +134,7 @@ def quantize(x, type: tl.constexpr, IS_FP8: tl.constexpr):
 
 @triton.jit
 def dequantize(x, scale, type: tl.constexpr, IS_FP8: tl.constexpr):
-    """What was encoded, in float32."""
+    """Return rows that `quantize` gave, in float32."""
     wide = x.to(tl.float8e4nv if IS_FP8 else type, bitcast=True).to(tl.float32)
     return wide * scale[:, None] if IS_FP8 else wide
 
@@ -164,9 +163,9 @@ def gather_kernel(
     SHARE: tl.constexpr,
     REPEAT: tl.constexpr,
 ):
-    """Rows [T, WIDTH] of each rank -> [T, SIZE, WIDTH].
+    """Gather rows [T, WIDTH] of each rank -> [T, SIZE, WIDTH].
 
-    An item is COLUMNS of a token's row, a program does `items` of them.
+    An item is COLUMNS of a token's row; a program does `items` of them.
     """
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = gathered_ptr.dtype.element_ty
@@ -214,7 +213,7 @@ def gather_kernel(
             is_missing = (scale == -1) | (tl.max((x == -1).to(tl.int32), 1) != 0)
             give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask)
-        # What is not decoded does not go by way of float32: it may be pairs of bytes.
+        # Rows that travel as they are do not go through float32: they may be pairs of bytes.
         q = dequantize(x, as_float(scale), type, IS_FP8).to(type) if IS_FP8 else x.to(type, bitcast=True)
         tl.store(gathered_ptr + ((token * SIZE + peer)[:, None] * WIDTH + column[None, :]), q, mask=mask)
 
@@ -248,11 +247,10 @@ def combine_kernel(
     SHARE: tl.constexpr,
     REPEAT: tl.constexpr,
 ):
-    """Partial rows [T, SIZE h, WIDTH] of each rank -> merged rows [T, h, WIDTH] of the own heads. An item is
-    COLUMNS of one of these.
+    """Merge partial rows [T, SIZE h, WIDTH] of each rank -> rows [T, h, WIDTH] of the own heads.
 
-    IS_SENT: the attention kernel has sent the rows (`attention.kernels.hopper_rows`), all that is left is to await
-        and to merge them.
+    An item is COLUMNS of a merged row; a program does `items` of them. IS_SENT: an attention kernel has sent the rows
+    (`attention.hopper.outputs`); what is left is to await and to merge them.
     """
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = merged_ptr.dtype.element_ty
@@ -274,7 +272,7 @@ def combine_kernel(
         token, head = row // num_heads, peer * num_heads + row % num_heads
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
         lse = tl.load(lse_ptr + token * lse_stride_token + head * lse_stride_head, mask=is_peer, other=-float("inf"))
-        # Rows of an empty shard stay here: no one waits for them.
+        # Rows of an empty shard are not sent: no one awaits them.
         mask = (lse != -float("inf"))[:, None] & (column < WIDTH)[None, :]
         out_at = (token * out_stride_token + head * out_stride_head)[:, None] + column[None, :]
         x, scale = quantize(tl.load(out_ptr + out_at, mask=mask, other=0), type, IS_FP8)

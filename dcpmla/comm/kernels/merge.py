@@ -8,11 +8,10 @@ from torch import Tensor
 
 @triton.jit
 def shares(lse):
-    """LSEs [N] of a row's parts -> their shares of the merged row [N], and its LSE."""
+    """Return the shares [N] that a row's parts have in the merged row, from their LSEs [N], and its LSE."""
     peak = tl.max(lse, 0)
-    peak = tl.where(
-        peak == -float("inf"), 0.0, peak
-    )  # -inf - -inf is NaN: a row that is empty everywhere takes weight 0
+    # -inf - -inf is NaN: a row that is empty everywhere takes weight 0.
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
     weight = tl.exp(lse - peak)
     total = tl.sum(weight, 0)
     divisor = tl.where(total != 0, total, 1.0)
@@ -37,7 +36,7 @@ def merge_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program a (token, head): the shares of all parts, then the sum of their rows by them."""
+    """Merge the parts of one (token, head) a program: their shares, then the sum of their rows times these."""
     row = tl.program_id(0).to(tl.int64)
     token, head = row // num_heads, row % num_heads
     part = tl.arange(0, PARTS).to(tl.int64)
@@ -57,7 +56,7 @@ def merge_kernel(
 
 
 def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`dcpmla.merge_partials` in one kernel on a GPU, for rows with any strides but contiguous columns.
+    """Compute `dcpmla.merge_partials` in one kernel on a GPU, for rows with any strides but contiguous columns.
 
     Args:
         out: [N, T, H, D], float32, bfloat16 or float16, out.stride(-1) == 1.
@@ -100,8 +99,9 @@ def weigh_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program a (token, head of the group): this rank's row times its share, to where the head's owner takes it
-    from.
+    """Multiply this rank's row of one (token, head of the group) a program by its share.
+
+    It is stored from where the head's owner takes it.
     """
     row = tl.program_id(0).to(tl.int64)
     token, head = row // (SIZE * num_heads), row % (SIZE * num_heads)
@@ -123,8 +123,9 @@ def weigh_kernel(
 
 
 def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """`comm.nccl.weigh_rows` in one kernel on a GPU, for rows with any strides but contiguous columns, and a contiguous
-    lse.
+    """Compute `comm.nccl.weigh_rows` in one kernel on a GPU.
+
+    Rows may have any strides but contiguous columns; lse is contiguous.
     """
     num_tokens, _, width = out.shape
     size, num_heads = len(lse), out.shape[1] // len(lse)

@@ -1,8 +1,7 @@
-"""The kernel that stores rows where they belong in each peer's memory: no copy behind it, so it is the one for many
-rows.
+"""The kernel that stores rows where they belong in each peer's memory: the one for many rows, which need no copy then.
 
-Unlike the kernels of `landings`, it says with a flag that rows are there: a rank's program p tells programs p of its
-    peers, and awaits them.
+Unlike the kernels of `landings`, it announces with flags that rows are there: program p of a rank tells programs p of
+its peers, and awaits theirs.
 """
 
 import triton
@@ -27,7 +26,7 @@ def _meet(
     THREADS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Tell this program's peers that it has come so far, all its stores included, and wait until they have."""
+    """Tell this program's peers that it has come to a phase, all its stores done, and wait until they have."""
     peer = tl.arange(0, PEERS)
     is_peer = peer < SIZE
     program = (phase * SIZE) * PROGRAMS + tl.program_id(0)
@@ -40,7 +39,7 @@ def _meet(
     waits = 2
     while waits == 2:
         seen = tl.load(by_all_threads, mask=is_peer[:, None], other=epoch, volatile=True)
-        # The same in all warps, whose clocks are not: 2 to go on waiting, 1 to give up.
+        # 2 to go on waiting, 1 to give up: the same in all warps, whose clocks are not.
         waits = tl.max(tl.where(seen != epoch, tl.where(now() < deadline, 2, 1), 0), None)
     if waits != 0:
         give_up(tl.max((seen != epoch).to(tl.int32), 1) != 0, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS)
@@ -70,12 +69,13 @@ def place_kernel(
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Rows [N, WIDTH] -> row targets[n] of a window in each rank's memory, none where that is -1; without targets, row n
-    SIZE + rank.
+    """Store row n of rows [N, WIDTH] as row targets[n] of a window in each rank's memory.
+
+    A row whose target is -1 is not stored. Without targets, row n becomes row n SIZE + rank.
     """
     epoch = next_epoch(state_ptr)
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
-    # What is in the window may be in use on another rank, until that one comes here.
+    # A rank may be reading what its window holds until it comes here.
     _meet(
         0,
         flags_at,
@@ -103,7 +103,7 @@ def place_kernel(
         mask = (is_row & (target >= 0))[:, None]
         x = tl.load(rows_ptr + (row[:, None] * WIDTH + column[None, :]), mask=mask)
         at = target[:, None] * WIDTH + column[None, :]
-        for step in tl.static_range(SIZE):  # each rank begins with another one
+        for step in tl.static_range(SIZE):  # each rank begins with another peer
             tl.store(own_address(addresses_ptr, (rank + step) % SIZE, window_at, carrier) + at, x, mask=mask)
     _meet(
         1,
