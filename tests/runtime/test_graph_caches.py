@@ -23,7 +23,7 @@ from tests.integrations.test_quantized_models import save_badly_scaled
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 
-MAX_NUM_SEQS, MAX_MODEL_LEN = 3, 64
+MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 64  # so that three requests are padded to four
 PROMPT_LENS = (1, 3, 40)  # the first is a step of one token, which could be taken for a decode
 CASES = {
     "fp8": ("deepseek_v3", {"kv_cache_dtype": "fp8", "kv_cache_scale": 4.0}),
@@ -92,10 +92,11 @@ def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int]
     engine = Engine(
         model, cache, dcp, mesh, MAX_MODEL_LEN, 16, MAX_NUM_SEQS, graph=None if how == "no graph" else graph
     )
-    params, generator = SamplingParams(max_new_tokens=6, ignore_eos=True), torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
     requests, scales = [], []
-    for at_once in ([prompts[0]], prompts):
+    for num_new, at_once in ((2, prompts[:1]), (6, prompts)):
+        params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
         requests += [engine.add(prompt, params, keep_logits=True) for prompt in at_once]
         list(engine.run())
         scales.append(scales_of(model))
