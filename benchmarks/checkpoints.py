@@ -17,48 +17,25 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dcpmla.bench import geometries
+from dcpmla.bench.geometries import config_of
 
-_EXPERTS = re.compile(
-    r"(.*\.experts)\.(gate_up_proj|down_proj)"
-)  # all experts of a layer in one tensor, as transformers holds them
+# All experts of a layer in one tensor, as transformers holds them.
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 def v2_lite(num_layers: int, num_experts: int) -> Any:
-    """DeepSeek-V2-Lite with fewer layers, experts and words."""
-    sizes = {
-        "vocab_size": 8192,
-        "num_hidden_layers": num_layers,
-        "n_routed_experts": num_experts,
-        "max_position_embeddings": 131072,
-    }
-    return geometries.v2_lite(**sizes, eos_token_id=None, initializer_range=0.05)
+    """Return DeepSeek-V2-Lite's config with fewer layers, experts and words."""
+    return _smaller("v2-lite", num_layers, num_experts, vocab_size=8192, initializer_range=0.05)
 
 
 def deepseek_v3(num_layers: int, num_experts: int) -> Any:
-    """DeepSeek-V3: hidden 7168, 128 heads, experts of 2048 in 8 groups; here only the first layer is dense."""
-    return transformers.DeepseekV3Config(
-        vocab_size=16384,
-        hidden_size=7168,
-        intermediate_size=18432,
-        moe_intermediate_size=2048,
-        num_hidden_layers=num_layers,
-        num_attention_heads=128,
-        num_key_value_heads=128,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=num_experts,
-        num_experts_per_tok=8,
-        n_shared_experts=1,
-        n_group=8,
-        topk_group=4,
-        first_k_dense_replace=1,
-        max_position_embeddings=131072,
-        eos_token_id=None,
-    )
+    """Return DeepSeek-V3's config with fewer layers, experts and words; only the first layer is dense."""
+    return _smaller("deepseek-v3", num_layers, num_experts, vocab_size=16384, first_k_dense_replace=1)
+
+
+def _smaller(geometry: str, num_layers: int, num_experts: int, **changes: Any) -> Any:
+    sizes = {"num_hidden_layers": num_layers, "n_routed_experts": num_experts, "max_position_embeddings": 131072}
+    return config_of(geometry, **sizes, eos_token_id=None, **changes)
 
 
 _GEOMETRIES: dict[str, Callable[[int, int], Any]] = {"v2-lite": v2_lite, "deepseek-v3": deepseek_v3}

@@ -81,18 +81,18 @@ def _indexer_types(config: Any) -> list[str]:
 
     Source: GLM-5's config in transformers, whose names vLLM reads for DeepSeek-V3.2 as well.
     """
-    num_layers, types = config.num_hidden_layers, getattr(config, "indexer_types", None)
+    num_layers, types, source = config.num_hidden_layers, getattr(config, "indexer_types", None), "indexer_types"
     pattern, freq = getattr(config, "index_topk_pattern", None), getattr(config, "index_topk_freq", None) or 1
     if types is None and pattern is not None:
-        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+        types, source = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern], "index_topk_pattern"
     if types is None:
-        offset = getattr(config, "index_skip_topk_offset", None)
+        offset, source = getattr(config, "index_skip_topk_offset", None), "index_topk_freq and index_skip_topk_offset"
         first = 1 if offset is None else offset - 1
         types = ["shared" if max(layer - first, 0) % freq else "full" for layer in range(num_layers)]
     if len(types) < num_layers or types[:1] != ["full"] or set(types) - {"full", "shared"}:
         raise ValueError(
-            f"model: the config's indexer_types are {types}; each of {num_layers} layers has one, full or shared, "
-            f"and the first is full"
+            f"model: the config's {source} give {types}; each of {num_layers} layers has one, full or shared, and the "
+            f"first is full"
         )
     return types
 

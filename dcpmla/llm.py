@@ -7,6 +7,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from dcpmla.comm.select import ChosenExchange, select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.fields import check_fields, number, option_label
 from dcpmla.integrations.loading import ENGINE_OPTIONS, ModelFiles, check_layout, load_engine, open_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.job.join import LOAD_TIMEOUT, TIMEOUT, Job, check_num_ranks, join_ranks
@@ -56,7 +58,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         tensor_parallel_size: int | None = None,
         decode_context_parallel_size: int | None = None,
         *,
@@ -66,6 +68,7 @@ class LLM:
         **options: Any,
     ) -> None:
         _check_names(options)
+        check_fields({"timeout": number(0, above=True)}, {"timeout": timeout}, option_label)
         dcp_size = 1 if decode_context_parallel_size is None else decode_context_parallel_size
         if dist.is_initialized():
             raise ValueError(
@@ -73,7 +76,7 @@ class LLM:
                 "or give the program's own groups to load_engine"
             )
         sizes = {"tensor_parallel_size": tensor_parallel_size, "decode_context_parallel_size": dcp_size}
-        arguments = {"model": model, "max_model_len": max_model_len, **sizes, **options}
+        arguments = {"model": str(model), "max_model_len": max_model_len, **sizes, **options}
         dcp_options: dict[str, Any] = {name: value for name, value in options.items() if name in DCP_OPTIONS}
         check = partial(check_num_ranks, tensor_parallel_size=tensor_parallel_size)
         with ExitStack() as resources:
@@ -84,7 +87,7 @@ class LLM:
                 dcp = DCPConfig(
                     tensor_parallel_size=job.ranks.num_ranks, decode_context_parallel_size=dcp_size, **dcp_options
                 )
-                files = open_model(model, max_model_len)
+                files = open_model(str(model), max_model_len)
                 check_layout(files, dcp)
             engine_options = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
             self.engine, self.exchange = build_engine(job, dcp, files, **engine_options)

@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# The tests that need GPUs, with the Python that runs this (torch for CUDA installed); those that want more GPUs than there are skip.
+# Run the tests that need GPUs, with the Python that runs this (torch for CUDA installed); those that want more GPUs than there are skip.
+#   launch/test_gpu.sh [gpu|gpu_2|gpu_4|gpu_8] [arguments of pytest]: one part, by the GPUs that its tests need; all parts without it
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec env PYTHONPATH=. "${PYTHON:-python3}" -m pytest -m "gpu or gpu_2 or gpu_4 or gpu_8" "$@"
+part="gpu or gpu_2 or gpu_4 or gpu_8"
+case "${1:-}" in gpu | gpu_2 | gpu_4 | gpu_8) part=$1 && shift ;; esac
+exec env PYTHONPATH=. "${PYTHON:-python3}" -m pytest -m "$part" "$@"

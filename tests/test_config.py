@@ -199,9 +199,67 @@ def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPa
 def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
     hf_config = tiny_config("glm_moe_dsa")
     hf_config.indexer_types = types
-    message = f"model: the config's indexer_types are {types}; each of 3 layers has one, full or shared, and the first is full"
+    message = f"model: the config's indexer_types give {types}; each of 3 layers has one, full or shared, and the first is full"
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         MLAConfig.from_hf(hf_config)
+
+
+@pytest.mark.parametrize("family", SPARSE_FAMILIES)
+@pytest.mark.parametrize(
+    ("fields", "types"),
+    [
+        ({}, "FFFFFF"),
+        ({"index_topk_freq": 1}, "FFFFFF"),
+        ({"index_topk_freq": 2}, "FFSFSF"),
+        ({"index_topk_freq": 4}, "FFSSSF"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "FSFSFS"),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 4}, "FFFFSS"),
+        ({"index_topk_freq": 2, "index_topk_pattern": "FSSFFS"}, "FSSFFS"),
+        ({"index_topk_pattern": ["full", "shared", "full", "full", "shared", "full"]}, "FSFFSF"),
+        ({"index_topk_pattern": "FSSFFS", "indexer_types": ["full"] * 6}, "FFFFFF"),
+    ],
+    ids=str,
+)
+def test_which_layers_select(family: str, fields: dict[str, Any], types: str) -> None:
+    """DeepSeek-V3.2's as transformers' GLM-5 reads the same fields."""
+    glm, own = transformers.GlmMoeDsaConfig, type(tiny_config(family))
+    expected = glm(num_hidden_layers=6, **fields).indexer_types
+    assert expected == [{"F": "full", "S": "shared"}[letter] for letter in types]
+    config = own(num_hidden_layers=6, **fields)
+    assert [skips_topk(config, layer) for layer in range(6)] == [letter == "S" for letter in types]
+    assert num_index_layers(config) == types.count("F")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"index_topk_pattern": "FSX"},
+            "the config's index_topk_pattern give ['full', 'shared', 'X']; each of 3 layers",
+        ),
+        (
+            {"index_topk_pattern": "SFF"},
+            "the config's index_topk_pattern give ['shared', 'full', 'full']; each of 3 layers",
+        ),
+        ({"index_topk_pattern": "FS"}, "the config's index_topk_pattern give ['full', 'shared']; each of 3 layers"),
+        ({"indexer_types": ["full", "half", "full"]}, "the config's indexer_types give ['full', 'half', 'full']; each"),
+    ],
+)
+def test_layers_that_neither_select_nor_share(fields: dict[str, Any], message: str) -> None:
+    config = transformers.DeepseekV32Config(num_hidden_layers=3, **fields)
+    with pytest.raises(ValueError, match="^model: " + re.escape(message)):
+        MLAConfig.from_hf(config)
+
+
+@pytest.mark.parametrize("interleaved", [True, False, None])
+def test_rope_of_the_indexer_is_the_configs_or_its_familys(interleaved: bool | None) -> None:
+    for family in SPARSE_FAMILIES:
+        config = tiny_config(family)
+        if interleaved is not None:
+            config.indexer_rope_interleave = interleaved
+        indexer = MLAConfig.from_hf(config).indexer
+        assert indexer is not None
+        assert indexer.rope_interleaved == (family == "glm_moe_dsa" if interleaved is None else interleaved)
 
 
 @pytest.mark.parametrize(

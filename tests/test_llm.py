@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    with LLM(str(NEEDLE), **SMALL) as llm:
+    with LLM(NEEDLE, **SMALL) as llm:
         yield llm
 
 
@@ -116,6 +116,7 @@ def test_options_reach_the_engine(model: Path) -> None:
         ({"prefill_backend": "fa9"}, "prefill_backend [(]--prefill-backend[)] is 'fa9'; expected 'auto' or one of "),
         ({"max_num_seqs": "8"}, "max_num_seqs [(]--max-num-seqs[)] is '8'; it must be a whole number of at least 1"),
         ({"max_model_len": 1}, "max_model_len [(]--max-model-len[)] is 1; it must be in "),
+        ({"timeout": 0}, "timeout [(]--timeout[)] is 0; it must be a finite number above 0"),
         ({"device": "tpu"}, "device [(]--device[)] is 'tpu'"),
         ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes .* is 0; it must be a whole number of at least 1"),
         ({"gpu_memory_utilization": 2}, "gpu_memory_utilization .* is 2; it must be a number in"),

@@ -100,7 +100,7 @@ def test_a_floor_imports_only_floors_below(module: str) -> None:
 def test_the_reader_of_imports_sees_them_all() -> None:
     assert "dcpmla.config" in set(imports_of("dcpmla.attention.layer"))
     assert "dcpmla.ownership" in set(imports_of("dcpmla.attention.build"))  # `from dcpmla import ownership`
-    assert "dcpmla.cli.generate" in set(imports_of("dcpmla.__main__"))
+    assert "dcpmla.job.join" in set(imports_of("dcpmla.__main__"))
     assert not may_import("dcpmla.cache.latent", "dcpmla.comm.exchange")
     assert not may_import("dcpmla.runtime.engine", "dcpmla.integrations.transformers")
     assert not may_import("dcpmla.merge", "dcpmla.parallel.mesh")

@@ -14,6 +14,8 @@ from dcpmla.attention.projections import project_values
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import Exchange, Mailbox
 
+NO_MAILBOX = (None, None, None, 0, 0.0, "")
+
 
 def mla_decode(
     q: Tensor,
@@ -60,7 +62,7 @@ def mla_decode(
     """
     sizes = block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len
     call = DecodeCall.check(q, kv_cache, *sizes, workspace, kv_scale, q_scale, dtype, backend)
-    return torch.ops.dcpmla.mla_decode(*call.flat())
+    return run_call(call)
 
 
 def dcp_mla_decode(
@@ -99,13 +101,19 @@ def dcp_mla_decode(
     if w_uv is None and call.has_one_token_each:
         mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, call.dtype)
         if mailbox is not None:
-            return torch.ops.dcpmla.mla_decode(*call.flat(), *mailbox)
-    out, lse = torch.ops.dcpmla.mla_decode(*call.flat())
+            return run_call(call, mailbox)
+    out, lse = run_call(call)
     if w_uv is not None:
         out = project_values(out, w_uv).unflatten(1, w_uv.shape[:2])
     return exchange.combine(out, lse)
 
 
+def run_call(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tensor]:
+    """Run a checked call; with a mailbox, return this rank's heads of what the rows of all ranks merge to."""
+    return torch.ops.dcpmla.mla_decode(*call.flat(), *(NO_MAILBOX if mailbox is None else mailbox))
+
+
+# No argument has a default: torch 2.11 leaves arguments out that equal theirs, and then misses those that are mutated.
 @torch.library.custom_op("dcpmla::mla_decode", mutates_args=("workspace", "state"))
 def _mla_decode(
     q: Tensor,
@@ -120,15 +128,15 @@ def _mla_decode(
     kv_scale: Tensor | None,
     q_scale: Tensor | None,
     dtype: torch.dtype,
-    backend: str = "auto",
-    addresses: Tensor | None = None,
-    state: Tensor | None = None,
-    fault: Tensor | None = None,
-    landing_bytes: int = 0,
-    timeout: float = 0.0,
-    group_name: str = "",
+    backend: str,
+    addresses: Tensor | None,
+    state: Tensor | None,
+    fault: Tensor | None,
+    landing_bytes: int,
+    timeout: float,
+    group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run a `DecodeCall`; with a `Mailbox`, merge the rows of all ranks, too: each rank returns its own heads."""
+    """Run a `DecodeCall` with a `Mailbox`, or without (`run_call`)."""
     call = DecodeCall(
         q,
         kv_cache,
@@ -154,5 +162,5 @@ def _mla_decode(
 @_mla_decode.register_fake
 def _(*flat: Any) -> tuple[Tensor, Tensor]:
     num_fields = len(fields(DecodeCall))
-    addresses = flat[num_fields] if len(flat) > num_fields else None
+    addresses = flat[num_fields]
     return DecodeCall(*flat[:num_fields]).new_output(1 if addresses is None else addresses.shape[0])

@@ -35,7 +35,7 @@ def dcp_mla_prefill(
     No merge across ranks is needed: after the gather each rank has all keys for its own heads. Each gather runs under
     the attention before it. Rows of 8-bit caches are gathered as they are and dequantized afterwards: fewer bytes
     travel. New tokens attend to their own latents as they were before the cache rounded them. In sparse attention a
-    mask leaves out what a token did not select: a bit for each key, made for the new tokens and for one chunk at a time.
+    mask leaves out what a token did not select: a bit for each key, made for the new tokens, then chunk by chunk.
 
     Args:
         q: [T, h, P + R], rotated.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcpmla.cache import formats
 from dcpmla.cache.capacity import FORMATS
-from dcpmla.cli.values import name_list
+from dcpmla.cli.options import name_list
 from dcpmla.config import DECODE_QUERY_DTYPES
 
 # Largest values are 448 times these, well above normal ones. They differ, so that a kernel that mixes them up is found.

@@ -21,14 +21,14 @@ from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
 from dcpmla.bench.timing import Timing, time_with_result
-from dcpmla.cli.values import name_list, positive, positive_list
+from dcpmla.cli.options import name_list, positive, positive_list
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend in DECODE_BACKENDS}}
-# Of out or lse, by the queries' dtype; a larger error means that something else was computed. Products in bfloat16
+# Errors of out or lse, by the queries' dtype; a larger one means that something else was computed. Products in bfloat16
 # stay below 0.005 over every cache. Those in e4m3 round the probabilities too, by up to 1/16 each: 1.7 % of these
 # outputs, 2.2 % where small ones are denormals.
 _LARGEST_ERROR = {"auto": 0.02, "fp8": 0.04}

@@ -1,5 +1,5 @@
 """Inputs of decode kernels: a case's sizes, its rotated inputs, the float64 answer, the floor that the hardware sets;
-and our kernels behind the interface that peers have too.
+and our kernels in the interface that peers have too.
 """
 
 import math

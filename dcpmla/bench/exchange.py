@@ -26,7 +26,7 @@ from dcpmla.bench.plots import LINE_STYLES, MARKERS, legend_beside, new_figure, 
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, largest, time_with_result
-from dcpmla.cli.values import exchange_list, positive, positive_list
+from dcpmla.cli.options import exchange_list, positive, positive_list
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCP_COMM_BACKENDS
 from dcpmla.job.bootstrap import Ranks, agree
@@ -41,7 +41,7 @@ _VARIANTS: dict[str, tuple[str, ...]] = {
     "combine": ("", "pbm", "fp8"),
     "gather_context": ("",),
 }
-# Of `find_errors`: gathers only move; a merged row is rounded once (half of 2^-7 in bfloat16), its float32 sums a few
+# By `find_errors`: gathers only move; a merged row is rounded once (half of 2^-7 in bfloat16), its float32 sums a few
 # times.
 _LARGEST_ERRORS = {"bfloat16": 0.005, "float32": 1e-5}
 _LARGEST_FP8_ERROR = 2**-4  # half a step of e4m3
@@ -89,7 +89,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        groups = "ranks of a group; groups of neighbours run at the same time; default: all ranks"
+        groups = "ranks of a group; groups of neighbors run at the same time; default: all ranks"
         add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=groups)
         backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: ag_rs, a2a, and direct where ranks have NVLink"
         add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)

@@ -27,7 +27,7 @@ _NUM_DRAWN = 131071  # numbers drawn before they repeat; a prime: fewer rows tha
 
 @dataclass(frozen=True)
 class ExchangeCase:
-    """What one call exchanges, over which group, and how many calls are timed.
+    """The sizes of one call, its group, and how many calls are timed.
 
     Attributes:
         num_tokens: new ones of the batch; of `gather_context`, cached ones of all ranks together.

@@ -17,8 +17,7 @@ from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.latent import num_blocks
-from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config
-from dcpmla.cli.values import positive, positive_list, seed
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job

@@ -27,7 +27,7 @@ from dcpmla.bench.layouts import (
 from dcpmla.bench.plots import MARKERS, legend_beside, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
-from dcpmla.cli.values import exchange_list, positive, positive_list
+from dcpmla.cli.options import exchange_list, positive, positive_list
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job

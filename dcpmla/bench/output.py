@@ -17,7 +17,7 @@ from dcpmla.attention.projections import project_values
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.timing import Operation, Timing, time_operation
-from dcpmla.cli.values import positive_list
+from dcpmla.cli.options import positive_list
 
 _RANK, _NOPE, _VALUE = 512, 128, 128  # latent, nope and value widths: DeepSeek V2 and V3, Kimi-K2
 _CACHE_BYTES = 1 << 27  # inputs rotate until so many bytes lie between two uses of the same ones: no GPU's L2 is larger

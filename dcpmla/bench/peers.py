@@ -1,4 +1,4 @@
-"""The kernels of others (peers) that benchmarks compare with ours, behind one interface.
+"""The kernels of others (peers) that benchmarks compare with ours, in one interface.
 
 Those of attention come from a directory with a `peers.py` that has `load_flashmla`, `FlashMLADense`,
 `FlashMLADenseFP8`, `FlashMLASparseFP8`, `load_fa3` and `FA3MLA` (thin callers of the published kernels); FlashInfer is

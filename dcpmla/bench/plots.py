@@ -14,13 +14,15 @@ _LEGEND_ROWS = 18  # of small text that fit next to the axes
 
 def check_outputs(json: Path | None, plot: Path | None, inputs: Sequence[Path] = ()) -> None:
     """Raise ValueError unless --json and --plot (None: not wanted) can be written, are two files, and none of the
-    inputs, which are read.
+    inputs: files that are read, and directories of models.
     """
     written = {option: path for option, path in (("--json", json), ("--plot", plot)) if path is not None}
     for option, path in written.items():
         check_writable(option, path)
-        if any(is_same_path(path, read) for read in inputs):
-            raise ValueError(f"{option} is {path}, which is read; give the name of another file")
+        for read in inputs:
+            if is_same_path(path, read):
+                raise ValueError(f"{option} is {path}, which is read; give the name of another file")
+            check_writable(option, path, read if read.is_dir() else None)
     if json is not None and plot is not None and is_same_path(json, plot):
         raise ValueError(f"--json and --plot are both {json}; give two files")
     if plot is not None:

@@ -18,7 +18,7 @@ from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.timing import time_operation
-from dcpmla.cli.values import positive, positive_list
+from dcpmla.cli.options import positive, positive_list
 
 _DIMS = (128, 64, 128)  # nope, rope and value widths of a head: DeepSeek V2 and V3, Kimi-K2
 _SCALE = (_DIMS[0] + _DIMS[1]) ** -0.5

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, time limit, cases that do not fit, memory on all ranks, printing, files."""
+"""The runner of all benchmarks: options, time limit, cases that do not fit, memory on all ranks, printing, files."""
 
 import argparse
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -11,8 +11,7 @@ import torch
 from dcpmla.bench.plots import check_outputs
 from dcpmla.bench.results import Row, add_commit_argument, write_results
 from dcpmla.bench.timing import TimeLimit
-from dcpmla.cli.options import add_job_arguments, join, start
-from dcpmla.cli.values import seconds
+from dcpmla.cli.options import add_job_arguments, join, seconds, start
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job
@@ -87,7 +86,7 @@ class Benchmark(Generic[Case, Inputs]):
 
 
 class Kept(Generic[Value]):
-    """The last value made: neighbouring cases share their inputs, and the old ones are freed before new ones are
+    """The last value made: neighboring cases share their inputs, and the old ones are freed before new ones are
     made.
     """
 
@@ -126,8 +125,7 @@ def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
         with agree():
             kind.check(args, job.ranks)
             if is_first:
-                read = [Path(args.model) / "config.json"] if kind.has_engine else []
-                check_outputs(args.json, plot_path, read)
+                check_outputs(args.json, plot_path, _inputs(kind, args))
         if is_first and not kind.has_engine:  # an engine says it itself
             print(f"ranks: {job.ranks.origin}", flush=True)
         rows: list[Row] = []
@@ -145,6 +143,15 @@ def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
                     write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, more)
                 if plot_path and rows:
                     benchmark.plot(plot_path, rows)
+
+
+def _inputs(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> list[Path]:
+    """Return the directory or the config file of a model that is read: no result may overwrite it."""
+    if kind.has_engine:
+        from dcpmla.integrations.transformers import find_model
+
+        return [find_model(args.model)]
+    return [Path(args.geometry)] if "geometry" in args else []
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
 from dcpmla.bench.timing import Timing, largest, time_operation, time_with_result
 from dcpmla.cache.capacity import FORMATS
-from dcpmla.cli.values import exchange_list, name_list, positive, positive_list
+from dcpmla.cli.options import exchange_list, name_list, positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
 from dcpmla.job.bootstrap import Ranks

@@ -47,7 +47,7 @@ class SparseCase:
 
     @property
     def max_blocks(self) -> int:
-        """Of a request; the same on all ranks."""
+        """Blocks of a request; the same on all ranks."""
         return -(-self.context // (self.dcp_size * BLOCK_SIZE))
 
     def block_tables(self, num_sets: int, device: torch.device) -> Tensor:

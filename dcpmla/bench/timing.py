@@ -95,7 +95,7 @@ def _capture(operation: Operation, calls: int) -> torch.cuda.CUDAGraph | None:
     """Return a graph of one sample; None, on every rank, where some rank cannot capture it."""
     is_free = True
     torch.cuda.synchronize()  # one stream at a time: the exchange counts its calls
-    # What a first call on a new stream allocates must not be part of the graph.
+    # The allocations of a first call on a new stream must not be part of the graph.
     with torch.cuda.stream(torch.cuda.Stream()):
         try:
             with error_on_host_sync():

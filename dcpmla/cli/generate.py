@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from dcpmla.cache.formats import format_name
-from dcpmla.cli.options import LOAD_TIMEOUT, add_engine_arguments, build_engine, dcp_config, start
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, seed, start, token_ids
 from dcpmla.cli.output import OutputLines, check_writable, is_same_path, open_output_lines, write_arrays, write_json
 from dcpmla.cli.prompts import Prompt, prompts_from_file, prompts_from_options
-from dcpmla.cli.values import positive, seed, token_ids
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.job.bootstrap import agree
+from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.llm import run_with_bar
 from dcpmla.ownership import local_seq_lens
 from dcpmla.runtime.engine import Engine

@@ -15,8 +15,8 @@ from dcpmla.bench.plots import check_outputs, new_figure, save_figure
 from dcpmla.cache.capacity import FORMATS, capacity_table
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.index_keys import index_format_name
+from dcpmla.cli.options import name_list, positive, positive_list
 from dcpmla.cli.output import write_json
-from dcpmla.cli.values import name_list, positive, positive_list
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
 from dcpmla.hf_config import check_index_options
 from dcpmla.integrations.transformers import load_config
@@ -113,7 +113,7 @@ def load_machine(layers: str, model: ModelSize) -> Machine:
 
 
 def _inputs(args: argparse.Namespace) -> list[Path]:
-    """Return the files that the command reads."""
+    """Return the files that the command reads, and the model's directory."""
     measured = [args.measured] if args.measured else []
     return [args.model, args.model / "config.json", *map(Path, args.machine.split(",")), *measured]
 

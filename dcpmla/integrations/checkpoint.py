@@ -111,7 +111,7 @@ def _shard_names(index: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not isinstance(metadata, dict) or not weight_map:
         raise ValueError(f"checkpoint: {index} has a weight_map or metadata that is no object, or empty")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
             raise ValueError(f"checkpoint: {index} has tensor {name} in {shard!r}; it must be a file beside the index")
     return sorted(set(weight_map.values()))
 

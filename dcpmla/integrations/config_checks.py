@@ -150,6 +150,11 @@ def check_config(config: Any) -> None:
         raise ValueError(
             f"qk_head_dim is {config.qk_head_dim}; it must be qk_nope_head_dim + qk_rope_head_dim = {qk_head_dim}"
         )
+    index_head_dim = getattr(config, "index_head_dim", config.qk_rope_head_dim)
+    if index_head_dim < config.qk_rope_head_dim:
+        raise ValueError(
+            f"index_head_dim is {index_head_dim}; it must be at least qk_rope_head_dim {config.qk_rope_head_dim}"
+        )
     pad = config.pad_token_id
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")
@@ -164,8 +169,8 @@ def _check_rope(config: Any) -> None:
         rotated = int(rotated * rope.get("partial_rotary_factor", 1.0))
     if rotated != dims or dims % 2:
         raise ValueError(
-            f"qk_rope_head_dim is {dims}; it must be even, and what head_dim {config.head_dim} and rope_parameters "
-            f"({rope['rope_type']}) rotate: {rotated}"
+            f"qk_rope_head_dim is {dims}; it must be even, and the {rotated} dims that head_dim {config.head_dim} and "
+            f"rope_parameters ({rope['rope_type']}, partial_rotary_factor {rope.get('partial_rotary_factor', 1.0)}) give"
         )
     for name in ("short_factor", "long_factor"):
         if rope["rope_type"] == "longrope" and len(rope[name]) != dims // 2:
@@ -177,20 +182,21 @@ def _check_rope(config: Any) -> None:
 
 def _check_experts(config: Any) -> None:
     """Raise ValueError for experts that a router cannot choose."""
-    chosen, experts = config.num_experts_per_tok, config.n_routed_experts
-    by_groups = hasattr(config, "n_group") and getattr(config, "topk_method", "") != "greedy"
-    if not by_groups:
-        experts += getattr(config, "zero_expert_num", None) or 0
-    else:
+    chosen, num_experts = config.num_experts_per_tok, config.n_routed_experts
+    num_choices = num_experts + (getattr(config, "zero_expert_num", None) or 0)
+    if hasattr(config, "n_group") and getattr(config, "topk_method", "") != "greedy":
         groups, least = config.n_group, 1 if config.model_type == "deepseek_v2" else 2  # a group's score sums its best
-        if groups is None or experts % groups or experts // groups < least:
+        if groups is None or num_experts % groups or num_experts // groups < least:
             raise ValueError(
-                f"n_group is {groups}; it must divide the n_routed_experts {experts} into groups of at least {least}"
+                f"n_group is {groups}; it must divide n_routed_experts {num_experts} into groups of at least {least}"
             )
         if config.topk_group is None or config.topk_group > groups:
             raise ValueError(f"topk_group is {config.topk_group}; it must be in [1, n_group {groups}]")
-        experts = config.topk_group * (experts // groups)
+        num_choices = config.topk_group * (num_experts // groups)
     least = 2 if config.model_type == "longcat_flash" else 1  # transformers' module drops the dim of a single one
-    if not least <= chosen <= experts:
+    if not least <= chosen <= num_choices:
         name = config.attribute_map.get("num_experts_per_tok", "num_experts_per_tok")
-        raise ValueError(f"{name} is {chosen}; it must be in [{least}, {experts}], the experts to choose from")
+        raise ValueError(
+            f"{name} is {chosen}; it must be in [{least}, {num_choices}], what n_routed_experts {num_experts} and "
+            f"groups of them leave to choose from"
+        )

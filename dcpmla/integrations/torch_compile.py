@@ -58,8 +58,8 @@ class OutputQuantFusion(CustomGraphPass):
         """
         if not isinstance(graph, Graph):
             raise ValueError(
-                f"graph is a {type(graph).__name__}; OutputQuantFusion is for post_grad_custom_post_pass, which gives a "
-                f"torch.fx.Graph"
+                f"graph is a {type(graph).__name__}; OutputQuantFusion is for post_grad_custom_post_pass, which gives "
+                f"a torch.fx.Graph"
             )
         num_projections = len(graph.find_nodes(op="call_function", target=_ours.project_values.default))
         if not num_projections:
@@ -82,7 +82,7 @@ class OutputQuantFusion(CustomGraphPass):
 
 
 def _make_patterns() -> PatternMatcherPass:
-    """Return the patterns, whose arguments are named as the fused op's; `shape` is the shape of a reshape in between."""
+    """Return the patterns, their arguments named as the fused op's; `shape` is that of a reshape in between."""
     patterns = PatternMatcherPass(pass_name="dcpmla_output_quant")
     values = CallFunction(_ours.project_values.default, KeywordArg("out"), KeywordArg("w_uv"))
     shaped = _reshape(values)

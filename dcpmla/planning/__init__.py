@@ -1,3 +1,1 @@
-"""What a model needs and how fast it steps on machines that nobody has rented yet: memory, step times, a
-recommendation.
-"""
+"""Predictions for a model on machines that need not be there: memory, step times, a recommendation."""

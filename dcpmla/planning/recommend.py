@@ -22,7 +22,7 @@ class Plan:
         weights_widened: the cut runs through the checkpoint's fp8 blocks, which the runtime cannot load: weighed
         and read as bfloat16.
         kv_bytes_per_token: all layers, one copy, index caches among them.
-        kv_tokens_per_rank, kv_tokens_total: that fit beside the weights, on one rank and on a DCP group; whole blocks.
+        kv_tokens_per_rank, kv_tokens_total: that fit besides the weights, on one rank and on a DCP group; whole blocks.
         num_gpus, num_nodes: of the job; num_replicas TP groups share its requests.
         dcp_num_nodes: that a DCP group is spread over.
         exchange: the backend that its exchange is taken to have, "none" without DCP (`auto_backend`).

@@ -24,29 +24,6 @@ _ATTENTION_PLAN = {  # of `MLAAttention`, which replaces transformers' own
 }
 _SCALE_BYTES = 4  # a float32 for each fp8 block
 _WIDE_BYTES = 2  # fp8 weights are widened to bfloat16
-_SIZES = (  # of configs; a family has some of them
-    *(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    ),
-    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings"),
-    *("index_n_heads", "index_head_dim", "index_topk"),
-    *(
-        "moe_intermediate_size",
-        "ffn_hidden_size",
-        "expert_ffn_hidden_size",
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "moe_topk",
-    ),
-)
-_LARGEST_SIZE = 1 << 30
-_MOST_LAYERS = 10_000  # transformers builds each of them
 
 
 @dataclass(frozen=True)
@@ -172,9 +149,8 @@ def read_model(config: Any) -> ModelSize:
     """Return the sizes of a transformers config's model, in bfloat16 if it names no dtype; nothing is allocated.
 
     Raises:
-        ValueError: an architecture that is not MLA, sizes that no model has, or a quantization other than fp8.
+        ValueError: an architecture that is not MLA, or a config that transformers builds no model of.
     """
-    _check_config(config)
     attention = MLAConfig.from_hf(config)
     try:
         with torch.device("meta"):
@@ -192,41 +168,6 @@ def read_model(config: Any) -> ModelSize:
         ties_embeddings=config.tie_word_embeddings,
         parameters=_group(model, config),
     )
-
-
-def _check_config(config: Any) -> None:
-    """Raise ValueError for sizes out of range, and for a quantization that is not read."""
-    for name in _SIZES:
-        size = getattr(config, name, None)
-        smallest = 0 if name == "qk_rope_head_dim" else 1
-        largest = _MOST_LAYERS if name.endswith("_layers") else _LARGEST_SIZE
-        if size is not None and (not isinstance(size, int) or not smallest <= size <= largest):
-            raise ValueError(
-                f"model (--model): the config's {name} is {size!r}; "
-                f"it must be a whole number in [{smallest}, {largest}]"
-            )
-    num_experts, experts_per_token = _routing(config)
-    if experts_per_token > num_experts > 0:
-        raise ValueError(
-            f"model (--model): the config's num_experts_per_tok is {experts_per_token}; "
-            f"the model has {num_experts} experts"
-        )
-    quantization = getattr(config, "quantization_config", None)
-    if not quantization:
-        return
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ValueError(f"model (--model): quant_method is {method!r}; the planner knows the bytes of 'fp8' alone")
-    block, kept = quantization.get("weight_block_size"), quantization.get("modules_to_not_convert")
-    is_pair = (
-        isinstance(block, list | tuple)
-        and len(block) == 2
-        and all(type(size) is int and 0 < size <= _LARGEST_SIZE for size in block)
-    )
-    if block is not None and not is_pair:
-        raise ValueError(f"model (--model): weight_block_size is {block!r}; it must be two whole numbers of at least 1")
-    if kept is not None and not (isinstance(kept, list | tuple) and all(isinstance(name, str) for name in kept)):
-        raise ValueError(f"model (--model): modules_to_not_convert is {kept!r}; it must be a list of names")
 
 
 def _routing(config: Any) -> tuple[int, int]:

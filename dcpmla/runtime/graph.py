@@ -33,9 +33,9 @@ class DecodeGraph:
     """A decode step, one token a request, captured per batch size and replayed for batches padded to the next one.
 
     A replay gives bit for bit what `run_eagerly` gives: the same step on the same padded rows, without a graph. (Matrix
-    products pick their kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows of
-    padding write nothing to the cache and attend to nothing. Runs follow each other on one stream: all of them use the
-    same memory.
+    products pick their kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows
+    of padding write nothing to the cache and attend to nothing. Runs follow each other on one stream: all of them use
+    the same memory.
 
     Args:
         step: step(inputs [N, ...], metadata, cache) -> [N, ...], N tokens of N decodes: a model, or a stack of
@@ -79,7 +79,7 @@ class DecodeGraph:
 
     @property
     def is_captured(self) -> bool:
-        """Whether `capture` has been called and has succeeded."""
+        """True once `capture` has succeeded: `run` replays."""
         return bool(self._graphs)
 
     def batch_size(self, num_reqs: int) -> int:
@@ -104,8 +104,8 @@ class DecodeGraph:
         Returns:
             [n, ...] in static memory: good until the next run.
         Raises:
-            ValueError: more requests or longer ones than it was made for, prefills, another cache, blocks that the cache
-                does not have, other shapes, dtypes or devices.
+            ValueError: more requests or longer ones than it was made for, prefills, another cache, blocks that the
+                cache does not have, other shapes, dtypes or devices.
         """
         batch_size = self._fill(inputs, metadata, cache)
         if batch_size not in self._graphs:
@@ -201,7 +201,7 @@ class DecodeGraph:
         return ""
 
     def _capture(self, graph: torch.cuda.CUDAGraph, batch_size: int, stream: torch.cuda.Stream, pool: Any) -> str:
-        """Capture a size and return "", or where it ran out of memory: that leaves an orderly end, other errors do not."""
+        """Capture a size; return where it ran out of memory, or "": other errors leave no orderly end."""
         try:
             # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's
             # and the watchdog's, does not touch the capture: hence thread_local.
@@ -241,8 +241,8 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @contextmanager
 def error_on_host_sync() -> Iterator[None]:
-    """Have whatever waits for the GPU raise a RuntimeError: a graph cannot hold it, and a capture that breaks off spoils
-    torch's allocator.
+    """Have whatever waits for the GPU raise a RuntimeError: a graph cannot hold it, and a capture that breaks off
+    spoils torch's allocator.
     """
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

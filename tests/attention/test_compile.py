@@ -79,7 +79,7 @@ def make_layer(
 def run_layer(
     layer: MLAAttention, batch: Batch, forward: Any = None, max_decode_query_len: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [T, hidden] and the cache of a layer, or of `forward` in its place, on a batch with two rows of padding."""
+    """Return outputs [T, hidden] and the cache of a layer, or of `forward`, for a batch with two rows of padding."""
     config, dcp = layer.config, layer.dcp
     weight = layer.w_kv_b
     totals = [cached + new for cached, new in batch]
@@ -169,7 +169,7 @@ def test_caches_of_8_bits(formats: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_several_query_tokens(size: int) -> None:
-    """As many in each request, then of different numbers; both with a prefill in the end."""
+    """Compile for as many in each request, then for different numbers, then with a prefill."""
     arguments = size, "ag_rs", SPECULATED, torch.float32, "cpu", "aot_eager", 0.0
     run_ranks(size, check_compiled, SMALL, *arguments, 3)
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall
+from dcpmla.attention.decode import NO_MAILBOX
 from dcpmla.cache import formats
 from tests.support.backends import as_kernel, decode_call
 from tests.support.shared_memory import run_interpreted
@@ -345,4 +346,4 @@ def test_the_operator_on_a_gpu(kind: dict[str, Any]) -> None:
     inputs = {**long_case(5, 2000, **kind).inputs("cuda"), "workspace": decode_workspace("cuda")}
     names = [argument.name for argument in torch.ops.dcpmla.mla_decode.default._schema.arguments]
     args = tuple(inputs[name] for name in names if name in inputs)
-    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, (*args, "auto"))
+    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, (*args, "auto", *NO_MAILBOX))

@@ -71,7 +71,7 @@ def test_keys_come_back_from_where_their_slots_say(storage: torch.dtype) -> None
 
 @pytest.mark.parametrize("is_fp8", [True, False])
 def test_scores_are_the_naive_sum(is_fp8: bool) -> None:
-    """Whatever the table holds behind a request's blocks, and in whatever company a token comes."""
+    """Whatever the table holds after a request's blocks, and in whatever company a token comes."""
     request = torch.tensor([0, 0, 1, 2], dtype=torch.int32)
     seq_lens, local_seq_lens = torch.tensor([[50, 51, 5, 40], [33, 34, 5, 0]], dtype=torch.int32)
     table = torch.tensor([[3, 1, 4, -7], [2, -7, -7, -7], [-7, -7, -7, -7]], dtype=torch.int32)

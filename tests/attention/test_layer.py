@@ -23,7 +23,7 @@ from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 
 # (tokens cached before the step, new tokens): decodes at 1, 2 and 41 tokens, prefills fresh, with context, of one token
-# behind another.
+# after another.
 BATCH: Batch = ((0, 1), (1, 1), (40, 1), (0, 9), (30, 6), (3, 17), (21, 1))
 # As few decodes as project W_UV before the merge, where that is asked for; many at lengths that leave ranks without
 # tokens.
@@ -115,7 +115,7 @@ def check_layer(
         wanted = expected(hf_config, batch, with_positions)
     assert out.shape == (len(wanted) + padding, config.hidden_size)
     torch.testing.assert_close(out[: len(wanted)], wanted, atol=1e-5, rtol=1e-4)
-    assert out.isfinite().all()  # padding took nothing from the rows behind num_tokens
+    assert out.isfinite().all()  # padding took nothing from the rows after num_tokens
     return exchange
 
 
@@ -131,7 +131,7 @@ def check_variants(hf_config: Any, dcp: DCPConfig) -> None:
 
 
 def check_query_lens(hf_config: Any, dcp: DCPConfig) -> None:
-    """Decodes of several query tokens: as many in each request, then of different numbers, with padding and a prefill."""
+    """Compare decodes of several query tokens: as many each, then different numbers, with padding and a prefill."""
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
     for batch, padding in ((SPECULATED, 0), ((*SPECULATED, (6, 1), (4, 2), (13, 9)), 3)):
         check_layer(hf_config, dcp, mesh, batch, padding=padding, max_decode_query_len=3)
@@ -240,7 +240,7 @@ def check_mistakes(hf_config: Any) -> None:
 
     refused(r"hidden_states has shape \(2, 48\); expected \[at least 3, 48\]", hidden[:2], cache, step)
     refused("step is NoneType; expected what StepMetadata.build gives", hidden, cache, None)
-    refused("cache is Tensor; expected a LayerCache, as cache", hidden, cache.latents, step)
+    refused("cache is Tensor; expected a LayerCache, such as", hidden, cache.latents, step)
     for latents, message in (
         (cache.latents[..., :23], r"kv_cache has shape \(2, 4, 23\); expected \[num_blocks, 4, 24\]"),
         (

@@ -127,7 +127,9 @@ def test_ue8m0_is_exact_at_powers_of_two_and_beside_them() -> None:
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_error_of_groups(seed: int, size: int, ue8m0: bool, exponent: float, dtype: torch.dtype) -> None:
-    """Half a unit of e4m3's last place: 1 / 16 of a value, or half the smallest step of its group; nothing is cut off."""
+    """Errors are half a unit of e4m3's last bit: 1 / 16 of a value, or half the smallest step of its group; nothing
+    saturates.
+    """
     x = (randn(3, 256, seed=seed) * 10**exponent).to(dtype)
     values, scales = output_ops.quantize_fp8_groups(x, size, "row", ue8m0)
     s = scales.repeat_interleave(size, 1)

@@ -40,9 +40,14 @@ def parts_case(dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value
     return [out, values, torch.zeros(3, heads * value, dtype=dtype)], w_uv
 
 
-def written(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant | None) -> Any:
-    """Parts as a layer appends them; as many rows of padding as the last one has, which is zeros, are left to be."""
-    padding = len(parts[-1]) if len(parts) > 1 and not parts[-1].any() else 0
+def num_padding(parts: Sequence[Tensor]) -> int:
+    """Count the rows of the last part, if it is all zeros."""
+    return len(parts[-1]) if len(parts) > 1 and not parts[-1].any() else 0
+
+
+def written(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant | None, padding: int | None = None) -> Any:
+    """Append parts as a layer does, and leave the rows of padding, which the last part may be, to `finish`."""
+    padding = num_padding(parts) if padding is None else padding  # given where no one may wait for the GPU
     rows = OutputRows(sum(map(len, parts)), w_uv, quant)
     for part in parts[:-1] if padding else parts:
         if part.ndim == 3:
@@ -97,7 +102,7 @@ def unfused(x: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor]:
 
 
 def fused(out: Tensor, w_uv: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor]:
-    """By the operators behind W_UV."""
+    """Quantize by the operators that apply W_UV first."""
     if quant.kind == "fp8_groups":
         return output_ops.project_values_fp8_groups(out, w_uv, quant.group_size, quant.scale_layout, quant.ue8m0)
     assert quant.scale is not None
@@ -123,7 +128,7 @@ def numbers(values: Tensor) -> Tensor:
 def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value: int) -> None:
     """All kinds that take such heads, into memory that holds other bytes, against plain torch on the CPU.
 
-    Rows as they are: every byte. Behind W_UV: sums of another order round to another number of 16 bits at times,
+    Rows as they are: every byte. After W_UV: sums of another order round to another number of 16 bits at times,
     which has another code more rarely.
     """
     from dcpmla.attention.output import kernels
@@ -192,7 +197,7 @@ def test_kernels(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_operators_run_the_kernels() -> None:
-    """What the operators give on a GPU, into one result and apart, at DeepSeek's sizes; then replayed in a graph."""
+    """Compare the operators on a GPU, into one result and apart, at DeepSeek's sizes; then replayed in a graph."""
     for quant in KINDS:
         scale = None if quant.scale is None else quant.scale.cuda()
         on_gpu = OutputQuant(
@@ -211,9 +216,9 @@ def test_operators_run_the_kernels() -> None:
         difference = (numbers(got.values) - numbers(unfused(rows, on_gpu)[0])).abs()
         assert difference.max() <= 1
         assert (difference > 0).double().mean() < 5e-4
-        graph = torch.cuda.CUDAGraph()
+        graph, padding = torch.cuda.CUDAGraph(), num_padding(moved)
         with torch.cuda.graph(graph):
-            captured = written(moved, w_uv, on_gpu)
+            captured = written(moved, w_uv, on_gpu, padding)
         captured.values.view(torch.uint8).fill_(0)
         graph.replay()
         assert torch.equal(codes(captured.values), codes(got.values))
@@ -299,7 +304,7 @@ def test_operators() -> None:
 
 
 def check_layer() -> None:
-    """Decodes, a prefill and padding in one step, all kinds; with W_UV behind the merge and before it."""
+    """Decodes, a prefill and padding in one step, all kinds; with W_UV after the merge and before it."""
     config = dataclasses.replace(SMALL, num_heads=2, v_head_dim=128)
     layer = make_layer(config, 1, "auto", torch.float32, "cpu")
     layer_module.PROJECT_FIRST_TOKENS = 1
@@ -412,11 +417,11 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "output", *options]) == 0
     rows = json.loads(out.read_text())["rows"]
     kinds = ["fp8", "fp8 / 128", "fp8 / 128 ue8m0", "fp8 / 64", "nvfp4"]
-    assert [(row["num_tokens"], row["kind"]) for row in rows] == [
+    assert [(row["tokens"], row["quantization"]) for row in rows] == [
         (num_tokens, kind) for num_tokens in (3, 1) for kind in kinds
     ]
-    assert all(row["num_heads"] == 2 and row["different"] == 0 and not row["in_graph"] for row in rows)
-    assert all(row[time] > 0 for row in rows for time in ("project_us", "apart_us", "fused_us"))
+    assert all(row["heads"] == 2 and row["different"] == 0 and not row["in_graph"] for row in rows)
+    assert all(row[time] > 0 for row in rows for time in ("project_us", "apart_us", "median_us"))
     lines = capsys.readouterr().out
     assert "2 heads, 3 tokens" in lines
     assert "WRONG" not in lines

@@ -257,13 +257,13 @@ def check_old_gpus(config: MLAConfig) -> None:
     with patch("torch.cuda.get_device_capability", return_value=(8, 0)):
         for name in ("fp8", "fp8_ds_mla"):
             dcp, mesh = layout(2, 2, 1, (name, "auto")), init_mesh(2, 2)
-            message = rf"kv_cache_dtype \(--kv-cache-dtype\) is '{name}', which needs GPUs of compute capability 8.9; choose auto"
+            message = rf"kv_cache_dtype .* is '{name}', which needs GPUs of compute capability 8.9; choose auto"
             with pytest.raises(ValueError, match=message):
                 MLAAttention(config, dcp, mesh, LocalExchange(), torch.float32, "cuda")
 
 
 class AllRanks(LocalExchange):
-    """The exchange of a group whose ranks are all here: gathers the context from everybody's cache, chunk after chunk."""
+    """The exchange of a group whose ranks are all here: it gathers context from everybody's cache, chunk by chunk."""
 
     def __init__(self, caches: Sequence[Tensor], steps: Sequence[StepMetadata]) -> None:
         self.caches, self.chunks = (

@@ -16,6 +16,7 @@ from torch import Tensor
 from dcpmla import dcp_mla_decode, merge_partials, mla_decode
 from dcpmla.attention import reference
 from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.decode import NO_MAILBOX
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
 from tests.test_ownership import deal_slots
@@ -277,5 +278,5 @@ def test_several_query_tokens_see_as_much_as_each_is_told(
 def test_decode_is_an_operator_of_torch() -> None:
     cache = PagedCache([5, 0], 4)
     step = torch.randn(2, 2, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L
-    arguments = *step, None, 1, None, None, None, torch.float32
+    arguments = *step, None, 1, None, None, None, torch.float32, "auto", *NO_MAILBOX
     torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, arguments)

@@ -130,7 +130,7 @@ def test_a_later_key_changes_no_earlier_query() -> None:
 
 
 class AllRanks:
-    """The exchange of a group whose ranks are all here: gathers the context from everybody's cache, chunk after chunk."""
+    """The exchange of a group whose ranks are all here: it gathers context from everybody's cache, chunk by chunk."""
 
     name = "all ranks"
 

@@ -66,7 +66,7 @@ def test_halves_are_neoxs(shape: tuple[int, ...], factor: float) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_scores_depend_on_distance_only(interleaved: bool) -> None:
-    """What a rotary embedding is for: q at position m and k at n see m - n."""
+    """A rotary embedding makes q at position m and k at n see m - n alone."""
     frequencies = 10000.0 ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
     positions = torch.tensor([[3, 1], [103, 101], [1002, 1000]], dtype=torch.float64)
     q, k = torch.randn(2, 1, R, dtype=torch.float64).expand(2, 3, R)

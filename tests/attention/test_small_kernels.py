@@ -40,7 +40,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def cut(x: Tensor) -> Tensor:
-    """The same rows with NaN behind each: a slice of something wider."""
+    """The same rows with NaN after each: a slice of something wider."""
     wide = x.new_full((*x.shape[:-1], x.shape[-1] + 8), torch.nan)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
@@ -338,7 +338,7 @@ def check_operators(device: str) -> None:
         for num_heads in (1, 3):
             received = randn(
                 2, len(slots), num_heads, 16
-            )  # rows with their LSE behind them, as the exchange receives them
+            )  # rows with their LSE after them, as the exchange receives them
             torch.library.opcheck(merge_rows, on(device, [received[..., :8], received[..., 8]]))
             torch.library.opcheck(
                 weigh_rows,

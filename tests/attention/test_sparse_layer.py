@@ -93,7 +93,7 @@ def new_layer(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, weights: Weights, s
 
 
 def expected(hf_config: Any) -> list[Tensor]:
-    """Of each of the model's first two attention layers, outputs of the new tokens of all requests, laid end to end."""
+    """Return the first two attention layers' outputs of the new tokens of all requests, laid end to end."""
     modules = [decoder.self_attn for decoder in random_model(hf_config).model.layers[:2]]
     outputs: list[list[Tensor]] = [[] for _ in modules]
     for request, (cached, new) in enumerate(BATCH):
@@ -112,7 +112,7 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     """Layers of a model in each layout: by masked MHA in prefill, and by selected rows."""
     hf_config._attn_implementation = "eager"
     model = random_model(hf_config).model
-    # Prefills come by sevens, of which the last two tokens project behind the merge.
+    # Prefills come by sevens, of which the last two tokens project after the merge.
     layer_module.PROJECT_FIRST_TOKENS, layer_module._ABSORBED_TOKENS = 6, 7
     indexer_module._WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = (
         1 << 14,
@@ -132,7 +132,7 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
                 outputs, selection = run_layers(layers, hf_config, dcp, PADDING)
                 for out, rows in zip(outputs, wanted, strict=True):
                     torch.testing.assert_close(out[: len(rows)], rows, atol=1e-5, rtol=1e-4)
-                    assert out.isfinite().all()  # padding took nothing from the rows behind num_tokens
+                    assert out.isfinite().all()  # padding took nothing from the rows after num_tokens
                 assert (
                     mesh.dcp_rank == 0 or (selection.num_slots == 0).any()
                 )  # the first decode's one token is the first rank's

@@ -30,7 +30,7 @@ triton = pytest.importorskip("triton")
 
 
 def select(seq_lens: Sequence[int], topk: int, seed: int = 0) -> Tensor:
-    """[T, topk] positions at random, without order, of tokens that have so many at their position and before; -1 behind
+    """[T, topk] positions at random, without order, of tokens that have so many at their position and before; -1 after
     them.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ def seq_lens_of_tokens(query_lens: Sequence[int], seq_lens: Sequence[int]) -> li
     seed=st.integers(0, 10**6),
 )
 def test_selection_mask(segment: list[tuple[int, int]], num_keys: int, topk: int, seed: int) -> None:
-    """Bit for bit: positions before and behind the segment, none, requests that begin elsewhere."""
+    """Bit for bit: positions before and after the segment, none, requests that begin elsewhere."""
     query_lens, first = zip(*segment, strict=True)
     positions = select(
         torch.randint(0, 190, (sum(query_lens),), generator=torch.Generator().manual_seed(seed)).tolist(), topk, seed
@@ -110,7 +110,7 @@ CASES: dict[str, Case] = {
 
 
 def draw_mask(num_tokens: int, num_keys: int) -> Tensor:
-    """Rows of all bits, of none, of one, of few, and of a run far behind the first key: all tiles before it are empty."""
+    """Return rows of all bits, none, one, few, and of a run far after the first key: tiles before it are empty."""
     bits = torch.rand(num_tokens, num_keys, generator=torch.Generator().manual_seed(2)) < 0.1
     bits[1::7], bits[2::7], bits[3::7] = True, False, False
     bits[3::7, num_keys // 2] = True

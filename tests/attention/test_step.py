@@ -49,7 +49,7 @@ class Batch:
             count += 1
         return count
 
-    def places(self, request: int) -> list[tuple[int, int]]:
+    def owners(self, request: int) -> list[tuple[int, int]]:
         """(rank, slot) of each token of a request."""
         return deal_slots(
             self.seq_lens[request], self.block_tables[request], self.dcp.block_size, self.size, self.interleave
@@ -110,14 +110,14 @@ def read_caches(batch: Batch) -> list[dict[int, Mark]]:
     """Slot -> mark of each rank's cache with all cached context in it. A slot without a mark was never written."""
     caches: list[dict[int, Mark]] = [{} for _ in range(batch.size)]
     for request, context_len in enumerate(batch.context_lens):
-        for position, (rank, slot) in enumerate(batch.places(request)[:context_len]):
+        for position, (rank, slot) in enumerate(batch.owners(request)[:context_len]):
             assert slot not in caches[rank]
             caches[rank][slot] = request, position
     return caches
 
 
 def gather_chunks(batch: Batch, prefills: list[PrefillMetadata]) -> list[list[list[Mark | None]]]:
-    """What the exchange brings, chunk after chunk: the marks of each prefill request's tokens in the order given."""
+    """Return what the exchange brings, chunk by chunk: the marks of each prefill request's tokens in order."""
     caches = read_caches(batch)
     chunks = []
     for pieces in zip(*(prefill.context_chunks for prefill in prefills), strict=True):
@@ -165,7 +165,7 @@ def check_ranks_agree(batch: Batch, prefills: list[PrefillMetadata]) -> None:
 
 
 def check_tokens_of_rows(pieces: Sequence[ContextChunk]) -> None:
-    """What each rank says of its rows is `order`, read the other way: every token has one row, all others are padding."""
+    """Each rank's tokens of rows are `order`, read the other way: every token has one row, all others are padding."""
     tokens = [token for piece in pieces for token in piece.tokens.tolist()]
     order = pieces[0].order.tolist()
     assert len(tokens) == len(pieces) * len(pieces[0].local_slots)
@@ -176,9 +176,9 @@ def check_tokens_of_rows(pieces: Sequence[ContextChunk]) -> None:
 def check_tokens(batch: Batch, steps: list[StepMetadata]) -> None:
     """Positions and slots of the new tokens, request after request."""
     expected = [
-        (position, *place)
+        (position, *owner)
         for request, context_len in enumerate(batch.context_lens)
-        for position, place in list(enumerate(batch.places(request)))[context_len:]
+        for position, owner in list(enumerate(batch.owners(request)))[context_len:]
     ]
     for rank, step in enumerate(steps):
         assert step.num_tokens == sum(batch.query_lens) == len(expected)
@@ -196,7 +196,7 @@ def check_decodes(batch: Batch, steps: list[StepMetadata]) -> None:
             continue
         assert step.decode.block_table.dtype == step.decode.local_seq_lens.dtype == torch.int32
         seen = [
-            sum(owner == rank for owner, _ in batch.places(request)[: position + 1])
+            sum(owner == rank for owner, _ in batch.owners(request)[: position + 1])
             for request in range(batch.num_decodes)
             for position in range(batch.context_lens[request], batch.seq_lens[request])
         ]
@@ -334,7 +334,7 @@ def test_decode_of_many_requests_matches_the_deal() -> None:
     [
         (
             ([], [], []),
-            "query_lens, seq_lens and block_tables have 0, 0 and 0 requests; they must have the same number, at least 1",
+            "query_lens, seq_lens and block_tables have 0, 0 and 0 requests; they must have the same number, at least",
         ),
         (
             ([1], [1, 2], [[0]]),

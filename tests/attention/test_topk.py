@@ -25,7 +25,7 @@ SCORES = [0.0, -0.0, 1.0, -1.0, 1e-42, -1e-42, 3e38, math.inf, -math.inf, math.n
 
 
 def sorted_positions(scores: list[float], topk: int) -> set[int]:
-    """Of one token: what is selected, by the words of the specification."""
+    """Select for one token, by the words of the specification."""
     if len(scores) <= topk:
         return set(range(len(scores)))
     known = [-math.inf if math.isnan(score) else score for score in scores]
@@ -35,7 +35,7 @@ def sorted_positions(scores: list[float], topk: int) -> set[int]:
 def shard(
     scores: Tensor, seq_lens: Tensor, rank: int, size: int, interleave: int, num_columns: int
 ) -> tuple[Tensor, Tensor]:
-    """A rank's scores [T, num_columns], NaN behind each row's last, and how many of each row it has."""
+    """A rank's scores [T, num_columns], NaN after each row's last, and how many of each row it has."""
     local = torch.full((len(scores), num_columns), torch.nan)
     position = torch.arange(scores.shape[1])
     mine = position[ownership.owner_rank(position, size, interleave) == rank]

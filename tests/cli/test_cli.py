@@ -299,6 +299,27 @@ def test_no_output_over_the_model(
     assert target.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench generate --device cpu --batch 1 --input-len 4 --output-len 2 --model",
+        "bench serve --device cpu --input-lens 4 --output-lens 2 --model",
+        "bench layer --device cpu --geometry",
+        "plan --machine h200x8 --model",
+    ],
+)
+def test_no_measurements_over_the_model(
+    command: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    target = tmp_path / "model.safetensors"
+    before = target.read_bytes()
+    assert main([*command.split(), str(tmp_path), "--json", str(target)]) == 2
+    assert f"--json is {target}, a file in the model's directory; give the name of another" in capfd.readouterr().err
+    assert target.read_bytes() == before
+
+
 def test_a_new_output_in_the_model_s_directory(model: Path, tmp_path: Path) -> None:
     """It hurts nothing, and a job's lines may be resumed there."""
     for file in model.iterdir():

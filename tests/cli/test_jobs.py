@@ -180,7 +180,7 @@ def test_a_bad_line_is_named_before_anything_is_done(
 def test_files_that_do_not_belong_together(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "in.jsonl", PROMPTS)
     for content, message in [
-        (json.dumps(line("z")) + "\n", "which has id 'z' that --prompt-file has not; give the files of one job"),
+        (json.dumps(line("z")) + "\n", "which has id 'z' that is not in --prompt-file; give the files of one job"),
         ("text\n", "whose line 1 is no output of generate; give another file"),
         (json.dumps(PROMPTS[0]) + "\n", "whose line 1 is no output of generate; give another file"),
         (json.dumps(line(["a"])) + "\n", "whose line 1 is no output of generate; give another file"),

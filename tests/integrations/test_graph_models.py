@@ -2,6 +2,7 @@
 wait for a GPU.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +112,19 @@ def test_models_with_and_without_graph(
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_padding_changes_nothing(tp: int, tmp_path: Path) -> None:
-    """Over caches full of NaN: a whole model, and stacks of layers of other head sizes, one of them sparse."""
+    """Over caches full of NaN: a whole model, and stacks of layers of other head sizes; sparse, and of 8 bits."""
     save_tiny("deepseek_v3", tmp_path)
     dcp = DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=tp, block_size=4)
-    assert run_ranks(tp, check_stacks, tmp_path, dcp) == [(len(BATCHES),) * 3] * tp
+    assert run_ranks(tp, check_stacks, tmp_path, dcp) == [(len(BATCHES),) * 5] * tp
 
 
-def check_stacks(directory: Path, dcp: DCPConfig) -> tuple[int, int, int]:
+def check_stacks(directory: Path, dcp: DCPConfig) -> tuple[int, ...]:
     return (
         check_model(directory, dcp, False, "cpu"),
         check_stack(dcp, 2, 6, "cpu"),
         check_stack(dcp, 1, 2, "cpu", topk=24),
+        check_stack(replace(dcp, kv_cache_dtype="fp8", decode_query_dtype="fp8"), 1, 2, "cpu"),
+        check_stack(replace(dcp, kv_cache_dtype="fp8_ds_mla"), 1, 2, "cpu", topk=24),
     )
 
 

@@ -76,7 +76,7 @@ def whole_numbers(*shape: int) -> Tensor:
 
 
 class Layers(nn.Module):
-    """A projection for each quantization, and that behind it."""
+    """A projection for each quantization, and that after it."""
 
     def __init__(self, quantizations: Sequence[Quantize], value_dim: int = V) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Recorded(OutputQuantFusion):
 
 
 def as_in_inductor(fusion: OutputQuantFusion) -> Any:
-    """A backend that runs the pass where inductor does, behind its decompositions, and runs the graph as it then is."""
+    """A backend that runs the pass where inductor does, after its decompositions, and runs the graph as it then is."""
 
     def run_pass(module: GraphModule, _: object) -> GraphModule:
         fusion(module.graph)
@@ -201,7 +201,7 @@ def test_in_inductor(device: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Attention(nn.Module):
-    """Layers over one cache, each with a quantization of another kind and a linear behind it."""
+    """Layers over one cache, each with a quantization of another kind and a linear after it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ Same logits, same greedy tokens, for every cut of heads and cache.
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
 def test_eight_ranks(family: str, tmp_path: Path) -> None:
     reference = save_tiny(family, tmp_path)
     check(reference, tmp_path, 8, make_cases(8, [8], (1, 16), ("a2a",)) + make_cases(8, [8, 4], (2,), ("ag_rs",)))
+
+
+def test_deepseek_v32_whose_layers_share_a_selection(tmp_path: Path) -> None:
+    """With an indexer that rotates pairs, too, it is GLM-5 under another name, which is the oracle."""
+    reference = save_tiny("glm_moe_dsa", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("indexer_types") == ["full", "shared", "full"]
+    config |= {"model_type": "deepseek_v32", "indexer_rope_interleave": True, "index_topk_pattern": "FSF"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
 
 
 def small_latents(family: str, directory: Path) -> Any:

@@ -63,9 +63,26 @@ def test_an_exchange_whose_calls_are_compared_is_captured(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
-@pytest.mark.parametrize(("num_heads", "topk"), [(16, None), (6, None), (16, 24)])
-def test_stack_of_layers(num_gpus: int, num_heads: int, topk: int | None) -> None:
-    dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=64)
+@pytest.mark.parametrize(
+    ("num_heads", "topk", "kv_cache_dtype", "decode_query_dtype"),
+    [
+        (16, None, "auto", "auto"),
+        (6, None, "auto", "auto"),
+        (16, 24, "auto", "auto"),
+        (16, None, "fp8", "fp8"),
+        (16, 24, "fp8_ds_mla", "auto"),
+    ],
+)
+def test_stack_of_layers(
+    num_gpus: int, num_heads: int, topk: int | None, kv_cache_dtype: str, decode_query_dtype: str
+) -> None:
+    dcp = DCPConfig(
+        tensor_parallel_size=num_gpus,
+        decode_context_parallel_size=num_gpus,
+        block_size=64,
+        kv_cache_dtype=kv_cache_dtype,
+        decode_query_dtype=decode_query_dtype,
+    )
     assert run_ranks(num_gpus, check_stack, dcp, 3, num_heads, "cuda", topk, device="cuda") == [len(BATCHES)] * num_gpus
 
 

@@ -188,7 +188,7 @@ def fails(error: RuntimeError) -> Any:
 
 
 def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without memory it ends in order; any other error leaves torch's allocator in a state that nothing can go on from."""
+    """Without memory it ends in order; any other error leaves torch's allocator in a state to stop in."""
     for context in ("stream", "graph"):
         monkeypatch.setattr(torch.cuda, context, lambda *_, **__: nullcontext())
     numbers: Any = (None, 2, None, None)
@@ -205,7 +205,7 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reasons() -> list[str]:
-    """Of the last rank alone; then of all but the first; then of none."""
+    """Give reasons of the last rank alone, then of all but the first, then of none."""
     graph, rank, found = (
         DecodeGraph(sums, torch.tensor(0), make_cache(), DCP, init_mesh(3, 1), 1, 1),
         dist.get_rank(),

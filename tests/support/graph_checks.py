@@ -1,4 +1,4 @@
-"""What must hold of decode graphs on any device: checks that run on every rank of a job, captured on GPUs and padded
+"""Checks of decode graphs on any device, run on every rank of a job: captured on GPUs, padded
 alone on CPUs.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.formats import is_quantized, quantize
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
@@ -181,14 +182,22 @@ def poison(cache: LatentCache, metadata: StepMetadata, dcp: DCPConfig, generator
     """NaN wherever nobody has written, random rows of this rank's tokens before the step. Returns copies."""
     assert metadata.decode is not None
     for layer in memory_of(cache):
-        layer.fill_(torch.nan)
+        layer.view(torch.uint8).fill_(0xFF)  # NaN in every format
         rows = layer.flatten(0, 1)
         for table, length in zip(
             metadata.decode.block_table.cpu(), metadata.decode.local_seq_lens.tolist(), strict=True
         ):
             slots = (table.long()[:, None] * dcp.block_size + torch.arange(dcp.block_size)).flatten()[:length]
-            rows[slots.to(layer.device)] = torch.randn(length, layer.shape[-1], generator=generator).to(layer)
+            rows[slots.to(layer.device)] = draw_rows(length, layer.shape[-1], layer.dtype, generator).to(layer.device)
     return copies(cache)
+
+
+def draw_rows(num_rows: int, width: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return random rows in the format of a cache's dtype."""
+    if dtype != torch.uint8:
+        return torch.randn(num_rows, width, generator=generator).to(dtype)
+    kv_c, k_pe = torch.randn(num_rows, 512 + 64, generator=generator).split([512, 64], -1)
+    return quantize(kv_c, k_pe, dtype, None)
 
 
 def copies(cache: LatentCache) -> list[Tensor]:
@@ -209,7 +218,9 @@ def check_written(cache: LatentCache, before: list[Tensor], metadata: StepMetada
     """The slots of this rank's tokens, and no others."""
     mine = metadata.slot_mapping[metadata.slot_mapping >= 0]
     for layer, old in zip(memory_of(cache), before, strict=True):
-        assert bool(layer.flatten(0, 1)[mine].isfinite().all())
+        written = layer.flatten(0, 1)[mine]
+        assert bool((written.view(torch.uint8) != 0xFF).any(1).all())
+        assert is_quantized(layer.dtype) or bool(written.isfinite().all())
         expected = old.clone()
         expected.flatten(0, 1)[mine] = layer.flatten(0, 1)[mine]
         same_bits([layer], [expected])

@@ -26,7 +26,7 @@ MESH: Any = SimpleNamespace(tp_size=1, tp_rank=0, dcp_size=1, dcp_rank=0, tp_gro
 
 
 class HashModel:
-    """Continues a sequence by a hash of all of it, as it stands in the cache."""
+    """A model that continues a sequence by a hash of all of it, as the cache has it."""
 
     device = torch.device("cpu")
     dtype = torch.float32

@@ -28,8 +28,8 @@ def empty_fp8_groups(
     """Return memory for values [num_rows, width] and scales [num_rows, width / group_size].
 
     Args:
-        scale_layout: of the scales: "row": rows are contiguous; "column": columns are; "tma": columns begin at multiples
-            of 16 bytes.
+        scale_layout: "row": rows of scales are contiguous; "column": columns are; "tma": columns begin at multiples of
+            16 bytes.
     """
     values = torch.empty(num_rows, width, dtype=FP8, device=device)
     shape = num_rows, width // group_size

@@ -1,0 +1,139 @@
+"""Decode graphs over caches of 8 bits, and graphs that are captured before the scales of a cache are known.
+
+There is no GPU here: a step is recorded operator by operator and replayed over the same memory, as a CUDA graph would.
+So what Python decided when it was captured stays decided, and what it read from memory is read again.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dcpmla import DCPConfig, LatentCache, MLAAttention, init_mesh
+from dcpmla.comm.select import select_exchange
+from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.sampling import SamplingParams
+from tests.integrations.test_quantized_models import save_badly_scaled
+from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.ranks import run_ranks
+
+MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 64  # so that three requests are padded to four
+PROMPT_LENS = (1, 3, 40)  # the first is a step of one token, which could be taken for a decode
+CASES = {
+    "fp8": ("deepseek_v3", {"kv_cache_dtype": "fp8", "kv_cache_scale": 4.0}),
+    "fp8, calculated": ("deepseek_v3", {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}),
+    "fp8 queries, calculated": (
+        "deepseek_v3",
+        {"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8", "calculate_kv_scales": True},
+    ),
+    "fp8_ds_mla": ("deepseek_v3", {"kv_cache_dtype": "fp8_ds_mla"}),
+    "index cache": ("glm_moe_dsa", {"index_cache_dtype": "fp8"}),
+    "both, calculated": (
+        "glm_moe_dsa",
+        {"kv_cache_dtype": "fp8", "calculate_kv_scales": True, "index_cache_dtype": "fp8"},
+    ),
+}
+
+
+class Recording(TorchDispatchMode):
+    """The operators of a step, with the memory that they read and wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        """Run them again, each with its results where they were."""
+        for func, args, kwargs, out in self.calls:
+            for new, old in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(out), strict=True):
+                if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+
+
+def capture(graph: DecodeGraph) -> None:
+    """`DecodeGraph.capture` without a GPU: rows of padding alone, the largest batch first, each once to warm up."""
+    graph._padded.clear()
+    for size in reversed(graph.batch_sizes):
+        graph._compute(size)
+        with Recording() as recording:
+            graph._compute(size)
+        graph._graphs[size] = recording  # type: ignore[assignment]
+
+
+def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int], Tensor]]:
+    """Each prompt's tokens and logits, first alone, then beside the others."""
+    plan = LatentCache.plan(
+        model.attention_config,
+        dcp,
+        model.num_attention_layers,
+        [MAX_MODEL_LEN] * MAX_NUM_SEQS,
+        torch.float32,
+        model.index_layers,
+    )
+    cache, mesh = LatentCache(plan, model.device), init_mesh(1, 1)
+    for rows in (*cache.layers, *cache.index_layers):
+        rows.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen
+    token = torch.zeros((), dtype=torch.int64)
+    graph = DecodeGraph(model.decode, token, cache, dcp, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    if how == "captured":
+        capture(graph)
+    engine = Engine(
+        model, cache, dcp, mesh, MAX_MODEL_LEN, 16, MAX_NUM_SEQS, graph=None if how == "no graph" else graph
+    )
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
+    requests, scales = [], []
+    for num_new, at_once in ((2, prompts[:1]), (6, prompts)):
+        params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
+        requests += [engine.add(prompt, params, keep_logits=True) for prompt in at_once]
+        list(engine.run())
+        scales.append(scales_of(model))
+    assert scales[0] == scales[1]  # by the first prompt, and for good
+    return [(request.token_ids, torch.stack(request.logits)) for request in requests]
+
+
+def scales_of(model: ShardedModel) -> list[float]:
+    layers = [module for module in model._model.modules() if isinstance(module, MLAAttention)]
+    return [float(scale) for layer in layers for scale in (layer.kv_scale, layer.q_scale) if scale is not None]
+
+
+def compare(directory: Path, dcp: DCPConfig) -> None:
+    """On one rank: replays against the padded steps that they were captured from, bit for bit, and these against bare
+    ones, whose matrix products round otherwise: seldom a value has another code of 8 bits.
+    """
+    outcomes, scales = [], []
+    for how in ("no graph", "padded", "captured"):
+        selection = select_exchange(dcp, init_mesh(1, 1).dcp_group, "cpu")
+        cpu, config = torch.device("cpu"), load_config(directory)
+        model = load_model(directory, config, dcp, init_mesh(1, 1), selection, torch.float32, cpu)
+        outcomes.append(serve(model, dcp, how))
+        scales.append(scales_of(model))
+    assert scales[0] == scales[1] == scales[2]
+    assert all(scale != 1 for scale in scales[0])
+    for (bare_tokens, bare), (tokens, padded), (replayed_tokens, replayed) in zip(*outcomes, strict=True):
+        assert bool(bare.isfinite().all())
+        assert float((padded - bare).norm() / bare.norm()) < 5e-3
+        assert torch.equal(replayed, padded)
+        assert replayed_tokens == tokens == bare_tokens
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replays_over_caches_of_8_bits(case: str, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    if family == "deepseek_v3":
+        save_badly_scaled(tmp_path)  # with a scale of 1 most of its latents would be cut off
+    else:
+        save_tiny(family, tmp_path)
+    run_ranks(1, compare, tmp_path, DCPConfig(block_size=4, **options))
