@@ -102,7 +102,8 @@ class MLAConfig:
         check_fields(_MLA_RULES, vars(self))
         if self.indexer is not None and self.indexer.head_dim < self.qk_rope_head_dim:
             raise ValueError(
-                f"indexer.head_dim is {self.indexer.head_dim}; it must be at least qk_rope_head_dim {self.qk_rope_head_dim}"
+                f"indexer.head_dim is {self.indexer.head_dim}; it must be at least qk_rope_head_dim "
+                f"{self.qk_rope_head_dim}"
             )
 
     @property
@@ -115,14 +116,15 @@ class MLAConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def heads_per_rank(self, tensor_parallel_size: int) -> int:
-        """Heads of one TP rank.
+        """Return the number of heads of one TP rank.
 
         Raises:
             ValueError: the heads do not divide; the message lists the sizes that do.
         """
         if tensor_parallel_size < 1 or self.num_heads % tensor_parallel_size:
             raise ValueError(
-                f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide the model's {self.num_heads} attention heads: "
+                f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide the model's "
+                f"{self.num_heads} attention heads: "
                 f"{choices(divisors(self.num_heads))}"
             )
         return self.num_heads // tensor_parallel_size
@@ -168,7 +170,7 @@ _OPTIONS = {
 
 
 def _dcp_label(name: str) -> str:
-    """A field with its option; the workspace has none."""
+    """Return a field's name with the option that sets it; the workspace has no option."""
     if name == "context_workspace_tokens":
         return name
     return f"{name} ({_OPTIONS[name]})" if name in _OPTIONS else option_label(name)
@@ -183,7 +185,7 @@ class DCPConfig:
         dcp_comm_backend: "ag_rs" or "a2a" (collectives), "direct" (stores over NVLink), or "auto" to choose.
         exchange_timeout: seconds that `direct` waits on the device for a rank's part of an exchange.
         check_exchange: compare the ranks' calls of the exchange before they are made (`CheckedExchange`): slow, for
-        the search of bugs.
+            finding bugs.
         dcp_exchange_dtype: how decode's rows travel: "auto" as they are, "fp8" as e4m3 with scales (`direct` alone).
         block_size: tokens of one cache block on one rank.
         kv_cache_dtype: format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same
@@ -193,19 +195,20 @@ class DCPConfig:
         index_cache_dtype: format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the
             model's dtype; "fp8" takes half the memory, and rounds the indexer's queries, too.
         index_hadamard: spread the values of the indexer's keys and queries by a Hadamard transform before they are
-        rounded.
+            rounded.
         decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that the products of
             attention over an fp8 cache are fp8's; "auto" leaves them in the model's dtype.
         attention_backend, prefill_backend: name of the backend that runs decode's attention, prefill's
             (`dcpmla.attention.backends`); "auto" takes the first that can.
         context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and
-        up-projects at a time.
+            up-projects at a time.
         dcp_q_replicate: each rank holds the query projection of all its DCP group's heads, so that decode gathers
             no queries. Costs memory, and dcp times the query's arithmetic in decode.
         dcp_project_before_merge: decode applies W_UV before the merge, so that rows of v_head_dim are exchanged and
             not of kv_lora_rank, in steps with tokens enough to pay for W_UV of all the group's heads. Costs memory.
     Raises:
-        ValueError: sizes that do not divide, an unknown backend, no time to wait, a workspace below one aligned chunk.
+        ValueError: a field of another type or outside its range, sizes that do not divide, options that do not go
+            together, a workspace smaller than one aligned chunk.
     """
 
     tensor_parallel_size: int = 1
@@ -235,12 +238,14 @@ class DCPConfig:
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
         if tp % dcp:
             raise ValueError(
-                f"decode_context_parallel_size (-dcp) is {dcp}; it must divide tensor_parallel_size (-tp) {tp}: {choices(divisors(tp))}"
+                f"decode_context_parallel_size (-dcp) is {dcp}; it must divide tensor_parallel_size (-tp) {tp}: "
+                f"{choices(divisors(tp))}"
             )
         check_block_size(self.block_size, self.cp_kv_cache_interleave_size)
         if self.dcp_exchange_dtype == "fp8" and self.dcp_comm_backend not in ("auto", "direct"):
             raise ValueError(
-                f"dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', but dcp_comm_backend (--dcp-comm-backend) {self.dcp_comm_backend!r} "
+                "dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', but dcp_comm_backend (--dcp-comm-backend) "
+                f"{self.dcp_comm_backend!r} "
                 f"carries rows as they are; choose auto or direct"
             )
         self._check_cache_format()
@@ -253,7 +258,8 @@ class DCPConfig:
     def _check_cache_format(self) -> None:
         if self.kv_cache_scale is not None and self.calculate_kv_scales:
             raise ValueError(
-                f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}, but calculate_kv_scales (--calculate-kv-scales) asks to find "
+                f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}, but calculate_kv_scales "
+                "(--calculate-kv-scales) asks to find "
                 f"one; give one of them"
             )
         asked = (
@@ -279,12 +285,12 @@ class DCPConfig:
 
 
 def divisors(number: int) -> list[int]:
-    """Every size from 1 to `number` that divides it."""
+    """Return every size from 1 to `number` that divides it."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def choices(values: list[int] | tuple[str, ...]) -> str:
-    """What an error message offers: "choose 1, 2 or 4"."""
+    """Return what an error message offers: "choose 1, 2 or 4"."""
     return (
         "choose " + ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else f"choose {values[0]}"
     )

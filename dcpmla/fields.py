@@ -17,13 +17,13 @@ class Rule:
 
 
 def whole(low: int, high: int | None = None) -> Rule:
-    """Integers from `low` to `high`; no bool, no float."""
+    """Return the rule of ints from `low` to `high`; no bool, no float."""
     words = f"a whole number of at least {low}" if high is None else f"a whole number in [{low}, {high}]"
     return Rule(words, lambda value: is_whole(value) and low <= value and (high is None or value <= high))
 
 
 def number(low: float, high: float | None = None, *, above: bool = False) -> Rule:
-    """Finite numbers from `low` (with `above`, greater than it) to `high`; no bool."""
+    """Return the rule of finite numbers from `low` (with `above`, greater than it) to `high`; no bool."""
     if high is None:
         words = f"a finite number {'above' if above else 'of at least'} {low:g}"
     else:
@@ -35,17 +35,17 @@ def number(low: float, high: float | None = None, *, above: bool = False) -> Rul
 
 
 def one_of(choices: Sequence[str]) -> Rule:
-    """One of some texts."""
+    """Return the rule of some texts."""
     return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
 
 
 def optional(rule: Rule) -> Rule:
-    """A rule's values, or None."""
+    """Return a rule that takes None, too."""
     return Rule(f"{rule.words}, or none", lambda value: value is None or rule.holds(value))
 
 
 def list_of(rule: Rule, length: int | None = None) -> Rule:
-    """A list, of any length or the one given, whose items all keep to a rule."""
+    """Return the rule of lists, of any length or the one given, whose items all keep to a rule."""
     words = f"a list{'' if length is None else f' of {length}'}, each {rule.words}"
     return Rule(
         words,
@@ -58,12 +58,12 @@ def list_of(rule: Rule, length: int | None = None) -> Rule:
 
 
 def tuple_of(rule: Rule) -> Rule:
-    """A tuple whose items all keep to a rule."""
+    """Return the rule of tuples whose items all keep to a rule."""
     return Rule(f"a tuple, each {rule.words}", lambda value: isinstance(value, tuple) and all(map(rule.holds, value)))
 
 
 def either(first: Rule, second: Rule) -> Rule:
-    """The values of both rules."""
+    """Return a rule that takes what either of two takes."""
     return Rule(f"{first.words}, or {second.words}", lambda value: first.holds(value) or second.holds(value))
 
 
@@ -77,7 +77,7 @@ def check_fields(
     """Raise ValueError for the first value that breaks its field's rule, called by the field's label.
 
     Args:
-        values: by field name; fields without a rule may hold anything, rules without a value ask for none.
+        values: by field name. A value without a rule may be anything; a rule without a value is passed over.
     """
     for name, rule in rules.items():
         if name in values and not rule.holds(values[name]):
@@ -85,17 +85,17 @@ def check_fields(
 
 
 def option_label(name: str) -> str:
-    """A field's name with the option that sets it: block_size (--block-size)."""
+    """Return a field's name with the option that sets it: "block_size (--block-size)"."""
     return f"{name} (--{name.replace('_', '-')})"
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether a value is an int; True and False are none."""
+    """Tell whether a value is an int and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value is an int or a float, and finite as a float."""
+    """Tell whether a value is an int or a float, no bool, and finite as a float."""
     return (is_whole(value) or isinstance(value, float)) and abs(value) <= sys.float_info.max
 
 

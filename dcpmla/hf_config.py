@@ -1,4 +1,4 @@
-"""Hugging Face configs -> `MLAConfig`. The only file that knows their names of attention's fields."""
+"""Attention of a Hugging Face config: what their fields mean as an `MLAConfig`, and which layers have an indexer."""
 
 import math
 from typing import Any
@@ -103,7 +103,7 @@ def skips_topk(config: Any, layer: int) -> bool:
 
 
 def num_index_layers(config: Any) -> int:
-    """Layers of a transformers config that have an indexer, and so an index cache; 0 in a dense model."""
+    """Return how many layers have an indexer, and so an index cache; 0 in a dense model."""
     if config.model_type not in SPARSE_MODEL_TYPES:
         return 0
     return sum(not skips_topk(config, layer) for layer in range(config.num_hidden_layers))
@@ -131,5 +131,8 @@ def check_model_type(model_type: str) -> None:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention temperature for a context stretched by factor: 0.1 mscale ln(factor) + 1 (YaRN, section 3.4)."""
+    """Return YaRN's attention temperature for a context stretched by `factor`: 0.1 mscale ln(factor) + 1.
+
+    Source: YaRN, section 3.4.
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -199,7 +199,10 @@ def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPa
 def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
     hf_config = tiny_config("glm_moe_dsa")
     hf_config.indexer_types = types
-    message = f"model: the config's indexer_types give {types}; each of 3 layers has one, full or shared, and the first is full"
+    message = (
+        f"model: the config's indexer_types give {types}; each of 3 layers has one, full or shared, and the first is "
+        "full"
+    )
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         MLAConfig.from_hf(hf_config)
 
@@ -318,7 +321,10 @@ def test_heads_per_rank() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 5, 7, 48])
 def test_heads_that_do_not_divide(size: int) -> None:
-    message = f"tensor_parallel_size (-tp) is {size}; it must divide the model's 24 attention heads: choose 1, 2, 3, 4, 6, 8, 12 or 24"
+    message = (
+        f"tensor_parallel_size (-tp) is {size}; it must divide the model's 24 attention heads: "
+        "choose 1, 2, 3, 4, 6, 8, 12 or 24"
+    )
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         MLAConfig.from_hf(make_config("deepseek_v3")).heads_per_rank(size)
 
@@ -329,7 +335,8 @@ def test_heads_that_do_not_divide(size: int) -> None:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size (-tp) is 0; it must be a whole number in [1, 65536]"),
         (
             {"tensor_parallel_size": 6, "decode_context_parallel_size": 4},
-            "decode_context_parallel_size (-dcp) is 4; it must divide tensor_parallel_size (-tp) 6: choose 1, 2, 3 or 6",
+            "decode_context_parallel_size (-dcp) is 4; it must divide tensor_parallel_size (-tp) 6: choose 1, 2, 3 "
+            "or 6",
         ),
         (
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 4},
@@ -349,12 +356,14 @@ def test_heads_that_do_not_divide(size: int) -> None:
         ),
         (
             {"cp_kv_cache_interleave_size": 16, "block_size": 40},
-            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size (--block-size) 40",
+            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size "
+            "(--block-size) 40",
         ),
         *(
             (
                 {"exchange_timeout": seconds},
-                f"exchange_timeout (--dcp-exchange-timeout) is {seconds}; it must be a finite number above 0, in seconds",
+                f"exchange_timeout (--dcp-exchange-timeout) is {seconds}; it must be a finite number above 0, in "
+                "seconds",
             )
             for seconds in (0, -1.0, math.inf, math.nan)
         ),

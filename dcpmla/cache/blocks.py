@@ -1,4 +1,4 @@
-"""Which blocks are free, shared or remembered.
+"""Bookkeeping of blocks: which are free, shared or remembered.
 
 Every rank of a DCP group makes the same calls, so block ids are the same on all of them.
 """
@@ -13,7 +13,7 @@ _Prefix = tuple[int, bytes]
 
 
 class BlockAllocator:
-    """Hands out block ids in [0, num_blocks), and finds full blocks again by the tokens from the first one to theirs.
+    """A pool of block ids in [0, num_blocks), which finds full blocks again by the tokens from the first one to theirs.
 
     A block counts its holders. One that nobody holds is free; while it is not handed out again, what it holds can
     still be found. Blocks are handed out empty ones first, then the least recently held.
@@ -40,7 +40,7 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take free blocks, all or none; what they held is forgotten.
+        """Take free blocks, or none if there are too few; what they held is forgotten.
 
         Raises:
             ValueError: a negative number, or more than are free; the message says when that can never change.
@@ -62,7 +62,7 @@ class BlockAllocator:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Hold blocks that `find` gave, beside their other holders if any."""
+        """Hold blocks that `find` gave, together with their other holders if any."""
         for block in blocks:
             self._free.pop(block, None)
             self._num_holders[block] += 1
@@ -101,7 +101,7 @@ class BlockAllocator:
             self._content[block] = self._content[known]
 
     def find(self, token_ids: Sequence[int]) -> list[int]:
-        """Blocks that hold the first tokens of a sequence, as many as are remembered."""
+        """Return the blocks that hold the first tokens of a sequence, as many as are remembered."""
         blocks: list[int] = []
         content = 0
         for end in range(self.block_tokens, len(token_ids) + 1, self.block_tokens):

@@ -1,4 +1,4 @@
-"""How many tokens memory holds, in each format and under each DCP size."""
+"""Capacity: how many tokens memory holds, in each format and under each DCP size."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ FORMATS = KV_CACHE_DTYPES[1:]  # "auto" is one of the others
 def capacity_table(
     config: MLAConfig, num_layers: int, gpu_bytes: int, dcp_sizes: Sequence[int], num_index_layers: int | None = None
 ) -> list[CachePlan]:
-    """The largest cache of a model in bfloat16 for each format that it can have, and in it for each DCP size.
+    """Return the largest cache of a model in bfloat16 for each format that it can have, and for each DCP size.
 
     Args:
         gpu_bytes: for the cache, on each GPU.

@@ -19,8 +19,8 @@ class CachePlan:
 
     Attributes:
         row_width, dtype: of the cache's tensors: elements of a row, in the format that the dtype says
-        (`dcpmla.cache.formats`).
-        index_layers: of sparse MLA, the layers that have an index cache beside the latent one, ascending.
+            (`dcpmla.cache.formats`).
+        index_layers: of sparse MLA, the layers that have an index cache as well, ascending.
         index_row_width, index_dtype: of the index caches' tensors (`dcpmla.cache.index_keys`).
     """
 
@@ -40,7 +40,7 @@ class CachePlan:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers, on the rank that owns the token."""
+        """Bytes in all layers, on the rank that owns the token."""
         latents = self.num_layers * self.row_width * self.dtype.itemsize
         return latents + self.num_index_layers * self.index_row_width * self.index_dtype.itemsize
 
@@ -69,9 +69,12 @@ class CachePlan:
     def __str__(self) -> str:
         index = f", index cache {index_format_name(self.index_dtype)}" if self.num_index_layers else ""
         return (
-            f"{self.tokens_total:,} tokens in {self.num_blocks:,} blocks of {self.block_size} on each of {self.dcp_size} DCP ranks: "
-            f"{self.tokens_per_rank:,} tokens, {self.bytes_per_rank / 2**20:,.1f} MiB a rank; {self.bytes_total / 2**20:,.1f} MiB in total "
-            f"({format_name(self.dtype)}{index}: {self.bytes_per_token:,} bytes a token, {self.tokens_per_gb:,} tokens a GB of each rank)"
+            f"{self.tokens_total:,} tokens in {self.num_blocks:,} blocks of {self.block_size} on each of "
+            f"{self.dcp_size} DCP ranks: "
+            f"{self.tokens_per_rank:,} tokens, {self.bytes_per_rank / 2**20:,.1f} MiB a rank; "
+            f"{self.bytes_total / 2**20:,.1f} MiB in total "
+            f"({format_name(self.dtype)}{index}: {self.bytes_per_token:,} bytes a token, {self.tokens_per_gb:,} "
+            "tokens a GB of each rank)"
         )
 
 
@@ -106,8 +109,10 @@ class LatentCache:
         free = _free_bytes(device)
         if plan.bytes_per_rank > free:
             raise ValueError(
-                f"cache: {plan.bytes_per_rank:,} bytes a rank ({plan}) do not fit into the {free:,} bytes free on {device}; "
-                f"shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, shard over more ranks (-dcp), or keep "
+                f"cache: {plan.bytes_per_rank:,} bytes a rank ({plan}) do not fit into the {free:,} bytes free on "
+                f"{device}; "
+                "shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, shard over more "
+                "ranks (-dcp), or keep "
                 f"8 bits of a value (--kv-cache-dtype)"
             )
         self.sizes = plan
@@ -135,7 +140,7 @@ class LatentCache:
         dtype: torch.dtype,
         index_layers: Iterable[int] | None = None,
     ) -> CachePlan:
-        """Sizes of a cache that holds sequences of the given final lengths at once.
+        """Return the sizes of a cache that holds sequences of the given final lengths at once.
 
         Args:
             dcp: its kv_cache_dtype and index_cache_dtype are the formats.
@@ -165,7 +170,7 @@ class LatentCache:
 
 
 def num_blocks(seq_len: int, dcp: DCPConfig) -> int:
-    """Blocks of a sequence: a block id covers block_size positions on each DCP rank."""
+    """Return how many blocks a sequence takes: a block id covers block_size positions on each DCP rank."""
     return -(-seq_len // dcp.virtual_block_size)
 
 
@@ -190,7 +195,7 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
 
 @torch.library.custom_op("dcpmla::read_latents", mutates_args=())
 def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """[N, width] rows of a layer's cache at slots [N] int64, as they are cached. An operator of torch."""
+    """Return rows [N, width] of a layer's cache at slots [N] int64, as they are cached. A custom op."""
     if not kv_cache.is_cuda:
         return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
     from dcpmla.cache.kernels import read_rows  # triton is there on Linux only
@@ -205,7 +210,7 @@ def _(kv_cache: Tensor, slots: Tensor) -> Tensor:
 
 @torch.library.custom_op("dcpmla::dequantize_rows", mutates_args=())
 def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows [N, width] of an 8-bit cache -> latents [N, L + R] in dtype: `formats.dequantize`. An operator of torch."""
+    """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.dequantize`). A custom op."""
     if not rows.is_cuda or dtype == torch.float64:
         return dequantize(rows, kv_lora_rank, kv_scale, dtype)
     from dcpmla.cache import kernels

@@ -1,4 +1,4 @@
-"""Slices of a safetensors checkpoint, read from disk as they are asked for, block-quantized fp8 undone on the way."""
+"""Slices of a safetensors checkpoint, read from disk when they are asked for, block-quantized fp8 dequantized."""
 
 import json
 from collections.abc import KeysView, Mapping
@@ -45,14 +45,14 @@ class Checkpoint:
 
     @property
     def names(self) -> KeysView[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return self._files.keys()
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the shapes of tensors, and of their scales, with a model's, by name. No values are read.
 
         Raises:
-            ValueError: the first tensor here with another shape.
+            ValueError: a tensor has another shape; the first one is named.
         """
         for name in filter(expected.__contains__, self._files):
             if self._shape(name) != expected[name]:
@@ -63,7 +63,7 @@ class Checkpoint:
             self._check_scales(name)
 
     def weights(self, prefix: str) -> Mapping[str, Weight]:
-        """The tensors whose names start with a prefix, by the rest of their names.
+        """Return the tensors whose names start with a prefix, by the rest of their names.
 
         Raises:
             ValueError: scales that do not belong to their tensor's blocks.
@@ -98,10 +98,10 @@ class Checkpoint:
 
 
 def _shard_names(index: Path) -> list[str]:
-    """The files of a checkpoint's index, which transformers reads as well.
+    """Return the file names in a checkpoint's index, which transformers reads as well.
 
     Raises:
-        ValueError: no JSON object with weight_map and metadata, or a shard that is no file beside the index.
+        ValueError: the index is no JSON object with weight_map and metadata, or a shard is no file of its directory.
     """
     try:
         content = json.loads(index.read_text())
@@ -112,7 +112,9 @@ def _shard_names(index: Path) -> list[str]:
         raise ValueError(f"checkpoint: {index} has a weight_map or metadata that is no object, or empty")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
-            raise ValueError(f"checkpoint: {index} has tensor {name} in {shard!r}; it must be a file beside the index")
+            raise ValueError(
+                f"checkpoint: {index} has tensor {name} in {shard!r}; it must be a file of the same directory"
+            )
     return sorted(set(weight_map.values()))
 
 

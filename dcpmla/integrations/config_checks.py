@@ -1,4 +1,4 @@
-"""What a model's JSON files may say: every field that transformers' modules or this package read, checked by name.
+"""Checks of a model's JSON files: every field that transformers' modules or this package read, by its name.
 
 transformers checks types alone, and takes a size of 0, -1 or 10^12 until something fails far from its cause.
 """
@@ -108,8 +108,8 @@ _QUANTIZATION_RULES = {
 
 
 def check_generation_config(directory: Path) -> None:
-    """Raise ValueError for a model's generation_config.json, if it has one, that transformers cannot read or whose
-    end-of-sequence tokens are none.
+    """Raise ValueError for a generation_config.json that transformers cannot read, or whose end-of-sequence tokens are
+    no token ids.
     """
     file = directory / "generation_config.json"
     if not file.is_file():
@@ -124,7 +124,7 @@ def check_generation_config(directory: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """What an exception of transformers' says, with its kind where that is more than a wrong value."""
+    """Return what an exception of transformers' says, with its type unless that is ValueError."""
     return str(error) if isinstance(error, ValueError) else repr(error)
 
 
@@ -170,7 +170,8 @@ def _check_rope(config: Any) -> None:
     if rotated != dims or dims % 2:
         raise ValueError(
             f"qk_rope_head_dim is {dims}; it must be even, and the {rotated} dims that head_dim {config.head_dim} and "
-            f"rope_parameters ({rope['rope_type']}, partial_rotary_factor {rope.get('partial_rotary_factor', 1.0)}) give"
+            f"rope_parameters ({rope['rope_type']}, partial_rotary_factor "
+            f"{rope.get('partial_rotary_factor', 1.0)}) give"
         )
     for name in ("short_factor", "long_factor"):
         if rope["rope_type"] == "longrope" and len(rope[name]) != dims // 2:

@@ -26,7 +26,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # a tensor of one expert: its l
 
 
 class Placeholder(nn.Module):
-    """Stands where an MLA module was, so that transformers neither allocates nor loads it."""
+    """An empty module instead of an MLA module, so that transformers neither allocates nor loads that one."""
 
 
 def load_skeleton(
@@ -47,7 +47,7 @@ def load_skeleton(
         dtype: of the parameters; None takes the checkpoint's.
         enable_expert_parallel: spread experts whole over the ranks; dense and shared MLPs are cut either way.
     Raises:
-        ValueError: experts that do not divide, no checkpoint, tensors that are missing or misshaped.
+        ValueError: experts that do not divide, no checkpoint, tensors that are missing or of another shape.
     """
     base: Any = getattr(transformers, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")
     whole_experts = enable_expert_parallel and mesh.tp_size > 1
@@ -108,7 +108,7 @@ def load_skeleton(
 
 
 def _plan_without_attention(model: Any) -> dict[str, str]:
-    """transformers' rules for everything but attention, and for shared experts where its own leave those out (GLM-4)."""
+    """Return transformers' rules for all but attention; for shared experts, too, where it leaves them out (GLM-4)."""
     plan = {rule: style for rule, style in model._tp_plan.items() if ".self_attn." not in rule}
     if any(name.endswith(".shared_experts") for name, _ in model.named_modules()):
         shared = "model.layers.*.mlp.shared_experts"
@@ -117,8 +117,9 @@ def _plan_without_attention(model: Any) -> dict[str, str]:
 
 
 def _without_zero_experts(config: Any) -> dict[str, str]:
-    """Set LongCat's zero experts aside: they are the identity, published checkpoints have no weights for them,
-    transformers' own do.
+    """Return how to rename the weights of LongCat's zero experts, so that they are not loaded.
+
+    They are the identity: published checkpoints have no such weights, those that transformers saves do.
     """
     zero_experts = [
         str(config.n_routed_experts + number) for number in range(getattr(config, "zero_expert_num", None) or 0)
@@ -145,13 +146,14 @@ def _check_shapes(model: Any, checkpoint: Checkpoint) -> None:
         prefix, digits = found.groups() if (found := _EXPERT.match(name)) else ("", "0")
         if prefix in num_experts and int(digits) >= num_experts[prefix] + zero_experts:
             raise ValueError(
-                f"checkpoint: tensor {name} is one too many; the model's config has n_routed_experts {num_experts[prefix]}"
+                f"checkpoint: tensor {name} is one too many; the model's config has n_routed_experts "
+                f"{num_experts[prefix]}"
             )
     checkpoint.check_shapes(shapes)
 
 
 def _check_loaded(info: dict[str, Any]) -> None:
-    """transformers fills what a checkpoint lacks with random numbers; here that is an error."""
+    """Raise ValueError for what a checkpoint lacks: transformers fills it with random numbers."""
     if info["missing_keys"]:
         raise ValueError(
             f"checkpoint: {len(info['missing_keys'])} tensors are missing, the first is {min(info['missing_keys'])}"

@@ -97,7 +97,7 @@ class ShardedModel:
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-        """`step` for a `DecodeGraph`: every row's logits, and no look at results from the host. Collective over the
+        """Run one step for a `DecodeGraph`: all rows' logits, and no look at results from the host. Collective over the
         TP group.
 
         Args:
@@ -248,7 +248,7 @@ def load_model(
         dtype: to compute in; None takes the checkpoint's.
         enable_expert_parallel: each rank holds its share of the experts whole, instead of a slice of every one.
     Raises:
-        ValueError: sizes that do not divide, tensors that are missing or misshaped, a generation config that is none.
+        ValueError: sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
     """
     check_generation_config(directory)
     attention_config = MLAConfig.from_hf(config)
@@ -283,7 +283,7 @@ def load_model(
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
-    """Return the generation config's, else the model config's."""
+    """Return the end-of-sequence tokens of the generation config, else of the model's config."""
     generation = getattr(model, "generation_config", None)
     eos: int | Sequence[int] | None = getattr(generation, "eos_token_id", None)
     eos = model.config.eos_token_id if eos is None else eos

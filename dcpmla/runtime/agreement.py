@@ -1,4 +1,4 @@
-"""What all ranks take from one another once a step: the first rank's tokens and clock, and whose callbacks failed."""
+"""Agreement of all ranks once a step: on the first rank's tokens and clock, and on whose callbacks failed."""
 
 import time
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ _MICROSECOND = 1e-6
 
 @dataclass(frozen=True)
 class Agreed:
-    """The same on every rank.
+    """What is the same on every rank.
 
     Attributes:
         now: seconds on the first rank's clock.
         token_ids: the first rank's.
-        failed: of the flags that each rank gave, which were set on any.
+        failed: which of the flags that each rank gave were set on any.
     """
 
     now: float
@@ -30,7 +30,7 @@ class Agreed:
 
 
 class Agreement:
-    """The engine's clock, and its only collective beside the model's: one small all-reduce a step."""
+    """The engine's clock, and its only collective besides the model's: one small all-reduce a step."""
 
     def __init__(self, mesh: DCPMesh, device: torch.device) -> None:
         self._mesh, self._device = mesh, device
@@ -41,7 +41,7 @@ class Agreement:
         self._started = time.monotonic()
 
     def reach(self, tokens: Tensor, failed: Sequence[bool]) -> Agreed:
-        """Exchange a step's outcome. Collective over the TP group; tokens and flags are as many on every rank.
+        """Exchange a step's outcome. Collective over the TP group, with as many tokens and flags on every rank.
 
         Args:
             tokens: [n] int64, chosen on this rank.

@@ -19,8 +19,8 @@ class Request:
 
     Attributes:
         request_id: the caller's name for it.
-        on_token: called with the request and the text that its new token made certain, maybe none; after the whole
-        step's tokens.
+        on_token: called with the request and the text, maybe empty, that its new token made certain; after all
+            requests have the step's tokens.
         text_stream: of the new tokens; None without a tokenizer.
         token_ids: new tokens so far; one that stops the request is the last one.
         logits: [vocab] float32 each new token was chosen from, when they are to be kept.
@@ -30,7 +30,7 @@ class Request:
         error: what on_token raised, on this rank or (a RuntimeError says so) on another.
         num_computed_tokens: whose latents are in the cache.
         num_cached_tokens: of the prompt, that an earlier request had computed.
-        num_preemptions: how often its blocks were taken away and it was computed anew.
+        num_preemptions: how often its blocks were taken away, so that it was computed again.
     """
 
     prompt_token_ids: list[int]
@@ -57,14 +57,12 @@ class Request:
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """The request's own random numbers: they depend on its seed alone, not on its neighbours in a batch or on the
-        ranks.
-        """
+        """The request's own random numbers, which depend on its seed alone: not on other requests, nor on the ranks."""
         return new_generator(self.params.seed)
 
     @property
     def text(self) -> str:
-        """Of the new tokens, without a stop string or the token that stopped it; empty without a tokenizer."""
+        """Text of the new tokens, without a stop string or the token that stopped it; empty without a tokenizer."""
         return "" if self.text_stream is None else self.text_stream.text
 
     @property
@@ -82,12 +80,12 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Known tokens at positions [start, end), of the prompt and then new ones."""
+        """Return the known tokens at positions [start, end), of the prompt and then new ones."""
         num_prompt = len(self.prompt_token_ids)
         return self.prompt_token_ids[start:end] + self.token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> str:
-        """Take a sampled token, and finish where it says so; returns the text that became certain."""
+        """Take a sampled token, finish where it says so, and return the text that became certain."""
         self.token_ids.append(token_id)
         params, piece = self.params, ""
         if token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos):
@@ -109,10 +107,8 @@ class Request:
             self.text_stream.finish()
 
     def metrics(self) -> dict[str, float | None]:
-        """Seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (of those
-        after the first).
-
-        None for what an aborted request did not reach.
+        """Return seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (of those
+        after the first); None for what an aborted request did not reach.
         """
         per_token = _seconds(self.first_token_time, self.finish_time, max(1, len(self.token_ids) - 1))
         return {
@@ -151,7 +147,8 @@ def check_prompt(name: str, token_ids: Sequence[int], vocab_size: int, max_model
         raise ValueError(f"{name} has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
     if len(token_ids) >= max_model_len:
         raise ValueError(
-            f"{name} has {len(token_ids)} tokens; with --max-model-len {max_model_len} at most {max_model_len - 1} leave room for a new one"
+            f"{name} has {len(token_ids)} tokens; with --max-model-len {max_model_len} at most {max_model_len - 1} "
+            "leave room for a new one"
         )
 
 

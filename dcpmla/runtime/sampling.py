@@ -1,4 +1,4 @@
-"""Logits -> tokens, and what a request asks of it."""
+"""Sampling of tokens from logits, and what a request asks of it."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, number, option_label, tuple_of, whole
 
-_MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small beside the logits of a large batch
+_MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small compared with the logits of a large batch
 
 
 _RULES = {
@@ -77,7 +77,7 @@ class SamplingParams:
 
 
 def new_generator(seed: int) -> torch.Generator:
-    """A CPU generator for a seed in [0, 2^64).
+    """Return a CPU generator for a seed in [0, 2^64).
 
     Hashed, for torch looks at the lowest 32 bits only: seeds 2^32 apart would draw alike.
     """
@@ -86,7 +86,7 @@ def new_generator(seed: int) -> torch.Generator:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Choose a token for each row; a row's token depends on nothing beside it.
+    """Choose a token for each row, whatever the other rows are.
 
     Args:
         logits: [n, vocab] float32.
@@ -106,7 +106,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
-    """The inverse of each row's cumulative distribution, in the vocabulary's order, at a number of [0, 1).
+    """Invert each row's cumulative distribution, in the vocabulary's order, at a number in [0, 1).
 
     In this order a small change of the logits moves every boundary between tokens a little, and seldom past the number.
     """
@@ -123,7 +123,7 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[f
 
 
 def _keep_best(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Scores with -inf for tokens outside of top-k, and outside of top-p among those left.
+    """Return the scores with -inf for tokens outside of top-k, and outside of top-p among those left.
 
     Top-k keeps all that tie with its last token; top-p takes tokens of equal score by their ids.
     """

@@ -17,7 +17,7 @@ class Step:
     """Requests, and how many tokens of each the step computes; pieces of one token come first.
 
     Attributes:
-        budget: tokens that the step has room for beside those in it.
+        budget: further tokens that the step has room for.
     """
 
     budget: int
@@ -34,10 +34,9 @@ class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, first come, first served.
 
     A request is admitted when there are blocks for all its known tokens, and one more for each running request: a
-    prefill never waits half-way, and seldom comes too early. Decodes take a block when they reach it; when none is
-    free, the youngest
-    running request gives up its blocks and is computed anew later (its full blocks stay findable as long as nobody else
-    needs them).
+    prefill never waits half-way, and seldom comes too early. Decodes take a block when they reach it. When no block is
+    free, the youngest running request gives up its blocks and is computed again later (its full blocks can be found as
+    long as nobody else needs them).
 
     Args:
         allocator: of the cache.
@@ -61,7 +60,7 @@ class Scheduler:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        # Whom there was no room for; blocks free and remembered then.
+        # The request that there was no room for; blocks free and remembered then.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
     def check_fits(self, request: Request) -> None:
@@ -72,15 +71,16 @@ class Scheduler:
         num_blocks = self._num_blocks(request.max_seq_len)
         if num_blocks > self.allocator.num_blocks:
             raise ValueError(
-                f"a prompt of {len(request.prompt_token_ids)} tokens and {request.params.max_new_tokens} new ones need {num_blocks} blocks "
+                f"a prompt of {len(request.prompt_token_ids)} tokens and {request.params.max_new_tokens} new ones "
+                f"need {num_blocks} blocks "
                 f"of {self.allocator.block_tokens} tokens, but the cache has {self.allocator.num_blocks}; "
                 f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
             )
 
     def schedule(self, now: float) -> Step:
-        """The next step; without pieces when there are no requests.
+        """Return the next step, without pieces when there are no requests.
 
-        Takes blocks for it, from the youngest requests if need be.
+        Its blocks are taken, from the youngest requests if need be.
         """
         step = Step(self.max_num_batched_tokens)
         self._schedule_decodes(step)
@@ -131,7 +131,7 @@ class Scheduler:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
 
     def _take_blocks(self, request: Request) -> bool:
-        """Blocks for all known tokens: those that hold the first tokens already, then new ones; or none at all."""
+        """Take blocks for all known tokens, or none: those that hold the first tokens already, and new ones."""
         refused, num_free, num_remembered = self._refused
         if (
             request is refused
@@ -155,7 +155,7 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request) -> bool:
-        """A block for the next token, if it needs one; False if the request had to give up its own."""
+        """Take a block for the next token, if it needs one; return False if the request had to give up its own."""
         while len(request.block_ids) < self._num_blocks(request.num_computed_tokens + 1):
             if self.allocator.num_free:
                 request.block_ids += self.allocator.allocate(1)

@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""Totals of what an engine has served."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Token ids -> text as they come, up to a stop string."""
+"""Text of token ids as they come, up to a stop string."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -20,12 +20,11 @@ class TextStream:
     """The text of a request, in pieces as its tokens come.
 
     The pieces together are the text of all tokens decoded at once without the special ones; or, once a stop string
-    is complete, what stands before it. Stop strings that become complete with the same character: the longest counts.
-    Work per token does
-    not grow with the text.
+    is complete, what comes before it. Of stop strings that become complete with the same character the longest counts.
+    Work per token does not grow with the text.
 
     Args:
-        stop: strings that end the text, none empty.
+        stop: strings that end the text; no string is empty.
 
     Exact for tokenizers whose text, incomplete characters aside, is only ever added to. A byte-fallback vocabulary
     takes text back when a broken character follows a whole one, and so does clean_up_tokenization_spaces; what has been
@@ -45,14 +44,11 @@ class TextStream:
         return "".join(self._pieces)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """New text that is certain: whole characters, and none that may belong to a stop string.
-
-        Nothing after a stop string.
-        """
+        """Return new text that is certain: whole characters that are part of no stop string, and nothing after one."""
         return self._give("".join(self._decoder.push(token) for token in token_ids), is_end=False)
 
     def finish(self) -> str:
-        """What was held back, at the end of the request."""
+        """Return what was held back, at the end of the request."""
         return self._give(self._decoder.finish(), is_end=True)
 
     def _give(self, new: str, is_end: bool) -> str:
@@ -70,7 +66,7 @@ class TextStream:
         return text[:num_given]
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest end of the text that begins a stop string."""
         longest = min(len(text), max(map(len, self._stop), default=0))
         return next(
             (num for num in range(longest, 0, -1) if any(stop.startswith(text[-num:]) for stop in self._stop)), 0
@@ -82,8 +78,7 @@ class _Decoder:
 
     A token's text depends on those before it: a leading space is dropped at the start of a text, and a character
     may be cut into several tokens. So the window begins with tokens whose text has been given out already, and only
-    what comes after that
-    text is new.
+    what comes after that text is new.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -93,7 +88,7 @@ class _Decoder:
         self._num_given = 0  # characters of it
 
     def push(self, token_id: int) -> str:
-        """The text that the token makes certain."""
+        """Return the text that the token makes certain."""
         text = self._decode([*self._window, token_id])
         if text == self._text and self._is_skipped(token_id):
             return ""  # or a run of them would fill the window
@@ -110,12 +105,12 @@ class _Decoder:
         return new
 
     def finish(self) -> str:
-        """The text that was not certain."""
+        """Return the text that was not certain."""
         new, self._num_given = self._text[self._num_given :], len(self._text)
         return new
 
     def _shorten(self) -> None:
-        """Keep the last tokens, from between two characters on: one of four neighbouring cuts is, where bytes are
+        """Keep the last tokens, from a boundary of characters on: one of four neighbouring cuts is one, where bytes are
         characters at all.
         """
         for num_kept in range(_CONTEXT, _CONTEXT + 4):
@@ -127,7 +122,7 @@ class _Decoder:
         self._window, self._text = window, text
 
     def _is_skipped(self, token_id: int) -> bool:
-        """A special or unknown token. Decoded twice, for a space may be dropped once, at the start."""
+        """Tell whether a token is special or unknown. It is decoded twice, for a space may be dropped at the start."""
         return not self._decode([token_id, token_id])
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -231,7 +231,10 @@ def test_scales_that_do_not_belong(storage: torch.dtype, kv_scale: Tensor | None
             {"kv_cache_dtype": "int8"},
             "kv_cache_dtype (--kv-cache-dtype) is 'int8'; it must be one of auto, bf16, fp8, fp8_ds_mla",
         ),
-        ({"decode_query_dtype": "bf16"}, "decode_query_dtype (--decode-query-dtype) is 'bf16'; it must be one of auto, fp8"),
+        (
+            {"decode_query_dtype": "bf16"},
+            "decode_query_dtype (--decode-query-dtype) is 'bf16'; it must be one of auto, fp8",
+        ),
         *(
             (
                 {"kv_cache_dtype": "fp8", "kv_cache_scale": scale},

@@ -217,11 +217,10 @@ def test_every_weights_shape(family: str, tmp_path: Path) -> None:
 
 
 def load_uneven_experts(directory: Path) -> None:
+    dcp, cpu, mesh = DCPConfig(tensor_parallel_size=2), torch.device("cpu"), init_mesh(2, 1)
+    files, selection = open_model(str(directory)), select_exchange(dcp, mesh.dcp_group, cpu)
     with pytest.raises(ValueError, match=r"experts\.0\.\w+_proj\.weight has shape \(.*\); the model's config asks for"):
-        dcp, cpu = DCPConfig(tensor_parallel_size=2), torch.device("cpu")
-        mesh = init_mesh(2, 1)
-        files = open_model(str(directory))
-        load_engine(files, dcp, mesh, select_exchange(dcp, mesh.dcp_group, cpu), cpu, seq_lens=[12])
+        load_engine(files, dcp, mesh, selection, cpu, seq_lens=[12])
 
 
 @pytest.mark.parametrize("size", [24, 96])

@@ -165,7 +165,7 @@ def test_experts_that_tp_cannot_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("enable_expert_parallel", [False, True])
 def test_longcat_as_published(enable_expert_parallel: bool, tmp_path: Path) -> None:
-    """Zero experts are the identity: published checkpoints have no weights for them, those that transformers writes do."""
+    """Zero experts are the identity: published checkpoints have no such weights, those that transformers writes do."""
     reference = save("longcat_flash", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     published = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.experts\.(8|9)\.", name)}
@@ -204,7 +204,8 @@ def message_of(function: Callable[..., Any], *args: Any) -> str:
         (
             {},
             3,
-            "--enable-expert-parallel): 8 experts cannot be spread over 3 ranks; tensor_parallel_size (-tp) must be one of 1, 2, 4, 8",
+            "--enable-expert-parallel): 8 experts cannot be spread over 3 ranks; tensor_parallel_size (-tp) must "
+            "be one of 1, 2, 4, 8",
         ),
         ({"first_k_dense_replace": 2}, 2, "--enable-expert-parallel): the model has no experts; leave the option out"),
     ],

@@ -187,7 +187,7 @@ def test_tokens_without_probability_are_never_drawn(limits: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("vocab", [4, 1000, 100_000])
 def test_the_ends_of_the_unit_interval(vocab: int) -> None:
-    """The least and the greatest number that can be drawn choose the first and the last token that has a probability."""
+    """The least and the greatest number that can be drawn choose the first and the last token with a probability."""
     logits = random_logits(2, seed=4, vocab=vocab)
     logits[:, [0, vocab - 1]] = -torch.inf
     assert _draw(logits, [SamplingParams(temperature=1.0)] * 2, [0.0, 1 - 2**-53]).tolist() == [1, vocab - 2]
