@@ -1,4 +1,4 @@
-"""What a model's attention is (`MLAConfig`) and how it is spread over ranks (`DCPConfig`)."""
+"""The geometry of a model's attention (`MLAConfig`) and its distribution over ranks (`DCPConfig`)."""
 
 import math
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ _MLA_RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
-    """What selects the tokens that each token attends to, in sparse MLA.
+    """The geometry of the indexer, which selects the tokens that each token attends to in sparse MLA.
 
     Attributes:
         num_heads, head_dim: of the indexer's queries; its keys have one head.

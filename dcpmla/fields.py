@@ -10,7 +10,7 @@ _SHOWN = 80  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field's value must be: in words for the message, and as a test that takes a value of any type."""
+    """A rule for a field's value: in words for the message, and as a test that takes a value of any type."""
 
     words: str
     holds: Callable[[object], bool]

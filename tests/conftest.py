@@ -23,7 +23,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny DeepSeek-V3 without a tokenizer."""
+    """Save a tiny DeepSeek-V3 without a tokenizer."""
     directory = tmp_path_factory.mktemp("model")
     save_tiny("deepseek_v3", directory)
     return directory

@@ -43,7 +43,7 @@ def modeling(config: Any) -> Any:
 
 
 def make_module(config: Any) -> Any:
-    """The family's attention module, its norms drawn at random."""
+    """Make the family's attention module, its norms drawn at random."""
     torch.manual_seed(0)
     name = type(config).__name__.removesuffix("Config") + (
         "MLA" if config.model_type == "longcat_flash" else "Attention"

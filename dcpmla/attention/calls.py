@@ -119,7 +119,7 @@ class DecodeCall:
 
     @property
     def has_one_token_each(self) -> bool:
-        """Whether every request brings one query token."""
+        """Return whether every request brings one query token."""
         return self.query_start_loc is None and self.max_query_len == 1
 
     def new_output(self, num_ranks: int = 1) -> tuple[Tensor, Tensor]:

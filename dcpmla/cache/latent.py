@@ -79,7 +79,7 @@ class CachePlan:
 
 
 class LayerCache(NamedTuple):
-    """What one layer caches on one rank.
+    """The cache of one layer on one rank.
 
     Attributes:
         latents: [num_blocks, block_size, row_width] in one of the formats of `dcpmla.cache.formats`.

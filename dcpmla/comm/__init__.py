@@ -1,1 +1,1 @@
-"""What a DCP step moves between ranks, and how."""
+"""The exchange of a DCP group: the data that moves between ranks, and the backends that move it."""

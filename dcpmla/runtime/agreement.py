@@ -16,7 +16,7 @@ _MICROSECOND = 1e-6
 
 @dataclass(frozen=True)
 class Agreed:
-    """What is the same on every rank.
+    """The values that are the same on every rank.
 
     Attributes:
         now: seconds on the first rank's clock.

@@ -33,7 +33,7 @@ _NOW = -math.inf  # arrival time of a request that the next step dates
 
 
 class Model(Protocol):
-    """What the engine drives; `dcpmla.integrations.transformers.ShardedModel` is one."""
+    """The model that the engine drives; `dcpmla.integrations.transformers.ShardedModel` is one."""
 
     device: torch.device
     dtype: torch.dtype
@@ -151,7 +151,7 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is still to be served, or to be given to the caller."""
+        """Return whether any request is still to be served, or to be given to the caller."""
         return bool(self._arriving or self.scheduler.waiting or self.scheduler.running or self._finished)
 
     def run(self) -> Iterator[Request]:

@@ -1,4 +1,4 @@
-"""Which tokens the next step computes, and which blocks they go to.
+"""The choice of tokens that the next step computes, and of the blocks that they go to.
 
 Every rank runs its own scheduler and comes to the same decisions: they depend on nothing but the requests, the
 tokens so far and the engine's clock, which are the same on all ranks.

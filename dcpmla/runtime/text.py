@@ -9,7 +9,7 @@ _LONGEST = 4 * _CONTEXT  # tokens decoded at once
 
 
 class Tokenizer(Protocol):
-    """What the runtime asks of a tokenizer; each of transformers' is one."""
+    """The part of a tokenizer that the runtime uses; each of transformers' has it."""
 
     def __call__(self, text: str) -> Mapping[str, Any]: ...
 

@@ -59,7 +59,7 @@ DEEPSEEK = MLAConfig(
 def make_layer(
     config: MLAConfig, size: int, backend: str, dtype: torch.dtype, device: str, **formats: str
 ) -> MLAAttention:
-    """A layer of random weights, cut as its ranks are."""
+    """Make a layer of random weights, cut as its ranks are."""
     dcp = DCPConfig(
         tensor_parallel_size=size,
         decode_context_parallel_size=size,

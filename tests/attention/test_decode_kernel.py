@@ -93,8 +93,9 @@ class Case:
         return {**on_device, **numbers, "dtype": self.dtype}
 
     def answer(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The reference's, in float64 on the same bytes; fp8_ds_mla's products with scales count as rounded to the
-        model's dtype.
+        """Compute the reference in float64 on the same bytes.
+
+        fp8_ds_mla's products with scales count as rounded to the model's dtype.
         """
         exact = {**inputs, "q": inputs["q"].double(), "dtype": torch.float64}
         if self.format == "fp8_ds_mla":
@@ -346,4 +347,7 @@ def test_the_operator_on_a_gpu(kind: dict[str, Any]) -> None:
     inputs = {**long_case(5, 2000, **kind).inputs("cuda"), "workspace": decode_workspace("cuda")}
     names = [argument.name for argument in torch.ops.dcpmla.mla_decode.default._schema.arguments]
     args = tuple(inputs[name] for name in names if name in inputs)
-    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, (*args, "auto", *NO_MAILBOX))
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if inputs["kv_cache"].dtype != formats.FP8:  # which torch 2.11 cannot compare
+        checks.append("test_schema")
+    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, (*args, "auto", *NO_MAILBOX), test_utils=checks)

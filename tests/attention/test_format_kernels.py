@@ -64,8 +64,8 @@ def quantized_case(
 
 
 def check_cache_rows(device: str) -> None:
-    """The cache holds what `encode` makes of the latents that the kernel returns, NaN where they have it; nothing else
-    of it changes.
+    """Check that the cache holds what `quantize` makes of the latents that the kernel returns, NaN included, and that
+    nothing else of it changes.
     """
     from dcpmla.attention.triton.projections import finish_latents
 
@@ -88,7 +88,7 @@ def check_cache_rows(device: str) -> None:
 
 
 def check_fp8_queries(device: str) -> None:
-    """Rounded to q's dtype first: codes are those of the query that the kernel makes without a scale."""
+    """Check codes, rounded to q's dtype first: they are those of the query that the kernel makes without a scale."""
     from dcpmla.attention.triton.projections import absorb_query
 
     dtypes = (
@@ -164,7 +164,7 @@ def test_a_chunk_through_the_operators(storage: torch.dtype) -> None:
 
 
 def check_operators(device: str) -> None:
-    """Schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
+    """Check schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     for sizes, storage in ((ODD, FP8), (TILES, torch.uint8)):
         arguments = quantized_case(sizes, storage, torch.float32, 0.01, True)

@@ -154,7 +154,7 @@ def run_theirs(
     causal: Tensor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Tensor, Tensor]:
-    """transformers' scores, caught where it masks them, and its selection."""
+    """Return transformers' scores, caught where it masks them, and its selection."""
     scores = []
     whole = torch.matmul
 

@@ -50,13 +50,13 @@ def hidden_states(config: Any, batch: Batch) -> list[Tensor]:
 
 
 def rope(config: Any, num_tokens: int, with_positions: bool) -> tuple[Tensor, Tensor]:
-    """transformers' (cos, sin) [1, T, R]; angles of zero stand for a model without positions."""
+    """Return transformers' (cos, sin) [1, T, R]; angles of zero mean a model without positions."""
     cos, sin = DeepseekV3RotaryEmbedding(config)(torch.empty(0), torch.arange(num_tokens)[None])
     return (cos, sin) if with_positions else (torch.ones_like(cos), torch.zeros_like(sin))
 
 
 def expected(config: Any, batch: Batch, with_positions: bool) -> Tensor:
-    """Outputs of the new tokens of all requests, laid end to end."""
+    """Return the outputs of the new tokens of all requests, laid end to end."""
     attention, outputs = oracle(config), []
     for (_, new), hidden in zip(batch, hidden_states(config, batch), strict=True):
         causal = torch.full((len(hidden), len(hidden)), -torch.inf).triu(1)[None, None]

@@ -112,7 +112,7 @@ def fused(out: Tensor, w_uv: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor
 
 
 def move(x: Tensor, device: str) -> Tensor:
-    """A copy on a device with the strides it had."""
+    """Copy to a device with the strides it had."""
     base = x if x._base is None else x._base
     return base.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
 
@@ -304,7 +304,7 @@ def test_operators() -> None:
 
 
 def check_layer() -> None:
-    """Decodes, a prefill and padding in one step, all kinds; with W_UV after the merge and before it."""
+    """Check decodes, a prefill and padding in one step, all kinds; with W_UV after the merge and before it."""
     config = dataclasses.replace(SMALL, num_heads=2, v_head_dim=128)
     layer = make_layer(config, 1, "auto", torch.float32, "cpu")
     layer_module.PROJECT_FIRST_TOKENS = 1

@@ -46,7 +46,7 @@ def segments(lens: Sequence[int], device: str) -> Segments:
 
 
 def poisoned(rows: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    """The same rows, a view with NaN before, behind and beside them."""
+    """Return the same rows as a view with NaN before, after and beside them."""
     whole = torch.full(
         (rows.shape[0] + 200, *rows.shape[1:-1], rows.shape[-1] + 16), torch.nan, dtype=dtype, device=device
     )
@@ -57,7 +57,7 @@ def poisoned(rows: Tensor, dtype: torch.dtype, device: str) -> Tensor:
 def check_prefill(
     prefill: Callable[[PrefillCall], tuple[Tensor, Tensor]], case: str, dtype: torch.dtype, device: str
 ) -> None:
-    """A backend's (out, lse) against float64."""
+    """Compare a backend's (out, lse) with float64."""
     query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = CASES[case]
     queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ def check_unaligned(device: str) -> None:
 
 
 def check_neighbours(device: str) -> None:
-    """A request whose rows are NaN spoils no other's."""
+    """Check that a request whose rows are NaN spoils no other's."""
     from dcpmla.attention.triton.prefill import run
 
     mha_prefill = as_kernel(run, PrefillCall)
@@ -154,7 +154,7 @@ def check_merge_into(device: str) -> None:
 
 
 def check_operators(device: str, dtype: torch.dtype) -> None:
-    """Schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
+    """Check schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = segments([3, 1], device), segments([0, 5], device)
     q, kv, latents = (

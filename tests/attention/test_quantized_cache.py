@@ -82,7 +82,7 @@ TOTALS = (42, 7, 2)
 
 
 def check_layer(weights: dict[str, Tensor], config: MLAConfig, dcp: DCPConfig, device: str = "cpu") -> None:
-    """A layer's steps, on GPUs in bfloat16; what each caches and gives."""
+    """Check a layer's steps, on GPUs in bfloat16: what each caches and returns."""
     mesh, dtype = (
         init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size),
         next(iter(weights.values())).dtype,
@@ -120,7 +120,7 @@ def check_layer(weights: dict[str, Tensor], config: MLAConfig, dcp: DCPConfig, d
 
 
 def everybodys_rows(cache: Tensor, group: Any, num_tokens: int, blocks: list[int], dcp: DCPConfig) -> Tensor:
-    """A sequence's rows as the ranks hold them, [num_tokens, width]."""
+    """Return a sequence's rows as the ranks hold them, [num_tokens, width]."""
     caches: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(caches, cache.view(torch.uint8).cpu(), group=group)
     size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
@@ -132,8 +132,8 @@ def everybodys_rows(cache: Tensor, group: Any, num_tokens: int, blocks: list[int
 def attend(
     weights: dict[str, Tensor], config: MLAConfig, hidden: Tensor, cached: Tensor, num_new: int, q_scale: Tensor | None
 ) -> Tensor:
-    """The layer in float64 on a sequence's hidden states: a decode over what is cached, a prefill over that and its own
-    latents.
+    """Compute the layer in float64 on a sequence's hidden states: a decode over what is cached, a prefill over that and
+    its own latents.
     """
     absorbed, latents = queries_and_latents(weights, config, hidden)
     absorbed, is_prefill = absorbed[-num_new:], num_new > 1

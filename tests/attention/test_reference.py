@@ -26,7 +26,7 @@ SCALE = 0.37
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, float]:
-    """One query [d] over keys [S, d] and values [S, v] in float64: softmax as in the textbook; (0, -inf) without keys."""
+    """Attend from one query [d] to keys [S, d] and values [S, v] in float64; (0, -inf) without keys."""
     if len(keys) == 0:
         return torch.zeros(values.shape[-1], dtype=torch.float64), -math.inf
     scores = [scale * float(query.double() @ key.double()) for key in keys]

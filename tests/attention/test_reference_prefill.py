@@ -36,7 +36,7 @@ def segments(lens: Sequence[int]) -> Segments:
 def naive_prefill(
     q: Tensor, k: Tensor, v: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Requests one by one, queries one by one."""
+    """Attend request by request, query by query."""
     outs, lses = [], []
     for q_i, k_i, v_i in zip(q.split(list(query_lens)), k.split(list(key_lens)), v.split(list(key_lens)), strict=True):
         for index, query in enumerate(q_i):

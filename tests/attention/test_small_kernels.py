@@ -40,7 +40,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def cut(x: Tensor) -> Tensor:
-    """The same rows with NaN after each: a slice of something wider."""
+    """Return the same rows with NaN after each: a slice of something wider."""
     wide = x.new_full((*x.shape[:-1], x.shape[-1] + 8), torch.nan)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
@@ -79,7 +79,7 @@ def query_case(sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, rope
 
 
 def on(device: str, arguments: list[Any]) -> list[Any]:
-    """Copies on a device with the strides they had."""
+    """Copy to a device with the strides they had."""
 
     def move(x: Tensor) -> Tensor:
         base = x if x._base is None else x._base
@@ -319,7 +319,7 @@ def test_absorbed_scores_and_values_are_those_of_whole_keys(dtype: torch.dtype) 
 
 
 def check_operators(device: str) -> None:
-    """Schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
+    """Check schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
     for slots in ([3, -1, 0], []):
         for sizes, rope in itertools.product((ODD, (0, *ODD[1:])), (True, False)):
             torch.library.opcheck(

@@ -65,7 +65,7 @@ def scores_case(
 
 
 def check_scores(device: str, *cases: tuple[list[tuple[int, int, int]], int, int, int, torch.dtype, bool]) -> None:
-    """As the torch code's, and the same bits whatever stands beside a pair: tokens of its request, of others, nothing."""
+    """Compare with the torch code, and bits whatever else is scored: tokens of its request, of others, none."""
     from dcpmla.attention.sparse.kernels.index_scores import index_scores
 
     for case in cases:

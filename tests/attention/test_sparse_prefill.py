@@ -122,7 +122,7 @@ def draw_mask(num_tokens: int, num_keys: int) -> Tensor:
 def check_masked(
     prefill: Callable[[PrefillCall], tuple[Tensor, Tensor]], case: str, dtype: torch.dtype, device: str
 ) -> None:
-    """A backend's (out, lse) against float64, among rows of NaN."""
+    """Compare a backend's (out, lse) with float64, among rows of NaN."""
     query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = CASES[case]
     queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
     generator = torch.Generator().manual_seed(0)

@@ -71,7 +71,7 @@ def make_batch(
     workspace: int | None = None,
     seed: int = 0,
 ) -> Batch:
-    """Requests as (new tokens, cached tokens), blocks drawn at random; a workspace of one aligned chunk a request
+    """Check requests (new tokens, cached tokens), blocks drawn at random; a workspace of one aligned chunk a request
     unless given.
     """
     dcp = DCPConfig(

@@ -35,7 +35,7 @@ def sorted_positions(scores: list[float], topk: int) -> set[int]:
 def shard(
     scores: Tensor, seq_lens: Tensor, rank: int, size: int, interleave: int, num_columns: int
 ) -> tuple[Tensor, Tensor]:
-    """A rank's scores [T, num_columns], NaN after each row's last, and how many of each row it has."""
+    """Return a rank's scores [T, num_columns], NaN after each row's last, and how many of each row it has."""
     local = torch.full((len(scores), num_columns), torch.nan)
     position = torch.arange(scores.shape[1])
     mine = position[ownership.owner_rank(position, size, interleave) == rank]

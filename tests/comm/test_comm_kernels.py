@@ -40,7 +40,7 @@ def check_merge_rows(device: str) -> None:
 
 
 def check_weigh_rows(device: str) -> None:
-    """The ranks' weighed rows add up to the merged ones, those of each owner apart."""
+    """Check that the ranks' weighed rows add up to the merged ones, those of each owner apart."""
     from dcpmla.comm.kernels.merge import weigh_rows
 
     for size, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float64), (8, torch.float16)):
@@ -166,7 +166,7 @@ def test_window_compiles_for_hopper(carrier: str, size: int) -> None:
 
 
 def check_strides() -> None:
-    """A row is loaded 16 bytes at a time where all strides are multiples of 16 elements; else element by element."""
+    """Check that rows are loaded 16 bytes at a time where all strides are multiples of 16 elements."""
     merge, strides = nccl.merge_rows, []
     nccl.merge_rows = lambda out, lse: (strides.extend(out.stride()[:3]), merge(out, lse))[1]  # type: ignore[assignment]
     for width, dtype in ((512, torch.bfloat16), (512, torch.float32), (40, torch.float16), (1, torch.bfloat16)):

@@ -104,19 +104,19 @@ def check_missing_rank() -> None:
         ),
     ]
     for operation, landing_bytes, number, call in calls:
-        exchange = new_exchange(landing_bytes=landing_bytes, timeout=1.0)
+        exchange = new_exchange(landing_bytes=landing_bytes, timeout=2.0)
         exchange.reserve_context(36, 8, q.dtype, q.device)
         exchange._state[:-1] = 6
         if rank == 1:
             continue
-        assert 1.0 <= seconds(call, exchange) < 5.0
-        words = f"{operation} failed on rank {rank} of the group [0, 1, 2]: nothing came from rank 1 for 1 s"
+        assert 2.0 <= seconds(call, exchange) < 6.0
+        words = f"{operation} failed on rank {rank} of the group [0, 1, 2]: nothing came from rank 1 for 2 s"
         words += f", in exchange {number}"
         for again in (exchange.check, lambda: call(exchange)):  # noqa: B023
             with pytest.raises(PeerFault, match=f"{re.escape(words)}$"):
                 again()
         exchange._fault.zero_()  # so that kernels run as they do in graphs
-        assert seconds(call, exchange) < 1.0
+        assert seconds(call, exchange) < 2.0
     rest = dist.new_group([0, 2])
     if rank != 1:
         exchange = new_exchange(group=rest)

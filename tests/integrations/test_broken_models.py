@@ -53,14 +53,14 @@ values = st.sampled_from(NONSENSE) | st.recursive(
 
 
 def whole_config(family: str) -> dict[str, Any]:
-    """A tiny config as it is saved, with fields of its family that are left out there."""
+    """Return a tiny config as it is saved, with fields of its family that are left out there."""
     config = json.loads(tiny_config(family).to_json_string()) | {"model_type": family}
     more = MORE_FIELDS if family in ("deepseek_v32", "glm_moe_dsa") else dict(list(MORE_FIELDS.items())[4:])
     return more | config | {"rope_parameters": ROPE_FIELDS | config["rope_parameters"]}
 
 
 def paths_of(config: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The names of all fields, those of objects after the object's."""
+    """List the names of all fields, those of objects after the object's."""
     for name, value in config.items():
         yield (name,)
         if name in ("rope_parameters", "quantization_config"):

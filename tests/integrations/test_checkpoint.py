@@ -35,7 +35,7 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def save_fp8(directory: Path) -> Any:
-    """A DeepSeek-V3 checkpoint as it ships, attention and MLPs in fp8 blocks; returns the float32 model of the
+    """Save a DeepSeek-V3 checkpoint as it ships, attention and MLPs in fp8 blocks; returns the float32 model of the
     dequantized weights.
     """
     config = tiny_config("deepseek_v3")

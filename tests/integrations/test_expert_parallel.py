@@ -62,7 +62,7 @@ def load(
 
 
 def generate(model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh) -> Generated:
-    """A prefill of all prompts and NUM_DECODES greedy steps, straight through the model."""
+    """Run a prefill of all prompts and NUM_DECODES greedy steps, straight through the model."""
     tokens, final_lens = prompts(), [length + NUM_DECODES for length in PROMPT_LENS]
     cache = LatentCache(
         LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, final_lens, torch.float32),
@@ -85,7 +85,7 @@ def generate(model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh) -> Generated:
 
 
 def held(model: ShardedModel) -> dict[str, Tensor]:
-    """This rank's part of every parameter outside attention."""
+    """Return this rank's part of every parameter outside attention."""
     parameters = {
         name: parameter.detach() for name, parameter in model._model.named_parameters() if ".self_attn." not in name
     }

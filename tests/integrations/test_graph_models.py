@@ -129,7 +129,7 @@ def check_stacks(directory: Path, dcp: DCPConfig) -> tuple[int, ...]:
 
 
 def profile_watched(directory: Path) -> str:
-    """Runs transformers' own loop over experts."""
+    """Run transformers' own loop over experts."""
     model, _ = open_model_on(directory, DCPConfig(), False, "cpu")
     with NoHostSync(), pytest.raises(AssertionError) as failure:
         model.profile(3)

@@ -32,8 +32,8 @@ Outcome = list[tuple[list[int], Tensor]]  # of each prompt: tokens, logits [NUM_
 
 
 def save_badly_scaled(directory: Path) -> None:
-    """A model whose latents are 300 times as large as others', W_UK and W_UV as much smaller: e4m3 by itself ends at
-    448.
+    """Make a model whose latents are 300 times as large as others', W_UK and W_UV as much smaller: e4m3 by itself ends
+    at 448.
     """
     model = random_model(config_of_layer())
     for layer in model.model.layers:
@@ -103,7 +103,7 @@ def off_by_a_sixteenth(values: Tensor) -> Tensor:
 
 
 def check_models(directory: Path) -> list[float]:
-    """Returns this rank's scales."""
+    """Return this rank's scales."""
     plain, _ = generate(directory, layout(2, 1, 1, ("auto", "auto")))
     with TestCase().assertLogs("dcpmla.integrations.transformers") if dist.get_rank() == 0 else nullcontext() as log:
         unscaled, _ = generate(directory, layout(2, 2, 1, ("fp8", "auto"), kv_cache_scale=None))

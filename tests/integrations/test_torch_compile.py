@@ -109,7 +109,7 @@ class Recorded(OutputQuantFusion):
 
 
 def as_in_inductor(fusion: OutputQuantFusion) -> Any:
-    """A backend that runs the pass where inductor does, after its decompositions, and runs the graph as it then is."""
+    """Make a backend that runs the pass where inductor does, after its decompositions, then runs the graph."""
 
     def run_pass(module: GraphModule, _: object) -> GraphModule:
         fusion(module.graph)
@@ -219,7 +219,7 @@ class Attention(nn.Module):
 
 
 def check_attention(batch: Batch) -> dict[str, int]:
-    """Returns the projections of a compiled step."""
+    """Return the projections of a compiled step."""
     model, fusion = Attention(), Recorded()
     compiled = torch.compile(model, fullgraph=True, backend=as_in_inductor(fusion))
     # Rows of padding would be joined with W_UV's. The cache is compared too.

@@ -43,7 +43,7 @@ def seen(request: Request) -> tuple[list[int], str, str | None]:
 
 
 def run_one(prompt: str, params: SamplingParams) -> tuple[Request, list[str]]:
-    """The request when it is finished, and its pieces of text."""
+    """Return the request when it is finished, and its pieces of text."""
     pieces: list[str] = []
     engine = make_engine(num_blocks=50, tokenizer=Letters())
     request = engine.add(prompt, params, on_token=lambda request, piece: pieces.append(piece))

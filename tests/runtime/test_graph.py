@@ -42,7 +42,7 @@ def step_of(seq_lens: list[int], query_lens: list[int] | None = None, **options:
 
 
 def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-    """A step that shows all its numbers."""
+    """Make a step that shows all its numbers."""
     assert metadata.decode is not None
     numbers = [
         inputs,

@@ -39,7 +39,7 @@ def uniform(seed: int) -> float:
 
 
 def inverse(probs: Tensor, number: float) -> int:
-    """The first token whose cumulative probability exceeds the number, summed exactly."""
+    """Return the first token whose cumulative probability exceeds the number, summed exactly."""
     values = probs.tolist()
     return next(token for token in range(len(values)) if math.fsum(values[: token + 1]) > number * math.fsum(values))
 

@@ -130,7 +130,7 @@ def whole(family: str, token_ids: Sequence[int]) -> str:
 
 
 def texts() -> st.SearchStrategy[str]:
-    """The sentences' characters, any others, and long runs of one."""
+    """Draw the sentences' characters, any others, and long runs of one."""
     characters = (
         st.sampled_from("".join(SENTENCES)) | st.characters(exclude_categories=["Cs"]) | st.sampled_from("世ä🦊 \ufffd")
     )
@@ -158,7 +158,7 @@ def token_ids_of(draw: st.DrawFn, family: str) -> list[int]:
 
 
 def streamed(stream: TextStream, token_ids: Sequence[int]) -> list[str]:
-    """The pieces, the last of them from finish()."""
+    """Return the pieces, the last of them from finish()."""
     pieces = [stream.push([token]) for token in token_ids]
     assert stream.text == "".join(pieces)
     pieces.append(stream.finish())
@@ -167,7 +167,7 @@ def streamed(stream: TextStream, token_ids: Sequence[int]) -> list[str]:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """The text before the stop string that is complete first, the longest of those that end together."""
+    """Return the text before the stop string that is complete first, the longest of those that end together."""
     for end in range(1, len(text) + 1):
         complete = [each for each in stop if text[:end].endswith(each)]
         if complete:

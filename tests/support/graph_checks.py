@@ -45,7 +45,7 @@ def open_model_on(
 def check_model(
     directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, device_type: str, in_half: bool = False
 ) -> int:
-    """A whole model; returns how many batches were compared.
+    """Check a whole model, and return how many batches were compared.
 
     In bfloat16 it takes other kernels: of attention, and of experts.
     """
@@ -170,7 +170,7 @@ def memory_of(cache: LatentCache) -> list[Tensor]:
 def steps(
     dcp: DCPConfig, mesh: DCPMesh, device: torch.device, generator: torch.Generator, is_sparse: bool
 ) -> Iterator[StepMetadata]:
-    """Decodes of requests of random lengths, their blocks all over the cache; the same on all ranks."""
+    """Draw decodes of requests of random lengths, their blocks all over the cache; the same on all ranks."""
     blocks = num_blocks(MAX_MODEL_LEN, dcp)
     for batch in BATCHES:
         ids = torch.randperm(MAX_NUM_SEQS * blocks, generator=generator).view(MAX_NUM_SEQS, blocks)[:batch]
@@ -215,7 +215,7 @@ def same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def check_written(cache: LatentCache, before: list[Tensor], metadata: StepMetadata) -> None:
-    """The slots of this rank's tokens, and no others."""
+    """Return the slots of this rank's tokens, and no others."""
     mine = metadata.slot_mapping[metadata.slot_mapping >= 0]
     for layer, old in zip(memory_of(cache), before, strict=True):
         written = layer.flatten(0, 1)[mine]

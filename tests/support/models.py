@@ -100,7 +100,7 @@ def tiny_config(family: str) -> Any:
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
-    """A transformers model in float32 with every norm weight and bias drawn at random."""
+    """Make a transformers model in float32 with every norm weight and bias drawn at random."""
     torch.manual_seed(seed)
     model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config).eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -31,7 +31,7 @@ _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.testing", "pyt
 
 
 def start_process(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """A process that runs target(*args); whoever starts it also kills and joins it.
+    """Start a process that runs target(*args); whoever starts it also kills and joins it.
 
     multiprocessing looks after all its children whenever any thread starts another, and an exit status can be read
     once: of two threads that ask for it at the same time, one is told 255. So it gets to know of these children no more
