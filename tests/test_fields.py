@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -122,3 +122,101 @@ def test_rules_take_any_value(name: str, value: object) -> None:
 def test_long_values_are_cut_in_messages() -> None:
     with pytest.raises(ValueError, match=r"^size is 'x{79}\.\.\.; it must be a whole number in \[1, 4\]$"):
         check_fields({"size": whole(1, 4)}, {"size": "x" * 500})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size (-tp) is 0; it must be a whole number in [1, 65536]"),
+        (
+            {"tensor_parallel_size": 6, "decode_context_parallel_size": 4},
+            "decode_context_parallel_size (-dcp) is 4; it must divide tensor_parallel_size (-tp) 6: choose 1, 2, 3 "
+            "or 6",
+        ),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 4},
+            "decode_context_parallel_size (-dcp) is 4; it must divide tensor_parallel_size (-tp) 2: choose 1 or 2",
+        ),
+        (
+            {"decode_context_parallel_size": 2},
+            "decode_context_parallel_size (-dcp) is 2; it must divide tensor_parallel_size (-tp) 1: choose 1",
+        ),
+        (
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 0},
+            "decode_context_parallel_size (-dcp) is 0; it must be a whole number in [1, 65536]",
+        ),
+        (
+            {"cp_kv_cache_interleave_size": 0},
+            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 0; it must be a whole number in [1, ",
+        ),
+        (
+            {"cp_kv_cache_interleave_size": 16, "block_size": 40},
+            "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size "
+            "(--block-size) 40",
+        ),
+        *(
+            (
+                {"exchange_timeout": seconds},
+                f"exchange_timeout (--dcp-exchange-timeout) is {seconds}; it must be a finite number above 0, in "
+                "seconds",
+            )
+            for seconds in (0, -1.0, math.inf, math.nan)
+        ),
+        (
+            {"index_cache_dtype": "bf16"},
+            "index_cache_dtype (--index-cache-dtype) is 'bf16'; it must be one of auto, fp8",
+        ),
+        ({"dcp_comm_backend": "nvlink"}, "dcp_comm_backend (--dcp-comm-backend) is 'nvlink'; it must be one of auto, "),
+        (
+            {
+                "tensor_parallel_size": 6,
+                "decode_context_parallel_size": 6,
+                "cp_kv_cache_interleave_size": 16,
+                "context_workspace_tokens": 191,
+            },
+            "context_workspace_tokens is 191; a context chunk needs at least lcm(block_size, dcp x interleave) = 192",
+        ),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        DCPConfig(**options)
+
+
+@pytest.mark.parametrize("block_size", [0, -64])
+def test_block_size_below_one(block_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"^block_size \(--block-size\) is {block_size}\b"):
+        DCPConfig(block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("size", "interleave", "block_size", "virtual", "alignment"),
+    [
+        (1, 1, 64, 64, 64),
+        (8, 1, 64, 512, 64),
+        (3, 1, 64, 192, 192),
+        (6, 16, 64, 384, 192),
+        (5, 16, 64, 320, 320),
+        (5, 2, 6, 30, 30),
+    ],
+)
+def test_sizes_of_blocks_and_chunks(size: int, interleave: int, block_size: int, virtual: int, alignment: int) -> None:
+    dcp = DCPConfig(
+        tensor_parallel_size=size,
+        decode_context_parallel_size=size,
+        cp_kv_cache_interleave_size=interleave,
+        block_size=block_size,
+    )
+    assert dcp.virtual_block_size == virtual
+    multiples = [
+        tokens for tokens in range(1, virtual + 1) if tokens % block_size == 0 and tokens % (size * interleave) == 0
+    ]
+    assert dcp.chunk_alignment == multiples[0] == alignment
+
+
+def test_configs_are_frozen_and_named() -> None:
+    dcp = DCPConfig()
+    with pytest.raises(FrozenInstanceError):
+        dcp.block_size = 128  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        DCPConfig(8, 8)  # type: ignore[misc]
