@@ -139,6 +139,8 @@ def _triton_obstacle(call: DecodeCall) -> str:
         return obstacle
     if dtype not in _HALF:
         return f"the output has dtype {dtype}, not bfloat16 or float16"
+    if q.dtype not in (dtype, FP8) or kv_cache.dtype not in (q.dtype, FP8, torch.uint8):
+        return f"q has dtype {q.dtype} and the cache {kv_cache.dtype}, which it does not multiply"
     widths = call.kv_lora_rank, q.shape[-1] - call.kv_lora_rank
     if not all(16 <= width <= 512 and width & (width - 1) == 0 for width in widths):
         return f"latents have {widths[0]} + {widths[1]} columns, not powers of 2 from 16 to 512"
