@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcpmla.cache import formats
 from dcpmla.cache.capacity import FORMATS
-from dcpmla.cli.options import name_list
+from dcpmla.cli.options import format_list, name_list
 from dcpmla.config import DECODE_QUERY_DTYPES
 
 # Largest values are 448 times these, well above normal ones. They differ, so that a kernel that mixes them up is found.
@@ -23,7 +23,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the formats to measure, which come out with plain rows first: others are compared with them."""
 
     def caches(text: str) -> list[str]:
-        return sorted(name_list(text, FORMATS, "a cache format"), key=FORMATS.index)
+        return sorted(format_list(text), key=FORMATS.index)
 
     def queries(text: str) -> list[str]:
         return name_list(text, DECODE_QUERY_DTYPES, "a dtype of queries")

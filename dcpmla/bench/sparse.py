@@ -18,7 +18,7 @@ from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
 from dcpmla.bench.timing import Timing, largest, time_operation, time_with_result
 from dcpmla.cache.capacity import FORMATS
-from dcpmla.cli.options import exchange_list, name_list, positive, positive_list
+from dcpmla.cli.options import exchange_list, format_list, name_list, positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
 from dcpmla.job.bootstrap import Ranks
@@ -91,9 +91,8 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, what="an index cache's format")
         names = f"of {', '.join(INDEX_CACHE_DTYPES)}; auto: the model's dtype"
         add("--index-cache-dtype", type=index_names, default="auto,fp8", metavar="NAME,...", help=names)
-        cache_names = partial(name_list, choices=FORMATS, what="a cache format")
         names = f"of {', '.join(FORMATS)}; bf16: rows that are not quantized"
-        add("--kv-cache-dtype", type=cache_names, default="bf16,fp8_ds_mla", metavar="NAME,...", help=names)
+        add("--kv-cache-dtype", type=format_list, default="bf16,fp8_ds_mla", metavar="NAME,...", help=names)
         peers = "directory with peers.py and FlashMLA's library, for a job of one rank"
         add("--peers", type=Path, metavar="DIR", help=peers)
 

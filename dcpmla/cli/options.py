@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
+from dcpmla.cache.capacity import FORMATS
 from dcpmla.config import (
     DCP_COMM_BACKENDS,
     DCP_EXCHANGE_DTYPES,
@@ -249,6 +250,12 @@ def name_list(text: str, choices: Sequence[str], what: str) -> list[str]:
         if name not in choices:
             raise argparse.ArgumentTypeError(f"{name!r} is not {what}; choose from {', '.join(choices)}")
     return names
+
+
+def format_list(text: str) -> list[str]:
+    """Read cache formats separated by commas, each once; fp8_e4m3 is another name of fp8."""
+    names = ("fp8" if name == "fp8_e4m3" else name for name in text.split(","))
+    return name_list(",".join(names), FORMATS, "a cache format")
 
 
 def exchange_list(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from dcpmla.bench.plots import check_outputs, new_figure, save_figure
 from dcpmla.cache.capacity import FORMATS, capacity_table
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.index_keys import index_format_name
-from dcpmla.cli.options import name_list, positive, positive_list
+from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
 from dcpmla.hf_config import check_index_options
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=dcp)
     gpus = "of the whole job: replicas of the TP group share its batch; default: one TP group"
     add("--num-gpus", type=positive, metavar="N", help=gpus)
-    add("--kv-cache-dtype", type=_formats, default="bf16", metavar="F,...", help=f"of {', '.join(FORMATS)}")
+    add("--kv-cache-dtype", type=format_list, default="bf16", metavar="F,...", help=f"of {', '.join(FORMATS)}")
     index = "of sparse MLA's index cache; auto: bf16"
     add("--index-cache-dtype", choices=INDEX_CACHE_DTYPES, default="auto", help=index)
     add("--batch", type=positive, default=32, metavar="B", help="requests that decode at once, on the whole job")
@@ -116,10 +116,6 @@ def _inputs(args: argparse.Namespace) -> list[Path]:
     """Return the files that the command reads, and the model's directory."""
     measured = [args.measured] if args.measured else []
     return [args.model, args.model / "config.json", *map(Path, args.machine.split(",")), *measured]
-
-
-def _formats(text: str) -> list[str]:
-    return name_list(text, FORMATS, "a cache format")
 
 
 def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:

@@ -25,7 +25,7 @@ def config_file(tmp_path: Path) -> Path:
 
 def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "plan.json", tmp_path / "plan.png"
-    command = f"plan --model {config_file} --machine h200x8 -tp 4,8 -dcp 1,8 --kv-cache-dtype bf16,fp8"
+    command = f"plan --model {config_file} --machine h200x8 -tp 4,8 -dcp 1,8 --kv-cache-dtype bf16,fp8_e4m3"
     command += " --batch 2 --context 200"
     measured = RESULTS / "h200x4" / "exchange.json"
     assert main([*command.split(), "--json", str(out), "--plot", str(plot), "--measured", str(measured)]) == 0
