@@ -113,7 +113,7 @@ def run_call(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, 
     return torch.ops.dcpmla.mla_decode(*call.flat(), *(NO_MAILBOX if mailbox is None else mailbox))
 
 
-# No argument has a default: torch 2.11 leaves arguments out that equal theirs, and then misses those that are mutated.
+# No argument has a default: where mutated ones had, calls without a mailbox failed with torch 2.11 (not with 2.13).
 @torch.library.custom_op("dcpmla::mla_decode", mutates_args=("workspace", "state"))
 def _mla_decode(
     q: Tensor,
