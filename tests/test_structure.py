@@ -26,6 +26,7 @@ from dcpmla.__main__ import build_parser
 PACKAGE = Path(dcpmla.__file__).parent
 ROOMS = {  # first part of a module's name under dcpmla -> floor
     "config": 0,
+    "compressed_config": 0,
     "fields": 0,
     "hf_config": 0,
     "ownership": 0,

@@ -34,15 +34,13 @@ class StepBuilder:
         is_sparse: bool,
     ) -> StepMetadata:
         """Lay out a step; `StepMetadata.build` documents arguments and errors."""
-        _check_requests(query_lens, seq_lens, block_tables, self.dcp)
+        check_requests(query_lens, seq_lens, block_tables, self.dcp)
         num_decodes = next((i for i, length in enumerate(query_lens) if length > max_decode_query_len), len(query_lens))
         num_decode_tokens = sum(query_lens[:num_decodes])
         decode_columns = _num_blocks(max(seq_lens[:num_decodes], default=0), self.dcp)
-        table = _pad_table(block_tables, seq_lens, self.dcp)
+        table = pad_table(block_tables, seq_lens, self.dcp)
         request = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
-        positions = np.concatenate(
-            [np.arange(seq - query, seq) for query, seq in zip(query_lens, seq_lens, strict=True)]
-        )
+        positions = positions_of(query_lens, seq_lens)
         # Uploaded once: decodes read the front of what sparse layers ask for of all requests.
         block_table = self._upload((table if is_sparse else table[:num_decodes, :decode_columns]).astype(np.int32))
         local_seq_lens = self._upload(self._local_seq_lens(positions if is_sparse else positions[:num_decode_tokens]))
@@ -173,8 +171,17 @@ def _num_blocks(seq_len: int, dcp: DCPConfig) -> int:
     return -(-seq_len // dcp.virtual_block_size)
 
 
-def _pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], dcp: DCPConfig) -> np.ndarray:
-    """[num_reqs, max_blocks] int64: the blocks that each request has tokens in, then block 0, which nothing reads."""
+def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:
+    """Return the positions [T] int64 of all requests' new tokens."""
+    return np.concatenate([np.arange(seq - query, seq) for query, seq in zip(query_lens, seq_lens, strict=True)])
+
+
+def pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], dcp: DCPConfig) -> np.ndarray:
+    """Return [num_reqs, max_blocks] int64: the blocks of each request, then block 0, which nothing reads.
+
+    Raises:
+        ValueError: a negative block id.
+    """
     table = np.zeros((len(block_tables), _num_blocks(max(seq_lens), dcp)), dtype=np.int64)
     for row, blocks, seq_len in zip(table, block_tables, seq_lens, strict=True):
         num_blocks = _num_blocks(seq_len, dcp)
@@ -185,9 +192,10 @@ def _pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], d
     return table
 
 
-def _check_requests(
+def check_requests(
     query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], dcp: DCPConfig
 ) -> None:
+    """Raise ValueError for lengths that do not belong together, or a block table too short."""
     if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
         raise ValueError(
             f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and {len(block_tables)} "

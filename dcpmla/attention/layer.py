@@ -163,7 +163,8 @@ class MLAAttention(AttentionWeights):
         """
         config, new = self.config, self.w_kv_b.new_empty
         if self.indexer is not None:  # free again before attention begins
-            new(self.indexer.workspace_bytes(num_tokens), dtype=torch.uint8)
+            selector, element_size = self.indexer.selector, self.w_kv_b.element_size()
+            new(selector.workspace_bytes(num_tokens, element_size), dtype=torch.uint8)
         num_keys = self.dcp.context_workspace_tokens
         widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
         q, k_nope, v = (new(0, self.num_heads, width) for width in widths)
@@ -186,7 +187,8 @@ class MLAAttention(AttentionWeights):
         if self.config.indexer is not None:
             check_selection(self.config.indexer.topk, cache.latents, step)
         if self.indexer is not None:
-            self.indexer.check_cache(cache.index_keys, cache.latents.shape[0])
+            num_blocks, block_size = cache.latents.shape[:2]
+            self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, self.w_kv_b.dtype)
 
     def _calculate_scales(self, hidden_states: Tensor, kv_cache: Tensor, step: StepMetadata, prefills: slice) -> None:
         """Set the scales by prompts' tokens, before any of them is cached. Collective over the TP group."""

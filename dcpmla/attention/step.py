@@ -6,12 +6,17 @@ A batch is flat: the tokens of decodes first (one each, or a few where tokens ar
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import Segments
 from dcpmla.config import DCPConfig
+
+if TYPE_CHECKING:
+    from dcpmla.attention.compressed.step import CompressedMetadata
+    from dcpmla.cache.compressed import CompressedPlan
 
 
 @dataclass(frozen=True)
@@ -107,13 +112,16 @@ class SelectedTokens:
 
     Attributes:
         positions: [T, topk] int32 in the request, in no particular order, -1 after the last; the same on all DCP ranks.
-        slots: [T, topk] int32 cache slots of those that this rank owns, contiguous; anything after the last.
-        num_slots: [T] int32, how many this rank owns.
+        slots: [T, N] int32 cache slots of those that this rank owns; contiguous columns, anything after the last.
+        num_slots: [T] int32, how many.
+        num_first: [T] int32, slots of each token that come before those selected (rows of a window, in V4), and count
+            in num_slots; None for none.
     """
 
     positions: Tensor
     slots: Tensor
     num_slots: Tensor
+    num_first: Tensor | None = None
 
     @classmethod
     def empty(cls, num_tokens: int, topk: int, device: torch.device | str) -> "SelectedTokens":
@@ -123,7 +131,8 @@ class SelectedTokens:
 
     def rows(self, tokens: slice) -> "SelectedTokens":
         """Return the selection of some of the tokens, in the same memory."""
-        return SelectedTokens(self.positions[tokens], self.slots[tokens], self.num_slots[tokens])
+        num_first = None if self.num_first is None else self.num_first[tokens]
+        return SelectedTokens(self.positions[tokens], self.slots[tokens], self.num_slots[tokens], num_first)
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,7 @@ class StepMetadata:
         cos_sin: [num_tokens, R] float32, the angles of RoPE (`apply_rope`); None for a model without positions (NoPE).
         query_factor: [num_tokens] in the model's dtype (`dcpmla.attention.rope.query_factor`), for a model with
             llama_4_scaling alone.
+        compressed: for layers with entries (DeepSeek-V4) alone.
         selection: memory for what sparse layers select: one of them writes it, those that follow without an indexer
             read it. None where no token has more than topk before it.
     """
@@ -155,6 +165,7 @@ class StepMetadata:
     cos_sin: Tensor | None = None
     query_factor: Tensor | None = None
     selection: SelectedTokens | None = None
+    compressed: "CompressedMetadata | None" = None
 
     @classmethod
     def build(
@@ -168,6 +179,8 @@ class StepMetadata:
         max_decode_query_len: int = 1,
         workspace: Tensor | None = None,
         is_sparse: bool = False,
+        plan: "CompressedPlan | None" = None,
+        states: Sequence[int] = (),
     ) -> "StepMetadata":
         """Lay out a step; `with_positions` and `with_selection` add what a model's layers ask for.
 
@@ -178,13 +191,22 @@ class StepMetadata:
             block_tables: [num_reqs] block ids of each request, enough for seq_lens.
             workspace: from `decode_workspace`, shared by steps that follow each other on one stream; None makes one for
                 this step.
-            is_sparse: for layers with an indexer.
+            is_sparse: for layers with an indexer over tokens.
+            plan: of the caches of layers with entries (DeepSeek-V4), and for these alone; `with_angles` adds what they
+                ask for.
+            states: [num_reqs] with a plan, where each request's state is in its caches.
         Raises:
             ValueError: lengths that do not belong together, a block table too short, a negative block id, more prefills
                 than the context workspace has room for.
         """
         from dcpmla.attention.build import StepBuilder  # it builds these classes, so it imports them
 
+        if plan is not None:
+            from dcpmla.attention.compressed.build import CompressedStepBuilder
+
+            how = max_decode_query_len, workspace
+            compressed = CompressedStepBuilder.of(plan, dcp_rank, device)
+            return compressed.build_compressed(query_lens, seq_lens, block_tables, states, *how)
         builder = StepBuilder(dcp, dcp_rank, device)
         return builder.build(query_lens, seq_lens, block_tables, max_decode_query_len, workspace, is_sparse)
 

@@ -143,7 +143,7 @@ class SelectionInputs:
         """Choose tokens among all ranks' candidates [T, W, k]."""
         case, selection = self.case, self.selection
         where = self.block_tables[index % self.num_sets], self.request, BLOCK_SIZE, case.dcp_rank, case.dcp_size, 1
-        choose_tokens(candidates.flatten(1), *where, selection.positions, selection.slots, selection.num_slots)
+        choose_tokens(candidates.flatten(1), *where, None, selection.positions, selection.slots, selection.num_slots)
 
     def select(self, index: int) -> None:
         """Run all operations."""
@@ -176,6 +176,7 @@ class SelectionInputs:
             request,
             BLOCK_SIZE,
             *layout,
+            None,
             expected.positions,
             expected.slots,
             expected.num_slots,

@@ -106,15 +106,7 @@ class LatentCache:
         Raises:
             ValueError: the device does not have them.
         """
-        free = _free_bytes(device)
-        if plan.bytes_per_rank > free:
-            raise ValueError(
-                f"cache: {plan.bytes_per_rank:,} bytes a rank ({plan}) do not fit into the {free:,} bytes free on "
-                f"{device}; "
-                "shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, shard over more "
-                "ranks (-dcp), or keep "
-                f"8 bits of a value (--kv-cache-dtype)"
-            )
+        check_fits(plan.bytes_per_rank, str(plan), device)
         self.sizes = plan
         blocks = plan.num_blocks, plan.block_size
         self.layers = [
@@ -223,6 +215,17 @@ def _(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dty
     return rows.new_empty(
         rows.shape[0], kv_lora_rank + rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank), dtype=dtype
     )
+
+
+def check_fits(num_bytes: int, plan: str, device: torch.device) -> None:
+    """Raise ValueError where a device has not so many bytes for a rank's cache, planned as the text says."""
+    free = _free_bytes(device)
+    if num_bytes > free:
+        raise ValueError(
+            f"cache: {num_bytes:,} bytes a rank ({plan}) do not fit into the {free:,} bytes free on {device}; "
+            "shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, shard over more ranks "
+            "(-dcp), or keep 8 bits of a value (--kv-cache-dtype)"
+        )
 
 
 def _free_bytes(device: torch.device) -> int:

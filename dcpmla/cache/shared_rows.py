@@ -1,6 +1,6 @@
 """Rows of shared keys (DeepSeek-V4), which are values, too: their cache and its formats, byte by byte, in plain torch.
 
-A cache is a tensor of rows numbered from 0, whatever they hold: tokens of a window or compressed entries. Its dtype says
+A cache is a tensor of rows numbered from 0, tokens of a window and compressed entries alike. Its dtype says
 its format:
 
 - the model's own: rows [D] as they are; [num_rows, 1, D].

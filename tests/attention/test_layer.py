@@ -215,10 +215,10 @@ def check_claims(hf_config: Any) -> None:
         assert claimed(new_layer(config), 7) == num_keys * 12 * (8 + 4) * 4
     sparse = new_layer(MLAConfig.from_hf(tiny_config("deepseek_v32")))
     assert sparse.indexer is not None
-    few, many = (sparse.indexer.workspace_bytes(num_tokens) for num_tokens in (1, 1001))
+    few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
     assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
     assert claimed(sparse, 1001) == many
-    with patch.object(sparse.indexer, "workspace_bytes", return_value=0):
+    with patch.object(sparse.indexer.selector, "workspace_bytes", return_value=0):
         assert claimed(sparse, 800) == of_heads + 800 * num_keys // 8  # a bit for each pair: a mask
 
 

@@ -12,8 +12,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention import layer as layer_module
-from dcpmla.attention.sparse import indexer as indexer_module
 from dcpmla.attention.sparse import scores as scores_module
+from dcpmla.attention.sparse import selector as selector_module
 from dcpmla.attention.step import SelectedTokens
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
@@ -114,7 +114,7 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     model = random_model(hf_config).model
     # Prefills come by sevens, of which the last two tokens project after the merge.
     layer_module.PROJECT_FIRST_TOKENS, layer_module._ABSORBED_TOKENS = 6, 7
-    indexer_module._WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = (
+    selector_module._WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = (
         1 << 14,
         1 << 14,
     )  # tokens are scored, and selected for, in several turns

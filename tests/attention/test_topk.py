@@ -76,7 +76,7 @@ def test_every_layout_selects_what_sorting_does(rows: list[list[float]], topk: i
         selections.append(SelectedTokens.empty(len(rows), topk, "cpu"))
         chosen = selections[rank].positions, selections[rank].slots, selections[rank].num_slots
         request = torch.arange(len(rows), dtype=torch.int32)
-        spec.choose_tokens(torch.cat(parts, 1), blocks, request, block_size, rank, size, interleave, *chosen)
+        spec.choose_tokens(torch.cat(parts, 1), blocks, request, block_size, rank, size, interleave, None, *chosen)
     for row, known in enumerate(rows):
         wanted = sorted_positions(known, topk)
         for rank, selection in enumerate(selections):
@@ -184,7 +184,7 @@ def check_garbage(device: str, num_candidates: int, topk: int) -> None:
     request = torch.zeros(len(rows), dtype=torch.int32, device=device)
     memory = torch.full((3, len(rows) + 2, topk), -7, dtype=torch.int32, device=device)
     positions, slots, num_slots = memory[:, 1:-1]
-    kernels.choose_tokens(candidates, blocks, request, 8, 0, 2, 1, positions, slots, num_slots[:, 0].contiguous())
+    kernels.choose_tokens(candidates, blocks, request, 8, 0, 2, 1, None, positions, slots, num_slots[:, 0].contiguous())
     assert (memory[:2, [0, -1]] == -7).all()
     assert (positions >= -1).all()
     assert ((slots == -7) | ((slots >= 2 * 8) & (slots < 14 * 8))).all()

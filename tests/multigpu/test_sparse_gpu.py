@@ -11,7 +11,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
 from dcpmla.attention import layer as layer_module
-from dcpmla.attention.sparse import indexer as indexer_module
+from dcpmla.attention.sparse import selector as selector_module
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from tests.support.models import random_model
@@ -119,7 +119,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         for number, backend in enumerate(backends)
     ]
     found = []
-    indexer_module._WORKSPACE_BYTES = 1 << 20  # tokens are processed in several turns
+    selector_module._WORKSPACE_BYTES = 1 << 20  # tokens are processed in several turns
     for is_mha in (True, False):
         layer_module.prefers_mha = lambda *_, is_mha=is_mha: is_mha
         layer_module._ABSORBED_TOKENS = 100

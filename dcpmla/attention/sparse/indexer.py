@@ -7,15 +7,11 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
-from dcpmla.attention.sparse.scores import index_scores
-from dcpmla.attention.sparse.topk import candidate_width, choose_tokens, local_candidates
-from dcpmla.attention.step import SelectedTokens, SparseMetadata, StepMetadata
-from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
+from dcpmla.attention.sparse.selector import TokenSelector
+from dcpmla.attention.step import StepMetadata
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 from dcpmla.parallel.linear import Weight, fill, read_weight
-
-_WORKSPACE_BYTES = 128 << 20  # of scores, and of all ranks' candidates
 
 
 class Indexer(nn.Module):
@@ -48,16 +44,13 @@ class Indexer(nn.Module):
         super().__init__()
         assert config.indexer is not None
         self.config: IndexerConfig = config.indexer
-        self.dcp, self.dcp_rank, self.exchange = dcp, dcp_rank, exchange
+        self.dcp = dcp
+        self.selector = TokenSelector(self.config, dcp, dcp_rank, exchange)
         if config.q_lora_rank is None:
             raise ValueError(
                 "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent"
             )
         width, num_heads = self.config.head_dim, self.config.num_heads
-        if dcp.index_hadamard and width & (width - 1):
-            raise ValueError(
-                f"index_hadamard (--index-hadamard) takes a power of two; the indexer's head_dim is {width}"
-            )
         self.wq_b = skip_init(nn.Linear, config.q_lora_rank, num_heads * width, bias=False, dtype=dtype, device=device)
         self.fused_wk_weights_proj = skip_init(
             nn.Linear, config.hidden_size, width + num_heads, bias=False, dtype=dtype, device=device
@@ -84,48 +77,7 @@ class Indexer(nn.Module):
         q = self.wq_b(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = dcp.index_cache_dtype == "fp8"
         q, weights = finish_index_queries(q, weights, *rope, dcp.index_hadamard, is_fp8)
-        tile = self._tile_tokens(sparse.block_table.shape[1] * dcp.block_size)
-        for index in range(-(-len(q) // tile)):  # a compiler guards their number, and not that of the tokens
-            tokens = slice(index * tile, (index + 1) * tile)
-            self._select(q[tokens], weights[tokens], index_keys, sparse.rows(tokens), step.selection.rows(tokens))
-
-    def _select(
-        self, q: Tensor, weights: Tensor, index_keys: Tensor, sparse: SparseMetadata, selection: SelectedTokens
-    ) -> None:
-        """Write the selection of T tokens by their queries [T, H, D] and weights [T, H]. Collective."""
-        topk, size = self.config.topk, self.dcp.decode_context_parallel_size
-        layout = self.dcp_rank, size, self.dcp.cp_kv_cache_interleave_size
-        lens = sparse.seq_lens, sparse.local_seq_lens
-        scores = index_scores(q, weights, index_keys, sparse.block_table, sparse.request, *lens, topk)
-        candidates = self.exchange.gather_candidates(local_candidates(scores, *lens, topk, *layout))
-        where = sparse.block_table, sparse.request, self.dcp.block_size
-        choose_tokens(candidates.flatten(1), *where, *layout, selection.positions, selection.slots, selection.num_slots)
-
-    def workspace_bytes(self, num_tokens: int) -> int:
-        """Return what a step's selection takes at most at a time: all tokens' queries, as projected and as scored; of a
-        tile scores, and candidates of this rank, of all ranks, and as they travel.
-        """
-        query_bytes = num_tokens * self.wq_b.out_features * self.wq_b.weight.element_size()
-        return 2 * query_bytes + 4 * _WORKSPACE_BYTES
-
-    def check_cache(self, index_keys: Tensor | None, num_blocks: int) -> None:
-        """Raise ValueError unless index_keys is a cache for this indexer, of as many blocks as the latent cache has."""
-        dtype = index_storage_dtype(self.dcp.index_cache_dtype, self.wq_b.weight.dtype)
-        shape = num_blocks, self.dcp.block_size, index_row_width(dtype, self.config.head_dim)
-        is_right = index_keys is not None and tuple(index_keys.shape) == shape and index_keys.dtype == dtype
-        if index_keys is None or not is_right or not index_keys.is_contiguous():
-            given = "None"
-            if index_keys is not None:
-                given = f"{index_keys.dtype} {tuple(index_keys.shape)}, strides {index_keys.stride()}"
-            asked = f"index_cache_dtype (--index-cache-dtype) {self.dcp.index_cache_dtype!r}"
-            raise ValueError(f"cache.index_keys is {given}; expected {dtype} {shape}, contiguous, for {asked}")
-
-    def _tile_tokens(self, num_columns: int) -> int:
-        """Return how many tokens to select for at a time: from numbers that are the same on all ranks, since each tile
-        makes an exchange.
-        """
-        candidate_bytes = 8 * candidate_width(self.config.topk, num_columns) * self.dcp.decode_context_parallel_size
-        return max(1, _WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
+        self.selector.select(q, weights, index_keys, sparse, sparse.block_table, step.selection)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Read every parameter, whole.

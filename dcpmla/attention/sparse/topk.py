@@ -84,6 +84,7 @@ def choose_tokens(
     dcp_rank: int,
     dcp_size: int,
     interleave: int,
+    num_first: Tensor | None,
     positions: Tensor,
     slots: Tensor,
     num_slots: Tensor,
@@ -93,13 +94,14 @@ def choose_tokens(
     Args:
         candidates: [T, M] int64 of all ranks, in any order, EMPTY ones among them.
         block_table, request: as in `SparseMetadata`.
-        positions, slots, num_slots: written, as in `SelectedTokens`; topk is their width.
+        num_first: [T] int32, slots of each token that are there already, and stay; None for none.
+        positions, slots, num_slots: written, as in `SelectedTokens`; topk is the width of positions.
     """
     if candidates.is_cuda:
         from dcpmla.attention.sparse.kernels import topk as kernels
 
         where = block_size, dcp_rank, dcp_size, interleave
-        kernels.choose_tokens(candidates, block_table, request, *where, positions, slots, num_slots)
+        kernels.choose_tokens(candidates, block_table, request, *where, num_first, positions, slots, num_slots)
         return
     topk = positions.shape[1]
     best = _best(candidates, min(topk, candidates.shape[1]))
@@ -111,8 +113,11 @@ def choose_tokens(
     blocks = block_table[request.long()].gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1))
     owned = blocks * block_size + index % block_size
     first = torch.sort(~is_mine, dim=1, stable=True).indices  # this rank's before the others, each in their order
-    slots.copy_(owned.gather(1, first))
-    num_slots.copy_(is_mine.sum(1))
+    index = torch.arange(topk, device=slots.device).expand(len(slots), topk)
+    if num_first is not None:
+        index = index + num_first[:, None]
+    slots.scatter_(1, index, owned.gather(1, first).to(slots.dtype))
+    num_slots.copy_(is_mine.sum(1) + (0 if num_first is None else num_first))
 
 
 @choose_tokens.register_fake

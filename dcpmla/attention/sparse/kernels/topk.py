@@ -138,11 +138,13 @@ def choose_kernel(
     candidates_ptr,
     block_table_ptr,
     request_ptr,
+    num_first_ptr,
     positions_ptr,
     slots_ptr,
     num_slots_ptr,
     num_candidates,
     candidates_stride,
+    slots_stride,
     table_stride,
     num_blocks,
     BLOCK_SIZE: tl.constexpr,
@@ -172,9 +174,12 @@ def choose_kernel(
     block = tl.load(
         block_table_ptr + request * table_stride + tl.minimum(at // BLOCK_SIZE, num_blocks - 1), mask=is_mine
     )
-    mine = is_mine.to(tl.int32)
-    tl.store(slots_ptr + row * topk + tl.cumsum(mine, 0) - mine, block * BLOCK_SIZE + at % BLOCK_SIZE, mask=is_mine)
-    tl.store(num_slots_ptr + row, tl.sum(mine, 0))
+    mine, num_first = is_mine.to(tl.int32), 0
+    if num_first_ptr is not None:
+        num_first = tl.load(num_first_ptr + row)
+    slots_ptr += row * slots_stride + num_first
+    tl.store(slots_ptr + tl.cumsum(mine, 0) - mine, block * BLOCK_SIZE + at % BLOCK_SIZE, mask=is_mine)
+    tl.store(num_slots_ptr + row, num_first + tl.sum(mine, 0))
 
 
 def local_candidates(
@@ -216,6 +221,7 @@ def choose_tokens(
     dcp_rank: int,
     dcp_size: int,
     interleave: int,
+    num_first: Tensor | None,
     positions: Tensor,
     slots: Tensor,
     num_slots: Tensor,
@@ -230,11 +236,13 @@ def choose_tokens(
         candidates,
         block_table,
         request,
+        num_first,
         positions,
         slots,
         num_slots,
         candidates.shape[1],
         candidates.stride(0),
+        slots.stride(0),
         block_table.stride(0),
         block_table.shape[1],
         BLOCK_SIZE=block_size,

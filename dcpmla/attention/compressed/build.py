@@ -1,0 +1,116 @@
+"""The layout of a step over the caches of DeepSeek-V4's attention, from numbers on the host to tensors on a device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from dcpmla.attention.build import StepBuilder, check_requests, pad_table, positions_of
+from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows
+from dcpmla.attention.step import ContextChunk, StepMetadata
+from dcpmla.cache.compressed import CompressedPlan
+
+
+@dataclass(frozen=True)
+class CompressedStepBuilder(StepBuilder):
+    """Steps of one rank over caches of one plan; dcp is as if blocks held tokens (`of`)."""
+
+    plan: CompressedPlan
+
+    @classmethod
+    def of(cls, plan: CompressedPlan, dcp_rank: int, device: object) -> "CompressedStepBuilder":
+        """Return the builder for a plan's caches."""
+        tokens_per_block = plan.dcp.block_size * plan.config.row_tokens
+        return cls(replace(plan.dcp, block_size=tokens_per_block), dcp_rank, device, plan)  # type: ignore[arg-type]
+
+    def build_compressed(
+        self,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        states: Sequence[int],
+        max_decode_query_len: int,
+        workspace: Tensor | None,
+    ) -> StepMetadata:
+        """Lay out a step; `StepMetadata.build` documents arguments and errors."""
+        check_requests(query_lens, seq_lens, block_tables, self.dcp)
+        _check_states(states, len(query_lens), self.plan.num_states)
+        num_decodes = next((i for i, length in enumerate(query_lens) if length > max_decode_query_len), len(query_lens))
+        num_decode_tokens = sum(query_lens[:num_decodes])
+        table, positions = pad_table(block_tables, seq_lens, self.dcp), positions_of(query_lens, seq_lens)
+        block_table = self._upload(table.astype(np.int32))
+        request = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
+        first, on_device = np.subtract(seq_lens, query_lens), self._upload(positions)
+        decode = None
+        if num_decodes:
+            local_seq_lens = self._upload(self._local_seq_lens(positions[:num_decode_tokens]))
+            decode = self._decode(query_lens[:num_decodes], block_table[:num_decodes], local_seq_lens, workspace)
+        return StepMetadata(
+            num_tokens=len(positions),
+            num_decode_tokens=num_decode_tokens,
+            num_blocks=int(table.max()) + 1,
+            positions=on_device,
+            slot_mapping=self._upload(np.full(len(positions), -1)),
+            decode=decode,
+            prefill=None,
+            compressed=CompressedMetadata(
+                plan=self.plan,
+                dcp_rank=self.dcp_rank,
+                positions=on_device,
+                request=self._upload(request),
+                first_position=self._upload(first.astype(np.int32)),
+                seq_lens=self._upload(np.asarray(seq_lens, dtype=np.int32)),
+                states=self._upload(np.asarray(states, dtype=np.int32)),
+                block_table=block_table,
+                max_seq_len=max(seq_lens),
+                context=self._context(num_decodes, query_lens, seq_lens, states, table),
+            ),
+        )
+
+    def _context(
+        self,
+        num_decodes: int,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        states: Sequence[int],
+        table: np.ndarray,
+    ) -> ContextRows | None:
+        """Return what prefills attend to; None where there are none."""
+        new, end = np.asarray(query_lens[num_decodes:]), np.asarray(seq_lens[num_decodes:])
+        if not len(new):
+            return None
+        start, ring = end - new, self.plan.ring_rows
+        first = np.maximum(start - self.plan.config.sliding_window + 1, 0)  # of the tokens that the first new one sees
+        slots = [
+            np.arange(begin, stop) % ring + state * ring
+            for begin, stop, state in zip(first, start, states[num_decodes:], strict=True)
+        ]
+        num_window = start - first
+        window_start, new_start = np.cumsum(num_window) - num_window, np.cumsum(new) - new
+        per_token = (
+            np.repeat(x, new).astype(np.int32) for x in (first, window_start, num_window.sum() + new_start - start)
+        )
+        first_position, first_row, new_row = map(self._upload, per_token)
+        return ContextRows(
+            window_slots=self._upload(np.concatenate(slots)),
+            first_position=first_position,
+            first_row=first_row,
+            new_row=new_row,
+            entries={ratio: self._entries(ratio, end, table[num_decodes:]) for ratio in self.plan.config.ratios},
+        )
+
+    def _entries(self, ratio: int, end: np.ndarray, table: np.ndarray) -> ContextChunk:
+        """Return all entries of requests that end at positions [num_prefills], as one chunk."""
+        per_block = self.plan.entries_per_block(ratio)
+        of_entries = StepBuilder(replace(self.dcp, block_size=per_block), self.dcp_rank, self.device)
+        table = table + self.plan.window_rows // per_block
+        return of_entries._chunk(np.zeros_like(end), end // ratio, table)
+
+
+def _check_states(states: Sequence[int], num_reqs: int, num_states: int) -> None:
+    wrong = [state for state in states if not 0 <= state < num_states]
+    if len(states) != num_reqs or wrong or len(set(states)) != num_reqs:
+        raise ValueError(
+            f"states is {list(states)}; expected one for each of {num_reqs} requests, in [0, {num_states}), none twice"
+        )

@@ -1,0 +1,204 @@
+"""The compressor: an entry for each `ratio` tokens, pooled column by column with a softmax over their gates.
+
+The tokens that an entry stands for are its span. Where entries overlap, each also pools the span before its own: a
+token has two pairs of value and gate, one for the next span's entry and one for its own. Tokens come in any number of
+steps: what a step leaves unfinished stays in sums, for each column the peak of the gates, the sum of their exponentials
+and of these times the values.
+
+Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs; GPUs run the kernels of
+`attention/compressed/kernels/compressor.py`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcpmla import ownership
+from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.attention.rope import apply_rope
+from dcpmla.attention.sparse.projections import hadamard_matrix
+from dcpmla.cache.index_keys import write_index_keys
+from dcpmla.cache.shared_rows import write_rows
+
+
+class _Sums(NamedTuple):
+    """Sums of entries [N, D]: the gates' peak (-inf for no token), their exponentials, these times the values."""
+
+    peak: Tensor
+    total: Tensor
+    values: Tensor
+
+
+def compress(
+    pairs: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    ratio: int,
+    step: CompressedMetadata,
+    sums: Tensor,
+    cache: Tensor,
+    *,
+    is_index: bool,
+    hadamard: bool = False,
+) -> None:
+    """Pool a step's tokens into entries, and write those that are complete and this rank's into a cache.
+
+    Args:
+        pairs: [T, 2 A D], values then gates of each token, projected from the hidden states; A = 2 where entries
+            overlap (of either, first the pair for the next span's entry), else 1. Contiguous columns.
+        bias: [ratio, A D] float32, added to the gates by their token's place in its span.
+        norm_weight: [D] float32, of the entries' RMSNorm.
+        sums: float32 [num_states, A, 3, D] of entries in progress, their own and the next one's; written.
+        cache: written: rows of a layer, or with is_index an indexer's keys, whose rotated columns come first.
+        hadamard: as in `finish_index_keys`, of index keys alone.
+    Source: DeepSeek-V4's report, equations 9-12 and 20-23.
+    """
+    assert step.angles is not None
+    plan = step.plan
+    table = step.block_table if is_index else step.entry_table(ratio, step.block_table)
+    per_block = plan.entries_per_block(ratio)
+    requests = step.request, step.first_position, step.seq_lens, step.states
+    where = table, per_block, *step.layout
+    angles = step.angles.entries[ratio]
+    compress_(pairs, bias, norm_weight, eps, sums, cache, step.positions, *requests, angles, *where, is_index, hadamard)
+
+
+@torch.library.custom_op("dcpmla::compress_", mutates_args=("sums", "cache"))
+def compress_(
+    pairs: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    sums: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    request: Tensor,
+    first_position: Tensor,
+    seq_lens: Tensor,
+    states: Tensor,
+    cos_sin: Tensor,
+    block_table: Tensor,
+    entries_per_block: int,
+    dcp_rank: int,
+    dcp_size: int,
+    interleave: int,
+    is_index: bool,
+    hadamard: bool,
+) -> None:
+    """Compute `compress`; the arguments are those and the fields of `CompressedMetadata`.
+
+    The entries' angles cos_sin [T, R] are those of each token's span; block_table is in blocks of the cache.
+    """
+    if pairs.is_cuda and pairs.dtype != torch.float64:
+        from dcpmla.attention.compressed.kernels import compressor as kernels  # triton is there on Linux only
+
+        where = block_table, entries_per_block, dcp_rank, dcp_size, interleave
+        requests = positions, request, first_position, seq_lens, states
+        kernels.compress_(pairs, bias, norm_weight, eps, sums, cache, *requests, cos_sin, *where, is_index, hadamard)
+        return
+    ratio, width = bias.shape[0], sums.shape[-1]
+    is_first = (positions % ratio == 0) | (positions == first_position[request])
+    token = (is_first & (states[request] >= 0)).nonzero().flatten()  # the first of each span
+    entries, is_complete = _pool(pairs, bias, sums, positions, request, first_position, seq_lens, states, token)
+    token, entries = token[is_complete], entries[is_complete]
+    entries = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight
+    entries = entries.to(pairs.dtype)
+    rotated = slice(0, cos_sin.shape[1]) if is_index else slice(width - cos_sin.shape[1], width)
+    entries[:, rotated] = apply_rope(entries[:, rotated], cos_sin[token], True)
+    index, rows = positions[token] // ratio, block_table[request[token].long()]
+    slots = ownership.slot_mapping(index, rows, entries_per_block, dcp_size, dcp_rank, interleave)
+    if not is_index:
+        write_rows(cache, entries, slots)
+        return
+    if hadamard:
+        entries = (entries.float() @ hadamard_matrix(width, torch.float32, entries.device)).to(entries.dtype)
+    write_index_keys(cache, entries, slots)
+
+
+@compress_.register_fake
+def _(*_: object) -> None:
+    return None
+
+
+def _pool(
+    pairs: Tensor,
+    bias: Tensor,
+    sums: Tensor,
+    positions: Tensor,
+    request: Tensor,
+    first_position: Tensor,
+    seq_lens: Tensor,
+    states: Tensor,
+    token: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Pool the spans whose first tokens in the step are given [N], and leave the sums of each request's last.
+
+    Returns:
+        Entries [N, D] float32, and which of them are complete [N] bool.
+    """
+    ratio, (_, num_halves, _, width) = bias.shape[0], sums.shape
+    position, of_token = positions[token], request[token].long()
+    start, end, state = first_position[of_token], seq_lens[of_token], states[of_token].long()
+    order = position // ratio - start // ratio  # of the span in its request's part of the step
+    place = position % ratio
+    num = torch.minimum(ratio - place, end - position)
+    halves = _halves(pairs, bias, num_halves, width)
+    own = _sum_tokens(*halves[-1], bias[:, -width:], token, place, num)
+    carried = [_carried(sums, state, half, (order == 0) & (start > 0)) for half in range(num_halves)]
+    entry = _merge(carried[0], own)
+    following = None
+    if num_halves == 2:
+        num_before = torch.minimum(torch.where(order > 0, position - start, 0), torch.tensor(ratio))
+        before = _sum_tokens(*halves[0], bias[:, :width], token - num_before, ratio - num_before, num_before)
+        # The span before was in progress when the step began: its part from then on is in the next entry's sums.
+        unfinished = _carried(sums, state, 1, (order == 1) & (start % ratio > 0))
+        entry = _merge(_merge(entry, before), unfinished)
+        following = _merge(carried[1], _sum_tokens(*halves[0], bias[:, :width], token, place, num))
+    is_complete = position - place + ratio <= end
+    is_last = position // ratio == (end - 1) // ratio
+    empty = _carried(sums, state, 0, torch.zeros_like(is_last))
+    left = [_choose(is_complete, empty if following is None else following, entry)]
+    if following is not None:
+        left.append(_choose(is_complete, empty, following))
+    sums[state[is_last]] = torch.stack([torch.stack(half, 1) for half in left], 1)[is_last]
+    return entry.values / entry.total, is_complete
+
+
+def _halves(pairs: Tensor, bias: Tensor, num_halves: int, width: int) -> list[tuple[Tensor, Tensor]]:
+    """Return values and gates [T, D] of each half."""
+    values, gates = pairs.float().split(num_halves * width, -1)
+    return list(zip(values.split(width, -1), gates.split(width, -1), strict=True))
+
+
+def _sum_tokens(values: Tensor, gates: Tensor, bias: Tensor, first: Tensor, place: Tensor, num: Tensor) -> _Sums:
+    """Sum `num` [N] tokens from `first` [N] on, at places of their span from `place` [N] on."""
+    ratio = bias.shape[0]
+    index = torch.arange(ratio, device=first.device)
+    is_there = (index < num[:, None])[..., None]
+    rows = (first[:, None] + index).clamp(0, len(values) - 1)
+    gate = (gates[rows] + bias[(place[:, None] + index) % ratio]).masked_fill(~is_there, -torch.inf)
+    peak = gate.amax(1)
+    weights = torch.exp(gate - peak.where(peak > -torch.inf, 0.0)[:, None])
+    return _Sums(peak, weights.sum(1), (weights * values[rows].masked_fill(~is_there, 0.0)).sum(1))
+
+
+def _carried(sums: Tensor, state: Tensor, half: int, is_there: Tensor) -> _Sums:
+    """Return the sums that a step begins with [N, D]: none where nothing is there."""
+    peak, total, values = sums[state, half].unbind(1)
+    mask = is_there[:, None]
+    return _Sums(peak.where(mask, -torch.inf), total.where(mask, 0.0), values.where(mask, 0.0))
+
+
+def _merge(a: _Sums, b: _Sums) -> _Sums:
+    """Add two sums of the same entries."""
+    peak = torch.maximum(a.peak, b.peak)
+    shift = peak.where(peak > -torch.inf, 0.0)  # -inf - -inf is NaN
+    of_a, of_b = torch.exp(a.peak - shift), torch.exp(b.peak - shift)
+    return _Sums(peak, a.total * of_a + b.total * of_b, a.values * of_a + b.values * of_b)
+
+
+def _choose(condition: Tensor, a: _Sums, b: _Sums) -> _Sums:
+    """Return a where the condition [N] holds, else b."""
+    return _Sums(*(torch.where(condition[:, None], x, y) for x, y in zip(a, b, strict=True)))

@@ -1,0 +1,210 @@
+"""The tensor-parallel layer of DeepSeek-V4's attention. `CompressedAttention.attend` reads top to bottom."""
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.backends import check_backends
+from dcpmla.attention.compressed.compressor import compress
+from dcpmla.attention.compressed.prefill import attend_prefill
+from dcpmla.attention.compressed.projections import finish_heads, finish_query_, finish_rows
+from dcpmla.attention.compressed.step import CompressedMetadata, selects
+from dcpmla.attention.compressed.weights import CompressedWeights
+from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.sparse.projections import finish_index_queries
+from dcpmla.attention.sparse.selector import TokenSelector
+from dcpmla.attention.step import DecodeMetadata, SelectedTokens, StepMetadata
+from dcpmla.cache.compressed import CompressedLayerCache
+from dcpmla.cache.formats import check_device, storage_dtype
+from dcpmla.cache.shared_rows import read_rows
+from dcpmla.comm.exchange import Exchange
+from dcpmla.compressed_config import CompressedConfig, LayerKind
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.mesh import DCPMesh
+
+
+class CompressedAttention(CompressedWeights):
+    """Attention to a sliding window and to compressed entries: heads cut over the TP group, entries sharded over the
+    DCP group.
+
+    Keys and values are the same rows [D], one head for all queries. Dims: T tokens, h heads of this rank.
+
+    Each rank has every request's window, and counts the tokens of it that it would own in MLA: so all read as much, and
+    a prefill has its window without an exchange.
+
+    Args:
+        config: geometry of the model's attention, before any cut.
+        kind: of this layer.
+        dcp: layout and formats of the caches, what decode exchanges.
+        mesh: groups of this rank.
+        exchange: how the DCP group moves rows, from `dcpmla.comm.select.select_exchange`.
+        dtype, device: of the parameters; they hold nothing until `load_weights`.
+    Raises:
+        ValueError: groups of heads that do not divide by the TP size, a dcp of other sizes than the mesh has, options
+            or a cache format that the layer or the GPU cannot have.
+    Source: DeepSeek-V4's report, section 2.3; names of weights as in transformers.
+    """
+
+    def __init__(
+        self,
+        config: CompressedConfig,
+        kind: LayerKind,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
+        check_device(self.cache_dtype, torch.device(device))
+        check_backends(dcp)
+        super().__init__(config, kind, dcp, mesh, dtype, device)
+        self.exchange = exchange
+        self.selector = TokenSelector(config.indexer, dcp, mesh.dcp_rank, exchange) if kind.has_indexer else None
+
+    def forward(self, hidden_states: Tensor, cache: CompressedLayerCache, step: StepMetadata) -> Tensor:
+        """Run one step of a batch: decodes first, then prefills, then padding. Collective.
+
+        Args:
+            hidden_states: [T, hidden], the same on all TP ranks; rows from step.num_tokens on are padding.
+            cache: this layer's on this rank; written and read.
+            step: from `StepMetadata.build` with a plan, and `with_angles`.
+        Returns:
+            [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
+        Raises:
+            ValueError: tensors or a step that do not belong together or to this layer.
+        """
+        return self.o_b_proj(self.attend(hidden_states, cache, step))
+
+    def attend(self, hidden_states: Tensor, cache: CompressedLayerCache, step: StepMetadata) -> Tensor:
+        """Run all of `forward` but its last projection. Collective.
+
+        Returns:
+            [T, groups x o_lora_rank] in the dtype of hidden_states. Rows of padding are zeros.
+        Raises:
+            ValueError: as `forward`.
+        """
+        compressed, cos_sin = self._check(hidden_states, cache, step)
+        decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
+        context = compressed.context
+        # Before this step's tokens overwrite them.
+        window = None if context is None else self._read(cache, context.window_slots)
+        down = self.down_proj(hidden_states[: step.num_tokens]).split(self.down_widths, -1)
+        norms, requests = (self.q_norm, self.kv_norm, self.config.rms_norm_eps), compressed.requests
+        q_c, rows = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, compressed.plan.ring_rows)
+        self._compress(down, cache, compressed)
+        selection = self._select(q_c, down, cache, step)
+        parts = []
+        if step.decode is not None:
+            parts.append(self._decode(q_c[decodes], cos_sin[decodes], cache, step, selection))
+        if window is not None:
+            q = self._project_query(q_c[prefills], cos_sin[prefills], self.q_heads.own)
+            new = torch.cat([window, rows[prefills]])
+            positions = None if selection is None else selection.positions[prefills]
+            parts.append(attend_prefill(q, new, cache.rows, compressed, self.kind, positions, self.exchange, self.dcp))
+        out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
+        heads = finish_heads(out, lse, self.sinks, cos_sin)
+        low = torch.bmm(heads.view(len(heads), self.num_groups, -1).transpose(0, 1), self.o_a_proj.transpose(1, 2))
+        low = low.transpose(0, 1).flatten(1)
+        return torch.nn.functional.pad(low, (0, 0, 0, len(hidden_states) - len(low)))
+
+    def _compress(self, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: CompressedMetadata) -> None:
+        """Write the entries, and the index keys, that the step's tokens complete."""
+        if cache.sums is None:
+            return
+        eps, ratio = self.config.rms_norm_eps, self.kind.ratio
+        weights = self.compressor
+        compress(down[1], weights.bias, weights.norm, eps, ratio, step, cache.sums, cache.rows, is_index=False)
+        if cache.index_sums is not None and cache.index_keys is not None:
+            weights, caches, hadamard = (
+                self.index_compressor,
+                (cache.index_sums, cache.index_keys),
+                self.dcp.index_hadamard,
+            )
+            pooled = down[2], weights.bias, weights.norm, eps, ratio
+            compress(*pooled, step, *caches, is_index=True, hadamard=hadamard)
+
+    def _select(
+        self, q_c: Tensor, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: StepMetadata
+    ) -> SelectedTokens | None:
+        """Return which entries each token attends to; None for all that it sees. Collective."""
+        compressed, config = step.compressed, self.config.indexer
+        assert compressed is not None
+        if self.selector is None or not selects(compressed, self.kind):
+            return None
+        assert step.selection is not None
+        assert cache.index_keys is not None
+        assert compressed.angles is not None
+        q = self.index_q_proj(q_c).unflatten(-1, (config.num_heads, config.head_dim))
+        is_fp8 = self.dcp.index_cache_dtype == "fp8"
+        how = compressed.angles.compressed, True, self.dcp.index_hadamard, is_fp8
+        q, weights = finish_index_queries(q, down[3], *how)
+        sparse = compressed.sparse(self.kind.ratio)
+        slot_table = compressed.entry_table(self.kind.ratio, sparse.block_table)
+        self.selector.select(q, weights, cache.index_keys, sparse, slot_table, step.selection)
+        return step.selection
+
+    def _project_query(self, q_c: Tensor, cos_sin: Tensor, heads: slice) -> Tensor:
+        """Return the queries [T, n, D] of n of the heads that this rank holds, normalized and rotated."""
+        weight = self.q_b_proj.weight.unflatten(0, (-1, self.config.head_dim))[heads]
+        q = torch.nn.functional.linear(q_c, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+        finish_query_(q, self.config.rms_norm_eps, cos_sin)
+        return q
+
+    def _decode(
+        self,
+        q_c: Tensor,
+        cos_sin: Tensor,
+        cache: CompressedLayerCache,
+        step: StepMetadata,
+        selection: SelectedTokens | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention of decode tokens over all ranks' rows: out [T, h, D], lse [T, h]. Collective."""
+        assert step.decode is not None
+        assert step.compressed is not None
+        if selection is None:
+            slots, num_slots = step.compressed.decode_rows[self.kind.ratio]
+        else:
+            slots, num_slots = selection.slots[: len(q_c)], selection.num_slots[: len(q_c)]
+        return dcp_mla_decode(
+            self._project_query(q_c, cos_sin, slice(0, self.q_heads.count)),
+            cache.rows,
+            DecodeMetadata(slots, num_slots, None, 1, step.decode.workspace),
+            self.config.scale,
+            self.exchange,
+            self.config.head_dim,
+            q_is_replicated=self.dcp.dcp_q_replicate,
+            backend=self.dcp.attention_backend,
+        )
+
+    def _read(self, cache: CompressedLayerCache, slots: Tensor) -> Tensor:
+        """Return rows [N, D] of the cache in the layer's dtype."""
+        return read_rows(cache.rows, slots, self.config.head_dim, self.down_proj.weight.dtype)
+
+    def _check(
+        self, hidden_states: Tensor, cache: CompressedLayerCache, step: StepMetadata
+    ) -> tuple[CompressedMetadata, Tensor]:
+        """Return the step's part for this attention, and its angles for this layer."""
+        compressed, width = step.compressed, self.config.hidden_size
+        if compressed is None or compressed.angles is None:
+            raise ValueError("step has no compressed part, or no angles; build it with a plan, and call with_angles")
+        if hidden_states.ndim != 2 or hidden_states.shape[0] < step.num_tokens or hidden_states.shape[1] != width:
+            shape = tuple(hidden_states.shape)
+            raise ValueError(f"hidden_states has shape {shape}; expected [at least {step.num_tokens}, {width}]")
+        if not isinstance(cache, CompressedLayerCache):
+            raise ValueError(
+                f"cache is {type(cache).__name__}; expected a CompressedLayerCache, such as a CompressedCache's "
+                f"cache[layer]"
+            )
+        plan = compressed.plan
+        expected = plan.rows_shape(self.kind.ratio), plan.dtype
+        if (tuple(cache.rows.shape), cache.rows.dtype) != expected or plan.dtype != self.cache_dtype:
+            raise ValueError(
+                f"cache.rows has shape {tuple(cache.rows.shape)} and dtype {cache.rows.dtype}; expected {expected} for "
+                f"kv_cache_dtype (--kv-cache-dtype) {self.dcp.kv_cache_dtype!r}"
+            )
+        if self.selector is not None:
+            per_block = plan.entries_per_block(self.kind.ratio)
+            dtype = self.down_proj.weight.dtype
+            self.selector.check_cache(cache.index_keys, plan.num_blocks, per_block, dtype)
+        step.check_blocks(plan.num_blocks)
+        return compressed, compressed.angles.compressed if self.kind.ratio else compressed.angles.window

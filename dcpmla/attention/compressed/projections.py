@@ -1,0 +1,117 @@
+"""The operations between projections, cache and attention of DeepSeek-V4: norms, RoPE and its inverse, the window, the
+sink.
+
+Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the
+kernels of `attention/compressed/kernels/projections.py`. Columns that are rotated come last.
+"""
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.rope import apply_rope
+from dcpmla.cache.shared_rows import read_rows, write_rows
+
+
+@torch.library.custom_op("dcpmla::finish_rows", mutates_args=("cache",))
+def finish_rows(
+    down: Tensor,
+    cache: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    request: Tensor,
+    seq_lens: Tensor,
+    states: Tensor,
+    ring_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """Normalize the query latent and the shared row of each token, rotate the row, and write it into its window.
+
+    Args:
+        down: [T, Lq + D], projected from the hidden states; contiguous columns.
+        cache: rows of a layer (`cache/shared_rows.py`); of each request's tokens the last ring_rows are written.
+        q_weight, kv_weight: [Lq], [D] float32, of the norms.
+        cos_sin: [T, R] float32 as in `apply_rope`.
+        positions, request, seq_lens, states: as in `CompressedMetadata`.
+    Returns:
+        q_c [T, Lq] after its norm; rows [T, D] as attention reads them: rounded as the cache rounds them.
+    Source: DeepSeek-V4's reference code; norms with the roundings of transformers' model.
+    """
+    if _runs_triton(down):
+        from dcpmla.attention.compressed.kernels import projections as kernels
+
+        requests = positions, request, seq_lens, states
+        return kernels.finish_rows(down, cache, q_weight, kv_weight, eps, cos_sin, *requests, ring_rows)
+    q_c, rows = down.split([len(q_weight), len(kv_weight)], -1)
+    q_c, rows = rms_norm(q_c, eps, q_weight), rotate(rms_norm(rows, eps, kv_weight), cos_sin)
+    state, is_kept = states[request], seq_lens[request] - positions <= ring_rows
+    slots = (state * ring_rows + positions % ring_rows).where(is_kept & (state >= 0), -1)
+    write_rows(cache, rows, slots)
+    if cache.dtype == torch.uint8:
+        page = cache.new_empty(-(-len(rows) // cache.shape[1]), *cache.shape[1:])
+        everywhere = torch.arange(len(rows), device=rows.device)
+        write_rows(page, rows, everywhere)
+        rows = read_rows(page, everywhere, rows.shape[1], rows.dtype)
+    return q_c, rows
+
+
+@finish_rows.register_fake
+def _(down: Tensor, cache: Tensor, q_weight: Tensor, kv_weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return down.new_empty(len(down), len(q_weight)), down.new_empty(len(down), len(kv_weight))
+
+
+@torch.library.custom_op("dcpmla::finish_query_", mutates_args=("q",))
+def finish_query_(q: Tensor, eps: float, cos_sin: Tensor) -> None:
+    """Normalize each head of q [T, h, D], without a weight, and rotate its last columns by cos_sin [T, R], in place."""
+    if _runs_triton(q):
+        from dcpmla.attention.compressed.kernels import projections as kernels
+
+        kernels.finish_query_(q, eps, cos_sin)
+    else:
+        q.copy_(rotate(rms_norm(q, eps), cos_sin))
+
+
+@torch.library.custom_op("dcpmla::finish_heads", mutates_args=())
+def finish_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> Tensor:
+    """Return attention's output with the sink in its denominator, rotated back at the positions of its queries.
+
+    Args:
+        out: [T, h, D], merged over all ranks' rows.
+        lse: [T, h] float32, natural log.
+        sinks: [h] float32, logits that take probability and give no value.
+        cos_sin: [T, R] float32 as in `apply_rope`.
+    Source: DeepSeek-V4's report, section 2.3.3.
+    """
+    if _runs_triton(out):
+        from dcpmla.attention.compressed.kernels import projections as kernels
+
+        return kernels.finish_heads(out, lse, sinks, cos_sin)
+    wide = out.to(torch.promote_types(out.dtype, torch.float32))
+    share = torch.exp(lse - torch.logaddexp(lse, sinks))[..., None]
+    cos, sin = cos_sin.chunk(2, -1)
+    return rotate((wide * share).where(share > 0, 0.0), torch.cat([cos, -sin], -1)).to(out.dtype)
+
+
+@finish_heads.register_fake
+def _(out: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
+def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """Normalize x [.., N] in float32 at least, rounded where transformers' model rounds: after the weight [N] where
+    there is one, else the factor.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return x * factor.to(x.dtype) if weight is None else (weight * (wide * factor)).to(x.dtype)
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate the last R columns of x [T, .., D] by cos_sin [T, R] as pairs of neighbours."""
+    nope, rope = x.tensor_split((x.shape[-1] - cos_sin.shape[-1],), -1)
+    return torch.cat([nope, apply_rope(rope, cos_sin, True)], -1)
+
+
+def _runs_triton(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)

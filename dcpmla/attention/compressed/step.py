@@ -1,0 +1,192 @@
+"""What layers of DeepSeek-V4's attention ask of a step: whose tokens these are, and which rows of a cache they see."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcpmla import ownership
+from dcpmla.attention.step import ContextChunk, SelectedTokens, SparseMetadata, StepMetadata
+from dcpmla.cache.compressed import CompressedPlan
+from dcpmla.compressed_config import LayerKind
+
+
+class Angles(NamedTuple):
+    """The angles of RoPE (`apply_rope`), [T, R] float32 each.
+
+    Attributes:
+        window: in layers that have a window alone.
+        compressed: in all others.
+        entries: by ratio, for the entry that each token belongs to: those of its first token, in layers that compress.
+    """
+
+    window: Tensor
+    compressed: Tensor
+    entries: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class ContextRows:
+    """The rows that prefill tokens attend to, gathered for one layer: of windows, of new tokens, of entries.
+
+    Attributes:
+        window_slots: [C] int64, rows of the windows' tokens that were computed in earlier steps.
+        first_position: [T] int32, of the first such token of each prefill token's request.
+        first_row: [T] int32, its row among the gathered ones.
+        new_row: [T] int32, the row that a new token at position 0 of its request would have.
+        entries: by ratio, the entries of all ranks in order: each request's, from its first to the last that this step
+            completes. `chunk.keys` counts them, after the C + T rows of the windows and of the new tokens.
+    """
+
+    window_slots: Tensor
+    first_position: Tensor
+    first_row: Tensor
+    new_row: Tensor
+    entries: dict[int, ContextChunk]
+
+
+@dataclass(frozen=True)
+class CompressedMetadata:
+    """The requests of a step, as layers with entries see them; T tokens, decodes and prefills alike.
+
+    Attributes:
+        plan: of the caches.
+        dcp_rank: this rank's number in its group.
+        positions: [T] int64.
+        request: [T] int32, each token's request.
+        first_position: [num_reqs] int32, of each request's first token in this step.
+        seq_lens: [num_reqs] int32, tokens of each request after this step; 0 for padding.
+        states: [num_reqs] int32, where the requests' states are; -1 for padding.
+        block_table: [num_reqs, max_blocks] int32.
+        max_seq_len: no less than any of seq_lens, and the same on all ranks.
+        context: of the prefill tokens; None where there are none.
+        angles: None before `with_angles`.
+        decode_rows: by ratio, `visible_rows` of the decodes where nothing selects; empty before `with_angles`.
+    """
+
+    plan: CompressedPlan
+    dcp_rank: int
+    positions: Tensor
+    request: Tensor
+    first_position: Tensor
+    seq_lens: Tensor
+    states: Tensor
+    block_table: Tensor
+    max_seq_len: int
+    context: ContextRows | None = None
+    angles: Angles | None = None
+    decode_rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """positions, request, seq_lens and states, as `finish_rows` orders them."""
+        return self.positions, self.request, self.seq_lens, self.states
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """dcp_rank, dcp_size and interleave, as functions of `dcpmla.ownership` order them."""
+        dcp = self.plan.dcp
+        return self.dcp_rank, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
+
+    def max_entries(self, ratio: int) -> int:
+        """Return no less than the entries that any token sees; the same on all ranks."""
+        return self.max_seq_len // ratio
+
+    def entry_counts(self, ratio: int) -> tuple[Tensor, Tensor]:
+        """Return how many entries each token sees, [T] int32, and how many of them are this rank's; 0 for padding."""
+        counts = (self.positions + 1) // ratio
+        counts = counts.where(self.states[self.request] >= 0, 0)
+        rank, size, interleave = self.layout
+        return counts.to(torch.int32), ownership.local_seq_lens(counts, size, rank, interleave)
+
+    def sparse(self, ratio: int) -> SparseMetadata:
+        """Return the entries that each token may select from, as the kernels of sparse MLA take tokens."""
+        counts, local = self.entry_counts(ratio)
+        return SparseMetadata(self.block_table, self.request, counts, local, self.max_entries(ratio))
+
+    def entry_table(self, ratio: int, table: Tensor) -> Tensor:
+        """Return a block table [..] in blocks of a layer's rows, which begin with all windows."""
+        return table + self.plan.window_rows // self.plan.entries_per_block(ratio)
+
+    def window_rows(self, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Return the rows of the window of each of some tokens that count on this rank: each token's latent counts on
+        the rank that would own it in MLA.
+
+        Returns:
+            [n, N] int32, anything after the last; [n] int32, how many.
+        """
+        rank, size, interleave = self.layout
+        positions, state = self.positions[tokens], self.states[self.request[tokens]]
+        window, ring = self.plan.config.sliding_window, self.plan.ring_rows
+        first = ownership.local_seq_lens((positions + 1 - window).clamp(min=0), size, rank, interleave)
+        count = ownership.local_seq_lens(positions + 1, size, rank, interleave) - first
+        most = min(window, (window // (size * interleave) + 2) * interleave)
+        index = first[:, None] + torch.arange(most, dtype=torch.int32, device=positions.device)
+        rows = ownership.global_position(index, rank, size, interleave) % ring + state[:, None] * ring
+        return rows.to(torch.int32), count.where(state >= 0, 0).to(torch.int32)
+
+    def visible_rows(self, tokens: slice, ratio: int) -> tuple[Tensor, Tensor]:
+        """Return the rows that some tokens attend to on this rank where nothing selects: their windows', and those of
+        all entries that they see.
+
+        Args:
+            ratio: 0 for windows alone.
+        Returns:
+            [n, N] int32, anything after the last; [n] int32, how many.
+        """
+        windows = self.window_rows(tokens)
+        if not ratio:
+            return windows
+        per_block = self.plan.entries_per_block(ratio)
+        first = self.entry_table(ratio, self.block_table) * per_block
+        rows = (first[..., None] + torch.arange(per_block, dtype=torch.int32, device=first.device)).flatten(1)
+        return append_rows(*windows, rows[self.request[tokens].long()], self.entry_counts(ratio)[1][tokens])
+
+    def new_selection(self, num_decode_tokens: int) -> SelectedTokens:
+        """Return memory for the entries that layers with an indexer select; slots begin with the decodes' windows."""
+        topk = self.plan.config.indexer.topk
+        windows, num_windows = self.window_rows(slice(0, num_decode_tokens))
+        num_tokens, width = len(self.positions), windows.shape[1]
+        slots = windows.new_empty(num_tokens, width + topk)
+        slots[:num_decode_tokens, :width] = windows
+        num_first = windows.new_zeros(num_tokens)
+        num_first[:num_decode_tokens] = num_windows
+        return SelectedTokens(windows.new_empty(num_tokens, topk), slots, torch.empty_like(num_first), num_first)
+
+
+def append_rows(rows: Tensor, num: Tensor, more: Tensor, num_more: Tensor) -> tuple[Tensor, Tensor]:
+    """Join two lists of rows a token, [n, N] and [n, M] int32 with so many each [n]: return the same for both together,
+    [n, N + M].
+    """
+    index = torch.arange(rows.shape[1] + more.shape[1], device=rows.device) - num[:, None]
+    after = more.gather(1, index.clamp(0, max(0, more.shape[1] - 1))) if more.shape[1] else rows
+    return torch.nn.functional.pad(rows, (0, more.shape[1])).where(index < 0, after), num + num_more
+
+
+def with_angles(step: StepMetadata, rotary: Callable[[Tensor, bool], Tensor]) -> StepMetadata:
+    """Return a step with what all layers share: the angles of its tokens, the rows that its decodes see, and memory for
+    what they select.
+
+    Args:
+        rotary: returns cos_sin [T, R] float32 (`apply_rope`) of positions [T]; of layers that compress if told so.
+    """
+    compressed = step.compressed
+    assert compressed is not None
+    config, positions, decodes = compressed.plan.config, step.positions, slice(0, step.num_decode_tokens)
+    entries = {ratio: rotary(positions // ratio * ratio, True) for ratio in config.ratios}
+    angles = Angles(rotary(positions, False), rotary(positions, True), entries)
+    is_selected = any(selects(compressed, kind) for kind in config.layer_kinds)
+    seen = {kind for kind in config.layer_kinds if step.num_decode_tokens and not selects(compressed, kind)}
+    rows = {kind.ratio: compressed.visible_rows(decodes, kind.ratio) for kind in seen}
+    return replace(
+        step,
+        selection=compressed.new_selection(step.num_decode_tokens) if is_selected else None,
+        compressed=replace(compressed, angles=angles, decode_rows=rows),
+    )
+
+
+def selects(step: CompressedMetadata, kind: LayerKind) -> bool:
+    """Return whether tokens of a step may see more entries than a layer's indexer selects; the same on all ranks."""
+    return kind.has_indexer and step.max_entries(kind.ratio) > step.plan.config.indexer.topk

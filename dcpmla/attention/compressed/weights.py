@@ -1,0 +1,138 @@
+"""The part of a layer of DeepSeek-V4's attention that one rank holds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from dcpmla.attention.weights import HeldHeads
+from dcpmla.compressed_config import CompressedConfig, LayerKind
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.linear import RowParallelLinear, Weight, fill, read_weight
+from dcpmla.parallel.mesh import DCPMesh
+
+
+class CompressorWeights(nn.Module):
+    """What pools tokens into entries [D], besides their projection, which is part of the layer's down-projection."""
+
+    def __init__(self, ratio: int, num_halves: int, width: int, device: torch.device | str) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(ratio, num_halves * width, dtype=torch.float32, device=device))
+        self.norm = nn.Parameter(torch.empty(width, dtype=torch.float32, device=device))
+
+    def load_weights(self, weights: Mapping[str, Weight], prefix: str, order: Tensor | None = None) -> None:
+        """Read both by their names in a checkpoint, columns of D in another order if one is given."""
+        (ratio, columns), width = self.bias.shape, len(self.norm)
+        order = torch.arange(width) if order is None else order
+        bias = read_weight(weights, f"{prefix}position_bias", (ratio, columns))
+        fill(self.bias, bias.unflatten(1, (-1, width))[..., order].flatten(1))
+        fill(self.norm, read_weight(weights, f"{prefix}kv_norm.weight", (width,))[order])
+
+
+class CompressedWeights(nn.Module):
+    """Parameters of `CompressedAttention`, which documents arguments and errors.
+
+    Attributes:
+        down_proj: all that is projected from hidden states, in this order: query latent and shared row together,
+            values and gates of entries, the same of index keys, weights of the indexer's heads (`down_widths`).
+        index_q_proj: the indexer's queries; their rotated columns come first, as in its keys.
+        o_a_proj: [groups, o_lora_rank, heads of a group x D].
+    """
+
+    def __init__(
+        self,
+        config: CompressedConfig,
+        kind: LayerKind,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        if (dcp.tensor_parallel_size, dcp.decode_context_parallel_size) != (mesh.tp_size, mesh.dcp_size):
+            raise ValueError(
+                f"dcp is for tensor_parallel_size {dcp.tensor_parallel_size} and decode_context_parallel_size "
+                f"{dcp.decode_context_parallel_size}; the mesh has {mesh.tp_size} and {mesh.dcp_size}"
+            )
+        config.check_layout(dcp)
+        self.config, self.kind, self.dcp, self.mesh = config, kind, dcp, mesh
+        self.num_heads = config.heads_per_rank(mesh.tp_size)
+        self.q_heads = HeldHeads.of(mesh, self.num_heads, dcp.dcp_q_replicate)
+        self.num_groups = config.o_groups // mesh.tp_size
+        self.num_halves = 2 if kind.has_indexer else 1
+        indexer = config.indexer
+        new: dict[str, Any] = {"dtype": dtype, "device": device}
+        no_bias = {"bias": False, **new}
+        self.down_widths = [config.q_lora_rank + config.head_dim]
+        if kind.ratio:
+            self.down_widths.append(2 * self.num_halves * config.head_dim)
+            self.compressor = CompressorWeights(kind.ratio, self.num_halves, config.head_dim, device)
+        if kind.has_indexer:
+            self.down_widths += [2 * self.num_halves * indexer.head_dim, indexer.num_heads]
+            self.index_compressor = CompressorWeights(kind.ratio, self.num_halves, indexer.head_dim, device)
+            index_width = indexer.num_heads * indexer.head_dim
+            self.index_q_proj = skip_init(nn.Linear, config.q_lora_rank, index_width, **no_bias)
+        self.down_proj = skip_init(nn.Linear, config.hidden_size, sum(self.down_widths), **no_bias)
+        self.q_norm = nn.Parameter(torch.empty(config.q_lora_rank, dtype=torch.float32, device=device))
+        self.kv_norm = nn.Parameter(torch.empty(config.head_dim, dtype=torch.float32, device=device))
+        self.q_b_proj = skip_init(nn.Linear, config.q_lora_rank, self.q_heads.count * config.head_dim, **no_bias)
+        self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32, device=device))
+        group_width = config.num_heads // config.o_groups * config.head_dim
+        self.o_a_proj = nn.Parameter(torch.empty(self.num_groups, config.o_lora_rank, group_width, **new))
+        o_rank = config.o_groups * config.o_lora_rank
+        self.o_b_proj = skip_init(RowParallelLinear, o_rank, config.hidden_size, False, mesh.tp_group, **new)
+
+    def load_weights(self, weights: Mapping[str, Weight]) -> None:
+        """Read this rank's part of every parameter.
+
+        Args:
+            weights: whole weights by their names in transformers' checkpoints, from "q_a_proj.weight" to "sinks".
+        Raises:
+            ValueError: a weight that is missing or has another shape than the config asks for.
+        """
+        config, whole, hidden = self.config, slice(None), self.config.hidden_size
+        rank, width = config.q_lora_rank, config.head_dim
+        down = [
+            read_weight(weights, f"{name}.weight", (rows, hidden))
+            for name, rows in (("q_a_proj", rank), ("kv_proj", width))
+        ]
+        if self.kind.ratio:
+            down += self._pairs(weights, "compressor.", width)
+            self.compressor.load_weights(weights, "compressor.")
+        if self.kind.has_indexer:
+            down += self._load_indexer(weights)
+        fill(self.down_proj.weight, *down)
+        fill(self.q_norm, read_weight(weights, "q_a_norm.weight", (rank,)))
+        fill(self.kv_norm, read_weight(weights, "kv_norm.weight", (width,)))
+        q_shape = config.num_heads * width, rank
+        fill(self.q_b_proj.weight, read_weight(weights, "q_b_proj.weight", q_shape, self.q_heads.rows(width), whole))
+        own = slice(self.mesh.tp_rank * self.num_heads, (self.mesh.tp_rank + 1) * self.num_heads)
+        fill(self.sinks, read_weight(weights, "sinks", (config.num_heads,), own))
+        first = self.mesh.tp_rank * self.num_groups * config.o_lora_rank
+        part = slice(first, first + self.num_groups * config.o_lora_rank)
+        o_rank = config.o_groups * config.o_lora_rank
+        o_a = read_weight(weights, "o_a_proj.weight", (o_rank, self.o_a_proj.shape[2]), part, whole)
+        fill(self.o_a_proj, o_a.unflatten(0, (self.num_groups, -1)))
+        fill(self.o_b_proj.weight, read_weight(weights, "o_b_proj.weight", (hidden, o_rank), whole, part))
+
+    def _pairs(self, weights: Mapping[str, Weight], prefix: str, width: int) -> list[Tensor]:
+        """Read the projections of values and gates."""
+        shape = self.num_halves * width, self.config.hidden_size
+        return [read_weight(weights, f"{prefix}{name}_proj.weight", shape) for name in ("kv", "gate")]
+
+    def _load_indexer(self, weights: Mapping[str, Weight]) -> list[Tensor]:
+        """Read the indexer, and return its rows of the down-projection. Rotated columns are put first: kernels that
+        write index keys expect them there.
+        """
+        indexer, prefix = self.config.indexer, "compressor.indexer."
+        width, rope = indexer.head_dim, self.config.rope_dim
+        order = torch.arange(width).roll(rope)
+        q_shape = indexer.num_heads * width, self.config.q_lora_rank
+        q = read_weight(weights, f"{prefix}q_b_proj.weight", q_shape)
+        fill(self.index_q_proj.weight, q.unflatten(0, (-1, width))[:, order].flatten(0, 1))
+        self.index_compressor.load_weights(weights, prefix, order)
+        pairs = [pair.unflatten(0, (-1, width))[:, order].flatten(0, 1) for pair in self._pairs(weights, prefix, width)]
+        heads_shape = indexer.num_heads, self.config.hidden_size
+        return [*pairs, read_weight(weights, f"{prefix}scorer.weights_proj.weight", heads_shape)]

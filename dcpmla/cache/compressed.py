@@ -1,0 +1,235 @@
+"""The caches of a model with DeepSeek-V4's attention on one rank: entries under block ids, and one state a request.
+
+A layer's rows (`cache/shared_rows.py`) are those of all requests' windows, then entries, so that one call of attention
+reads both. What grows with the context is sharded over the DCP ranks by entry: entries, and an indexer's keys. What
+does not is a request's state, the same on every rank: its window, and the sums of the entries in progress.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcpmla.cache.formats import format_name, storage_dtype
+from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
+from dcpmla.cache.latent import check_fits
+from dcpmla.cache.shared_rows import PAGE_ROWS, rows_shape
+from dcpmla.compressed_config import CompressedConfig, LayerKind
+from dcpmla.config import DCPConfig
+
+NUM_SUMS = 3  # of an entry in progress, for each column: the peak of its gates, their softmax's sum, the weighed values
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedPlan:
+    """Sizes of caches that are not allocated yet.
+
+    Attributes:
+        num_states: requests whose states there is room for at the same time, remembered ones among them.
+        dtype, index_dtype: formats of the rows (`dcpmla.cache.shared_rows`) and of the indexers' keys.
+    """
+
+    config: CompressedConfig
+    dcp: DCPConfig
+    num_blocks: int
+    num_states: int
+    dtype: torch.dtype
+    index_dtype: torch.dtype
+
+    @property
+    def dcp_size(self) -> int:
+        return self.dcp.decode_context_parallel_size
+
+    @property
+    def block_tokens(self) -> int:
+        """Positions that a block id covers, over all ranks."""
+        return self.dcp.virtual_block_size * self.config.row_tokens
+
+    @property
+    def ring_rows(self) -> int:
+        """Rows of one request's window: a token at position p has row p % ring_rows of them."""
+        window = self.config.sliding_window
+        return -(-window // PAGE_ROWS) * PAGE_ROWS if self.dtype == torch.uint8 else window
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of all windows, before the entries of a layer: whole blocks of every ratio, and whole pages."""
+        granule = math.lcm(PAGE_ROWS, *(self.entries_per_block(ratio) for ratio in self.config.ratios))
+        return -(-self.num_states * self.ring_rows // granule) * granule
+
+    def entries_per_block(self, ratio: int) -> int:
+        """Return how many entries of that ratio a block holds on one rank."""
+        return self.config.entries_per_block(ratio, self.dcp.block_size)
+
+    def rows_shape(self, ratio: int) -> tuple[int, int, int]:
+        """Return the shape of a layer's rows."""
+        num_entries = self.num_blocks * self.entries_per_block(ratio) if ratio else 0
+        return rows_shape(self.window_rows + num_entries, self.config.head_dim, self.dtype)
+
+    def index_shape(self, ratio: int) -> tuple[int, int, int]:
+        """Return the shape of the index cache of a layer with an indexer."""
+        width = index_row_width(self.index_dtype, self.config.indexer.head_dim)
+        return self.num_blocks, self.entries_per_block(ratio), width
+
+    def sums_shape(self, kind: LayerKind, width: int) -> tuple[int, int, int, int]:
+        """Return the shape of a layer's sums of entries in progress: where they overlap, of two."""
+        return self.num_states, 2 if kind.has_indexer else 1, NUM_SUMS, width
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block in all layers, on one rank."""
+        more = CompressedPlan(**{**vars(self), "num_blocks": self.num_blocks + 64})  # pages are shared by small blocks
+        return (more.bytes_per_rank - self.bytes_per_rank) // 64
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one request's state in all layers, on each rank."""
+        more = CompressedPlan(**{**vars(self), "num_states": self.num_states + 64})
+        return (more.bytes_per_rank - self.bytes_per_rank) // 64
+
+    @property
+    def bytes_per_rank(self) -> int:
+        total = 0
+        for kind in self.config.layer_kinds:
+            total += math.prod(self.rows_shape(kind.ratio)) * self.dtype.itemsize
+            if kind.ratio:
+                total += math.prod(self.sums_shape(kind, self.config.head_dim)) * 4
+            if kind.has_indexer:
+                total += math.prod(self.sums_shape(kind, self.config.indexer.head_dim)) * 4
+                total += math.prod(self.index_shape(kind.ratio)) * self.index_dtype.itemsize
+        return total
+
+    @property
+    def bytes_total(self) -> int:
+        return self.bytes_per_rank * self.dcp_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token of context in all layers, on the rank that owns it, states left out."""
+        return -(-self.bytes_per_block * self.dcp_size // self.block_tokens)
+
+    @property
+    def tokens_per_gb(self) -> int:
+        """Tokens of context that the group holds in 10^9 bytes of each rank, states left out."""
+        return 10**9 // self.bytes_per_block * self.block_tokens
+
+    @property
+    def tokens_total(self) -> int:
+        """Tokens of context that the group holds."""
+        return self.num_blocks * self.block_tokens
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.tokens_total // self.dcp_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_total:,} tokens in {self.num_blocks:,} blocks of {self.block_tokens:,} over "
+            f"{self.dcp_size} DCP ranks, and {self.num_states} states of {self.bytes_per_state / 2**20:,.1f} MiB: "
+            f"{self.bytes_per_rank / 2**20:,.1f} MiB a rank; {self.bytes_total / 2**20:,.1f} MiB in total "
+            f"({format_name(self.dtype)}, index cache {index_format_name(self.index_dtype)}: {self.bytes_per_token:,} "
+            f"bytes a token, {self.tokens_per_gb:,} tokens a GB of each rank)"
+        )
+
+
+class CompressedLayerCache(NamedTuple):
+    """The cache of one layer on one rank.
+
+    Attributes:
+        rows: windows, then entries (`dcpmla.cache.shared_rows`).
+        sums: float32 [num_states, 1 or 2, 3, D] of the entries in progress; None in a layer without entries.
+        index_keys: [num_blocks, entries_per_block, width] of a layer with an indexer (`dcpmla.cache.index_keys`).
+        index_sums: float32 [num_states, 2, 3, indexer's D] of its keys in progress.
+    """
+
+    rows: Tensor
+    sums: Tensor | None
+    index_keys: Tensor | None
+    index_sums: Tensor | None
+
+
+class CompressedCache:
+    """The caches of all layers on one rank, `cache[layer]` that of one.
+
+    Attributes:
+        sizes: the plan it was made from.
+    """
+
+    def __init__(self, plan: CompressedPlan, device: torch.device) -> None:
+        """Allocate a plan's bytes.
+
+        Raises:
+            ValueError: the device does not have them.
+        """
+        check_fits(plan.bytes_per_rank, str(plan), device)
+        self.sizes = plan
+        self._layers = [_allocate(plan, kind, device) for kind in plan.config.layer_kinds]
+
+    def __getitem__(self, layer: int) -> CompressedLayerCache:
+        return self._layers[layer]
+
+    def __iter__(self) -> Iterator[CompressedLayerCache]:
+        return iter(self._layers)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory of the cache."""
+        return [tensor for layer in self._layers for tensor in layer if tensor is not None]
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy a request's state: what computing on from there needs besides its blocks."""
+        torch._foreach_copy_(self._state(target), self._state(source))
+
+    def _state(self, state: int) -> list[Tensor]:
+        """Return views of one state in all layers."""
+        ring = self.sizes.ring_rows
+        if self.sizes.dtype == torch.uint8:
+            ring //= PAGE_ROWS
+        views = []
+        for layer in self._layers:
+            views.append(layer.rows[state * ring : (state + 1) * ring])
+            views += [sums[state] for sums in (layer.sums, layer.index_sums) if sums is not None]
+        return views
+
+
+def plan_compressed(
+    config: CompressedConfig, dcp: DCPConfig, seq_lens: list[int], dtype: torch.dtype, num_states: int | None = None
+) -> CompressedPlan:
+    """Return the sizes of caches that hold sequences of the given final lengths at once.
+
+    Args:
+        dcp: its kv_cache_dtype and index_cache_dtype are the formats.
+        seq_lens: tokens of each sequence, prompt and answer; each starts on a block of its own.
+        dtype: that the model computes in.
+        num_states: None for one a sequence.
+    Raises:
+        ValueError: no sequences, a negative length, options or a format that the model cannot have.
+    """
+    if not seq_lens or min(seq_lens) < 0:
+        raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
+    config.check_layout(dcp)
+    plan = CompressedPlan(
+        config=config,
+        dcp=dcp,
+        num_blocks=1,
+        num_states=len(seq_lens) if num_states is None else num_states,
+        dtype=storage_dtype(dcp.kv_cache_dtype, dtype),
+        index_dtype=index_storage_dtype(dcp.index_cache_dtype, dtype),
+    )
+    num_blocks = max(1, sum(-(-seq_len // plan.block_tokens) for seq_len in seq_lens))
+    return CompressedPlan(**{**vars(plan), "num_blocks": num_blocks})
+
+
+def _allocate(plan: CompressedPlan, kind: LayerKind, device: torch.device) -> CompressedLayerCache:
+    sums = index_keys = index_sums = None
+    if kind.ratio:
+        sums = torch.empty(plan.sums_shape(kind, plan.config.head_dim), device=device)
+    if kind.has_indexer:
+        index_keys = torch.empty(plan.index_shape(kind.ratio), dtype=plan.index_dtype, device=device)
+        index_sums = torch.empty(plan.sums_shape(kind, plan.config.indexer.head_dim), device=device)
+    return CompressedLayerCache(
+        torch.empty(plan.rows_shape(kind.ratio), dtype=plan.dtype, device=device), sums, index_keys, index_sums
+    )

@@ -1,0 +1,163 @@
+"""The geometry of DeepSeek-V4's attention: a window and compressed entries, over one shared head of keys and values."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dcpmla.config import LARGEST_SIZE, DCPConfig, IndexerConfig, choices, divisors
+from dcpmla.fields import Rule, check_fields, number, whole
+
+
+class LayerKind(NamedTuple):
+    """What a layer attends to besides its window.
+
+    Attributes:
+        ratio: tokens that an entry stands for; 0 for a layer without entries.
+        has_indexer: entries overlap, and an indexer selects among them (CSA); else all of them are attended to (HCA).
+    """
+
+    ratio: int
+    has_indexer: bool
+
+
+WINDOW_ONLY = LayerKind(0, False)
+_SIZE = whole(1, LARGEST_SIZE)
+_KIND = Rule(
+    "LayerKinds of a ratio of at least 2, or of 0 without an indexer",
+    lambda value: (
+        isinstance(value, tuple)
+        and value != ()
+        and all(isinstance(kind, LayerKind) and (kind.ratio >= 2 or kind == WINDOW_ONLY) for kind in value)
+    ),
+)
+_RULES = {
+    "hidden_size": _SIZE,
+    "num_heads": _SIZE,
+    "head_dim": _SIZE,
+    "rope_dim": _SIZE,
+    "q_lora_rank": _SIZE,
+    "o_groups": _SIZE,
+    "o_lora_rank": _SIZE,
+    "sliding_window": _SIZE,
+    "rms_norm_eps": number(0),
+    "indexer": Rule("an IndexerConfig", lambda value: isinstance(value, IndexerConfig)),
+    "layer_kinds": _KIND,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedConfig:
+    """Geometry and constants of the attention layers of a model, before any sharding.
+
+    Attributes:
+        head_dim, rope_dim: width of queries, keys and values, and how many of their last columns are rotated, as pairs
+            (2i, 2i+1).
+        o_groups, o_lora_rank: neighbouring heads of a group share an output projection of that rank.
+        sliding_window: last tokens that each token attends to, its own among them.
+        indexer: of the layers that have one.
+        layer_kinds: of each layer.
+    Raises:
+        ValueError: a field of another type or outside its range; sizes that do not belong together.
+    Source: DeepSeek-V4's report, section 2.3.
+    """
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    rms_norm_eps: float
+    indexer: IndexerConfig
+    layer_kinds: tuple[LayerKind, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(_RULES, vars(self))
+        if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.indexer.head_dim):
+            raise ValueError(
+                f"rope_dim is {self.rope_dim}; it must be even, and at most head_dim {self.head_dim} and the indexer's "
+                f"{self.indexer.head_dim}"
+            )
+        if self.num_heads % self.o_groups:
+            raise ValueError(f"o_groups is {self.o_groups}; it must divide num_heads {self.num_heads}")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the attention scores."""
+        return self.head_dim**-0.5
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """The ratios of layers that compress, each once, ascending."""
+        return tuple(sorted({kind.ratio for kind in self.layer_kinds} - {0}))
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that an entry of the least ratio stands for: a block of n rows covers n times as many on a rank."""
+        return min(self.ratios, default=1)
+
+    def heads_per_rank(self, tensor_parallel_size: int) -> int:
+        """Return the number of heads of one TP rank, whole groups of them.
+
+        Raises:
+            ValueError: the groups do not divide; the message lists the sizes that do.
+        """
+        if tensor_parallel_size < 1 or self.o_groups % tensor_parallel_size:
+            raise ValueError(
+                f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide the {self.o_groups} groups of "
+                f"the model's {self.num_heads} attention heads: {choices(divisors(self.o_groups))}"
+            )
+        return self.num_heads // tensor_parallel_size
+
+    def check_layout(self, dcp: DCPConfig) -> None:
+        """Raise ValueError for options that these layers do not have, or blocks that do not hold whole entries."""
+        refused = (
+            ("kv_cache_dtype (--kv-cache-dtype) fp8", dcp.kv_cache_dtype == "fp8", "choose auto, bf16 or fp8_ds_mla"),
+            ("dcp_project_before_merge (--dcp-project-before-merge)", dcp.dcp_project_before_merge, "leave it out"),
+        )
+        for name, is_asked, advice in refused:
+            if is_asked:
+                raise ValueError(f"{name} does not go with DeepSeek-V4's attention; {advice}")
+        largest = max(self.ratios, default=1) * dcp.cp_kv_cache_interleave_size
+        if dcp.block_size * self.row_tokens % largest:
+            raise ValueError(
+                f"block_size (--block-size) is {dcp.block_size}; {self.row_tokens} times as many tokens must be whole "
+                f"entries of each ratio in {self.ratios}, in groups of {dcp.cp_kv_cache_interleave_size} "
+                f"(--cp-kv-cache-interleave-size): a multiple of {-(-largest // self.row_tokens)}"
+            )
+
+    def entries_per_block(self, ratio: int, block_size: int) -> int:
+        """Return how many entries of that ratio a block holds on one rank."""
+        return block_size * self.row_tokens // ratio
+
+    @staticmethod
+    def from_hf(config: Any) -> "CompressedConfig":
+        """Read a transformers config of model type deepseek_v4.
+
+        Raises:
+            ValueError: a field that no such attention can have.
+        """
+        kinds = {
+            "sliding_attention": WINDOW_ONLY,
+            "compressed_sparse_attention": LayerKind(config.compress_rates["compressed_sparse_attention"], True),
+            "heavily_compressed_attention": LayerKind(config.compress_rates["heavily_compressed_attention"], False),
+        }
+        return CompressedConfig(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            q_lora_rank=config.q_lora_rank,
+            o_groups=config.o_groups,
+            o_lora_rank=config.o_lora_rank,
+            sliding_window=config.sliding_window,
+            rms_norm_eps=config.rms_norm_eps,
+            indexer=IndexerConfig(
+                num_heads=config.index_n_heads,
+                head_dim=config.index_head_dim,
+                topk=config.index_topk,
+                rope_interleaved=True,
+            ),
+            layer_kinds=tuple(kinds[name] for name in config.layer_types),
+        )
