@@ -5,6 +5,7 @@ They run on a GPU, in Triton's interpreter without one, and are compiled for Hop
 
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed import projections
+from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.cache.shared_rows import ROPE_DIM, read_rows, rows_shape, write_rows
 from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
 from tests.support.shared_memory import run_interpreted
@@ -131,6 +133,29 @@ def check_reading(device: str) -> None:
         assert torch.equal(got.cpu(), plain[slots, 0])
 
 
+def visible_cases() -> Iterator[list[Any]]:
+    """Arguments of `visible_rows`: decodes in windows and far past them, padding, ranks without rows."""
+    positions = torch.tensor([0, 5, 7, 8, 63, 64, 1500, 40])
+    request = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.int32)
+    states = torch.tensor([3, 1, 0, 4, 2, 6, 5, -1], dtype=torch.int32)
+    table = torch.randperm(8 * 50).view(8, 50).to(torch.int32)
+    for ratio, (rank, size, interleave) in itertools.product((0, 4, 16), ((0, 1, 1), (2, 3, 1), (1, 2, 4))):
+        yield [positions, request, states, table, ratio, 8 if ratio == 4 else 4, 12, 16, rank, size, interleave]
+
+
+def check_visible(device: str) -> None:
+    from dcpmla.attention.compressed.kernels.visible import visible_rows as kernel
+
+    for arguments in visible_cases():
+        wanted, num = visible_rows(*arguments)
+        got, got_num = kernel(*on(device, [*arguments[:4], wanted.shape[1], *arguments[4:]]))
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        assert torch.equal(got_num.cpu(), num)
+        is_listed = torch.arange(wanted.shape[1]) < num[:, None]
+        assert num.max() <= wanted.shape[1]
+        assert torch.equal(got.cpu()[is_listed], wanted[is_listed])
+
+
 def check_in_the_interpreter() -> None:
     from tests.support.interpreter import convert_as_torch
 
@@ -138,6 +163,7 @@ def check_in_the_interpreter() -> None:
     check_finish_rows("cpu", ODD, *FP8_SIZES[:2])
     check_heads("cpu", (3, 5, 40, 6), (2, 3, 256, 64), (0, 3, 128, 64))
     check_reading("cpu")
+    check_visible("cpu")
 
 
 def test_kernels_in_the_interpreter() -> None:
@@ -150,6 +176,7 @@ def test_kernels() -> None:
     check_finish_rows("cuda", V4, ODD, *FP8_SIZES)
     check_heads("cuda", (3, 5, 40, 6), (0, 3, 128, 64), (1, 64, 512, 64), (70, 128, 512, 64), (5, 1, 128, 64))
     check_reading("cuda")
+    check_visible("cuda")
 
 
 @pytest.mark.gpu
@@ -179,6 +206,8 @@ def check_operators(device: str) -> None:
 
 def test_operators() -> None:
     check_operators("cpu")
+    for arguments in visible_cases():
+        torch.library.opcheck(visible_rows, arguments)
 
 
 @pytest.mark.gpu
@@ -206,10 +235,13 @@ def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
     """Rows move in wide loads and stores, but those of e4m3."""
     pytest.importorskip("triton")
     from dcpmla.attention.compressed.kernels.projections import heads_kernel, query_kernel, rows_kernel
+    from dcpmla.attention.compressed.kernels.visible import visible_kernel
     from dcpmla.cache.kernels import read_pages_kernel
 
     types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}"}
     compile_for_hopper(rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_PAIRS": 1024}, **types)
+    rows = {"HAS_ENTRIES": cache == "u8", "COLUMNS": 1024}
+    compile_for_hopper(visible_kernel, "i32", rows, positions_ptr="*i64")
     if cache == "u8":
         compile_for_hopper(
             read_pages_kernel, dtype, {"WIDTH": 512, "ROWS": 8, "COLUMNS": 512}, **types, out_ptr=f"*{dtype}"

@@ -281,6 +281,7 @@ def test_errors() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
+        ({"head_dim": 17}, "head_dim is 17"),
         ({"rope_dim": 7}, "rope_dim is 7"),
         ({"rope_dim": 18}, "rope_dim is 18"),
         ({"o_groups": 5}, "o_groups is 5"),
