@@ -76,8 +76,8 @@ class CompressedConfig:
         check_fields(_RULES, vars(self))
         if self.head_dim % 2 or self.indexer.head_dim % 2:
             raise ValueError(
-                f"head_dim is {self.head_dim} and the indexer's {self.indexer.head_dim}; both must be even: columns are "
-                "rotated as pairs"
+                f"head_dim is {self.head_dim} and the indexer's {self.indexer.head_dim}; both must be even, as "
+                "columns are rotated as pairs"
             )
         if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.indexer.head_dim):
             raise ValueError(
