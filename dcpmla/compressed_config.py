@@ -8,7 +8,7 @@ from dcpmla.fields import Rule, check_fields, number, whole
 
 
 class LayerKind(NamedTuple):
-    """What a layer attends to besides its window.
+    """The entries that a layer attends to besides its window.
 
     Attributes:
         ratio: tokens that an entry stands for; 0 for a layer without entries.
