@@ -201,13 +201,14 @@ def _plan_cache(
     block_bytes, state_bytes = plan.bytes_per_block, plan.num_states * plan.bytes_per_state
     affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)
     dist.all_reduce(affordable, op=dist.ReduceOp.MIN, group=mesh.tp_group)
-    longest = -(-max(lens) // plan.block_tokens) * block_bytes + state_bytes
-    room = int(affordable) * block_bytes + (state_bytes if int(affordable) else 0)
-    if room < longest:
+    longest = -(-max(lens) // plan.block_tokens) * block_bytes
+    if int(affordable) * block_bytes < longest:
+        states = f" beside {state_bytes:,} for the states of {plan.num_states} requests" if plan.num_states else ""
+        fewer = "let fewer requests run (--max-num-seqs), " if plan.num_states else ""
         raise ValueError(
             f"cache: the longest sequence, {max(lens):,} tokens, needs {longest:,} bytes a rank, but there is room for "
-            f"{room:,}; shorten it (--max-model-len, --max-new-tokens), raise --kv-cache-memory-bytes, or shard over "
-            f"more ranks (-dcp)"
+            f"{int(affordable) * block_bytes:,}{states}; shorten it (--max-model-len, --max-new-tokens), {fewer}"
+            f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
         )
     return replace(plan, num_blocks=min(plan.num_blocks, int(affordable)) if seq_lens else int(affordable))
 
