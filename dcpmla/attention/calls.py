@@ -84,8 +84,8 @@ class DecodeCall:
                 raise ValueError(f"{name} is on {tensor.device}; it must be on q's device, {q.device}")
         if q.shape[-1] == kv_lora_rank and formats.FP8 in (q.dtype, kv_cache.dtype):
             raise ValueError(
-                f"q has dtype {q.dtype} and kv_cache {kv_cache.dtype}; queries without a rope part, of shared keys, and "
-                "their cache have 16 bits or more, or the cache is torch.uint8 (fp8_ds_mla)"
+                f"q has dtype {q.dtype} and kv_cache {kv_cache.dtype}; queries of shared keys "
+                "(without a rope part) have 16 bits or more, and so has their cache, or it is torch.uint8 (fp8_ds_mla)"
             )
         dtype = _output_dtype(q, kv_cache, kv_scale, q_scale, dtype)
         return cls(

@@ -98,13 +98,15 @@ def _join(buffer, a, b, c, d):
 
 
 @gluon.jit
-def _scales_of(scales, quarter: gl.constexpr, number: gl.constexpr):
-    """Return the scales [KEYS, number] that a half's words of exponents hold for a quarter of `number` words."""
-    first = (scales >> (16 * quarter)) & 0xFF
-    last = (scales >> (16 * quarter + 8)) & 0xFF
-    word = gl.expand_dims(gl.arange(0, number, layout=gl.SliceLayout(0, WORDS)), 0)
-    exponents = gl.where(word < QUARTER // 2, gl.expand_dims(first, 1), gl.expand_dims(last, 1))
-    return (exponents << 23).to(gl.float32, bitcast=True)
+def _scales_of(scales, quarter: gl.constexpr, number: gl.constexpr, paging):
+    """Return the scales of a quarter's `number` words, [KEYS, 1]; of shared keys, [KEYS, number] from bytes."""
+    scales = gl.expand_dims(scales, 1)
+    if paging.page_stride is not None:
+        word = gl.expand_dims(gl.arange(0, number, layout=gl.SliceLayout(0, WORDS)), 0)
+        first, last = scales >> (16 * quarter), scales >> (16 * quarter + 8)
+        exponents = gl.where(word < QUARTER // 2, first, last) & 0xFF
+        scales = (exponents << 23).to(gl.float32, bitcast=True)
+    return scales
 
 
 @gluon.jit
@@ -112,10 +114,7 @@ def _store_quarter(buffer, quarter: gl.constexpr, codes, scales, paging):
     """Store e4m3 into a quarter of a half; in fp8_ds_mla times their scales, rounded once (`dcpmla.cache`)."""
     a, b, c, d = _widen(codes)
     if paging.is_ds_mla:
-        if paging.page_stride is None:
-            scale = gl.expand_dims(scales, 1)
-        else:
-            scale = _scales_of(scales, quarter, codes.shape[1])
+        scale = _scales_of(scales, quarter, codes.shape[1], paging)
         a, b, c, d = a * scale, b * scale, c * scale, d * scale
     _join(buffer.slice(quarter * (HALF // 2), 4 * codes.shape[1], dim=1), a, b, c, d)
 

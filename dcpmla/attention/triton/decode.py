@@ -46,7 +46,7 @@ def _find_request(
 def _load_keys(row_ptr, is_key, dtype: tl.constexpr, KEYS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr):
     """Load cache rows of any of `cache.formats` as kv_c [KEYS, LATENT], k_pe [KEYS, ROPE]; kv_scale is not applied.
 
-    Shared keys (ROPE is 0) have no k_pe: None.
+    Shared keys (ROPE is 0) have no k_pe; kv_c is returned for it.
     """
     mask = is_key[:, None]  # rows past the last key may hold NaN, and 0 x NaN is NaN
     k_pe_ptr = row_ptr + LATENT
@@ -64,7 +64,7 @@ def _load_keys(row_ptr, is_key, dtype: tl.constexpr, KEYS: tl.constexpr, LATENT:
         k_pe_ptr = (k_pe_ptr + LATENT // TILE * 4).to(tl.pointer_type(tl.bfloat16), bitcast=True)
     else:
         kv_c = _upcast(tl.load(row_ptr[:, None] + tl.arange(0, LATENT)[None, :], mask=mask, other=0.0), dtype)
-    k_pe = None
+    k_pe = kv_c
     if ROPE:
         k_pe = _upcast(tl.load(k_pe_ptr[:, None] + tl.arange(0, ROPE)[None, :], mask=mask, other=0.0), dtype)
     return kv_c, k_pe
