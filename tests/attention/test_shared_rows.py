@@ -123,6 +123,11 @@ def test_widths_without_a_format(head_dim: int) -> None:
 # ---- decode
 
 
+def _half(cache: Tensor, page: list[int]) -> Tensor:
+    """Return the first halves of a cache's rows [num_pages, ...] as pages."""
+    return cache[:, : page[0] * page[1]].unflatten(1, page)
+
+
 @dataclass
 class SharedCase(Case):
     """Query tokens that attend to as many rows of one cache as `requests` say, some of them to the same ones.
@@ -140,19 +145,15 @@ class SharedCase(Case):
         storage = torch.uint8 if self.format == "fp8_ds_mla" else self.dtype
         num, *page = rows_shape(2 * used, width, storage)
         cache = torch.full((num, 2 * page[0] * page[1] * storage.itemsize), 0xFF, dtype=torch.uint8).view(storage)
-        cache = cache[:, : page[0] * page[1]].unflatten(1, page)
         slots = torch.tensor(draw.sample(range(2 * used), used))
-        write_rows(cache, torch.randn(used, width, generator=generator), slots)
-        table = torch.full((len(lens), max([*lens, 1]) + 9), NOWHERE, dtype=torch.int32)[:, 4:]
-        for row, length in zip(table, lens, strict=True):
+        write_rows(_half(cache, page), torch.randn(used, width, generator=generator), slots)
+        table = torch.full((len(lens), max([*lens, 1]) + 9), NOWHERE, dtype=torch.int32)
+        for row, length in zip(table[:, 4:], lens, strict=True):
             row[:length] = slots[torch.randperm(used, generator=generator)[:length]]
         q = torch.randn(len(lens), self.num_heads, width, generator=generator).to(self.dtype)
         tensors = {"q": q, "seq_lens": torch.tensor(lens, dtype=torch.int32), "workspace": self.new_workspace(device)}
         on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-        for name, view in (("kv_cache", cache), ("block_table", table)):  # as slices, which a copy alone would lose
-            whole = view._base
-            assert whole is not None
-            on_device[name] = whole.to(device).as_strided(view.shape, view.stride(), view.storage_offset())
+        on_device["kv_cache"], on_device["block_table"] = _half(cache.to(device), page), table.to(device)[:, 4:]
         more = dict.fromkeys(("query_start_loc", "kv_scale", "q_scale"))
         numbers = {"scale": width**-0.5, "kv_lora_rank": width, "max_query_len": 1, "dtype": self.dtype}
         return {**on_device, **more, **numbers}
