@@ -220,7 +220,8 @@ class SelectedRows(Caches):
         self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
         storage = storage_dtype(kv_cache_dtype, dtype)
         self.kv_scale = kv_scale_of(storage, device)
-        num_blocks, page = case.batch * case.max_blocks, (BLOCK_SIZE, formats.row_width(storage, LATENT_DIM, ROPE_DIM))
+        num_blocks = case.batch * case.max_blocks
+        page: tuple[int, ...] = BLOCK_SIZE, formats.row_width(storage, LATENT_DIM, ROPE_DIM)
         if case.is_shared:
             self.head_dim = LATENT_DIM
             page = shared_rows.rows_shape(BLOCK_SIZE, LATENT_DIM, storage)
