@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcpmla import DCPConfig, LatentCache, MLAAttention, init_mesh
+from dcpmla import DCPConfig, MLAAttention, init_mesh
+from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
 from dcpmla.runtime.engine import Engine
@@ -38,6 +39,7 @@ CASES = {
         "glm_moe_dsa",
         {"kv_cache_dtype": "fp8", "calculate_kv_scales": True, "index_cache_dtype": "fp8"},
     ),
+    "entries": ("deepseek_v4", {"index_cache_dtype": "fp8"}),
 }
 
 
@@ -74,17 +76,10 @@ def capture(graph: DecodeGraph) -> None:
 
 def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int], Tensor]]:
     """Each prompt's tokens and logits, first alone, then beside the others."""
-    plan = LatentCache.plan(
-        model.attention_config,
-        dcp,
-        model.num_attention_layers,
-        [MAX_MODEL_LEN] * MAX_NUM_SEQS,
-        torch.float32,
-        model.index_layers,
-    )
-    cache, mesh = LatentCache(plan, model.device), init_mesh(1, 1)
-    for rows in (*cache.layers, *cache.index_layers):
-        rows.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen
+    plan = model.plan_cache(dcp, [MAX_MODEL_LEN] * MAX_NUM_SEQS, 2 * MAX_NUM_SEQS)
+    cache, mesh = new_cache(plan, model.device), init_mesh(1, 1)
+    for memory in cache.tensors:
+        memory.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen
     token = torch.zeros((), dtype=torch.int64)
     graph = DecodeGraph(model.decode, token, cache, dcp, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
     if how == "captured":
