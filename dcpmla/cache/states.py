@@ -2,6 +2,13 @@
 
 from collections import OrderedDict
 
+_REMEMBERED_STATES = 8  # at least, for requests that begin as earlier ones did
+
+
+def num_states(num_running: int) -> int:
+    """Return how many states to have for so many requests that run at the same time, remembered ones among them."""
+    return num_running + max(_REMEMBERED_STATES, num_running // 4)
+
 
 class StatePool:
     """Numbers in [0, num_states), of requests' states in a cache (`dcpmla.cache.compressed`).
