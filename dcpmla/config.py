@@ -111,6 +111,10 @@ class MLAConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
+    def rope_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
     def latent_dim(self) -> int:
         """Width of a cache row: the latent and the rotated shared key part."""
         return self.kv_lora_rank + self.qk_rope_head_dim

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig, choices
 
 # Hugging Face model types whose self-attention is MLA: that of DeepSeek-V2/V3, or the sparse one of DeepSeek-V3.2 and
@@ -17,10 +18,22 @@ MLA_MODEL_TYPES = (
     "mistral4",
     *SPARSE_MODEL_TYPES,
 )
+COMPRESSED_MODEL_TYPES = ("deepseek_v4",)  # self-attention over a window and compressed entries
+MODEL_TYPES = (*MLA_MODEL_TYPES, *COMPRESSED_MODEL_TYPES)
 # eps of the norms of both latents. Whatever a config's rms_norm_eps is (it holds for the other norms), the modeling
 # code published with DeepSeek-V2, V3 and V3.2, Kimi-K2 and LongCat, and transformers' for all families, leave these
 # two at their class's default.
 _LATENT_NORM_EPS = 1e-6
+
+
+def read_attention(config: Any) -> MLAConfig | CompressedConfig:
+    """Return the attention of a transformers config of one of MODEL_TYPES.
+
+    Raises:
+        ValueError: as `attention_config` and `CompressedConfig.from_hf`.
+    """
+    is_compressed = config.model_type in COMPRESSED_MODEL_TYPES
+    return CompressedConfig.from_hf(config) if is_compressed else attention_config(config)
 
 
 def attention_config(config: Any) -> MLAConfig:
@@ -32,7 +45,7 @@ def attention_config(config: Any) -> MLAConfig:
     Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper; LongCat's factors from its
         report.
     """
-    check_model_type(config.model_type)
+    check_model_type(config.model_type, MLA_MODEL_TYPES)
     rope = config.rope_parameters or {}
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
@@ -109,7 +122,7 @@ def num_index_layers(config: Any) -> int:
     return sum(not skips_topk(config, layer) for layer in range(config.num_hidden_layers))
 
 
-def check_index_options(attention: MLAConfig, dcp: DCPConfig) -> None:
+def check_index_options(attention: MLAConfig | CompressedConfig, dcp: DCPConfig) -> None:
     """Raise ValueError for options of an index cache in a model that has none."""
     asked = (
         (f"index_cache_dtype (--index-cache-dtype) {dcp.index_cache_dtype}", dcp.index_cache_dtype != "auto"),
@@ -122,12 +135,10 @@ def check_index_options(attention: MLAConfig, dcp: DCPConfig) -> None:
             )
 
 
-def check_model_type(model_type: str) -> None:
-    """Raise ValueError for an architecture whose attention this package does not know."""
-    if model_type not in MLA_MODEL_TYPES:
-        raise ValueError(
-            f"model: architecture {model_type!r} is not an MLA model this runtime knows; {choices(MLA_MODEL_TYPES)}"
-        )
+def check_model_type(model_type: str, known: tuple[str, ...] = MODEL_TYPES) -> None:
+    """Raise ValueError for an architecture that is not among those known."""
+    if model_type not in known:
+        raise ValueError(f"model: architecture {model_type!r} is not an MLA model this runtime knows; {choices(known)}")
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

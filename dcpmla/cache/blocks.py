@@ -7,6 +7,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from dcpmla.cache.states import StatePool
+
 # What a full block holds: the content before it (a number given to each remembered content, 0 for none), and its own
 # tokens. Tokens are compared, not hashes of them: a hit is never wrong.
 _Prefix = tuple[int, bytes]
@@ -19,15 +21,17 @@ class BlockAllocator:
     still be found. Blocks are handed out empty ones first, then the least recently held.
 
     Args:
-        block_tokens: tokens that a block id covers, over all DCP ranks (`DCPConfig.virtual_block_size`).
+        block_tokens: tokens that a block id covers, over all DCP ranks.
+        num_states: of requests whose caches hold more than blocks (`states`); 0 for others.
     """
 
-    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_tokens: int, num_states: int = 0) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1")
         if block_tokens < 1:
             raise ValueError(f"block_tokens is {block_tokens}; it must be at least 1")
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
+        self.states = StatePool(num_states)
         self._free = OrderedDict.fromkeys(range(num_blocks))  # in the order in which they are handed out
         self._num_holders = [0] * num_blocks
         self._by_prefix: dict[_Prefix, int] = {}
@@ -112,8 +116,24 @@ class BlockAllocator:
             content = self._content[block]
         return blocks
 
+    def remember_state(self, block: int) -> int | None:
+        """Return where to copy the state after a remembered block; None if it is there already, or nothing is free."""
+        return self.states.remember(self._content[block])
+
+    def find_with_state(self, token_ids: Sequence[int]) -> tuple[list[int], int | None]:
+        """Return the blocks that `find` gives, up to the last one whose state is remembered, and that state."""
+        blocks = self.find(token_ids)
+        while blocks:
+            state = self.states.find(self._content[blocks[-1]])
+            if state is not None:
+                return blocks, state
+            blocks.pop()
+        return [], None
+
     def _forget(self, block: int) -> None:
-        self._content.pop(block, None)
+        content = self._content.pop(block, None)
         prefix = self._prefix.pop(block, None)
         if prefix is not None:
             del self._by_prefix[prefix]
+            assert content is not None
+            self.states.forget(content)

@@ -6,16 +6,16 @@ does not is a request's state, the same on every rank: its window, and the sums 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
-from dcpmla.cache.latent import check_fits
+from dcpmla.cache.latent import CachePlan, LatentCache, check_fits
 from dcpmla.cache.shared_rows import PAGE_ROWS, rows_shape
 from dcpmla.compressed_config import CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
@@ -38,6 +38,10 @@ class CompressedPlan:
     num_states: int
     dtype: torch.dtype
     index_dtype: torch.dtype
+
+    def step_layout(self, states: Sequence[int | None]) -> dict[str, Any]:
+        """Return the arguments of `StepMetadata.build` that say for which caches a step is."""
+        return {"plan": self, "states": states}
 
     @property
     def dcp_size(self) -> int:
@@ -193,6 +197,19 @@ class CompressedCache:
             views.append(layer.rows[state * ring : (state + 1) * ring])
             views += [sums[state] for sums in (layer.sums, layer.index_sums) if sums is not None]
         return views
+
+
+AnyPlan = CachePlan | CompressedPlan
+AnyCache = LatentCache | CompressedCache
+
+
+def new_cache(plan: AnyPlan, device: torch.device) -> AnyCache:
+    """Allocate a plan's cache.
+
+    Raises:
+        ValueError: the device does not have the bytes.
+    """
+    return CompressedCache(plan, device) if isinstance(plan, CompressedPlan) else LatentCache(plan, device)
 
 
 def plan_compressed(

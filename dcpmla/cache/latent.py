@@ -1,6 +1,6 @@
 """The paged latent cache of one rank: a row [kv_c | k_pe] for each token that this rank owns."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +48,29 @@ class CachePlan:
     def tokens_per_gb(self) -> int:
         """Tokens of context that the group holds in 10^9 bytes of each rank."""
         return 10**9 // self.bytes_per_token * self.dcp_size
+
+    @property
+    def block_tokens(self) -> int:
+        """Positions that a block id covers, over all ranks."""
+        return self.block_size * self.dcp_size
+
+    @property
+    def num_states(self) -> int:
+        """0: all that requests have is in blocks."""
+        return 0
+
+    @property
+    def bytes_per_state(self) -> int:
+        return 0
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block in all layers, on one rank."""
+        return self.block_size * self.bytes_per_token
+
+    def step_layout(self, states: Sequence[int | None]) -> dict[str, Any]:
+        """Return the arguments of `StepMetadata.build` that say for which caches a step is."""
+        return {"is_sparse": bool(self.index_layers)}
 
     @property
     def tokens_per_rank(self) -> int:
@@ -122,6 +145,11 @@ class LatentCache:
 
     def __iter__(self) -> Iterator[LayerCache]:
         return (self[layer] for layer in range(len(self.layers)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory of the cache."""
+        return [*self.layers, *self.index_layers]
 
     @staticmethod
     def plan(

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpus = "of the whole job: replicas of the TP group share its batch; default: one TP group"
     add("--num-gpus", type=positive, metavar="N", help=gpus)
     add("--kv-cache-dtype", type=format_list, default="bf16", metavar="F,...", help=f"of {', '.join(FORMATS)}")
-    index = "of sparse MLA's index cache; auto: bf16"
+    index = "of the index cache of sparse MLA and DeepSeek-V4; auto: bf16"
     add("--index-cache-dtype", choices=INDEX_CACHE_DTYPES, default="auto", help=index)
     add("--batch", type=positive, default=32, metavar="B", help="requests that decode at once, on the whole job")
     add("--context", type=positive, default=131072, metavar="S", help="tokens of each of them")
@@ -232,23 +232,24 @@ def _align(rows: Sequence[dict[str, str]]) -> list[str]:
 def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:
     """Return a table of what each format would hold, with the largest of the TP sizes."""
     tp = max(plan.tp for plan in plans)
-    weight_bytes = next(plan.weight_bytes_per_rank for plan in plans if plan.tp == tp)
-    gpu_bytes = cache_bytes(machine, weight_bytes)
+    widest = next(plan for plan in plans if plan.tp == tp)
+    gpu_bytes = cache_bytes(machine, widest.weight_bytes_per_rank)
     dcp_sizes = list(dict.fromkeys(plan.dcp for plan in plans if plan.tp == tp))
-    sizes = model.attention, model.num_attention_layers, gpu_bytes, dcp_sizes, model.num_index_layers
     rows = [
         {
             "cache": format_name(plan.dtype),
-            **({"index cache": index_format_name(plan.index_dtype)} if plan.num_index_layers else {}),
+            **({"index cache": index_format_name(plan.index_dtype)} if model.num_index_layers else {}),
             "dcp": str(plan.dcp_size),
             "bytes a token": f"{plan.bytes_per_token:,}",
+            **({"bytes a request": f"{plan.bytes_per_state:,}"} if plan.num_states else {}),
             "tokens a GB": f"{plan.tokens_per_gb:,}",
             f"tokens on {tp} GPUs": f"{plan.tokens_total:,}",
         }
-        for plan in capacity_table(*sizes)
+        for plan in capacity_table(model.caches, gpu_bytes, dcp_sizes, widest.num_states)
     ]
     caches = f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU"
-    return [caches, *_align(rows)]
+    states = f", besides the states of {widest.num_states:,} requests" if widest.num_states else ""
+    return [caches + states, *_align(rows)]
 
 
 def _measured_report(path: Path, predicted: Sequence[tuple[Row, float | None]]) -> list[str]:

@@ -1,7 +1,7 @@
 """Slices of a safetensors checkpoint, read from disk when they are asked for, block-quantized fp8 dequantized."""
 
 import json
-from collections.abc import KeysView, Mapping
+from collections.abc import Callable, KeysView, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,17 @@ class Checkpoint:
     Args:
         directory: holds model.safetensors, or shards with model.safetensors.index.json.
         fp8_block_size: rows and columns that share one scale in block-quantized weights.
+        rename: turns a tensor's name in the files into the one that it is known by here.
     Raises:
         ValueError: no safetensors checkpoint there, or a file that is not one.
     """
 
-    def __init__(self, directory: Path, fp8_block_size: tuple[int, int] = (128, 128)) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        fp8_block_size: tuple[int, int] = (128, 128),
+        rename: Callable[[str], str] = lambda name: name,
+    ) -> None:
         self.fp8_block_size = fp8_block_size
         index = directory / "model.safetensors.index.json"
         if index.is_file():
@@ -33,7 +39,8 @@ class Checkpoint:
             names = ["model.safetensors"]
         else:
             raise ValueError(f"model: {directory} has neither model.safetensors nor model.safetensors.index.json")
-        self._files: dict[str, Any] = {}  # tensor name -> open file; safetensors' handle has no public type
+        # Tensor name -> open file (safetensors' handle has no public type), and the tensor's name there.
+        self._files: dict[str, tuple[Any, str]] = {}
         for name in names:
             try:
                 file = safe_open(directory / name, framework="pt")
@@ -41,7 +48,7 @@ class Checkpoint:
                 raise ValueError(
                     f"checkpoint: {directory / name} is not a readable safetensors file ({error})"
                 ) from error
-            self._files.update(dict.fromkeys(file.keys(), file))
+            self._files.update({rename(stored): (file, stored) for stored in file.keys()})  # noqa: SIM118
 
     @property
     def names(self) -> KeysView[str]:
@@ -75,12 +82,12 @@ class Checkpoint:
         }
 
     def _weight(self, name: str) -> Weight:
-        file, scale_name = self._files[name], name + _SCALE_SUFFIX
-        weight = _SafetensorsWeight(file, name)
+        scale_name, weight = name + _SCALE_SUFFIX, _SafetensorsWeight(*self._files[name])
         if scale_name not in self._files:
             return weight
         self._check_scales(name)
-        return _Fp8BlockWeight(weight, self._files[scale_name].get_tensor(scale_name), self.fp8_block_size)
+        file, stored = self._files[scale_name]
+        return _Fp8BlockWeight(weight, file.get_tensor(stored), self.fp8_block_size)
 
     def _check_scales(self, name: str) -> None:
         if name + _SCALE_SUFFIX not in self._files:
@@ -94,7 +101,8 @@ class Checkpoint:
             )
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        file, stored = self._files[name]
+        return tuple(file.get_slice(stored).get_shape())
 
 
 def _shard_names(index: Path) -> list[str]:

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, list_of, number, one_of, optional, whole
+from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
 
 _SIZE = whole(1, LARGEST_SIZE)
 _NUM_LAYERS = whole(1, 1024)
@@ -25,6 +26,10 @@ _TOKEN_IDS = optional(either(whole(0), list_of(whole(0))))
 _DTYPE = optional(one_of(("float32", "bfloat16", "float16", "float64")))
 _LETTERS = Rule("text of F and S", lambda value: isinstance(value, str) and not set(value) - {"F", "S"})
 _INDEXER_TYPES = list_of(one_of(("full", "shared")))
+_RATES = Rule(
+    "an object of whole numbers of at least 2",
+    lambda value: isinstance(value, dict) and all(whole(2, 1 << 16).holds(rate) for rate in value.values()),
+)
 _POSITIONS = whole(1, (1 << 31) - 1)
 _ROPE_TYPE = one_of(("default", *ROPE_INIT_FUNCTIONS))
 # The names of all families: those that a config has not are passed over.
@@ -70,6 +75,19 @@ _CONFIG_RULES = {
     "index_topk_pattern": optional(either(_LETTERS, _INDEXER_TYPES)),
     "indexer_types": optional(_INDEXER_TYPES),
     "indexer_rope_interleave": optional(FLAG),
+    "sliding_window": _SIZE,
+    "o_groups": _SIZE,
+    "o_lora_rank": _SIZE,
+    "hc_mult": whole(1, 64),
+    "hc_sinkhorn_iters": whole(1, 1 << 16),
+    "hc_eps": number(0, 1),
+    "swiglu_limit": _POSITIVE,
+    "num_hash_layers": whole(0),
+    "compress_ratios": optional(list_of(whole(0, 1 << 16))),
+    "compress_rates": optional(_RATES),
+    "layer_types": optional(list_of(TEXT)),
+    "mlp_layer_types": optional(list_of(TEXT)),
+    "compress_rope_theta": _THETA,
     "rope_theta": _THETA,
     "rope_parameters": optional(_OBJECT),
     "rope_scaling": optional(_OBJECT),
@@ -143,8 +161,15 @@ def check_config(config: Any) -> None:
     Fields that the file leaves out have transformers' defaults by now, so that what belongs together can be compared.
     """
     check_fields(_CONFIG_RULES, {name: getattr(config, name) for name in _CONFIG_RULES if hasattr(config, name)})
-    _check_rope(config)
+    pad = config.pad_token_id
+    if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
+        raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")
     _check_experts(config)
+    if config.model_type in COMPRESSED_MODEL_TYPES:
+        for kind in ("main", "compress"):
+            check_fields(_ROPE_RULES, config.rope_parameters[kind], f"rope_parameters.{kind}.{{}}".format)
+        return
+    _check_rope(config)
     qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.qk_head_dim != qk_head_dim:
         raise ValueError(
@@ -155,9 +180,6 @@ def check_config(config: Any) -> None:
         raise ValueError(
             f"index_head_dim is {index_head_dim}; it must be at least qk_rope_head_dim {config.qk_rope_head_dim}"
         )
-    pad = config.pad_token_id
-    if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
-        raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")
 
 
 def _check_rope(config: Any) -> None:

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.compressed import AnyCache, new_cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.transformers import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
@@ -31,11 +31,11 @@ class GraphMaker:
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._has_failed = False
 
-    def capture(self, cache: LatentCache) -> DecodeGraph | None:
+    def capture(self, cache: AnyCache) -> DecodeGraph | None:
         """Capture the graph over a cache; or return None, and the first rank logs why."""
         return self._capture(cache, min(self._max_model_len, cache.sizes.tokens_total))
 
-    def _capture(self, cache: LatentCache, longest: int) -> DecodeGraph | None:
+    def _capture(self, cache: AnyCache, longest: int) -> DecodeGraph | None:
         if self._has_failed:
             return None
         model = self._model
@@ -55,11 +55,9 @@ class GraphMaker:
         the graphs over one block are dropped.
         """
         model = self._model
-        plan = LatentCache.plan(
-            model.attention_config, self._dcp, model.num_attention_layers, [1], model.dtype, model.index_layers
-        )
+        plan = model.plan_cache(self._dcp, [1], self._max_num_seqs)
         # At the full length: what selects among tokens grows with their number.
-        graph = self._capture(LatentCache(plan, model.device), self._max_model_len)
+        graph = self._capture(new_cache(plan, model.device), self._max_model_len)
         torch.cuda.empty_cache()
         free_with_graph, _ = torch.cuda.mem_get_info(model.device)
         del graph

@@ -13,11 +13,12 @@ import transformers
 
 from dcpmla.attention.backends import check_backends
 from dcpmla.attention.build import context_workspace_tokens
-from dcpmla.cache.latent import CachePlan, LatentCache, num_blocks
+from dcpmla.cache.compressed import AnyPlan, new_cache
 from dcpmla.comm.select import ChosenExchange
-from dcpmla.config import MODEL_DTYPES, DCPConfig, MLAConfig
+from dcpmla.compressed_config import CompressedConfig
+from dcpmla.config import MODEL_DTYPES, DCPConfig
 from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, optional, whole
-from dcpmla.hf_config import check_index_options
+from dcpmla.hf_config import check_index_options, read_attention
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
@@ -25,6 +26,7 @@ from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.text import Tokenizer
 
+_REMEMBERED_STATES = 8  # at least, for requests that begin as earlier ones did
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _OPTION_RULES = {
     "dtype": one_of(MODEL_DTYPES),
@@ -151,9 +153,10 @@ def load_engine(
         num_bytes = _free_bytes(
             sharded, gpu_memory_utilization, num_local_ranks, max_num_batched_tokens, max_num_seqs, graphs
         )
-    plan = _plan_cache(sharded, dcp, mesh, seq_lens, num_bytes)
+    num_running = min(max_num_seqs, len(seq_lens)) if seq_lens else max_num_seqs
+    plan = _plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running)
     with agree():
-        cache = LatentCache(plan, device)
+        cache = new_cache(plan, device)
     graph = graphs.capture(cache) if graphs else None
     return Engine(
         sharded,
@@ -175,28 +178,37 @@ def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
     model does not have and for backends that there are not.
     """
     check_backends(dcp)
-    attention = MLAConfig.from_hf(files.config)
+    attention = read_attention(files.config)
     attention.heads_per_rank(dcp.tensor_parallel_size)
     check_index_options(attention, dcp)
+    if isinstance(attention, CompressedConfig):
+        attention.check_layout(dcp)
 
 
 def _plan_cache(
-    model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, seq_lens: Sequence[int] | None, num_bytes: int
-) -> CachePlan:
-    """Plan as many blocks as the sequences need together, or as the rank with the least memory has room for."""
+    model: ShardedModel,
+    dcp: DCPConfig,
+    mesh: DCPMesh,
+    seq_lens: Sequence[int] | None,
+    num_bytes: int,
+    num_running: int,
+) -> AnyPlan:
+    """Plan as many blocks as the sequences need together, or as the rank with the least memory has room for; states,
+    where there are any, of all requests that may run, and of some that are remembered.
+    """
     lens = list(seq_lens) if seq_lens else [1]
-    plan = LatentCache.plan(
-        model.attention_config, dcp, model.num_attention_layers, lens, model.dtype, model.index_layers
-    )
-    block_bytes = plan.bytes_per_rank // plan.num_blocks
-    affordable = torch.tensor(num_bytes // block_bytes, device=model.device)
+    plan = model.plan_cache(dcp, lens, num_running + max(_REMEMBERED_STATES, num_running // 4))
+    block_bytes, state_bytes = plan.bytes_per_block, plan.num_states * plan.bytes_per_state
+    affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)
     dist.all_reduce(affordable, op=dist.ReduceOp.MIN, group=mesh.tp_group)
-    longest, room = num_blocks(max(lens), dcp) * block_bytes, int(affordable) * block_bytes
-    if room < longest:
+    longest = -(-max(lens) // plan.block_tokens) * block_bytes
+    if int(affordable) * block_bytes < longest:
+        states = f" beside {state_bytes:,} for the states of {plan.num_states} requests" if plan.num_states else ""
+        fewer = "let fewer requests run (--max-num-seqs), " if plan.num_states else ""
         raise ValueError(
             f"cache: the longest sequence, {max(lens):,} tokens, needs {longest:,} bytes a rank, but there is room for "
-            f"{room:,}; shorten it (--max-model-len, --max-new-tokens), raise --kv-cache-memory-bytes, or shard over "
-            f"more ranks (-dcp)"
+            f"{int(affordable) * block_bytes:,}{states}; shorten it (--max-model-len, --max-new-tokens), {fewer}"
+            f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
         )
     return replace(plan, num_blocks=min(plan.num_blocks, int(affordable)) if seq_lens else int(affordable))
 

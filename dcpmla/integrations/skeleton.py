@@ -29,6 +29,11 @@ class Placeholder(nn.Module):
     """An empty module instead of an MLA module, so that transformers neither allocates nor loads that one."""
 
 
+def is_attention(module: nn.Module) -> bool:
+    """Tell whether a module of transformers' is self-attention that this package computes: MLA, or DeepSeek-V4's."""
+    return hasattr(module, "kv_a_proj_with_mqa") or hasattr(module, "sinks")
+
+
 def load_skeleton(
     directory: Path,
     checkpoint: Checkpoint,
@@ -63,7 +68,7 @@ def load_skeleton(
             super().__init__(config)
             _check_shapes(self, checkpoint)
             for name, module in list(self.named_modules()):
-                if hasattr(module, "kv_a_proj_with_mqa"):
+                if is_attention(module):
                     self.set_submodule(name, Placeholder())
                 elif hasattr(module, "zero_expert_num"):  # LongCat: see _without_zero_experts
                     module.gate_up_proj = nn.Parameter(module.gate_up_proj[: module.num_routed_experts])

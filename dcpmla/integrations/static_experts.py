@@ -68,6 +68,15 @@ def _forward(experts: Any, whole: Any, hidden_states: Tensor, expert_ids: Tensor
     return out
 
 
+def _activate(experts: Any, gate_up: Tensor) -> Tensor:
+    """Return [.., I] of gates and what they gate [.., 2 I], in the module's own way where it has one (DeepSeek-V4)."""
+    if hasattr(experts, "_apply_gate"):
+        activated: Tensor = experts._apply_gate(gate_up)
+        return activated
+    gate, up = gate_up.chunk(2, -1)
+    return experts.act_fn(gate) * up
+
+
 def _has_grouped_mm(experts: Any) -> bool:
     """Tell whether torch's grouped matrix products run as one kernel that reads the groups' sizes on the GPU, over rows
     of whole 16 bytes.
@@ -91,8 +100,8 @@ def _grouped(experts: Any, hidden_states: Tensor, expert_ids: Tensor) -> Tensor:
         sorted_ids, torch.arange(num_experts, device=expert_ids.device), right=True, out_int32=True
     )
     rows = hidden_states[order // expert_ids.shape[1]]
-    gate, up = functional.grouped_mm(rows, experts.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, -1)
-    rows = functional.grouped_mm(experts.act_fn(gate) * up, experts.down_proj.transpose(1, 2), offs=ends)
+    rows = _activate(experts, functional.grouped_mm(rows, experts.gate_up_proj.transpose(1, 2), offs=ends))
+    rows = functional.grouped_mm(rows, experts.down_proj.transpose(1, 2), offs=ends)
     return torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, expert_ids.shape)
 
 
@@ -106,6 +115,6 @@ def _gathered(experts: Any, hidden_states: Tensor, expert_ids: Tensor) -> Tensor
     tile = max(1, _MAX_GATHERED_BYTES // (route_bytes * expert_ids.shape[1]))
     parts = []
     for ids, rows in zip(expert_ids.split(tile), hidden_states.split(tile), strict=True):
-        gate, up = torch.einsum("tkih,th->tki", gate_up_proj[ids], rows).chunk(2, -1)
-        parts.append(torch.einsum("tkhi,tki->tkh", down_proj[ids], experts.act_fn(gate) * up))
+        activated = _activate(experts, torch.einsum("tkih,th->tki", gate_up_proj[ids], rows))
+        parts.append(torch.einsum("tkhi,tki->tkh", down_proj[ids], activated))
     return torch.cat(parts)

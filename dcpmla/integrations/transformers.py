@@ -18,16 +18,21 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor, nn
 from transformers.utils import is_kernels_available
 
+from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.attention.compressed.step import with_angles
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.rope import query_factor
 from dcpmla.attention.scales import missing_scales
 from dcpmla.attention.step import SelectedTokens, StepMetadata
+from dcpmla.cache.compressed import AnyCache, AnyPlan, plan_compressed
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import ChosenExchange
+from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig, MLAConfig
-from dcpmla.hf_config import check_model_type, skips_topk
+from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, check_model_type, read_attention, skips_topk
 from dcpmla.integrations.checkpoint import Checkpoint
+from dcpmla.integrations.checkpoint_names import module_name
 from dcpmla.integrations.config_checks import check_config, check_generation_config, check_raw_config, reason
 from dcpmla.integrations.experts import experts_of
 from dcpmla.integrations.skeleton import Placeholder, load_skeleton
@@ -35,7 +40,7 @@ from dcpmla.integrations.static_experts import static_experts
 from dcpmla.parallel.mesh import DCPMesh
 
 _logger = logging.getLogger(__name__)
-# transformers' classes for each architecture (MLA_MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another
+# transformers' classes for each architecture (MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another
 # name.
 _CLASS_PREFIXES = {
     "deepseek_v2": "DeepseekV2",
@@ -46,6 +51,7 @@ _CLASS_PREFIXES = {
     "mistral4": "Mistral4",
     "deepseek_v32": "DeepseekV32",
     "glm_moe_dsa": "GlmMoeDsa",
+    "deepseek_v4": "DeepseekV4",
 }
 _ALL_ROWS = 0  # transformers' logits_to_keep for logits of every token
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no code, no pickles
@@ -64,7 +70,7 @@ class ShardedModel:
     def __init__(
         self,
         model: Any,
-        attention_config: MLAConfig,
+        attention_config: MLAConfig | CompressedConfig,
         num_attention_layers: int,
         index_layers: Sequence[int],
         exchange: Exchange,
@@ -82,8 +88,19 @@ class ShardedModel:
         self._no_mask = torch.empty(1, 1, 0, 0, device=device)
         self._experts = list(experts_of(model))
 
+    def plan_cache(self, dcp: DCPConfig, seq_lens: list[int], num_states: int) -> AnyPlan:
+        """Return the sizes of a cache for sequences of the given final lengths at once.
+
+        Args:
+            num_states: of requests, where the model's caches have states.
+        """
+        config = self.attention_config
+        if isinstance(config, CompressedConfig):
+            return plan_compressed(config, dcp, seq_lens, self.dtype, num_states)
+        return LatentCache.plan(config, dcp, self.num_attention_layers, seq_lens, self.dtype, self.index_layers)
+
     @torch.inference_mode()
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor) -> Tensor:
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor) -> Tensor:
         """Run one step of a flat batch. Collective over the TP group.
 
         Args:
@@ -96,7 +113,7 @@ class ShardedModel:
         return self._forward(token_ids, metadata.positions, metadata, cache, logits_at)
 
     @torch.inference_mode()
-    def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+    def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
         """Run one step for a `DecodeGraph`: all rows' logits, and no look at results from the host. Collective over the
         TP group.
 
@@ -134,15 +151,11 @@ class ShardedModel:
         token_ids: Tensor,
         positions: Tensor,
         metadata: StepMetadata | None,
-        cache: LatentCache | None,
+        cache: AnyCache | None,
         logits_at: Tensor | int,
     ) -> Tensor:
-        config, cos_sin = self.attention_config, self._cos_sin(positions[None])
         if metadata is not None:
-            factor = query_factor(positions, config.llama_4_scaling, self.dtype)
-            metadata = metadata.with_positions(cos_sin, factor)
-            if config.indexer is not None:
-                metadata = metadata.with_selection(config.indexer.topk)
+            metadata = self._prepare(metadata)
         logits = self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
@@ -154,18 +167,34 @@ class ShardedModel:
         ).logits
         return logits[0].float()
 
-    def _cos_sin(self, positions: Tensor) -> Tensor:
-        """Return the angles [T, R] float32 of `apply_rope` at positions [1, T], by the model's own rotary embedding
-        (YaRN and all other kinds).
+    def _prepare(self, metadata: StepMetadata) -> StepMetadata:
+        """Return a step with what all layers share."""
+        config = self.attention_config
+        if isinstance(config, CompressedConfig):
+            return with_angles(metadata, self._cos_sin_of_layers)
+        factor = query_factor(metadata.positions, config.llama_4_scaling, self.dtype)
+        metadata = metadata.with_positions(self._cos_sin(metadata.positions), factor)
+        return metadata if config.indexer is None else metadata.with_selection(config.indexer.topk)
+
+    def _cos_sin_of_layers(self, positions: Tensor, is_compressed: bool) -> Tensor:
+        """Return `_cos_sin` for one of the two kinds of layers of DeepSeek-V4."""
+        return self._cos_sin(positions, layer_type="compress" if is_compressed else "main")
+
+    def _cos_sin(self, positions: Tensor, **how: str) -> Tensor:
+        """Return the angles [T, R] float32 of `apply_rope` at positions [T], by the model's own rotary embedding (YaRN
+        and all other kinds).
         """
-        rotary = self._model.model.rotary_emb(torch.empty(0, dtype=torch.float32, device=self.device), positions)
+        like = torch.empty(0, dtype=torch.float32, device=self.device)
+        rotary: Any = self._model.model.rotary_emb(like, positions[None], **how)
         if isinstance(rotary, Tensor):  # DeepSeek-V2 rotates complex numbers
             return torch.cat([rotary[0].real, rotary[0].imag], -1)
-        return torch.cat([part[0, :, : part.shape[-1] // 2] for part in rotary], -1)
+        # Each angle once: most models repeat them for the second half.
+        half = self.attention_config.rope_dim // 2
+        return torch.cat([part[0, :, :half] for part in rotary], -1)
 
 
 class _ShardedSelfAttention(nn.Module):
-    """`MLAAttention` in the shape of the call that transformers' decoder layers make.
+    """A layer of this package's attention in the shape of the call that transformers' decoder layers make.
 
     Args:
         layer: its number in a `LatentCache`.
@@ -173,18 +202,19 @@ class _ShardedSelfAttention(nn.Module):
             it.
     """
 
-    def __init__(self, attention: MLAAttention, layer: int, num_results: int) -> None:
+    def __init__(self, attention: MLAAttention | CompressedAttention, layer: int, num_results: int) -> None:
         super().__init__()
         self.attention, self.layer, self.num_results = attention, layer, num_results
 
     def forward(
-        self, hidden_states: Tensor, *, step: StepMetadata | None, latent_cache: LatentCache | None, **_: object
+        self, hidden_states: Tensor, *, step: StepMetadata | None, latent_cache: AnyCache | None, **_: object
     ) -> tuple[Tensor | None, ...]:
         if step is None or latent_cache is None:  # a profile
             self.attention.claim_memory(hidden_states.shape[1])
             out = torch.zeros_like(hidden_states)
         else:
-            out = self.attention(hidden_states[0], latent_cache[self.layer], step)[None]
+            cache: Any = latent_cache[self.layer]  # as the layer's kind of attention takes it
+            out = self.attention(hidden_states[0], cache, step)[None]
         return out, *(None,) * (self.num_results - 1)
 
 
@@ -251,11 +281,12 @@ def load_model(
         ValueError: sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
     """
     check_generation_config(directory)
-    attention_config = MLAConfig.from_hf(config)
+    attention_config = read_attention(config)
     attention_config.heads_per_rank(mesh.tp_size)
     quantization = getattr(config, "quantization_config", None) or {}
     block_size = quantization.get("weight_block_size") or (128, 128)
-    checkpoint = Checkpoint(directory, (block_size[0], block_size[1]))
+    rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else str
+    checkpoint = Checkpoint(directory, (block_size[0], block_size[1]), rename)
     model = load_skeleton(directory, checkpoint, config, mesh, dtype, device, enable_expert_parallel)
     placeholders = [name for name, module in model.named_modules() if isinstance(module, Placeholder)]
     missing: set[str] = set()
@@ -263,13 +294,17 @@ def load_model(
     for layer, name in enumerate(placeholders):
         weights = checkpoint.weights(f"{name}.")
         missing |= missing_scales(weights, dcp)
-        skip_topk = skips_topk(config, layer)
-        attention = MLAAttention(attention_config, dcp, mesh, selection.exchange, model.dtype, device, skip_topk)
+        attention: MLAAttention | CompressedAttention
+        where = dcp, mesh, selection.exchange, model.dtype, device
+        if isinstance(attention_config, CompressedConfig):
+            attention = CompressedAttention(attention_config, attention_config.layer_kinds[layer], *where)
+        else:
+            attention = MLAAttention(attention_config, *where, skips_topk(config, layer))
         try:
             attention.load_weights(weights)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        if attention.indexer is not None:
+        if isinstance(attention, MLAAttention) and attention.indexer is not None:
             index_layers.append(layer)
         num_results = 3 if config.model_type == "glm_moe_dsa" else 2
         model.set_submodule(name, _ShardedSelfAttention(attention.eval(), layer, num_results))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dcpmla.compressed_config import CompressedConfig
 from dcpmla.planning.exchange import exchange_us, has_numbers
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Machine, change_machine, read_json
 from dcpmla.planning.predict import Setting, predict_step
@@ -34,7 +35,10 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
         return exchange_us(machine, row["operation"], *sizes, row["dcp"], num_nodes, row["exchange"])
     if row.get("part") not in _PARTS or row["variant"] or row.get("decode_query_dtype") == "fp8":
         return None
-    attention, stack = model.attention, model.attention_stack
+    attention = model.attention
+    if isinstance(attention, CompressedConfig) or "layer_kind" in row:
+        return None
+    stack = model.attention_stack
     is_of_model = (attention.num_heads, attention.latent_dim) == (row["heads"], row["query_dim"])
     if not is_of_model or (row["dcp"] > 1 and not has_numbers(machine, row["exchange"])):
         return None

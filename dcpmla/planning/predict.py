@@ -5,20 +5,20 @@ speed.
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
 from dcpmla.cache.capacity import FORMATS
-from dcpmla.cache.formats import row_width, storage_dtype
-from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
+from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 from dcpmla.planning.exchange import candidates_us, exchange_us
 from dcpmla.planning.machine import Machine
+from dcpmla.planning.reads import LayerReads, index_row_bytes, kv_row_bytes, layer_reads
 from dcpmla.planning.weights import ModelSize, Parameter
 
 PARTS = ("projections", "gather", "attention", "combine", "rest")
 SPARSE_PARTS = ("projections", "selection", *PARTS[1:])
 _ACTIVATION_BYTES = 2
 _MLP_KERNELS = 3  # activation, product with the gate, residual
+_HYPER_KERNELS = 24  # of a hyper-connection of DeepSeek-V4, in and out, besides its product and its iterations
+_SINKHORN_KERNELS = 6  # rows and columns: a sum, an epsilon, a quotient
 _SELECTION_KERNELS = 4  # queries prepared, keys scored, this rank's candidates, the choice among all ranks'
 
 
@@ -33,18 +33,24 @@ class Setting:
     index_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        DCPConfig(
-            tensor_parallel_size=self.tp,
-            decode_context_parallel_size=self.dcp,
-            index_cache_dtype=self.index_cache_dtype,
-        )
         if self.kv_cache_dtype not in FORMATS:
             raise ValueError(
                 f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; choose from {', '.join(FORMATS)}"
             )
+        self.dcp_config  # noqa: B018 (raises for sizes that do not divide)
         if self.num_ranks % self.tp:
             wanted = f"a multiple of tensor_parallel_size (-tp) {self.tp}"
             raise ValueError(f"num_gpus (--num-gpus) is {self.num_gpus}; it must be {wanted}")
+
+    @property
+    def dcp_config(self) -> DCPConfig:
+        """The layout and the formats of its caches."""
+        return DCPConfig(
+            tensor_parallel_size=self.tp,
+            decode_context_parallel_size=self.dcp,
+            kv_cache_dtype=self.kv_cache_dtype,
+            index_cache_dtype=self.index_cache_dtype,
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -56,22 +62,6 @@ class Setting:
 
     def __str__(self) -> str:
         return f"tp {self.tp}, dcp {self.dcp}, {self.kv_cache_dtype}"
-
-
-def kv_row_bytes(attention: MLAConfig, kv_cache_dtype: str) -> int:
-    """Return the bytes of one token in one layer's cache (`dcpmla.cache.formats`).
-
-    Raises:
-        ValueError: fp8_ds_mla of a latent that does not split into its groups of 128.
-    """
-    storage = storage_dtype(kv_cache_dtype, torch.bfloat16)
-    return row_width(storage, attention.kv_lora_rank, attention.qk_rope_head_dim) * storage.itemsize
-
-
-def index_row_bytes(indexer: IndexerConfig, index_cache_dtype: str) -> int:
-    """Return the bytes of one token in one layer's index cache (`dcpmla.cache.index_keys`)."""
-    storage = index_storage_dtype(index_cache_dtype, torch.bfloat16)
-    return index_row_width(storage, indexer.head_dim) * storage.itemsize
 
 
 def predict_step(
@@ -88,31 +78,41 @@ def predict_step(
         context: cached tokens of each request.
         backend: of the exchange (`exchange_us`).
     """
-    indexer = model.attention.indexer
-    parts = dict.fromkeys(PARTS if indexer is None else SPARSE_PARTS, 0.0)
+    attention = model.attention
+    parts = dict.fromkeys(PARTS if attention.indexer is None else SPARSE_PARTS, 0.0)
     for parameter in model.parameters:
         for part, time in _parameter_us(machine, model, parameter, setting, batch).items():
             parts[part] += parameter.count * time
-    for part, time in _exchange_and_attention_us(machine, model.attention, setting, batch, context, backend).items():
-        parts[part] += model.num_attention_layers * time
-    if indexer is not None and context > indexer.topk:
-        for part, time in _selection_us(machine, indexer, setting, batch, context, backend).items():
-            parts[part] += model.num_index_layers * time
+    for reads in layer_reads(attention, model.num_attention_layers, model.num_index_layers, context):
+        times = _exchange_and_attention_us(machine, attention, reads, setting, batch, backend)
+        for part, time in times.items():
+            parts[part] += reads.num_layers * time
+        if reads.num_keys:
+            assert attention.indexer is not None
+            for part, time in _selection_us(machine, attention.indexer, reads, setting, batch, backend).items():
+                parts[part] += reads.num_layers * time
     parts["projections"] += model.num_attention_layers * machine.layer_us
     return {"total": sum(parts.values()), **parts}
 
 
 def attention_us(
-    machine: Machine, attention: MLAConfig, num_heads: int, kv_cache_dtype: str, batch: int, context: int
+    machine: Machine,
+    attention: MLAConfig | CompressedConfig,
+    reads: LayerReads,
+    num_heads: int,
+    kv_cache_dtype: str,
+    batch: int,
+    dcp: int = 1,
 ) -> float:
-    """Return the microseconds of decode attention on one rank: an overhead, then the slower of reading the cache and
-    multiplying.
+    """Return the microseconds of decode attention of one layer on one rank of a DCP group: an overhead, then the slower
+    of reading its part of the rows and multiplying.
 
-    Kernels over an fp8 cache are taken to multiply at the bfloat16 rate, for they widen what they read.
+    Each rank is taken to own the same share of the rows. Kernels over a quantized cache are taken to multiply at the
+    bfloat16 rate, for they widen what they read.
     """
-    num_bytes = batch * context * kv_row_bytes(attention, kv_cache_dtype)
-    flops = 2 * batch * num_heads * context * (attention.latent_dim + attention.kv_lora_rank)
-    return machine.attention_overhead_us + _cache_us(machine, num_bytes, flops)
+    num_rows = batch * -(-reads.num_rows // dcp)
+    flops = 2 * num_rows * num_heads * (reads.query_dim + reads.out_dim)
+    return machine.attention_overhead_us + _cache_us(machine, num_rows * kv_row_bytes(attention, kv_cache_dtype), flops)
 
 
 def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -> float:
@@ -120,41 +120,42 @@ def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -
     return 1 - (1 - experts_per_token / num_routed) ** num_tokens
 
 
+def hyper_connection_kernels(num_sinkhorn_iters: int) -> int:
+    """Return the kernels of a hyper-connection of DeepSeek-V4 in transformers, besides its product."""
+    return _HYPER_KERNELS + _SINKHORN_KERNELS * num_sinkhorn_iters
+
+
 def _exchange_and_attention_us(
-    machine: Machine, attention: MLAConfig, setting: Setting, batch: int, context: int, backend: str
+    machine: Machine,
+    attention: MLAConfig | CompressedConfig,
+    reads: LayerReads,
+    setting: Setting,
+    batch: int,
+    backend: str,
 ) -> dict[str, float]:
-    """Return the times of one layer. Sparse MLA attends to the selected tokens, of which each rank is taken to own the
-    same share.
-    """
+    """Return the times of one layer."""
     num_heads = attention.heads_per_rank(setting.tp) * setting.dcp
-    attended = context if attention.indexer is None else min(context, attention.indexer.topk)
-    local_context = -(-attended // setting.dcp)
-    num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
+    where = setting.dcp, machine.num_nodes(setting.dcp, setting.num_ranks), backend
     return {
-        "gather": exchange_us(
-            machine, "gather_heads", batch, num_heads, attention.latent_dim, setting.dcp, num_nodes, backend
-        ),
-        "attention": attention_us(machine, attention, num_heads, setting.kv_cache_dtype, batch, local_context),
-        "combine": exchange_us(
-            machine, "combine", batch, num_heads, attention.kv_lora_rank, setting.dcp, num_nodes, backend
-        ),
+        "gather": exchange_us(machine, "gather_heads", batch, num_heads, reads.query_dim, *where),
+        "attention": attention_us(machine, attention, reads, num_heads, setting.kv_cache_dtype, batch, setting.dcp),
+        "combine": exchange_us(machine, "combine", batch, num_heads, reads.out_dim, *where),
     }
 
 
 def _selection_us(
-    machine: Machine, indexer: IndexerConfig, setting: Setting, batch: int, context: int, backend: str
+    machine: Machine, indexer: IndexerConfig, reads: LayerReads, setting: Setting, batch: int, backend: str
 ) -> dict[str, float]:
-    """Return the times of one layer with an indexer, where there are more than topk tokens: this rank's keys scored,
-    all ranks' candidates gathered.
-    """
-    local_context = -(-context // setting.dcp)
-    num_keys = batch * local_context
+    """Return the times of one layer whose indexer selects: this rank's keys scored, all ranks' candidates gathered."""
+    local_keys = -(-reads.num_keys // setting.dcp)
+    num_keys = batch * local_keys
     num_bytes = num_keys * index_row_bytes(indexer, setting.index_cache_dtype)
     flops = 2 * num_keys * indexer.num_heads * indexer.head_dim
     num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
+    num_candidates = min(reads.num_candidates, local_keys)
     return {
         "selection": _SELECTION_KERNELS * machine.kernel_us + _cache_us(machine, num_bytes, flops),
-        "gather": candidates_us(machine, batch, min(indexer.topk, local_context), setting.dcp, num_nodes, backend),
+        "gather": candidates_us(machine, batch, num_candidates, setting.dcp, num_nodes, backend),
     }
 
 
@@ -169,8 +170,11 @@ def _parameter_us(
 ) -> dict[str, float]:
     """Return the time that one parameter adds to a step, by part: its kernel, and the collective that its cut needs."""
     part = "projections" if parameter.is_attention else "rest"
-    if len(parameter.shape) == 1:  # norms are kernels; biases and corrections ride along with others
+    if not parameter.is_matrix:  # norms are kernels; biases and corrections ride along with others
         return {part: machine.kernel_us if parameter.name.endswith("norm.weight") else 0.0}
+    if parameter.is_hyper_connection:
+        num_kernels = hyper_connection_kernels(model.num_sinkhorn_iters)
+        return {part: _matmul_us(machine, parameter, setting.tp, batch) + num_kernels * machine.kernel_us}
     if "embed_tokens" in parameter.name:
         head = _head_us(machine, parameter, setting, batch) if model.ties_embeddings else 0.0
         return {"rest": machine.kernel_us + _all_reduce_us(machine, parameter.shape[1], setting, batch) + head}
@@ -181,6 +185,8 @@ def _parameter_us(
         if parameter.is_expert
         else _matmul_us(machine, parameter, setting.tp, batch)
     )
+    if parameter.is_joined:
+        time -= machine.kernel_us  # the product that it is part of is a kernel
     if "kv_b_proj" in parameter.name:
         time += machine.kernel_us  # two products, W_UK into the query and W_UV after the merge
     if parameter.style != "row":

@@ -1,14 +1,17 @@
 """The (tp, dcp, cache format) to take for a load: what fits, how fast it steps, from where DCP pays, and why."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from dcpmla.cache.capacity import largest_cache
+from dcpmla.cache.compressed import AnyPlan
+from dcpmla.cache.states import num_states
 from dcpmla.planning.exchange import auto_backend
 from dcpmla.planning.machine import Machine
-from dcpmla.planning.predict import Setting, index_row_bytes, kv_row_bytes, predict_step
+from dcpmla.planning.predict import Setting, predict_step
 from dcpmla.planning.weights import ModelSize
 
-_BLOCK_SIZE = 64  # tokens of a cache block on one rank: the runtime's default
 _LONGEST = 1 << 24  # where the search for a crossover ends: tokens of a context, or requests
 _LARGEST_LOAD = 1 << 40  # requests, and tokens of one
 _CLOSE = 0.02  # steps within this share of each other count as equal
@@ -21,7 +24,10 @@ class Plan:
     Attributes:
         weights_widened: the cut runs through the checkpoint's fp8 blocks, which the runtime cannot load: weighed
         and read as bfloat16.
-        kv_bytes_per_token: all layers, one copy, index caches among them.
+        kv_bytes_per_token: that the cache grows by with a token of context: all layers, one copy, index caches among
+            them.
+        bytes_per_state, num_states: of a request's state, whatever its context, on each rank, and how many there are;
+            0 in a model without.
         kv_tokens_per_rank, kv_tokens_total: that fit besides the weights, on one rank and on a DCP group; whole blocks.
         num_gpus, num_nodes: of the job; num_replicas TP groups share its requests.
         dcp_num_nodes: that a DCP group is spread over.
@@ -42,6 +48,8 @@ class Plan:
     weight_bytes_per_rank: int
     weights_widened: bool
     kv_bytes_per_token: int
+    bytes_per_state: int
+    num_states: int
     kv_tokens_per_rank: int
     kv_tokens_total: int
     num_gpus: int
@@ -75,12 +83,14 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
     weights_widened = model.cuts_blocks(setting.tp)
     model = model.widened() if weights_widened else model
     weight_bytes = model.weight_bytes(setting.tp)
-    token_bytes = model.num_attention_layers * kv_row_bytes(model.attention, setting.kv_cache_dtype)
-    if model.attention.indexer is not None:
-        token_bytes += model.num_index_layers * index_row_bytes(model.attention.indexer, setting.index_cache_dtype)
-    num_blocks = cache_bytes(machine, weight_bytes) // (token_bytes * _BLOCK_SIZE)
-    virtual_block = _BLOCK_SIZE * setting.dcp
-    max_num_seqs = num_blocks // -(-context // virtual_block) * setting.num_replicas
+    room, share = cache_bytes(machine, weight_bytes), _share(setting, batch)
+    cache = _cache(model, setting, room, share)
+    request_blocks = -(-context // cache.block_tokens)
+    max_num_seqs = setting.num_replicas * bisect_right(
+        range(1, _cache(model, setting, room, 1).num_blocks // request_blocks + 1),
+        False,
+        key=lambda num_seqs: _cache(model, setting, room, num_seqs).num_blocks < num_seqs * request_blocks,
+    )
     dcp_num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
     step = _step(machine, model, setting, batch, context)
     return Plan(
@@ -90,16 +100,18 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         index_cache_dtype=setting.index_cache_dtype,
         weight_bytes_per_rank=weight_bytes,
         weights_widened=weights_widened,
-        kv_bytes_per_token=token_bytes,
-        kv_tokens_per_rank=num_blocks * _BLOCK_SIZE,
-        kv_tokens_total=num_blocks * virtual_block,
+        kv_bytes_per_token=cache.bytes_per_token,
+        bytes_per_state=cache.bytes_per_state,
+        num_states=cache.num_states,
+        kv_tokens_per_rank=cache.tokens_per_rank,
+        kv_tokens_total=cache.tokens_total,
         num_gpus=setting.num_ranks,
         num_replicas=setting.num_replicas,
         num_nodes=machine.num_nodes(setting.num_ranks, setting.num_ranks),
         dcp_num_nodes=dcp_num_nodes,
         exchange=auto_backend(machine, setting.dcp, dcp_num_nodes),
         fits=max_num_seqs >= batch,
-        longest_context=num_blocks // _share(setting, batch) * virtual_block,
+        longest_context=cache.num_blocks // share * cache.block_tokens,
         max_num_seqs=max_num_seqs,
         step_us={part: round(time, 2) for part, time in step.items()},
         tokens_per_second=round(batch / step["total"] * 1e6, 1),
@@ -117,6 +129,13 @@ def _check_load(batch: int, context: int) -> None:
         if not 1 <= size <= _LARGEST_LOAD:
             shown = f"{size:,}" if abs(size) <= _LARGEST_LOAD**2 else "far more"
             raise ValueError(f"{name} is {shown}; it must be in [1, {_LARGEST_LOAD:,}]")
+
+
+def _cache(model: ModelSize, setting: Setting, num_bytes: int, num_seqs: int) -> AnyPlan:
+    """Return the largest cache in so many bytes of each rank for num_seqs requests at once, in blocks of the runtime's
+    default size.
+    """
+    return largest_cache(model.caches.block(setting.dcp_config, num_states(num_seqs)), num_bytes)
 
 
 def _share(setting: Setting, batch: int) -> int:

@@ -13,16 +13,26 @@ import torch
 import transformers
 from torch import nn
 
+from dcpmla.cache.capacity import ModelCaches
+from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import MLAConfig
-from dcpmla.hf_config import num_index_layers
+from dcpmla.hf_config import num_index_layers, read_attention
 
-_ATTENTION_PLAN = {  # of `MLAAttention`, which replaces transformers' own
+_ATTENTION_PLAN = {  # of `MLAAttention` and `CompressedAttention`, which replace transformers' own
     "q_proj": "colwise",
     "q_b_proj": "colwise",
     "kv_b_proj": "colwise",
     "o_proj": "rowwise",
+    "sinks": "colwise",
+    "o_a_proj": "colwise",
+    "o_b_proj": "rowwise",
 }
+# Of DeepSeek-V4's one product of the hidden states: all but the query latent's part.
+_JOINED = re.compile(
+    r"\.self_attn\.(kv_proj|compressor\.(indexer\.)?(kv_proj|gate_proj|scorer\.weights_proj))\.weight$"
+)
 _SCALE_BYTES = 4  # a float32 for each fp8 block
+_FP4_BYTES, _FP4_BLOCK, _FP4_SCALE_BYTES = 0.5, 32, 1  # of experts of DeepSeek-V4: e2m1, with a power of two for 32
 _WIDE_BYTES = 2  # fp8 weights are widened to bfloat16
 
 
@@ -33,7 +43,7 @@ class Parameter:
     Attributes:
         count: how many there are.
         style: "column" (outputs cut), "row" (inputs cut, so an all-reduce follows) or "whole" (on every rank).
-        itemsize: bytes of an element in the checkpoint.
+        itemsize: bytes of an element in the checkpoint: half a byte of experts in fp4.
         scale_block: rows and columns that share a scale; None for weights that are not block-quantized.
     """
 
@@ -41,11 +51,11 @@ class Parameter:
     shape: tuple[int, ...]
     count: int
     style: str
-    itemsize: int
+    itemsize: float
     scale_block: tuple[int, int] | None
 
     def widened(self) -> "Parameter":
-        """Return the same in bfloat16 if it is fp8."""
+        """Return the same in bfloat16 if it is fp8 or fp4."""
         return self if self.itemsize > 1 else replace(self, itemsize=_WIDE_BYTES, scale_block=None)
 
     def cuts_blocks(self, tensor_parallel_size: int) -> bool:
@@ -69,6 +79,20 @@ class Parameter:
     def is_expert(self) -> bool:
         return len(self.shape) == 3
 
+    @property
+    def is_matrix(self) -> bool:
+        """True if hidden states or tokens are multiplied by it, or look it up."""
+        return len(self.shape) > 1 and not self.name.endswith((".position_bias", ".tid2eid"))
+
+    @property
+    def is_hyper_connection(self) -> bool:
+        return self.name.endswith("_hc.fn")
+
+    @property
+    def is_joined(self) -> bool:
+        """True if it is multiplied as a part of another one's product."""
+        return _JOINED.search(self.name) is not None
+
     def shard_shape(self, tensor_parallel_size: int) -> tuple[int, ...]:
         """Return the shape on the rank that has most of it."""
         if self.style == "whole" or (self.style == "row" and len(self.shape) == 1):
@@ -81,10 +105,11 @@ class Parameter:
     def shard_bytes(self, tensor_parallel_size: int) -> int:
         """Return the bytes of one of them on the rank that has most of it, scales included."""
         shape = self.shard_shape(tensor_parallel_size)
-        num_bytes = prod(shape) * self.itemsize
+        num_bytes = int(prod(shape) * self.itemsize)
         if self.scale_block is not None:
             rows, cols = (-(-size // block) for size, block in zip(shape[-2:], self.scale_block, strict=True))
-            num_bytes += prod(shape[:-2]) * rows * cols * _SCALE_BYTES
+            scale_bytes = _FP4_SCALE_BYTES if self.itemsize == _FP4_BYTES else _SCALE_BYTES
+            num_bytes += prod(shape[:-2]) * rows * cols * scale_bytes
         return num_bytes
 
 
@@ -98,16 +123,23 @@ class ModelSize:
         num_routed: choices of a router, LongCat's zero experts included; 0 without experts.
         experts_per_token: choices that a token takes.
         ties_embeddings: the head is the embedding.
+        num_sinkhorn_iters: of each hyper-connection; 0 in a model without.
     """
 
-    attention: MLAConfig
+    attention: MLAConfig | CompressedConfig
     num_attention_layers: int
     num_index_layers: int
     max_position_embeddings: int
     num_routed: int
     experts_per_token: int
     ties_embeddings: bool
+    num_sinkhorn_iters: int
     parameters: tuple[Parameter, ...]
+
+    @property
+    def caches(self) -> ModelCaches:
+        """The caches that it needs."""
+        return ModelCaches(self.attention, self.num_attention_layers, self.num_index_layers)
 
     def weight_bytes(self, tensor_parallel_size: int) -> int:
         """Return the bytes of the fullest rank.
@@ -142,6 +174,7 @@ class ModelSize:
         layers = tuple(
             parameter.widened() for parameter in self.parameters if parameter.is_attention and not parameter.is_indexer
         )
+        assert isinstance(self.attention, MLAConfig)
         return replace(self, attention=replace(self.attention, indexer=None), num_index_layers=0, parameters=layers)
 
 
@@ -149,23 +182,29 @@ def read_model(config: Any) -> ModelSize:
     """Return the sizes of a transformers config's model, in bfloat16 if it names no dtype; nothing is allocated.
 
     Raises:
-        ValueError: an architecture that is not MLA, or a config that transformers builds no model of.
+        ValueError: an architecture that is not known, or a config that transformers builds no model of.
     """
-    attention = MLAConfig.from_hf(config)
+    attention = read_attention(config)
     try:
         with torch.device("meta"):
             model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config)
     except Exception as error:  # of many kinds
         raise ValueError(f"model (--model): transformers builds no model of this config: {error}") from error
     num_routed, experts_per_token = _routing(config)
+    if isinstance(attention, CompressedConfig):
+        num_layers, num_indexers = len(attention.layer_kinds), sum(kind.has_indexer for kind in attention.layer_kinds)
+    else:
+        num_layers = sum(hasattr(module, "kv_a_proj_with_mqa") for module in model.modules())
+        num_indexers = num_index_layers(config)
     return ModelSize(
         attention=attention,
-        num_attention_layers=sum(hasattr(module, "kv_a_proj_with_mqa") for module in model.modules()),
-        num_index_layers=num_index_layers(config),
+        num_attention_layers=num_layers,
+        num_index_layers=num_indexers,
         max_position_embeddings=config.max_position_embeddings,
         num_routed=num_routed,
         experts_per_token=experts_per_token,
         ties_embeddings=config.tie_word_embeddings,
+        num_sinkhorn_iters=getattr(config, "hc_sinkhorn_iters", 0),
         parameters=_group(model, config),
     )
 
@@ -179,19 +218,24 @@ def _routing(config: Any) -> tuple[int, int]:
 def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
     """Return the parameters and stored buffers of all layers, equal ones counted."""
     itemsize = (config.dtype or torch.bfloat16).itemsize
-    quantized, block = _quantized(model, getattr(config, "quantization_config", None) or {})
+    quantization = getattr(config, "quantization_config", None) or {}
+    quantized, block = _quantized(model, quantization)
+    has_fp4_experts = quantization.get("expert_dtype") == "fp4"
     stored = set(model.state_dict())
     groups: Counter[Parameter] = Counter()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in stored:
             is_buffer = not isinstance(tensor, nn.Parameter)  # routers' corrections: float32 in every checkpoint
-            size = tensor.dtype.itemsize if is_buffer else 1 if name in quantized else itemsize
-            rule = _wildcard(name)
+            is_wide = is_buffer or _is_among(name, model._keep_in_fp32_modules_strict)
+            size: float = tensor.dtype.itemsize if is_wide else 1 if name in quantized else itemsize
+            rule, scale_block = _wildcard(name), block if name in quantized else None
             shape = tuple(tensor.shape)
             if len(shape) == 3:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
                 shape = (config.n_routed_experts, *shape[1:])
-            groups[Parameter(rule, shape, 1, _style(rule, model), size, block if name in quantized else None)] += 1
-    return tuple(Parameter(g.name, g.shape, count, g.style, g.itemsize, g.scale_block) for g, count in groups.items())
+                if has_fp4_experts:
+                    size, scale_block = _FP4_BYTES, (1, _FP4_BLOCK)
+            groups[Parameter(rule, shape, 1, _style(rule, model), size, scale_block)] += 1
+    return tuple(replace(group, count=count) for group, count in groups.items())
 
 
 def _quantized(model: Any, quantization: dict[str, Any]) -> tuple[set[str], tuple[int, int] | None]:
@@ -201,21 +245,23 @@ def _quantized(model: Any, quantization: dict[str, Any]) -> tuple[set[str], tupl
     if not quantization:
         return set(), None
     whole = [*(quantization.get("modules_to_not_convert") or ["lm_head"]), *(model._keep_in_fp32_modules or [])]
-    kept = "|".join(map(re.escape, whole))
     names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names |= {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     block = quantization.get("weight_block_size")
-    return {name for name in names if not re.search(rf"(^|\.)({kept})(\.|$)", name)}, None if block is None else (
-        block[0],
-        block[1],
-    )
+    kept = {name for name in names if not _is_among(name, whole)}
+    return kept, None if block is None else (block[0], block[1])
+
+
+def _is_among(name: str, modules: Any) -> bool:
+    """Return whether a parameter is, or belongs to, one of some modules, whose names may be the last parts of it."""
+    return any(re.search(rf"(^|\.){re.escape(module)}(\.|$)", name) for module in modules or ())
 
 
 def _style(rule: str, model: Any) -> str:
     """Return how transformers' plan for MLPs, experts, embedding and head, or ours for attention, cuts a parameter."""
     module = re.sub(r"\.(weight|bias)$", "", rule)
     if ".self_attn." in rule:
-        style = _ATTENTION_PLAN.get(module.rpartition(".")[2], "")
+        style = "" if ".indexer." in rule else _ATTENTION_PLAN.get(module.rpartition(".")[2], "")
     else:
         style = model._tp_plan.get(rule) or model._tp_plan.get(module) or ""
     if "embedding" in style or "colwise" in style:

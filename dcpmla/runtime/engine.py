@@ -15,7 +15,7 @@ from torch import Tensor
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.compressed import AnyCache, CompressedCache
 from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
@@ -40,7 +40,7 @@ class Model(Protocol):
     vocab_size: int
     eos_token_ids: frozenset[int]
 
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor) -> Tensor: ...
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor) -> Tensor: ...
 
     def check(self) -> None: ...
 
@@ -67,7 +67,7 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        cache: LatentCache,
+        cache: AnyCache,
         dcp: DCPConfig,
         mesh: DCPMesh,
         max_model_len: int,
@@ -81,7 +81,8 @@ class Engine:
         self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
         self.max_model_len, self.tokenizer, self.on_step, self.graph = max_model_len, tokenizer, on_step, graph
         check_fields({"max_model_len": whole(2)}, {"max_model_len": max_model_len}, option_label)
-        self.allocator = BlockAllocator(cache.sizes.num_blocks, dcp.virtual_block_size)
+        sizes = cache.sizes
+        self.allocator = BlockAllocator(sizes.num_blocks, sizes.block_tokens, sizes.num_states)
         self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs, enable_prefix_caching)
         self.stats = Stats()
         self._workspace = decode_workspace(model.device)
@@ -236,6 +237,8 @@ class Engine:
         """Compute a step's tokens, and return the requests that have all theirs computed, a new token for each, and the
         logits of these.
         """
+        for copy in step.copies:
+            self._copy_state(*copy)
         metadata = StepMetadata.build(
             query_lens=[num_tokens for _, num_tokens in step.pieces],
             seq_lens=[request.num_computed_tokens + num_tokens for request, num_tokens in step.pieces],
@@ -245,7 +248,7 @@ class Engine:
             device=self.model.device,
             max_decode_query_len=0 if self._lacks_scales else 1,  # else a prompt of one token counts as a decode
             workspace=self._workspace,
-            is_sparse=bool(self.cache.index_layers),
+            **self.cache.sizes.step_layout([request.state for request, _ in step.pieces]),
         )
         self._lacks_scales = False
         token_ids: list[int] = []
@@ -265,10 +268,16 @@ class Engine:
         else:
             logits = graph.run(new_tokens, metadata, self.cache)[logits_at]
         for request, _ in step.pieces:
-            self.scheduler.remember(request)
+            copied = self.scheduler.remember(request)
+            if copied is not None:
+                self._copy_state(*copied)
         generators = [request.generator if request.params.temperature else None for request in ready]
         tokens = sample(logits, [request.params for request in ready], generators)
         return ready, self._agree(tokens), logits
+
+    def _copy_state(self, source: int, target: int) -> None:
+        assert isinstance(self.cache, CompressedCache)  # only its plan has states
+        self.cache.copy_state(source, target)
 
     def _append(
         self, requests: Sequence[Request], token_ids: Sequence[int], logits: Tensor

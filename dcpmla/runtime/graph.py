@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.latent import LatentCache, num_blocks
+from dcpmla.cache.compressed import AnyCache
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.padding import PaddedStep
 
-DecodeStep = Callable[[Tensor, StepMetadata, LatentCache], Tensor]
+DecodeStep = Callable[[Tensor, StepMetadata, AnyCache], Tensor]
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -60,7 +60,7 @@ class DecodeGraph:
         self,
         step: DecodeStep,
         input_like: Tensor,
-        cache: LatentCache,
+        cache: AnyCache,
         dcp: DCPConfig,
         mesh: DCPMesh,
         max_num_seqs: int,
@@ -71,8 +71,8 @@ class DecodeGraph:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self._step, self._cache, self._mesh, self._device = step, cache, mesh, input_like.device
         self._addresses = _addresses(cache)
-        longest = max_model_len if cache.index_layers else None
-        self._padded = PaddedStep(input_like, max_num_seqs, num_blocks(max_model_len, dcp), longest)
+        max_blocks = -(-max_model_len // cache.sizes.block_tokens)
+        self._padded = PaddedStep(input_like, max_num_seqs, max_blocks, max_model_len, cache.sizes, mesh.dcp_rank)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._out: Tensor | None = None  # of the largest batch, [max_num_seqs, ...]
         self.batch_sizes = batch_sizes(max_num_seqs)
@@ -94,7 +94,7 @@ class DecodeGraph:
             )
         return self.batch_sizes[bisect_left(self.batch_sizes, num_reqs)]
 
-    def run(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+    def run(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
         """Run a decode step: a replay, or before `capture` the padded step itself. Collective over the TP group.
 
         Args:
@@ -115,7 +115,7 @@ class DecodeGraph:
             self._graphs[batch_size].replay()
         return self._out[: metadata.num_tokens]
 
-    def run_eagerly(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+    def run_eagerly(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
         """Run a decode step without its graphs: a replay equals it bit for bit."""
         return self._compute(self._fill(inputs, metadata, cache))[: metadata.num_tokens]
 
@@ -148,7 +148,7 @@ class DecodeGraph:
         """
         self._graphs = {}
 
-    def _fill(self, inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> int:
+    def _fill(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> int:
         if _addresses(cache) != self._addresses:
             raise ValueError(
                 "cache is another one than the decode graph was made for; give that one, or make a graph for this one"
@@ -229,8 +229,8 @@ class DecodeGraph:
                 raise CannotCapture(f"{found}, on rank {rank}")
 
 
-def _addresses(cache: LatentCache) -> list[int]:
-    return [layer.data_ptr() for layer in (*cache.layers, *cache.index_layers)]
+def _addresses(cache: AnyCache) -> list[int]:
+    return [tensor.data_ptr() for tensor in cache.tensors]
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:

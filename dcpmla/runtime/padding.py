@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
+from dcpmla.cache.compressed import AnyPlan, CompressedPlan
 
-_NO_SLOT = -1  # nothing is written for such a token
+_NO_SLOT = _NO_STATE = -1  # nothing is written for such a token
 
 
 class PaddedStep:
@@ -18,11 +20,19 @@ class PaddedStep:
         input_like: [...], shape, dtype and device of one request's input: a token id, or a row of hidden states.
         max_num_seqs: requests of the largest batch.
         max_blocks: blocks of the longest request.
-        max_model_len: its tokens, for layers with an indexer; None for dense models.
+        max_model_len: its tokens.
+        sizes: of the cache.
+        dcp_rank: this rank's number in its DCP group.
     """
 
     def __init__(
-        self, input_like: Tensor, max_num_seqs: int, max_blocks: int, max_model_len: int | None = None
+        self,
+        input_like: Tensor,
+        max_num_seqs: int,
+        max_blocks: int,
+        max_model_len: int,
+        sizes: AnyPlan,
+        dcp_rank: int,
     ) -> None:
         device = input_like.device
         self._inputs = torch.zeros(max_num_seqs, *input_like.shape, dtype=input_like.dtype, device=device)
@@ -31,7 +41,8 @@ class PaddedStep:
         self._local_seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._workspace = decode_workspace(device)
-        self._max_model_len = max_model_len
+        self._max_model_len, self._sizes, self._dcp_rank = max_model_len, sizes, dcp_rank
+        self._states = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._request = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.clear()
@@ -56,8 +67,9 @@ class PaddedStep:
         self._positions[:num_tokens].copy_(metadata.positions)
         self._slot_mapping[:num_tokens].copy_(metadata.slot_mapping)
         self._local_seq_lens[:num_tokens].copy_(decode.local_seq_lens)
-        if self._max_model_len is not None:
-            torch.add(metadata.positions, 1, out=self._seq_lens[:num_tokens])
+        torch.add(metadata.positions, 1, out=self._seq_lens[:num_tokens])
+        if metadata.compressed is not None:
+            self._states[:num_tokens].copy_(metadata.compressed.states)
         self._block_table[:num_tokens, : decode.block_table.shape[1]].copy_(decode.block_table)
         self._pad(num_tokens, batch_size)
 
@@ -80,14 +92,31 @@ class PaddedStep:
                 ),
                 prefill=None,
                 sparse=self._sparse(batch_size),
+                compressed=self._compressed(batch_size),
             ),
         )
 
     def _sparse(self, batch_size: int) -> SparseMetadata | None:
-        if self._max_model_len is None:
+        if isinstance(self._sizes, CompressedPlan) or not self._sizes.index_layers:
             return None
         lens = self._seq_lens[:batch_size], self._local_seq_lens[:batch_size]
         return SparseMetadata(self._block_table[:batch_size], self._request[:batch_size], *lens, self._max_model_len)
+
+    def _compressed(self, batch_size: int) -> CompressedMetadata | None:
+        if not isinstance(self._sizes, CompressedPlan):
+            return None
+        seq_lens = self._seq_lens[:batch_size]
+        return CompressedMetadata(
+            plan=self._sizes,
+            dcp_rank=self._dcp_rank,
+            positions=self._positions[:batch_size],
+            request=self._request[:batch_size],
+            first_position=seq_lens - 1,
+            seq_lens=seq_lens,
+            states=self._states[:batch_size],
+            block_table=self._block_table[:batch_size],
+            max_seq_len=self._max_model_len,
+        )
 
     def _pad(self, first: int, end: int) -> None:
         # After a request's last block its row of the table may hold anything, so rows of padding stay as they are.
@@ -96,6 +125,7 @@ class PaddedStep:
         self._slot_mapping[first:end].fill_(_NO_SLOT)
         self._local_seq_lens[first:end].zero_()
         self._seq_lens[first:end].zero_()
+        self._states[first:end].fill_(_NO_STATE)
 
     def _check(self, inputs: Tensor, metadata: StepMetadata) -> DecodeMetadata:
         decode, num_tokens = metadata.decode, metadata.num_tokens

@@ -28,6 +28,7 @@ class Request:
             max_new_tokens, "abort" where the caller ended it, "error" where on_token failed before its last token,
             None before.
         error: what on_token raised, on this rank or (a RuntimeError says so) on another.
+        state: where its state is, in a cache that has states; None while it does not run.
         num_computed_tokens: whose latents are in the cache.
         num_cached_tokens: of the prompt, that an earlier request had computed.
         num_preemptions: how often its blocks were taken away, so that it was computed again.
@@ -50,6 +51,7 @@ class Request:
     finish_time: float | None = None
 
     block_ids: list[int] = field(default_factory=list)
+    state: int | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_remembered_blocks: int = 0

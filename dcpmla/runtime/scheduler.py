@@ -18,10 +18,12 @@ class Step:
 
     Attributes:
         budget: further tokens that the step has room for.
+        copies: states to copy before it, (source, target), in this order.
     """
 
     budget: int
     pieces: list[tuple[Request, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, request: Request, num_tokens: int) -> None:
         """Put as many of the tokens into the step as it has room for."""
@@ -89,15 +91,23 @@ class Scheduler:
         step.pieces.sort(key=lambda piece: piece[1] != 1)
         return step
 
-    def remember(self, request: Request) -> None:
-        """Let the request's full, computed blocks be found by requests that start with the same tokens."""
+    def remember(self, request: Request) -> tuple[int, int] | None:
+        """Let the request's full, computed blocks be found by requests that start with the same tokens.
+
+        Returns:
+            The copy of its state to make for that, (source, target), before the next step; None for none.
+        """
         if not self.enable_prefix_caching:
-            return
+            return None
         block_tokens, blocks = self.allocator.block_tokens, request.block_ids
         for index in range(request.num_remembered_blocks, request.num_computed_tokens // block_tokens):
             tokens = request.tokens(index * block_tokens, (index + 1) * block_tokens)
             self.allocator.remember(blocks[index], blocks[index - 1] if index else None, tokens)
             request.num_remembered_blocks += 1
+        if request.state is None or request.num_computed_tokens % block_tokens:
+            return None
+        target = self.allocator.remember_state(blocks[request.num_computed_tokens // block_tokens - 1])
+        return None if target is None else (request.state, target)
 
     def remove(self, request: Request) -> None:
         """Forget a request, running or waiting, and free its blocks."""
@@ -118,20 +128,31 @@ class Scheduler:
     def _schedule_prefills(self, step: Step) -> None:
         for request in self.running:
             if request.num_pending_tokens > 1 and step.budget:
-                step.add(request, request.num_pending_tokens)
+                step.add(request, self._piece(request))
 
     def _admit(self, step: Step, now: float) -> None:
         while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if not self._take_blocks(request):
+            if not self._take_blocks(request, step):
                 return
             self.running.append(self.waiting.popleft())
-            step.add(request, request.num_pending_tokens)
+            step.add(request, self._piece(request))
             if request.scheduled_time is None:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
 
-    def _take_blocks(self, request: Request) -> bool:
-        """Take blocks for all known tokens, or none: those that hold the first tokens already, and new ones."""
+    def _piece(self, request: Request) -> int:
+        """Return how many tokens of a request to compute next: all, or where its state is to be remembered those up to
+        the end of its last full block.
+        """
+        full = (request.num_tokens - 1) // self.allocator.block_tokens * self.allocator.block_tokens
+        if request.state is None or not self.enable_prefix_caching or full <= request.num_computed_tokens:
+            return request.num_pending_tokens
+        return full - request.num_computed_tokens
+
+    def _take_blocks(self, request: Request, step: Step) -> bool:
+        """Take blocks for all known tokens, those that hold the first ones already and new ones, and a state if the
+        cache has any; or nothing.
+        """
         refused, num_free, num_remembered = self._refused
         if (
             request is refused
@@ -140,7 +161,8 @@ class Scheduler:
         ):
             return False  # not searched for at each step: its prompt may be long
         # The last token is computed in any case: its logits are wanted.
-        found = self.allocator.find(request.tokens(0, request.num_tokens - 1))
+        known, has_states = request.tokens(0, request.num_tokens - 1), self.allocator.states.num_states > 0
+        found, remembered = self.allocator.find_with_state(known) if has_states else (self.allocator.find(known), None)
         self.allocator.share(found)
         num_new = self._num_blocks(request.num_tokens) - len(found)
         # Each running request may want a block soon: without one left for it, the new one would be the next to give
@@ -149,6 +171,11 @@ class Scheduler:
             self.allocator.free(found)
             self._refused = request, self.allocator.num_free, self.allocator.num_remembered
             return False
+        if has_states:
+            request.state = self.allocator.states.take()  # there is one for each running request
+            assert request.state is not None
+            if remembered is not None:
+                step.copies.append((remembered, request.state))
         request.block_ids = found + self.allocator.allocate(num_new)
         request.num_remembered_blocks = len(found)
         request.num_computed_tokens = len(found) * self.allocator.block_tokens
@@ -171,6 +198,9 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.allocator.free(request.block_ids)
         request.block_ids = []
+        if request.state is not None:
+            self.allocator.states.free(request.state)
+            request.state = None
         request.num_computed_tokens = request.num_remembered_blocks = 0
 
     def _num_blocks(self, num_tokens: int) -> int:

@@ -3,6 +3,7 @@
 Kernels run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
 """
 
+import dataclasses
 import itertools
 import math
 import re
@@ -148,11 +149,15 @@ def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: in
     selections = []
     by: tuple[tuple[Any, Any], ...] = ((spec.choose_tokens, "cpu"), (kernels.choose_tokens, device))
     for choose, place in by:
-        selection = SelectedTokens.empty(num_tokens, topk, place)
+        # Some tokens have slots already, which stay in front of those that are selected.
+        num_first = None if interleave == 1 else torch.arange(num_tokens, dtype=torch.int32, device=place) % 3
+        slots = torch.empty(num_tokens, topk + 2, dtype=torch.int32, device=place)
+        selection = dataclasses.replace(SelectedTokens.empty(num_tokens, topk, place), slots=slots, num_first=num_first)
         for memory in (selection.positions, selection.slots, selection.num_slots):
             memory.fill_(-7)
         inputs = [x.to(place) for x in (candidates, blocks, request)]
-        choose(*inputs, block_size, rank, size, interleave, selection.positions, selection.slots, selection.num_slots)
+        chosen = selection.positions, selection.slots, selection.num_slots
+        choose(*inputs, block_size, rank, size, interleave, num_first, *chosen)
         selections.append(selection)
     mine, theirs = selections
     assert torch.equal(mine.positions.sort(1).values, theirs.positions.cpu().sort(1).values)
@@ -251,7 +256,7 @@ def test_results_are_the_same_each_time() -> None:
 TYPES = {
     **{"scores_ptr": "*fp32", "out_ptr": "*i64", "candidates_ptr": "*i64"},
     **dict.fromkeys(("seq_lens_ptr", "local_seq_lens_ptr", "block_table_ptr", "request_ptr"), "*i32"),
-    **dict.fromkeys(("positions_ptr", "slots_ptr", "num_slots_ptr"), "*i32"),
+    **dict.fromkeys(("num_first_ptr", "positions_ptr", "slots_ptr", "num_slots_ptr"), "*i32"),
 }
 RANK = {"DCP_RANK": 1, "DCP_SIZE": 8, "INTERLEAVE": 1}
 
@@ -308,4 +313,4 @@ def test_operators(device: str) -> None:
     blocks, request = torch.arange(9, dtype=torch.int32, device=device).view(3, 3), lens.new_tensor([2, 0, 2])
     torch.library.opcheck(spec.local_candidates, (torch.randn(3, 12, device=device), lens, lens, 5, 0, 1, 1))
     chosen = selection.positions, selection.slots, selection.num_slots
-    torch.library.opcheck(spec.choose_tokens, (candidates, blocks, request, 4, 0, 1, 1, *chosen))
+    torch.library.opcheck(spec.choose_tokens, (candidates, blocks, request, 4, 0, 1, 1, None, *chosen))

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from dcpmla import DCPConfig, LatentCache, MLAConfig
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.capacity import capacity_table
+from dcpmla.cache.capacity import ModelCaches, capacity_table
 from dcpmla.cache.latent import num_blocks, read_latents, write_latents
 from tests.support.models import tiny_config
 from tests.test_ownership import deal_slots, shuffled_blocks
@@ -158,7 +158,7 @@ def test_plan_is_what_is_allocated(
 
 def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
     """The table's numbers, next to the bytes of tensors that are there."""
-    plans = capacity_table(replace(config, kv_lora_rank=128), 2, 10**6, (1, 4))
+    plans = capacity_table(ModelCaches(replace(config, kv_lora_rank=128), 2), 10**6, (1, 4))
     assert [(plan.dtype, plan.dcp_size) for plan in plans] == [
         (storage, size) for storage in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8) for size in (1, 4)
     ]
@@ -172,7 +172,9 @@ def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
             <= plan.tokens_per_gb
             < (plan.tokens_total + plan.dcp_size * plan.block_size) * 1000
         )
-    assert len(capacity_table(config, 2, 10**6, (1, 4))) == 4  # a latent of 16 does not split into fp8_ds_mla's groups
+    assert (
+        len(capacity_table(ModelCaches(config, 2), 10**6, (1, 4))) == 4
+    )  # a latent of 16 does not split into fp8_ds_mla's groups
 
 
 def test_a_format_that_the_model_cannot_have(config: MLAConfig) -> None:

@@ -27,7 +27,8 @@ from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.exchange import candidates_us, exchange_us
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine
 from dcpmla.planning.measured import predict_row, read_rows
-from dcpmla.planning.predict import Setting, attention_us, kv_row_bytes
+from dcpmla.planning.predict import Setting, attention_us
+from dcpmla.planning.reads import kv_row_bytes, layer_reads
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.weights import ModelSize, Parameter, read_model
 from tests.support.models import save_tiny, tiny_config
@@ -133,7 +134,8 @@ def test_exchange_counts_what_the_code_does(
 
 def test_attention_is_near_the_best_kernels(v3: ModelSize) -> None:
     for (batch, context, num_heads), time in BEST_ATTENTION.items():
-        predicted = attention_us(H200X8, v3.attention, num_heads, "bf16", batch, context)
+        (reads,) = layer_reads(v3.attention, 61, 0, context)
+        predicted = attention_us(H200X8, v3.attention, reads, num_heads, "bf16", batch)
         assert within(predicted, time, 1.4), (
             f"{batch} x {context}, {num_heads} heads: predicted {predicted:.1f} us, measured {time} us"
         )
@@ -262,7 +264,7 @@ def test_sharding_keeps_its_gain_with_index_caches(read: Callable[[], ModelSize]
     model, room, machine = read(), 40 * 10**9, replace(H200X8, memory_bytes=1 << 40)
     (num_indexers,) = (p.count for p in model.parameters if p.name.endswith("indexer.wk.weight"))
     assert model.num_index_layers == num_indexers == {61: 61, 78: 21}[model.num_attention_layers]
-    table = capacity_table(model.attention, model.num_attention_layers, room, (1, 8), model.num_index_layers)
+    table = capacity_table(model.caches, room, (1, 8))
     formats = [(kv, index) for kv in ("bf16", "fp8", "fp8_ds_mla") for index in ("auto", "fp8")]
     for (kv, index), whole, shard in zip(formats, table[::2], table[1::2], strict=True):
         assert shard.tokens_total >= 7.8 * whole.tokens_total

@@ -107,6 +107,19 @@ class CompressedAttention(CompressedWeights):
         low = low.transpose(0, 1).flatten(1)
         return torch.nn.functional.pad(low, (0, 0, 0, len(hidden_states) - len(low)))
 
+    def claim_memory(self, num_tokens: int) -> None:
+        """Claim, and free again, what attention takes of the allocator in the largest step of num_tokens, so that
+        whoever plans the cache's size sees it: an indexer's workspace, then all entries that a prefill gathers.
+        Collective.
+        """
+        new, width = self.down_proj.weight.new_empty, self.config.head_dim
+        if self.selector is not None:  # free again before attention begins
+            new(self.selector.workspace_bytes(num_tokens, self.down_proj.weight.element_size()), dtype=torch.uint8)
+        if self.kind.ratio:
+            num_entries = self.dcp.context_workspace_tokens // self.kind.ratio
+            held = new(2 * num_entries, width)  # in order, and joined with the windows' rows
+            self.exchange.reserve_context(num_entries, width, self.down_proj.weight.dtype, held.device)
+
     def _compress(self, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: CompressedMetadata) -> None:
         """Write the entries, and the index keys, that the step's tokens complete."""
         if cache.sums is None:

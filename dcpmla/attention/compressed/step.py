@@ -1,4 +1,4 @@
-"""A step as layers of DeepSeek-V4's attention see it: whose tokens these are, and which rows of a cache they see."""
+"""The part of a step that layers of DeepSeek-V4's attention ask for: whose its tokens are, and which rows they see."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

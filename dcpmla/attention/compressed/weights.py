@@ -15,7 +15,7 @@ from dcpmla.parallel.mesh import DCPMesh
 
 
 class CompressorWeights(nn.Module):
-    """Weights that pool tokens into entries [D]; their projection is part of the layer's down-projection."""
+    """The weights that pool tokens into entries [D], less their projection: a part of the layer's down-projection."""
 
     def __init__(self, ratio: int, num_halves: int, width: int, device: torch.device | str) -> None:
         super().__init__()

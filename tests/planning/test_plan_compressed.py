@@ -1,0 +1,225 @@
+"""Plans of DeepSeek-V4: what its checkpoints weigh, what its caches take, what a step reads."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+
+from dcpmla.__main__ import main
+from dcpmla.cache.capacity import ModelCaches, capacity_table, largest_cache
+from dcpmla.cache.compressed import CompressedCache, CompressedPlan
+from dcpmla.cache.states import num_states
+from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.transformers import load_config
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.predict import Setting, hyper_connection_kernels, predict_step
+from dcpmla.planning.reads import layer_reads
+from dcpmla.planning.recommend import cache_bytes, make_plan
+from dcpmla.planning.weights import ModelSize, read_model
+from tests.planning.test_plan_tables import Kernels
+from tests.support.models import random_model
+
+CONFIGS = Path(__file__).parent / "configs"
+CSA, HCA = LayerKind(4, True), LayerKind(128, False)
+FORMATS = [(kv, index) for kv in ("bf16", "fp8_ds_mla") for index in ("auto", "fp8")]
+
+
+@cache
+def read(name: str) -> ModelSize:
+    """DeepSeek-V4-Flash or -Pro, as the checkpoint stores it."""
+    return read_model(load_config(CONFIGS / f"deepseek_v4_{name}.json"))
+
+
+def tiny_v4(**changes: Any) -> Any:
+    """Every kind of layer; rows that fp8_ds_mla holds."""
+    sizes = {
+        **{"vocab_size": 192, "hidden_size": 48, "moe_intermediate_size": 32, "num_hidden_layers": 4},
+        **{"num_attention_heads": 8, "head_dim": 128, "qk_rope_head_dim": 64, "q_lora_rank": 24},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "o_groups": 4, "o_lora_rank": 16},
+        **{"index_n_heads": 4, "index_head_dim": 64, "index_topk": 8, "sliding_window": 8, "hc_mult": 2},
+        "compress_ratios": [0, 4, 128, 4],
+        "num_hash_layers": 1,
+    }
+    return transformers.DeepseekV4Config(**{**sizes, **changes})
+
+
+def test_layers_are_those_of_the_config() -> None:
+    for name, kinds in (("flash", {WINDOW_ONLY: 2, CSA: 21, HCA: 20}), ("pro", {CSA: 30, HCA: 31})):
+        attention = read(name).attention
+        assert isinstance(attention, CompressedConfig)
+        assert Counter(attention.layer_kinds) == kinds
+        assert read(name).num_attention_layers == sum(kinds.values())
+        assert read(name).num_index_layers == kinds[CSA]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("flash", 284), ("pro", 1600)])
+def test_parameters_are_as_published(name: str, billions: float) -> None:
+    total = sum(parameter.count * prod(parameter.shape) for parameter in read(name).parameters)
+    assert total / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_weight_bytes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    model = random_model(tiny_v4())
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        stored = sum(file.get_tensor(name).nbytes for name in sorted(file.keys()))
+    assert read_model(load_config(tmp_path)).weight_bytes(1) == stored
+
+
+def test_ranks_cut_heads_and_groups_and_hold_the_rest_whole() -> None:
+    sizes = {
+        (p.name.split("self_attn.")[1].removesuffix(".weight"), p.shape[0]): p
+        for p in read("flash").parameters
+        if p.is_attention
+    }
+    cut = {name for (name, _), p in sizes.items() if p.shard_shape(8) != p.shape}
+    assert cut == {"q_b_proj", "o_a_proj", "o_b_proj", "sinks"}
+    assert sizes["sinks", 64].shard_bytes(8) == 8 * 4
+    assert sizes["o_a_proj", 8192].shard_shape(8) == (1024, 4096)
+    assert sizes["o_b_proj", 4096].shard_shape(8) == (4096, 1024)
+    assert sizes["compressor.indexer.q_b_proj", 8192].shard_bytes(8) == 8192 * 1024 + 64 * 8 * 4
+    assert sizes["compressor.kv_proj", 1024].shard_bytes(8) == 1024 * 4096 * 2  # no fp8: as published
+
+
+def test_experts_in_fp4_have_a_scale_for_32_values() -> None:
+    (down,) = (p for p in read("flash").parameters if p.name.endswith("experts.down_proj"))
+    assert down.shard_bytes(8) == 256 * 4096 * (256 // 2 + 256 // 32)
+    assert down.widened().shard_bytes(8) == 256 * 4096 * 256 * 2
+
+
+@pytest.mark.parametrize("name", ["flash", "pro"])
+def test_sharding_keeps_its_gain(name: str) -> None:
+    """Entries and index keys are both sharded, so 8 ranks hold 8 times as much.
+
+    Were index keys on every rank, fp8's 21 x 585 / 4 + 20 x 585 / 128 = 3,163 bytes of a token of Flash would be cut by
+    8, and the 21 x 132 / 4 = 693 of its keys by 1: 8 x 3,856 / (3,163 + 8 x 693) = 3.5 times as much.
+    """
+    model, room = read(name), 40 * 10**9
+    table = capacity_table(model.caches, room, (1, 8), num_states=1)
+    assert len(table) == 2 * len(FORMATS)
+    for (kv, index), whole, shard in zip(FORMATS, table[::2], table[1::2], strict=True):
+        assert shard.tokens_total >= 7.5 * whole.tokens_total > 0
+        assert shard.bytes_per_rank <= room < replace(shard, num_blocks=shard.num_blocks + 1).bytes_per_rank
+        setting = Setting(tp=8, dcp=8, kv_cache_dtype=kv, index_cache_dtype=index)
+        plan, plain = (make_plan(H200X8, model, s, 4, 65536) for s in (setting, replace(setting, dcp=1)))
+        assert plan.kv_tokens_total >= 7.5 * plain.kv_tokens_total > 0
+        assert plan.kv_bytes_per_token == plain.kv_bytes_per_token == shard.bytes_per_token
+        assert plan.bytes_per_state == plain.bytes_per_state > 0
+
+
+def test_bytes_of_a_token_and_of_a_state_by_hand() -> None:
+    flash = make_plan(
+        H200X8, read("flash"), Setting(tp=8, dcp=8, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8"), 1, 4096
+    )
+    rows, keys = 21 * 585 / 4 + 20 * 585 / 128, 21 * 132 / 4
+    assert flash.kv_bytes_per_token == -(-(rows + keys) // 1)
+    windows, sums = 43 * 128 * 585, 4 * 3 * (21 * 2 * (512 + 128) + 20 * 512)
+    assert flash.bytes_per_state == windows + sums
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "index_cache_dtype"), FORMATS)
+@pytest.mark.parametrize("dcp", [1, 4])
+def test_bytes_are_what_the_cache_allocates(kv_cache_dtype: str, index_cache_dtype: str, dcp: int) -> None:
+    layout = DCPConfig(
+        tensor_parallel_size=4,
+        decode_context_parallel_size=dcp,
+        kv_cache_dtype=kv_cache_dtype,
+        index_cache_dtype=index_cache_dtype,
+    )
+    block = ModelCaches(CompressedConfig.from_hf(tiny_v4()), 4).block(layout, 5)
+    plan = largest_cache(block, 10**6)
+    assert isinstance(plan, CompressedPlan)
+    allocated = CompressedCache(plan, torch.device("cpu"))
+    num_bytes = sum(tensor.nbytes for tensor in allocated.tensors)
+    assert num_bytes == plan.bytes_per_rank <= 10**6 < num_bytes + plan.bytes_per_block
+    # What plans tell users, in a cache in which a page or two do not count.
+    large = replace(plan, num_blocks=1 << 16)
+    told = large.num_blocks * large.bytes_per_block + large.num_states * large.bytes_per_state
+    assert told == pytest.approx(large.bytes_per_rank, rel=1e-3)
+
+
+def test_what_fits_is_what_the_cache_takes() -> None:
+    model = read("pro")
+    for dcp, batch, context in ((1, 3, 100_000), (8, 40, 500_000), (4, 1, 1_000_000)):
+        setting = Setting(tp=8, dcp=dcp, kv_cache_dtype="fp8_ds_mla")
+        plan = make_plan(H200X8, model, setting, batch, context)
+        room = cache_bytes(H200X8, plan.weight_bytes_per_rank)
+
+        def fits(num_requests: int, seq_len: int, setting: Setting = setting, room: int = room) -> bool:
+            block = model.caches.block(setting.dcp_config, num_states(num_requests))
+            num_blocks = num_requests * -(-seq_len // block.block_tokens)
+            return replace(block, num_blocks=num_blocks).bytes_per_rank <= room
+
+        assert plan.fits == fits(batch, context)
+        assert fits(plan.max_num_seqs, context)
+        assert not fits(plan.max_num_seqs + 1, context)
+        assert fits(batch, plan.longest_context)
+        assert not fits(batch, plan.longest_context + 1)
+
+
+def test_a_step_reads_windows_and_entries() -> None:
+    """Of CSA at most topk entries, of HCA all of them; keys of CSA where there are more than topk."""
+    attention = read("flash").attention
+    for context, csa, keys, hca in ((100, 25, 0, 0), (2048, 512, 0, 16), (1 << 20, 512, 1 << 18, 1 << 13)):
+        window = min(context, 128)
+        reads = layer_reads(attention, 43, 21, context)
+        assert [(r.num_layers, r.num_rows, r.num_keys) for r in reads] == [
+            (2, window, 0),
+            (21, window + csa, keys),
+            (20, window + hca, 0),
+        ]
+
+
+def test_sharding_shortens_reads_and_adds_an_exchange() -> None:
+    plain, sharded = (
+        predict_step(H200X8, read("pro"), Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16"), 64, 1 << 20) for dcp in (1, 8)
+    )
+    for part in ("selection", "attention"):
+        assert sharded[part] < plain[part]
+    for part in ("gather", "combine"):
+        assert sharded[part] > plain[part] == 0
+    for part in ("projections", "rest"):
+        assert sharded[part] == plain[part]
+
+
+@pytest.mark.parametrize("num_iters", [2, 20])
+def test_hyper_connections_count_the_kernels_of_the_module(num_iters: int) -> None:
+    """Its own, and those of its result in the decoder layer: two to narrow, two products, a sum."""
+    config = tiny_v4(hc_sinkhorn_iters=num_iters)
+    module = DeepseekV4HyperConnection(config)
+    with torch.no_grad(), Kernels() as kernels:
+        module(torch.zeros(1, 3, 2, 48, dtype=torch.bfloat16))
+    product = 1
+    assert hyper_connection_kernels(num_iters) == kernels.number - product + 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-tp", "3"], "it must divide the 8 groups of the model's 64 attention heads: choose 1, 2, 4 or 8"),
+        (["--kv-cache-dtype", "fp8"], "fp8 does not go with DeepSeek-V4's attention; choose auto, bf16 or fp8_ds_mla"),
+        (["-dcp", "3"], "must divide tensor_parallel_size (-tp) 8"),
+    ],
+)
+def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(CONFIGS / "deepseek_v4_flash.json"), *options]) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+    assert captured.out == ""
+
+
+def test_the_command_prints_states(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(CONFIGS / "deepseek_v4_pro.json"), "-dcp", "1,8", "--batch", "8"]) == 0
+    printed = capfd.readouterr().out
+    assert "with tp 8; a GB is one of each GPU, besides the states of 16 requests" in printed
+    assert "cache  index cache  dcp  bytes a token  bytes a request  tokens a GB" in printed
