@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4RotaryEmbedding
 
 from dcpmla import DCPConfig, StepMetadata, init_mesh
+from dcpmla.attention.compressed import layer as layer_module
+from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.step import with_angles
 from dcpmla.cache.compressed import CompressedCache, plan_compressed
@@ -105,31 +108,38 @@ def expected(config: DeepseekV4Config, module: DeepseekV4Attention, hidden: Tens
 class Layers:
     """The layers of a model on one rank, with their caches."""
 
-    def __init__(self, config: DeepseekV4Config, dcp: DCPConfig, seq_lens: list[int]) -> None:
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        dcp: DCPConfig,
+        seq_lens: list[int],
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.hf_config, self.dcp = config, dcp
         self.mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
         self.config = CompressedConfig.from_hf(config)
-        exchange = select_exchange(dcp, self.mesh.dcp_group, "cpu").exchange
+        exchange = select_exchange(dcp, self.mesh.dcp_group, device).exchange
         self.modules = modules_of(config)
         self.layers = []
         for kind, module in zip(self.config.layer_kinds, self.modules, strict=True):
-            layer = CompressedAttention(self.config, kind, dcp, self.mesh, exchange, torch.float32, "cpu")
+            layer = CompressedAttention(self.config, kind, dcp, self.mesh, exchange, dtype, device)
             layer.load_weights(module.state_dict())
             self.layers.append(layer)
-        self.plan = plan_compressed(self.config, dcp, seq_lens, torch.float32, num_states=len(seq_lens) + 1)
-        self.cache = CompressedCache(self.plan, torch.device("cpu"))
+        self.plan = plan_compressed(self.config, dcp, seq_lens, dtype, num_states=len(seq_lens) + 1)
+        self.cache = CompressedCache(self.plan, torch.device(device))
         for memory in self.cache.tensors:
             memory.view(torch.uint8).fill_(0xFF)  # a NaN, in every format
         blocks = iter(range(self.plan.num_blocks - 1, -1, -1))
         self.tables = [[next(blocks) for _ in range(-(-length // self.plan.block_tokens))] for length in seq_lens]
 
     def rotary(self, positions: Tensor, is_compressed: bool) -> Tensor:
-        cos, sin = angles(self.hf_config, positions, "compress" if is_compressed else "main")
-        return torch.cat([cos[0], sin[0]], -1)
+        cos, sin = angles(self.hf_config, positions.cpu(), "compress" if is_compressed else "main")
+        return torch.cat([cos[0], sin[0]], -1).to(positions.device)
 
     def step(self, requests: list[int], query_lens: list[int], seq_lens: list[int]) -> StepMetadata:
         tables, states = [self.tables[i] for i in requests], [i + 1 for i in requests]
-        how = {"max_decode_query_len": 3, "plan": self.plan, "states": states}
+        how = {"device": self.cache.tensors[0].device, "max_decode_query_len": 3, "plan": self.plan, "states": states}
         step = StepMetadata.build(query_lens, seq_lens, tables, self.dcp, self.mesh.dcp_rank, **how)  # type: ignore[arg-type]
         return with_angles(step, self.rotary)
 
@@ -144,7 +154,7 @@ class Layers:
             lens = [new[i] for i in requests]
             step = self.step(requests, lens, [done[i] for i in requests])
             new_rows = [hidden[i][done[i] - new[i] : done[i]] for i in requests]
-            rows = torch.cat([*new_rows, torch.full((PADDING, HIDDEN), torch.nan)])
+            rows = torch.cat([*new_rows, hidden[0].new_full((PADDING, HIDDEN), torch.nan)])
             for layer, cache, kept in zip(self.layers, self.cache, outputs, strict=True):
                 out = layer(rows, cache, step)
                 assert not out[len(out) - PADDING :].any()
@@ -220,6 +230,31 @@ def test_quantized_caches(options: dict[str, Any], schedule: Any, tolerance: flo
 def test_a_rank_without_entries_attends_to_nothing() -> None:
     """Eight ranks, and four entries at most: 4 tokens of each request are some rank's first, or nobody's."""
     run_ranks(8, check, layout(8, 8, 1), (((4, 3, 16, 1), (1, 1, 1, 3)),))
+
+
+def check_side_stream() -> None:
+    """Compare bytes with those of kernels that run one after the other."""
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_attention_heads": 64, "o_groups": 8}
+    lengths = [sum(tokens) for tokens in zip(*TOKEN_BY_TOKEN, strict=True)]
+    hidden = [hidden_states(i, length).cuda().bfloat16() for i, length in enumerate(lengths)]
+    outputs, forks = [], []
+    for is_forked in (True, False):
+
+        def choose(device: torch.device, is_asked: bool, is_forked: bool = is_forked) -> Any:
+            forks.append(is_asked and is_forked)
+            return fork(device, is_asked and is_forked)
+
+        layers = Layers(tiny(**sizes), layout(1, 1, 1, block_size=64), lengths, "cuda", torch.bfloat16)
+        with torch.no_grad(), patch.object(layer_module, "fork", choose):
+            outputs.append([out for kind in layers.run(TOKEN_BY_TOKEN, hidden) for out in kind])
+    assert True in forks
+    for mine, theirs in zip(*outputs, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.gpu
+def test_a_side_stream_changes_nothing() -> None:
+    run_ranks(1, check_side_stream, device="cuda")
 
 
 def check_errors() -> None:
