@@ -35,7 +35,6 @@ MIXED = (
     (9, 1, 3, 1),
     (20, 33, 30, 17),
 )
-CHUNKS = ((17, 4, 40, 0), (9, 5, 0, 20), (33, 12, 8, 45), (0, 5, 30, 16))
 TOKEN_BY_TOKEN = ((1, 33), *[(1, 1)] * 64)
 
 
@@ -219,8 +218,8 @@ WIDE = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64}  # what f
     ("options", "schedule", "tolerance", "quantile"),
     [
         ({"index_cache_dtype": "fp8"}, MIXED, 1e-4, 0.8),  # where rounding changes what is selected, much changes
-        ({"kv_cache_dtype": "fp8_ds_mla"}, CHUNKS, 0.06, 1.0),
-        ({"kv_cache_dtype": "fp8_ds_mla", "index_cache_dtype": "fp8", "index_hadamard": True}, CHUNKS, 0.06, 0.8),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, MIXED, 0.06, 1.0),
+        ({"kv_cache_dtype": "fp8_ds_mla", "index_cache_dtype": "fp8", "index_hadamard": True}, MIXED, 0.06, 0.8),
     ],
 )
 def test_quantized_caches(options: dict[str, Any], schedule: Any, tolerance: float, quantile: float) -> None:

@@ -71,8 +71,13 @@ def num_listed(
     entry_table: Tensor, ratio: int, entries_per_block: int, window: int, dcp_size: int, interleave: int
 ) -> int:
     """Return the columns of `visible_rows`: no fewer than the rows that a token can see."""
-    most = min(window, (window // (dcp_size * interleave) + 2) * interleave)
-    return most + (entry_table.shape[1] * entries_per_block if ratio else 0)
+    num_entries = entry_table.shape[1] * entries_per_block if ratio else 0
+    return _num_in_window(window, dcp_size, interleave) + num_entries
+
+
+def _num_in_window(window: int, dcp_size: int, interleave: int) -> int:
+    """Return no fewer than the tokens of a window that count on a rank."""
+    return min(window, (window // (dcp_size * interleave) + 2) * interleave)
 
 
 def _window_rows(
@@ -81,7 +86,7 @@ def _window_rows(
     """Compute `visible_rows` of windows alone, by the states [n] of tokens."""
     first = ownership.local_seq_lens((positions + 1 - window).clamp(min=0), dcp_size, dcp_rank, interleave)
     count = ownership.local_seq_lens(positions + 1, dcp_size, dcp_rank, interleave) - first
-    most = min(window, (window // (dcp_size * interleave) + 2) * interleave)
+    most = _num_in_window(window, dcp_size, interleave)
     index = first[:, None] + torch.arange(most, dtype=torch.int32, device=positions.device)
     rows = ownership.global_position(index, dcp_rank, dcp_size, interleave) % ring_rows + state[:, None] * ring_rows
     return rows.to(torch.int32), count.where(state >= 0, 0).to(torch.int32)
