@@ -16,11 +16,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 from dcpmla import DCPConfig, MLAConfig
 from dcpmla.config import IndexerConfig, divisors
 from dcpmla.hf_config import MLA_MODEL_TYPES, check_index_options, num_index_layers, skips_topk, yarn_mscale
-from tests.support.models import FAMILIES, SPARSE_FAMILIES, tiny_config
+from tests.support.models import MLA_FAMILIES, SPARSE_FAMILIES, tiny_config
 
 POSITIONS = torch.tensor([0, 15, 16, 40, 100])
 ROPES = ("default", "yarn", "yarn without mscale_all_dim")
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", MLA_FAMILIES)
 ropes = pytest.mark.parametrize("rope", ROPES)
 
 

@@ -102,13 +102,15 @@ def _hopper_obstacle(call: DecodeCall) -> str:
     q, kv_cache, rank = call.q, call.kv_cache, call.kv_lora_rank
     if obstacle := _triton_obstacle(call) or _hopper_gpu_obstacle(q):
         return obstacle
-    if (rank, q.shape[-1]) != (512, 576):
-        return f"latents have {rank} + {q.shape[-1] - rank} columns, not 512 + 64"
-    is_sparse, is_fp8 = kv_cache.shape[1] == 1, q.dtype == FP8
+    if rank != 512 or q.shape[-1] not in (512, 576):
+        return f"latents have {rank} + {q.shape[-1] - rank} columns, not 512 + 64 or, of shared keys, 512"
+    is_sparse, is_fp8 = call.block_size == 1, q.dtype == FP8
     if is_fp8 and kv_cache.dtype != FP8:
         return f"e4m3 queries go with an e4m3 cache, not {kv_cache.dtype}"
     if is_fp8 and is_sparse:
         return "e4m3 queries go with blocks of 64 n tokens, not pages of one"
+    if not is_sparse and call.keys_are_shared:
+        return f"shared keys are addressed row by row, not in blocks of {call.block_size}"
     if not is_sparse and not _is_tiled(kv_cache):
         return f"blocks have {kv_cache.shape[1]} tokens, not 64 n, or are no matrix that TMA takes"
     row_stride = kv_cache.stride(0 if is_sparse else 1)
@@ -142,10 +144,14 @@ def _triton_obstacle(call: DecodeCall) -> str:
     if q.dtype not in (dtype, FP8) or kv_cache.dtype not in (q.dtype, FP8, torch.uint8):
         return f"q has dtype {q.dtype} and the cache {kv_cache.dtype}, which it does not multiply"
     widths = call.kv_lora_rank, q.shape[-1] - call.kv_lora_rank
-    if not all(16 <= width <= 512 and width & (width - 1) == 0 for width in widths):
+    if not all(16 <= width <= 512 and width & (width - 1) == 0 for width in widths if width):
         return f"latents have {widths[0]} + {widths[1]} columns, not powers of 2 from 16 to 512"
     if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
         return "rows of queries or of the cache are not contiguous"
+    if call.is_planar:
+        if kv_cache.stride(1) != kv_cache.shape[2] or kv_cache.stride(0) % 2 or kv_cache.data_ptr() % 2:
+            return "pages of the fp8_ds_mla cache are not contiguous, or do not begin at multiples of 2 bytes"
+        return ""
     is_words = kv_cache.dtype == torch.uint8  # whose rows have float32 and bfloat16 parts
     if is_words and (any(stride % 4 for stride in kv_cache.stride()[:2]) or kv_cache.data_ptr() % 4):
         return "rows of the fp8_ds_mla cache do not begin at multiples of 4 bytes"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.cache import formats
+from dcpmla.cache import formats, shared_rows
 
 COUNTER_WORDS = 1024  # int32 counters at the front of a workspace, all zero between calls
 _ROWS_PER_PROCESSOR = 128  # partial rows that the programs of one multiprocessor leave at most: two tiles of 64
@@ -82,6 +82,11 @@ class DecodeCall:
         for name, tensor in others.items():
             if tensor is not None and tensor.device != q.device:
                 raise ValueError(f"{name} is on {tensor.device}; it must be on q's device, {q.device}")
+        if q.shape[-1] == kv_lora_rank and formats.FP8 in (q.dtype, kv_cache.dtype):
+            raise ValueError(
+                f"q has dtype {q.dtype} and kv_cache {kv_cache.dtype}; queries of shared keys "
+                "(without a rope part) have 16 bits or more, and so has their cache, or it is torch.uint8 (fp8_ds_mla)"
+            )
         dtype = _output_dtype(q, kv_cache, kv_scale, q_scale, dtype)
         return cls(
             q,
@@ -116,6 +121,21 @@ class DecodeCall:
             self.dtype,
             self.backend,
         )
+
+    @property
+    def keys_are_shared(self) -> bool:
+        """Return whether rows of the cache are keys and values at once, without a part for scores alone."""
+        return self.q.shape[-1] == self.kv_lora_rank
+
+    @property
+    def is_planar(self) -> bool:
+        """Return whether the cache has pages of fp8_ds_mla for shared keys (`cache.shared_rows`)."""
+        return self.keys_are_shared and self.kv_cache.dtype == torch.uint8
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of an entry of the block table; 1 where it holds numbers of rows."""
+        return 1 if self.is_planar else self.kv_cache.shape[1]
 
     @property
     def has_one_token_each(self) -> bool:
@@ -215,6 +235,14 @@ def _check_tensors(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> None:
         raise ValueError(
             f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}"
         )
+    if q.shape[-1] == kv_lora_rank and kv_cache.dtype == torch.uint8:
+        _, *page = shared_rows.rows_shape(0, kv_lora_rank, kv_cache.dtype)
+        if kv_cache.ndim != 3 or [*kv_cache.shape[1:]] != page:
+            raise ValueError(
+                f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_pages, {page[0]}, {page[1]}] for "
+                f"fp8_ds_mla rows of {kv_lora_rank} shared keys"
+            )
+        return
     width = formats.row_width(kv_cache.dtype, kv_lora_rank, q.shape[-1] - kv_lora_rank)
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != width:
         raise ValueError(

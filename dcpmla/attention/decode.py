@@ -36,9 +36,13 @@ def mla_decode(
     """Attend with absorbed queries to a paged latent cache on one rank.
 
     Args:
-        q: [T, H, kv_lora_rank + rope], the query tokens of one request after the other: [ql_nope | q_pe].
-        kv_cache: [num_blocks, block_size, kv_lora_rank + rope] in q's dtype, or in a format of 8 bits.
-        block_table: [num_reqs, max_blocks] int32, block ids of each request; entries after its last block are not read.
+        q: [T, H, kv_lora_rank + rope], the query tokens of one request after the other: [ql_nope | q_pe]. Without a
+            rope part, keys are shared (DeepSeek-V4): a row of the cache is key and value at once.
+        kv_cache: [num_blocks, block_size, kv_lora_rank + rope] in q's dtype, or in a format of 8 bits
+            (`cache/formats.py`). Of shared keys in q's dtype, or pages [num_pages, 64, row_width] of fp8_ds_mla
+            (`cache/shared_rows.py`), which are addressed row by row.
+        block_table: [num_reqs, max_blocks] int32, block ids of each request, or numbers of rows where the cache is
+            addressed so; entries after its last block are not read.
         seq_lens: [T] int32, for each query token how many of its request's first tokens in this cache it sees. Under
             DCP this is the causal bound, cut to this rank: a token sees as many as the token before it, or more. It
             must not change while a kernel runs.

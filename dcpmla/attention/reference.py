@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dcpmla.attention.calls import DecodeCall, PrefillCall, join_keys
 from dcpmla.attention.sparse.mask import unpack_mask
-from dcpmla.cache import formats
+from dcpmla.cache import formats, shared_rows
 
 _MAX_SCORES = 1 << 25  # scores that mha_prefill holds at a time: 128 MiB of float32
 _MAX_GATHERED = 1 << 28  # cache elements that mla_decode gathers at a time: 1 GiB of float32
@@ -24,7 +24,7 @@ def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     if call.query_start_loc is not None:
         request = torch.searchsorted(call.query_start_loc[1:], token, right=True)
     table = table[request.clamp(max=len(table) - 1)] if len(table) else table.new_zeros(len(token), table.shape[1])
-    tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * call.kv_cache.shape[1] * call.kv_cache.shape[2]))
+    tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * call.block_size * call.kv_cache.shape[2]))
     starts = range(0, max(1, len(token)), tile)
     tiles = [_decode_tile(call, table[start : start + tile], slice(start, start + tile)) for start in starts]
     out, lse = zip(*tiles, strict=True)
@@ -35,10 +35,13 @@ def _decode_tile(call: DecodeCall, block_table: Tensor, tokens: slice) -> tuple[
     """Compute some of the tokens of a call, given their rows of the table."""
     dtype = torch.promote_types(call.dtype, torch.float32)
     q, seq_lens = call.q[tokens].to(dtype), call.seq_lens[tokens]
-    first_of_block = torch.arange(block_table.shape[1], device=q.device) * call.kv_cache.shape[1]
+    first_of_block = torch.arange(block_table.shape[1], device=q.device) * call.block_size
     # Entries after a request's last block may be anything.
     block_table = block_table.where(first_of_block < seq_lens[:, None], 0).to(torch.int64)
-    kv = formats.dequantize(call.kv_cache[block_table].flatten(1, 2), call.kv_lora_rank, call.kv_scale, dtype)
+    if call.is_planar:
+        kv = shared_rows.read_rows(call.kv_cache, block_table, call.kv_lora_rank, dtype)
+    else:
+        kv = formats.dequantize(call.kv_cache[block_table].flatten(1, 2), call.kv_lora_rank, call.kv_scale, dtype)
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
     kv = kv.masked_fill(~valid[..., None], 0.0)  # slots that nobody wrote may hold NaN, and 0 x NaN is NaN
     q = q if call.q_scale is None else q * call.q_scale

@@ -125,7 +125,10 @@ class Caches:
         rows: [num_sets, num_blocks, block_size, row_width].
         kv_scale: of an fp8 cache, else None.
         block_tables: [num_sets, batch, max_blocks] int32.
+        head_dim: width of a query.
     """
+
+    head_dim = LATENT_DIM + ROPE_DIM
 
     def __init__(
         self,
@@ -172,7 +175,7 @@ class DecodeInputs:
 
     Attributes:
         dtype: of the output, and of what is not quantized.
-        q: [num_sets, T, H, 576], in `dtype`, or e4m3 with its q_scale, which is None otherwise.
+        q: [num_sets, T, H, head_dim], in `dtype`, or e4m3 with its q_scale, which is None otherwise.
         seq_lens: [T] int32, the keys that each query token sees.
         context_lens: [batch] int32; query_start_loc: [batch + 1] int32. For kernels with lengths of requests.
         selected_blocks: the cache in blocks where `caches` has it in single rows, else None.
@@ -184,8 +187,7 @@ class DecodeInputs:
         self.case, self.caches, self.dtype = case, caches, caches.dtype
         device = caches.rows.device
         new: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        width = LATENT_DIM + ROPE_DIM
-        self.q = torch.randn(len(caches), case.num_tokens, case.heads, width, dtype=self.dtype, device=device)
+        self.q = torch.randn(len(caches), case.num_tokens, case.heads, caches.head_dim, dtype=self.dtype, device=device)
         self.q[..., -1] = _QUERY_MARK
         self.q_scale: Tensor | None = None
         if case.decode_query_dtype == "fp8":
@@ -201,7 +203,7 @@ class DecodeInputs:
         return self.caches.rows.shape[2]
 
     def at(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a call's q [T, H, 576], kv_cache [num_blocks, block_size, row_width] and block_table [batch,
+        """Return a call's q [T, H, head_dim], kv_cache [num_blocks, block_size, row_width] and block_table [batch,
         max_blocks].
         """
         number = index % len(self.caches)
@@ -256,13 +258,12 @@ class Answer:
         case, (q, kv_cache, block_table) = inputs.case, inputs.at(index)
         requests = torch.tensor(sorted({0, case.batch - 1}), device=q.device)
         self.tokens = (requests[:, None] * case.query_len + torch.arange(case.query_len, device=q.device)).flatten()
-        blocks = block_table[requests]
         sizes = inputs.seq_lens[self.tokens], SCALE, LATENT_DIM, None, case.query_len, None
         self.out, self.lse = reference.mla_decode(
             DecodeCall(
                 q[self.tokens],
-                kv_cache[blocks.flatten().long()],
-                torch.arange(blocks.numel(), device=q.device, dtype=torch.int32).view_as(blocks),
+                kv_cache,
+                block_table[requests],
                 *sizes,
                 inputs.caches.kv_scale,
                 inputs.q_scale,

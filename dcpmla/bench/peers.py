@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, SCALE, DecodeCase, DecodeInputs, Kernel, MakeKernel
+from dcpmla.cache.shared_rows import PAGE_ROWS, SCALE_BYTES, data_bytes
 
 _FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 _SPARSE_TILE = 64  # FlashMLA takes whole tiles of so many indices
 _SPARSE_HEADS = (64, 128)
+_SHARED_ROW = data_bytes(LATENT_DIM) + SCALE_BYTES
 _MOST_DIRECT_TOKENS = 256  # of a call; vLLM takes another way for more
 
 
@@ -53,7 +55,8 @@ class FlashMLA:
 
 
 class FlashMLASparse(FlashMLA):
-    """DeepSeek's decode over selected tokens of an fp8_ds_mla cache, in the layout of the dense one.
+    """DeepSeek's decode over selected tokens of an fp8_ds_mla cache, of latents or of shared keys, in the layout of the
+    dense one.
 
     Over whole caches it is given all tokens that a query sees; over `inputs.selected_blocks` the slots in the block
     tables.
@@ -78,6 +81,8 @@ class FlashMLASparse(FlashMLA):
         inputs, (q, kv_cache, _) = self.inputs, self.inputs.at(index)
         q = q.unflatten(0, (inputs.case.batch, inputs.case.query_len))
         blocks = kv_cache if inputs.selected_blocks is None else inputs.selected_blocks
+        if q.shape[-1] == LATENT_DIM:  # pages of shared keys, given without their padding
+            blocks = blocks.flatten(1)[:, : PAGE_ROWS * _SHARED_ROW].unflatten(1, (PAGE_ROWS, _SHARED_ROW))
         return self.decode(q, blocks.unsqueeze(2), self.indices[index % len(self.indices)], SCALE)
 
 

@@ -27,7 +27,12 @@ from dcpmla.parallel.mesh import init_mesh
 
 _MADE_UP = "made up"  # the other ranks' candidates, where one process measures one rank of several
 _PEER = "flashmla-sparse"
-_RATIOS = {"selection": "speedup_over_dcp_1", "attention": "speedup_over_flashmla"}
+_SHARED = "shared_attention"
+_RATIOS = {
+    "selection": "speedup_over_dcp_1",
+    "attention": "speedup_over_flashmla",
+    _SHARED: "speedup_over_flashmla",
+}
 _OPERATIONS = ("index_scores", "local_candidates", "gather_candidates", "choose_tokens")
 _MOST_DIFFERENT = 0.02  # of the tokens: a sum in another order may exchange the last ones of topk
 _LARGEST_ERROR = 0.02  # of out or lse, as in `bench decode`
@@ -93,18 +98,23 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         add("--index-cache-dtype", type=index_names, default="auto,fp8", metavar="NAME,...", help=names)
         names = f"of {', '.join(FORMATS)}; bf16: rows that are not quantized"
         add("--kv-cache-dtype", type=format_list, default="bf16,fp8_ds_mla", metavar="NAME,...", help=names)
+        shared = "rows of shared keys (DeepSeek-V4), of --context, that each new token attends to; instead of the rest"
+        add("--shared-keys", type=positive_list, metavar="N,...", help=shared)
         peers = "directory with peers.py and FlashMLA's library, for a job of one rank"
         add("--peers", type=Path, metavar="DIR", help=peers)
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
         shortest, sizes = min(args.context), args.decode_context_parallel_size
+        most = max(args.shared_keys or [args.topk])
         if ranks.num_ranks > 1:
             for dcp in sizes:
                 DCPConfig(tensor_parallel_size=ranks.num_ranks, decode_context_parallel_size=dcp)
-        if shortest <= args.topk:
-            given = f"--context has {shortest} and --topk is {args.topk}"
+        if shortest <= most:
+            given = f"--context has {shortest} and {'--shared-keys' if args.shared_keys else '--topk'} is {most}"
             raise ValueError(f"{given}; there must be more tokens than are selected")
+        if args.shared_keys and "fp8" in args.kv_cache_dtype:
+            raise ValueError("--kv-cache-dtype has fp8, which shared keys do not have; choose from bf16, fp8_ds_mla")
         if shortest < max(sizes):
             raise ValueError(f"--context has {shortest} and -dcp {max(sizes)}; each rank must have a token")
         if args.peers is not None and ranks.num_ranks > 1:
@@ -127,6 +137,11 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         args = self.args
         for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
             for dcp, exchanges in self.exchanges.items():
+                if args.shared_keys:
+                    for num_keys, name in product(dict.fromkeys(args.shared_keys), args.kv_cache_dtype):
+                        load = SparseCase(batch, context, num_keys, dcp, self.job.ranks.rank % dcp, is_shared=True)
+                        yield Sparse("attention", load, name)
+                    continue
                 load = SparseCase(batch, context, args.topk, dcp, self.job.ranks.rank % dcp)
                 yield from (Sparse("attention", load, name) for name in args.kv_cache_dtype)
                 for name, backend in product(args.index_cache_dtype, exchanges):
@@ -179,7 +194,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         inputs = AttentionInputs(load, heads, rows)
         timing, errors = self._attend(Ours(inputs), inputs)
         row = {
-            "operation": "attention",
+            "operation": _SHARED if load.is_shared else "attention",
             **self._sizes(load),
             "heads": heads,
             "kv_cache_dtype": rows.kv_cache_dtype,
@@ -249,6 +264,9 @@ def _are_small(errors: tuple[float | None, ...]) -> bool:
 
 def _name(row: Row) -> str:
     """Return a name for people of what is compared with its like over batches and contexts."""
+    if row["operation"] == _SHARED:
+        cache = f"{row['kv_cache_dtype']} cache"
+        return f"attention to {row['topk']} shared keys, dcp {row['dcp']}, {row['heads']} heads, {cache}"
     if row["operation"] == "attention":
         return f"attention, dcp {row['dcp']}, {row['heads']} heads, {row['kv_cache_dtype']} cache"
     return f"selection, dcp {row['dcp']}, {row['exchange']}, {row['index_cache_dtype']} index cache"

@@ -1,5 +1,6 @@
 """Inputs of `bench sparse`: a case's sizes, rotated caches, tokens to select from and selected tokens."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from dcpmla.attention.step import SelectedTokens
 from dcpmla.bench.cache_formats import fill_randomly, kv_scale_of, storage_dtype
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, Caches, DecodeCase, DecodeInputs
 from dcpmla.bench.timing import Operation
-from dcpmla.cache import formats
+from dcpmla.cache import formats, shared_rows
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8, write_index_keys
 from dcpmla.comm.exchange import Exchange, LocalExchange
 
@@ -32,6 +33,7 @@ class SparseCase:
     Attributes:
         context: cached tokens of each request on all ranks, the new one among them.
         topk: tokens that each new token selects.
+        is_shared: attention is to shared keys (DeepSeek-V4), `topk` of `context` rows of a request.
     """
 
     batch: int
@@ -39,6 +41,7 @@ class SparseCase:
     topk: int
     dcp_size: int = 1
     dcp_rank: int = 0
+    is_shared: bool = False
 
     @property
     def num_local(self) -> int:
@@ -56,7 +59,8 @@ class SparseCase:
         return torch.randperm(num_sets * self.batch * self.max_blocks, device=device).view(shape).to(torch.int32)
 
     def __str__(self) -> str:
-        return f"{self.batch} x {self.context:,}, dcp {self.dcp_size}"
+        rows = f"{self.topk} shared keys of " if self.is_shared else ""
+        return f"{self.batch} x {rows}{self.context:,}, dcp {self.dcp_size}"
 
 
 def _num_sets(set_bytes: int, device: torch.device) -> int:
@@ -207,8 +211,8 @@ class SelectedRows(Caches):
     rank: the same number in every selection, and different ones until nearly all had their turn.
 
     Attributes:
-        blocks: [num_blocks, BLOCK_SIZE, row_width].
-        rows: [num_sets, num_rows, 1, row_width], the same rows in each set.
+        blocks: [num_blocks, BLOCK_SIZE, row_width]; shared keys of the model's dtype as `rows`.
+        rows: [num_sets, num_rows, 1, row_width], or shared keys in pages, the same rows in each set.
         block_tables: [num_sets, batch, topk] int32 slots, -1 past the last.
         num_slots: [batch] int32.
     """
@@ -217,12 +221,21 @@ class SelectedRows(Caches):
         self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
         storage = storage_dtype(kv_cache_dtype, dtype)
         self.kv_scale = kv_scale_of(storage, device)
-        width, num_blocks = formats.row_width(storage, LATENT_DIM, ROPE_DIM), case.batch * case.max_blocks
-        num_caches = _num_sets(num_blocks * BLOCK_SIZE * width * storage.itemsize, device)
-        num_sets = _num_sets(-(-case.batch * case.topk // case.dcp_size) * width * storage.itemsize, device)
-        self.blocks = torch.empty(num_caches * num_blocks, BLOCK_SIZE, width, dtype=storage, device=device)
-        fill_randomly(self.blocks, LATENT_DIM, dtype)
-        self.rows = self.blocks.view(1, -1, 1, width).expand(num_sets, -1, -1, -1)
+        num_blocks = case.batch * case.max_blocks
+        page: tuple[int, ...] = BLOCK_SIZE, formats.row_width(storage, LATENT_DIM, ROPE_DIM)
+        if case.is_shared:
+            self.head_dim = LATENT_DIM
+            page = shared_rows.rows_shape(BLOCK_SIZE, LATENT_DIM, storage)
+        row_bytes = math.prod(page) // BLOCK_SIZE * storage.itemsize
+        num_caches = _num_sets(num_blocks * BLOCK_SIZE * row_bytes, device)
+        num_sets = _num_sets(-(-case.batch * case.topk // case.dcp_size) * row_bytes, device)
+        if case.is_shared:
+            self.blocks = _draw_shared(num_caches * num_blocks * BLOCK_SIZE, storage, dtype, device)
+            self.rows = self.blocks.expand(num_sets, -1, -1, -1)
+        else:
+            self.blocks = torch.empty(num_caches * num_blocks, *page, dtype=storage, device=device)
+            fill_randomly(self.blocks, LATENT_DIM, dtype)
+            self.rows = self.blocks.view(1, -1, 1, page[-1]).expand(num_sets, -1, -1, -1)
         is_mine = torch.rand(case.batch, case.topk, device=device) * case.dcp_size < 1
         self.num_slots = is_mine.sum(1).clamp(1, case.num_local).to(torch.int32)
         self.block_tables = self._select(case, num_sets, case.block_tables(num_caches, device).long())
@@ -240,9 +253,22 @@ class SelectedRows(Caches):
         return torch.stack(selections)
 
 
+def _draw_shared(num_rows: int, storage: torch.dtype, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a cache of normal rows of shared keys, in `cache.shared_rows`' shape."""
+    rows = torch.empty(shared_rows.rows_shape(num_rows, LATENT_DIM, storage), dtype=storage, device=device)
+    for slots in torch.arange(num_rows, device=device).split(_CHUNK):
+        values = torch.randn(len(slots), LATENT_DIM, dtype=dtype, device=device)
+        shared_rows.write_rows(rows, values, slots)
+    return rows
+
+
 class AttentionInputs(DecodeInputs):
     """Queries of all heads of the group, over the tokens selected for them that this rank owns."""
 
     def __init__(self, case: SparseCase, num_heads: int, rows: SelectedRows) -> None:
         super().__init__(DecodeCase(case.batch, case.topk, num_heads, 1, rows.kv_cache_dtype), rows)
         self.selected_blocks, self.seq_lens = rows.blocks, rows.num_slots
+
+    @property
+    def block_size(self) -> int:
+        return 1

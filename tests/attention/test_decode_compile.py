@@ -36,17 +36,22 @@ POINTERS = {
 
 
 @pytest.mark.parametrize(
-    ("q", "cache", "is_sparse", "is_ragged", "own_heads"),
+    ("q", "cache", "rows", "is_ragged", "own_heads"),
     [
-        ("bf16", "bf16", False, True, "i32"),
-        ("bf16", "bf16", True, False, None),
-        ("fp8e4nv", "fp8e4nv", False, True, "i32"),
-        ("bf16", "fp8e4nv", False, False, None),
-        ("bf16", "u8", True, False, 1),
+        ("bf16", "bf16", "tiled", True, "i32"),
+        ("bf16", "bf16", "sparse", False, None),
+        ("fp8e4nv", "fp8e4nv", "tiled", True, "i32"),
+        ("bf16", "fp8e4nv", "tiled", False, None),
+        ("bf16", "u8", "sparse", False, 1),
+        ("bf16", "bf16", "shared", False, None),
+        ("bf16", "bf16", "shared", False, "i32"),
+        ("bf16", "u8", "shared", False, None),
+        ("bf16", "u8", "shared", False, "i32"),
+        ("fp16", "u8", "shared", False, None),
     ],
 )
 def test_the_hopper_kernel_compiles(
-    q: str, cache: str, is_sparse: bool, is_ragged: bool, own_heads: str | int | None
+    q: str, cache: str, rows: str, is_ragged: bool, own_heads: str | int | None
 ) -> None:
     """Each producer with each kind of consumers. own_heads: of rows that are sent; Triton makes a constant of 1."""
     from triton.experimental.gluon import language as gl
@@ -54,20 +59,25 @@ def test_the_hopper_kernel_compiles(
 
     from dcpmla.attention.hopper.decode import decode_kernel
 
-    is_fp8, is_converted = q == "fp8e4nv", q != cache
+    is_fp8, is_converted, is_sparse, is_shared = q == "fp8e4nv", q != cache, rows != "tiled", rows == "shared"
     bits = 8 if is_fp8 else 16
 
     def tiles(width: int) -> str:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, width * bits // 8), element_bitwidth=bits, rank=2)
         return f"tensordesc<{q}[64, {width}],{layout}>"
 
-    types = {**POINTERS, "q_desc": tiles(256), "q_pe_desc": tiles(64), "out_ptr": "*bf16", "scale": "fp32"}
-    constants: dict[str, Any] = {"REQS": 32, "IS_SPARSE": is_sparse, "IS_CONVERTED": is_converted, "ROW_STRIDE": None}
+    types = {**POINTERS, "q_desc": tiles(256), "out_ptr": f"*{'bf16' if is_fp8 else q}", "scale": "fp32"}
+    constants: dict[str, Any] = {"REQS": 32, "IS_SPARSE": is_sparse, "IS_CONVERTED": is_converted}
+    constants |= {"ROW_STRIDE": None, "PAGE_STRIDE": None}
     if is_converted or is_sparse:
         types["rows_ptr"] = "*i32" if is_converted else f"*{cache}"
-        constants["ROW_STRIDE"] = 576 if not is_converted else 656 // 4 if cache == "u8" else 576 // 4
+        constants["ROW_STRIDE"] = (576 if not is_shared else 512) // (4 if is_converted else 1)
+        if cache == "u8":
+            constants |= {"ROW_STRIDE": 576 // 4, "PAGE_STRIDE": 37440 // 4} if is_shared else {"ROW_STRIDE": 656 // 4}
     else:
         types |= {"kv_desc": tiles(256), "k_pe_desc": tiles(64)}
+    if not is_shared:
+        types["q_pe_desc"] = tiles(64)
     types |= {name: "*fp32" for name, dtype in (("q_scale_ptr", q), ("kv_scale_ptr", cache)) if dtype == "fp8e4nv"}
     if is_ragged:
         types["start_ptr"] = "*i32"
@@ -76,7 +86,7 @@ def test_the_hopper_kernel_compiles(
         constants |= {"own_heads": 1} if own_heads == 1 else {}
     else:
         constants |= dict.fromkeys(("addresses_ptr", "state_ptr", "rank", "own_heads", "num_rows", "landing_bytes"))
-    optional = ("kv_desc", "k_pe_desc", "rows_ptr", "start_ptr", "q_scale_ptr", "kv_scale_ptr")
+    optional = ("q_pe_desc", "kv_desc", "k_pe_desc", "rows_ptr", "start_ptr", "q_scale_ptr", "kv_scale_ptr")
     constants |= {name: None for name in optional if name not in types}
     ptx, said = compile_for_hopper(decode_kernel, GluonASTSource, types, constants, num_warps=4)
     product = "m64n64k32.f32.e4m3.e4m3" if is_fp8 else "m64n256k16"
@@ -91,8 +101,17 @@ def test_the_hopper_kernel_compiles(
     assert ("cvt.rn.f16x2.e4m3x2" in ptx) == is_converted
 
 
-@pytest.mark.parametrize(("rows", "q", "cache"), [(64, "bf16", "bf16"), (16, "fp8e4nv", "fp8e4nv"), (16, "bf16", "u8")])
-def test_the_portable_kernel_compiles(rows: int, q: str, cache: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "q", "cache", "rope"),
+    [
+        (64, "bf16", "bf16", 64),
+        (16, "fp8e4nv", "fp8e4nv", 64),
+        (16, "bf16", "u8", 64),
+        (16, "bf16", "bf16", 0),
+        (64, "bf16", "u8", 0),
+    ],
+)
+def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, rope: int) -> None:
     from triton.compiler import ASTSource
 
     from dcpmla.attention.triton.decode import decode_kernel
@@ -106,7 +125,7 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str) -> None:
         "scale": "fp32",
     }
     types |= {f"{name}_scale_ptr": "*fp32" for name, dtype in (("q", q), ("kv", cache)) if dtype == "fp8e4nv"}
-    constants = {"ROWS": rows, "KEYS": 32, "LATENT": 512, "ROPE": 64, "REQS": 32, "IS_RAGGED": True}
+    constants = {"ROWS": rows, "KEYS": 32, "LATENT": 512, "ROPE": rope, "REQS": 32, "IS_RAGGED": True}
     constants |= {name: None for name in ("q_scale_ptr", "kv_scale_ptr") if name not in types}
     ptx, _ = compile_for_hopper(decode_kernel, ASTSource, types, constants, num_warps=4 if rows == 16 else 8)
     assert "sm_90a" in ptx

@@ -69,13 +69,6 @@ class Case:
             seq_lens += [max(0, num_keys - sum(steps[token:])) for token in range(num_queries)]
         queries = [num_queries for num_queries, _ in self.requests]
         start = None if len(set(queries)) == 1 else torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
-        workspace = None
-        num_programs = self.num_programs
-        if device == "cuda" and num_programs is None:
-            num_programs = torch.cuda.get_device_properties(device).multi_processor_count
-        if num_programs is not None:
-            workspace = torch.full((COUNTER_WORDS + num_programs * 128 * 513,), torch.nan)
-            workspace[:COUNTER_WORDS] = 0
         q = torch.randn(len(seq_lens), self.num_heads, width, generator=generator)
         q_scale = torch.tensor([Q_SCALE]) if self.has_fp8_queries else None
         tensors = {
@@ -84,13 +77,23 @@ class Case:
             "block_table": table,
             "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
             "query_start_loc": start,
-            "workspace": workspace,
+            "workspace": self.new_workspace(device),
             "kv_scale": kv_scale,
             "q_scale": q_scale,
         }
         on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
         numbers = {"scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries)}
         return {**on_device, **numbers, "dtype": self.dtype}
+
+    def new_workspace(self, device: str) -> Tensor | None:
+        num_programs = self.num_programs
+        if device == "cuda" and num_programs is None:
+            num_programs = torch.cuda.get_device_properties(device).multi_processor_count
+        if num_programs is None:
+            return None
+        workspace = torch.full((COUNTER_WORDS + num_programs * 128 * 513,), torch.nan)
+        workspace[:COUNTER_WORDS] = 0
+        return workspace
 
     def answer(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Compute the reference in float64 on the same bytes.

@@ -106,6 +106,24 @@ def test_one_process_stands_for_a_rank_of_several(tmp_path: Path, capsys: pytest
     assert "x flashmla's speed in the median" in report
 
 
+@alone
+def test_attention_to_shared_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing else is measured; FlashMLA's time is there for fp8_ds_mla and 64 heads."""
+    out = tmp_path / "sparse.json"
+    sizes = ["--batch", "2", "-dcp", "1,2", "--heads", "3,64", "--shared-keys", "16,40", "--peers"]
+    assert main([*TINY, "--device", "cpu", *sizes, str(write_peers(tmp_path)), "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 2 * 2 * 2 * 2
+    for row in rows:
+        assert (row["operation"], row["context"]) == ("shared_attention", 70)
+        assert is_right(row)
+        assert row["num_selected"] == row["topk"] if row["dcp"] == 1 else 1 <= row["num_selected"] < row["topk"]
+        assert (row["flashmla_us"] is None) == ((row["kv_cache_dtype"], row["heads"]) != ("fp8_ds_mla", 64))
+        assert (row["speedup_over_flashmla"] is None) == (row["flashmla_us"] is None)
+    report = capsys.readouterr().out
+    assert "attention to 40 shared keys, dcp 1, 64 heads, fp8_ds_mla cache: 0 of 1 wrong; " in report
+
+
 def test_two_ranks_exchange_candidates(tmp_path: Path) -> None:
     out = tmp_path / "sparse.json"
     sizes = [
@@ -151,6 +169,8 @@ def test_two_ranks_exchange_candidates(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--context", "70,16"], "--context has 16 and --topk is 16; there must be more tokens than are selected"),
+        (["--shared-keys", "40,70"], "--context has 70 and --shared-keys is 70; there must be more tokens"),
+        (["--shared-keys", "16", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype has fp8, which shared keys do not"),
         (["-dcp", "1,71"], "--context has 70 and -dcp 71; each rank must have a token"),
         (["-tp", "2"], "tensor_parallel_size (-tp) is 2, but 1 ranks were started"),
         (["--index-cache-dtype", "bf16"], "'bf16' is not an index cache's format; choose from auto, fp8"),

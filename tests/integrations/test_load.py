@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.loading import load_engine, open_model
@@ -54,14 +54,15 @@ def serve(directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str) -
     selection = select_exchange(dcp, mesh.dcp_group, device)
     model = load_model(directory, load_config(directory), dcp, mesh, selection, torch.float32, device)
     results = []
+    block_tokens = model.plan_cache(dcp, [1], 1).block_tokens
     for seed in seeds:
-        load = make_load(seed, dcp.virtual_block_size)
+        load = make_load(seed, block_tokens)
         largest = max(len(prompt) + num_new - 1 for prompt, num_new, _ in load)
-        seq_lens = [largest, dcp.virtual_block_size] if seed % 2 else [largest] * 4  # little room, and more
-        plan = LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32)
-        cache = LatentCache(plan, device)
-        for layer in cache.layers:
-            layer.fill_(torch.nan)
+        seq_lens = [largest, block_tokens] if seed % 2 else [largest] * 4  # little room, and more
+        plan = model.plan_cache(dcp, seq_lens, num_states=7)
+        cache = new_cache(plan, device)
+        for memory in cache.tensors:
+            memory.fill_(torch.nan)
         engine = Engine(model, cache, dcp, mesh, MAX_MODEL_LEN, (5, 16, 1000)[seed % 3], max_num_seqs=5)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=num_new), arrival_time=arrival, keep_logits=True)
@@ -80,13 +81,27 @@ def serve(directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str) -
     return results
 
 
-@pytest.mark.parametrize(("tp", "dcp_size", "interleave"), [(1, 1, 1), (2, 2, 1), (4, 2, 4), (4, 4, 1)])
-def test_a_load_gets_what_its_requests_get_alone(tp: int, dcp_size: int, interleave: int, tmp_path: Path) -> None:
-    check_loads(tp, dcp_size, interleave, tmp_path, "cpu")
+@pytest.mark.parametrize(
+    ("tp", "dcp_size", "interleave", "family"),
+    [
+        (1, 1, 1, "deepseek_v3"),
+        (2, 2, 1, "deepseek_v3"),
+        (4, 2, 4, "deepseek_v3"),
+        (4, 4, 1, "deepseek_v3"),
+        (1, 1, 1, "deepseek_v4"),
+        (2, 2, 2, "deepseek_v4"),
+    ],
+)
+def test_a_load_gets_what_its_requests_get_alone(
+    tp: int, dcp_size: int, interleave: int, family: str, tmp_path: Path
+) -> None:
+    check_loads(tp, dcp_size, interleave, tmp_path, "cpu", family)
 
 
-def check_loads(tp: int, dcp_size: int, interleave: int, directory: Path, device_type: str) -> None:
-    reference = save_tiny("deepseek_v3", directory)
+def check_loads(
+    tp: int, dcp_size: int, interleave: int, directory: Path, device_type: str, family: str = "deepseek_v3"
+) -> None:
+    reference = save_tiny(family, directory)
     dcp = DCPConfig(
         tensor_parallel_size=tp,
         decode_context_parallel_size=dcp_size,
@@ -101,7 +116,8 @@ def check_loads(tp: int, dcp_size: int, interleave: int, directory: Path, device
         for others, other_totals in (results[number] for results in ranks[1:]):
             assert other_totals == totals
             assert [(tokens, at) for tokens, _, at in others] == [(tokens, at) for tokens, _, at in outcome]
-        load = sorted(make_load(seed, dcp.virtual_block_size), key=lambda piece: piece[2])
+        row_tokens = 4 if family == "deepseek_v4" else 1
+        load = sorted(make_load(seed, dcp.virtual_block_size * row_tokens), key=lambda piece: piece[2])
         for (prompt, num_new, _), (tokens, logits, _) in zip(load, outcome, strict=True):
             with torch.no_grad():
                 expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dcpmla.attention import layer
-from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, divisors
 from dcpmla.integrations.transformers import load_config, load_model
@@ -66,12 +66,9 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
         selection = select_exchange(dcp, mesh.dcp_group, device)
         model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
         seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
-        plan = LatentCache.plan(
-            model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32, model.index_layers
-        )
-        cache = LatentCache(plan, device)
-        for rows in (*cache.layers, *cache.index_layers):
-            rows.fill_(torch.nan)  # a row that nobody wrote must not be seen
+        cache = new_cache(model.plan_cache(dcp, seq_lens, num_states=6), device)
+        for memory in cache.tensors:
+            memory.fill_(torch.nan)  # a row that nobody wrote must not be seen
         engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=NUM_NEW), keep_logits=True) for prompt in prompts()
@@ -81,7 +78,13 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
     return results
 
 
-def make_cases(tp: int, dcp_sizes: list[int], interleaves: tuple[int, ...], backends: tuple[str, ...]) -> list[Case]:
+def make_cases(
+    tp: int,
+    dcp_sizes: list[int],
+    interleaves: tuple[int, ...],
+    backends: tuple[str, ...],
+    is_compressed: bool = False,
+) -> list[Case]:
     cases = []
     for number, (dcp, interleave, backend) in enumerate(itertools.product(dcp_sizes, interleaves, backends)):
         q_replicate, project_before_merge = VARIANTS[number % len(VARIANTS)]
@@ -90,10 +93,10 @@ def make_cases(tp: int, dcp_sizes: list[int], interleaves: tuple[int, ...], back
             decode_context_parallel_size=dcp,
             cp_kv_cache_interleave_size=interleave,
             dcp_comm_backend=backend,
-            block_size=16,
+            block_size=32 if is_compressed else 16,
             context_workspace_tokens=65536,
             dcp_q_replicate=q_replicate,
-            dcp_project_before_merge=project_before_merge,
+            dcp_project_before_merge=project_before_merge and not is_compressed,
         )
         small = dataclasses.replace(layout, context_workspace_tokens=5 * layout.chunk_alignment)
         cases.append(Case(small if number % 2 else layout, (7, 1000, 33)[number % 3]))
@@ -122,15 +125,18 @@ ON_FOUR = [
 def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
     reference = save_tiny(family, tmp_path)
     # Every interleave and backend at the largest DCP size; smaller sizes once, with the rest alternating.
-    cases = make_cases(tp, [tp], (1, 2, 16), ("ag_rs", "a2a") if tp > 1 else ("auto",))
-    cases += make_cases(tp, divisors(tp)[:-1], (2,), ("auto",))
+    is_v4 = family == "deepseek_v4"
+    cases = make_cases(tp, [tp], (1, 2) if is_v4 else (1, 2, 16), ("ag_rs", "a2a") if tp > 1 else ("auto",), is_v4)
+    cases += make_cases(tp, divisors(tp)[:-1], (2,), ("auto",), is_v4)
     check(reference, tmp_path, tp, cases)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])  # the others cut heads and cache by the same code
+# The others cut heads and cache by the same code.
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "deepseek_v4"])
 def test_eight_ranks(family: str, tmp_path: Path) -> None:
-    reference = save_tiny(family, tmp_path)
-    check(reference, tmp_path, 8, make_cases(8, [8], (1, 16), ("a2a",)) + make_cases(8, [8, 4], (2,), ("ag_rs",)))
+    reference, is_v4 = save_tiny(family, tmp_path), family == "deepseek_v4"
+    cases = make_cases(8, [8], (1, 16), ("a2a",), is_v4) + make_cases(8, [8, 4], (2,), ("ag_rs",), is_v4)
+    check(reference, tmp_path, 8, cases)
 
 
 def test_deepseek_v32_whose_layers_share_a_selection(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Attention that sends its rows itself equals attention followed by `combine`: eager, in graphs, with empty shards."""
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.step import DecodeMetadata
+from dcpmla.cache.shared_rows import rows_shape, write_rows
 from dcpmla.comm.direct import DirectExchange
 from dcpmla.comm.nccl import AllToAll
 from tests.support.ranks import run_ranks
@@ -32,15 +34,25 @@ class WithoutMailbox:
         return getattr(self._exchange, name)
 
 
-def draw(num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, DecodeMetadata]:
-    """Draw this rank's queries, cache and lengths; on rank 1 all shards are empty."""
+def draw(num_tokens: int, device: torch.device, rows: str) -> tuple[Tensor, Tensor, DecodeMetadata]:
+    """Draw this rank's queries, cache and lengths; on rank 1 all shards are empty.
+
+    Args:
+        rows: "latents" in blocks, or single rows of shared keys in bfloat16 or in fp8_ds_mla.
+    """
     rank, rng = dist.get_rank(), random.Random(100 * num_tokens + dist.get_rank())
     lens = [0 if rank == 1 else rng.choice(LENGTHS) for _ in range(num_tokens)]
     generator = torch.Generator(device).manual_seed(rank)
-    num_blocks = max(1, -(-max(lens) // 64))
+    block_size, width = (64, 576) if rows == "latents" else (1, 512)
+    num_blocks = max(1, -(-max(lens) // block_size))
     table = torch.arange(num_tokens * num_blocks, dtype=torch.int32, device=device).view(num_tokens, num_blocks)
-    cache = torch.randn(table.numel(), 64, 576, generator=generator, device=device).bfloat16()
-    q = torch.randn(num_tokens, NUM_HEADS // dist.get_world_size(), 576, generator=generator, device=device).bfloat16()
+    cache = torch.randn(table.numel(), block_size, width, generator=generator, device=device).bfloat16()
+    if rows == "fp8_ds_mla":
+        values, shape = cache[:, 0], rows_shape(len(cache), width, torch.uint8)
+        cache = torch.empty(shape, dtype=torch.uint8, device=device)
+        write_rows(cache, values, torch.arange(len(values), device=device))
+    q_shape = num_tokens, NUM_HEADS // dist.get_world_size(), width
+    q = torch.randn(q_shape, generator=generator, device=device).bfloat16()
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
     return q, cache, DecodeMetadata(table, seq_lens, None, 1, decode_workspace(device))
 
@@ -48,8 +60,8 @@ def draw(num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, DecodeM
 def check_rows() -> None:
     device = torch.device("cuda", dist.get_rank())
     direct, a2a = DirectExchange(dist.group.WORLD, device, timeout=20), AllToAll(dist.group.WORLD)
-    for num_tokens in (1, 2, 3, 8, 17, 64, 200):
-        inputs = draw(num_tokens, device)
+    for num_tokens, rows in product((1, 2, 3, 8, 17, 64, 200), ("latents", "bf16", "fp8_ds_mla")):
+        inputs = draw(num_tokens, device, rows)
         out, lse = dcp_mla_decode(*inputs, SCALE, direct)
         for got, wanted in zip((out, lse), dcp_mla_decode(*inputs, SCALE, WithoutMailbox(direct)), strict=True):
             assert torch.equal(got, wanted)

@@ -33,9 +33,17 @@ class FlashMLASparseFP8:
     def __call__(self, q, kv, indices, scale):
         out, lse = q.new_empty(*q.shape[:3], 512), torch.empty(q.shape[0], q.shape[2], q.shape[1])
         tokens = kv.flatten(0, 2)
-        latents = tokens[:, :512].contiguous().view(torch.float8_e4m3fn).float().unflatten(1, (4, 128))
-        latents = (latents * tokens[:, 512:528].contiguous().view(torch.float32)[..., None]).flatten(1)
-        keys = torch.cat([latents, tokens[:, 528:].contiguous().view(torch.bfloat16).float()], 1)
+        if q.shape[-1] == 512:
+            assert kv.shape[1:] == (64, 1, 584) and kv.stride(0) % 576 == 0
+            tokens = torch.cat([rows.reshape(-1, rows.shape[-1] // 64) for rows in kv.flatten(1).split(64 * 576, 1)], 1)
+            scales = 2.0 ** (tokens[:, 576:583].float() - 127)
+            tokens = tokens[:, :576]
+        else:
+            scales = tokens[:, 512:528].contiguous().view(torch.float32)
+            tokens = torch.cat([tokens[:, :512], tokens[:, 528:]], 1)
+        latents = tokens[:, :-128].contiguous().view(torch.float8_e4m3fn).float().unflatten(1, (scales.shape[1], -1))
+        rope = tokens[:, -128:].contiguous().view(torch.bfloat16).float()
+        keys = torch.cat([(latents * scales[..., None]).flatten(1), rope], 1)
         for i, j in torch.cartesian_prod(*map(torch.arange, q.shape[:2])):
             out[i, j], lse[i, :, j] = attend(q[i, j], keys[indices[i, j][indices[i, j] >= 0]], scale)
         return out, lse

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
-FAMILIES = (
+MLA_FAMILIES = (
     "deepseek_v2",
     "deepseek_v2_no_q_lora",
     "deepseek_v3",
@@ -19,6 +19,7 @@ FAMILIES = (
     "mistral4",
     *SPARSE_FAMILIES,
 )
+FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
 VOCAB_SIZE = 192  # also the eos id's home: 191 is left out of what prompts use
 
 _YARN = {
@@ -61,6 +62,31 @@ _MOE = {
 _INDEXER = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 24}
 
 
+_V4 = {
+    **{name: value for name, value in _COMMON.items() if name not in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")},
+    "head_dim": 16,
+    "o_groups": 24,
+    "o_lora_rank": 8,
+    "sliding_window": 8,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "num_hidden_layers": 4,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 3,
+    **_INDEXER,
+    "index_topk": 6,
+}
+
+
 def tiny_config(family: str) -> Any:
     common = {**_COMMON, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}
     match family:
@@ -96,6 +122,8 @@ def tiny_config(family: str) -> Any:
         case "glm_moe_dsa":
             layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
             return transformers.GlmMoeDsaConfig(**common, **{**_MOE, **layers}, **_INDEXER, first_k_dense_replace=1)
+        case "deepseek_v4":
+            return transformers.DeepseekV4Config(**_V4, rope_parameters=dict(_YARN), attn_implementation="eager")
     raise ValueError(family)
 
 
@@ -106,8 +134,10 @@ def random_model(config: Any, seed: int = 0) -> Any:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             tensor.data.uniform_(0.5, 1.5)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "sinks", "_hc.base", "hc_head.hc_base")):
             tensor.data.normal_(0, 0.2)
+        elif name.endswith("tid2eid"):  # routes by token ids, each to other experts
+            tensor.data.copy_(torch.rand(len(tensor), config.n_routed_experts).argsort(1)[:, : tensor.shape[1]])
     return model
 
 

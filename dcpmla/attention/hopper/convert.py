@@ -10,10 +10,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dcpmla.attention.hopper.outputs import await_parts
-from dcpmla.attention.hopper.producers import find_keys, load_queries, point_to
+from dcpmla.attention.hopper.producers import PAGE_ROWS, find_keys, load_queries, point_to, split_row
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, ROWS, find_request, next_begin
+from dcpmla.cache import shared_rows
 
-QUARTER = gl.constexpr(32)  # words of a quarter of a latent, which share a scale in fp8_ds_mla
+# Words of a quarter of a latent, which share a scale in fp8_ds_mla. Of shared keys each half has its own, and the last
+# half of the last quarter is the part that is rotated.
+QUARTER = gl.constexpr(32)
+SCALE_WORDS = gl.constexpr(shared_rows.SCALE_BYTES // 4)  # of a row
 # Bytes travel as words of four: a register each, not one for each byte. A load brings eight values, which make 16 bytes
 # to store, and eight threads have 64 columns of a key, so that no two store to the same bank.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
@@ -29,11 +33,27 @@ def _load_words(keys_ptr, first: gl.constexpr, number: gl.constexpr):
 
 
 @gluon.jit
-def _load_quarter(keys_ptr, quarter: gl.constexpr, IS_DS_MLA: gl.constexpr):
-    """Load a quarter of the latents: words [KEYS, QUARTER] of four e4m3, and in fp8_ds_mla their scales [KEYS]."""
-    codes = _load_words(keys_ptr, quarter * QUARTER, QUARTER)
+def _to_scales(found, paging):
+    """Return how far the scales of shared keys are from their rows, in words."""
+    _, row = split_row(found)
+    return PAGE_ROWS * paging.row_stride - row.to(gl.int32) * (paging.row_stride - SCALE_WORDS)
+
+
+@gluon.jit
+def _load_quarter(keys_ptr, quarter: gl.constexpr, found, paging):
+    """Load a quarter of the latents: words [KEYS, QUARTER] of four e4m3, and in fp8_ds_mla their scales [KEYS].
+
+    Of shared keys, the first quarter of a half brings the scales of both, a byte for each 64 columns; the last quarter
+    has half as many words.
+    """
+    is_planar: gl.constexpr = paging.page_stride is not None
+    words: gl.constexpr = QUARTER // 2 if is_planar and quarter == 3 else QUARTER
+    codes = _load_words(keys_ptr, quarter * QUARTER, words)
     scales = codes
-    if IS_DS_MLA:
+    if is_planar:
+        if quarter % 2 == 0:
+            scales = gl.load(keys_ptr + _to_scales(found, paging) + quarter // 2)
+    elif paging.is_ds_mla:
         scales = gl.load(keys_ptr + (4 * QUARTER + quarter)).to(gl.float32, bitcast=True)
     return codes, scales
 
@@ -78,13 +98,25 @@ def _join(buffer, a, b, c, d):
 
 
 @gluon.jit
-def _store_quarter(buffer, quarter: gl.constexpr, codes, scales, IS_DS_MLA: gl.constexpr):
-    """Store e4m3 into a quarter of a half; in fp8_ds_mla times their scales, rounded once (`cache/formats.py`)."""
+def _scales_of(scales, quarter: gl.constexpr, number: gl.constexpr, paging):
+    """Return the scales of a quarter's `number` words, [KEYS, 1]; of shared keys, [KEYS, number] from bytes."""
+    scales = gl.expand_dims(scales, 1)
+    if paging.page_stride is not None:
+        word = gl.expand_dims(gl.arange(0, number, layout=gl.SliceLayout(0, WORDS)), 0)
+        first, last = scales >> (16 * quarter), scales >> (16 * quarter + 8)
+        exponents = gl.where(word < QUARTER // 2, first, last) & 0xFF
+        scales = (exponents << 23).to(gl.float32, bitcast=True)
+    return scales
+
+
+@gluon.jit
+def _store_quarter(buffer, quarter: gl.constexpr, codes, scales, paging):
+    """Store e4m3 into a quarter of a half; in fp8_ds_mla times their scales, rounded once (`dcpmla.cache`)."""
     a, b, c, d = _widen(codes)
-    if IS_DS_MLA:
-        scale = gl.expand_dims(scales, 1)
+    if paging.is_ds_mla:
+        scale = _scales_of(scales, quarter, codes.shape[1], paging)
         a, b, c, d = a * scale, b * scale, c * scale, d * scale
-    _join(buffer.slice(quarter * (HALF // 2), HALF // 2, dim=1), a, b, c, d)
+    _join(buffer.slice(quarter * (HALF // 2), 4 * codes.shape[1], dim=1), a, b, c, d)
 
 
 @gluon.jit
@@ -108,14 +140,27 @@ def _store_rope(buffer, words, IS_DS_MLA: gl.constexpr):
 
 
 @gluon.jit
+def _rope_of(buffers, stage):
+    """Return where a tile's rope part goes; of shared keys, the last columns."""
+    if buffers.k_pe is None:
+        buffer = buffers.k_right.index(stage).slice(HALF - ROPE, ROPE, dim=1)
+    else:
+        buffer = buffers.k_pe.index(stage)
+    return buffer
+
+
+@gluon.jit
 def _prefetch(found, rows_ptr, paging):
-    """Bring pages of one row into the L2 cache, so that their loads wait for that alone."""
-    step: gl.constexpr = (paging.row_stride - 1) // 7  # words: at most a line of 128 bytes
-    word = gl.arange(0, 8, layout=gl.SliceLayout(0, PREFETCHED)) * step
+    """Bring single rows, and the scales of shared keys, into the L2 cache, so that their loads wait for that alone."""
+    is_planar: gl.constexpr = paging.page_stride is not None
+    step: gl.constexpr = (paging.row_stride - 1) // (6 if is_planar else 7)  # words: at most a line of 128 bytes
+    word = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, PREFETCHED)) * step, 0)
+    if is_planar:
+        word = gl.where(word < 7 * step, word, gl.expand_dims(_to_scales(found, paging), 1))
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [gl.expand_dims(point_to(found, rows_ptr, paging), 1) + gl.expand_dims(word, 0)],
+        [gl.expand_dims(point_to(found, rows_ptr, paging), 1) + word],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -129,6 +174,7 @@ def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr
     Scales of fp8_ds_mla are multiplied in; the one scale of an e4m3 cache is left to the consumers.
     """
     num_stages: gl.constexpr = buffers.k_left.shape[0]
+    is_planar: gl.constexpr = paging.page_stride is not None
     batch = work.batch
     request, begin, start = work.request, work.begin, work.start
     num_segments, num_loaded, last, last_begin = 0, 0, 0, 0
@@ -141,8 +187,8 @@ def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr
             tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
             found = find_keys(tile, last_key, table, rows_ptr, paging, BY_KEY)
             keys_ptr = point_to(found, rows_ptr, paging)
-            c0, s0 = _load_quarter(keys_ptr, 0, paging.is_ds_mla)
-            c1, s1 = _load_quarter(keys_ptr, 1, paging.is_ds_mla)
+            c0, s0 = _load_quarter(keys_ptr, 0, found, paging)
+            c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
             rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
             load_queries(queries, first_row, buffers, barriers, num_segments)
             num_segments += 1
@@ -154,18 +200,18 @@ def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr
                 if paging.is_sparse:
                     ahead = find_keys(tile + 2, last_key, table, rows_ptr, paging, gl.SliceLayout(1, PREFETCHED))
                 keys_ptr = point_to(found, rows_ptr, paging)
-                c2, s2 = _load_quarter(keys_ptr, 2, paging.is_ds_mla)
-                _store_quarter(buffers.k_left.index(stage), 0, c0, s0, paging.is_ds_mla)
-                c3, s3 = _load_quarter(keys_ptr, 3, paging.is_ds_mla)
-                _store_quarter(buffers.k_left.index(stage), 1, c1, s1, paging.is_ds_mla)
+                c2, s2 = _load_quarter(keys_ptr, 2, found, paging)
+                _store_quarter(buffers.k_left.index(stage), 0, c0, s0, paging)
+                c3, s3 = _load_quarter(keys_ptr, 3, found, paging)
+                _store_quarter(buffers.k_left.index(stage), 1, c1, s0 if is_planar else s1, paging)
                 found = next_found
                 keys_ptr = point_to(found, rows_ptr, paging)
-                c0, s0 = _load_quarter(keys_ptr, 0, paging.is_ds_mla)
-                _store_rope(buffers.k_pe.index(stage), rope, paging.is_ds_mla)
+                c0, s0 = _load_quarter(keys_ptr, 0, found, paging)
+                _store_rope(_rope_of(buffers, stage), rope, paging.is_ds_mla)
                 rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
-                _store_quarter(buffers.k_right.index(stage), 0, c2, s2, paging.is_ds_mla)
-                c1, s1 = _load_quarter(keys_ptr, 1, paging.is_ds_mla)
-                _store_quarter(buffers.k_right.index(stage), 1, c3, s3, paging.is_ds_mla)
+                _store_quarter(buffers.k_right.index(stage), 0, c2, s2, paging)
+                c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
+                _store_quarter(buffers.k_right.index(stage), 1, c3, s2 if is_planar else s3, paging)
                 fence_async_shared()  # waits for loads, too: those in flight here have been for a while
                 mbarrier.arrive(barriers.left_ready.index(stage), count=1)
                 mbarrier.arrive(barriers.right_ready.index(stage), count=1)

@@ -9,7 +9,7 @@ There is one kernel, whose variants follow from the call:
 
     queries, cache             producer                         consumers
     16 bits, blocks of 64 n    producers.produce_tiles (TMA)    consumers
-    16 bits, pages of one row  producers.produce_rows           consumers
+    16 bits, single rows       producers.produce_rows           consumers
     16 bits over 8             convert.produce_converted        consumers
     e4m3                       producers.produce_tiles (TMA)    consumers_fp8
 """
@@ -28,6 +28,7 @@ from dcpmla.attention.hopper.outputs import Outputs, open_mail
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
 from dcpmla.attention.hopper.producers import Paging, Tiles, produce_rows, produce_tiles
 from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, Batch, count_tiles, cut
+from dcpmla.cache.shared_rows import data_bytes
 from dcpmla.comm.exchange import Mailbox
 
 _SWIZZLE_BYTES = 128  # at most
@@ -77,6 +78,7 @@ def decode_kernel(
     num_rows,
     landing_bytes,
     ROW_STRIDE: gl.constexpr,
+    PAGE_STRIDE: gl.constexpr,
     REQS: gl.constexpr,
     IS_SPARSE: gl.constexpr,
     IS_CONVERTED: gl.constexpr,
@@ -86,14 +88,16 @@ def decode_kernel(
     The grid is (parts, tiles of query rows).
 
     Args:
+        q_pe_desc: None where keys are shared.
         kv_desc, k_pe_desc: the cache for TMA; None for other producers.
         rows_ptr: the cache for these: rows ROW_STRIDE elements apart, words of four bytes where they are converted.
         start_ptr: None where each request has query_len query tokens.
         kv_scale_ptr: None for caches of 16 bits and of fp8_ds_mla, whose rows hold their scales.
         scale: of the scores, times log2(e).
         addresses_ptr, .., landing_bytes: where rows go that are sent to their owners, not to out and lse; else None.
+        PAGE_STRIDE: words from one page of fp8_ds_mla's shared keys to the next; else None.
         REQS: a power of two, at least num_reqs and 32.
-        IS_SPARSE: blocks are pages of one row.
+        IS_SPARSE: the table holds numbers of rows.
         IS_CONVERTED: rows of 8 bits become those of q's dtype.
     """
     batch = Batch(lens_ptr, start_ptr, query_len, num_heads, gl.program_id(1))
@@ -112,7 +116,7 @@ def decode_kernel(
     outputs = Outputs(out_ptr, lse_ptr, mail, partials_ptr, partial_lses_ptr, counters_ptr)
     queries = Tiles(q_desc, q_pe_desc)
     keys = rows_ptr if kv_desc is None else Tiles(kv_desc, k_pe_desc)
-    paging = Paging(table_ptr, table_stride, rows_per_block, block_size, ROW_STRIDE, IS_SPARSE, is_ds_mla)
+    paging = Paging(table_ptr, table_stride, rows_per_block, block_size, ROW_STRIDE, PAGE_STRIDE, IS_SPARSE, is_ds_mla)
     source = (queries, keys, buffers, barriers, paging, counters_ptr, work)
     if is_fp8:
         gl.warp_specialize(
@@ -178,13 +182,16 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
     workspace = call.get_workspace()
     num_row_tiles = triton.cdiv(call.max_query_len * num_heads, ROWS.value)
     num_parts = max(1, num_programs(workspace, ROWS.value) // num_row_tiles)
-    is_sparse, is_converted = kv_cache.shape[1] == 1, kv_cache.dtype != q.dtype
-    stored = kv_cache[:, 0] if is_sparse else kv_cache
+    is_sparse, is_converted = call.block_size == 1, kv_cache.dtype != q.dtype
+    stored = kv_cache.flatten(1) if is_sparse else kv_cache
     row_stride = stored.stride(-2)
     rows_per_block = kv_cache.stride(0) // row_stride
-    kv_desc = k_pe_desc = rows = None
+    kv_desc = k_pe_desc = rows = page_stride = None
     if is_converted:
         rows = stored.view(torch.int32)
+        row_stride = rows.stride(-2)
+        if call.is_planar:
+            page_stride, row_stride = row_stride, data_bytes(width) // 4
     elif is_sparse:
         rows = stored
     else:
@@ -208,13 +215,14 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         call.q_scale,
         call.block_table.stride(0),
         rows_per_block,
-        kv_cache.shape[1],
+        call.block_size,
         num_reqs,
         call.max_query_len,
         num_heads,
         call.scale * LOG2E.value,
         *mail,
-        ROW_STRIDE=None if rows is None else rows.stride(-2),
+        ROW_STRIDE=None if rows is None else row_stride,
+        PAGE_STRIDE=page_stride,
         REQS=max(32, triton.next_power_of_2(num_reqs)),
         IS_SPARSE=is_sparse,
         IS_CONVERTED=is_converted,
@@ -223,12 +231,15 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
     )
 
 
-def _tiles(matrix: Tensor, num_rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Describe a matrix [N, LATENT + ROPE] for TMA: tiles of num_rows rows of half a latent, and of the rope part."""
+def _tiles(matrix: Tensor, num_rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Describe a matrix [N, LATENT + ROPE] for TMA: tiles of num_rows rows of half a latent, and of the rope part.
+
+    A matrix [N, LATENT] has no rope part: None.
+    """
     size = matrix.element_size()
     descs = []
     for num_columns in (HALF.value, ROPE.value):
         swizzle = min(_SWIZZLE_BYTES, num_columns * size)
         layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=2)
         descs.append(TensorDescriptor(matrix, matrix.shape, matrix.stride(), [num_rows, num_columns], layout))
-    return descs[0], descs[1]
+    return descs[0], descs[1] if matrix.shape[1] > LATENT.value else None

@@ -20,14 +20,17 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @aggregate
 class Buffers:
-    """Tiles in shared memory, each row in three pieces: both halves of the latent and the rope part."""
+    """Tiles in shared memory, each row in three pieces: both halves of the latent and the rope part.
+
+    Shared keys and their queries have no rope part.
+    """
 
     q_left: gl.shared_memory_descriptor  # [1, ROWS, HALF], later a half of the output
     q_right: gl.shared_memory_descriptor
-    q_pe: gl.shared_memory_descriptor  # [1, ROWS, ROPE]
+    q_pe: gl.base_value  # [1, ROWS, ROPE], or None
     k_left: gl.shared_memory_descriptor  # [stages, KEYS, HALF]
     k_right: gl.shared_memory_descriptor
-    k_pe: gl.shared_memory_descriptor  # [stages, KEYS, ROPE]
+    k_pe: gl.base_value  # [stages, KEYS, ROPE], or None
     probs: gl.shared_memory_descriptor  # [stages, ROWS, KEYS], numerators of the softmax; of one stage [ROWS, KEYS]
     factors: gl.shared_memory_descriptor  # float32 [stages, ROWS] or [ROWS], what the sums so far are multiplied by
     lses: gl.base_value  # float32 [ROWS] where all of the output is computed from the buffers, else None
@@ -56,14 +59,18 @@ def new_buffers(q_desc, q_pe_desc, NUM_STAGES: gl.constexpr, NUM_PROBS: gl.const
     """Allocate one tile of queries, NUM_STAGES tiles of keys and NUM_PROBS tiles of probabilities."""
     dtype: gl.constexpr = q_desc.dtype
     half: gl.constexpr = q_desc.layout
-    rope: gl.constexpr = q_pe_desc.layout
+    rope: gl.constexpr = half if q_pe_desc is None else q_pe_desc.layout
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_left = gl.allocate_shared_memory(dtype, [1, ROWS, HALF], half)
     q_right = gl.allocate_shared_memory(dtype, [1, ROWS, HALF], half)
-    q_pe = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], rope)
+    q_pe = None
+    if q_pe_desc is not None:
+        q_pe = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], rope)
     k_left = gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, HALF], half)
     k_right = gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, HALF], half)
-    k_pe = gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, ROPE], rope)
+    k_pe = None
+    if q_pe_desc is not None:
+        k_pe = gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, ROPE], rope)
     probs = gl.allocate_shared_memory(dtype, [NUM_PROBS, ROWS, KEYS], rope)
     factors = gl.allocate_shared_memory(gl.float32, [NUM_PROBS, ROWS], flat)
     if NUM_PROBS == 1:
@@ -120,13 +127,14 @@ def _multiply(queries, keys, stage, scores):
 
 @gluon.jit
 def start_scores(buffers, barriers, tile, layout: gl.constexpr):
-    """Start the queries' products with a tile of keys, three asynchronous wgmmas; return the scores in the making."""
+    """Start the queries' products with the pieces of a tile of keys, asynchronous; return the scores in the making."""
     num_stages: gl.constexpr = buffers.k_left.shape[0]
     stage, phase = tile % num_stages, (tile // num_stages) & 1
     scores = gl.zeros([ROWS, KEYS], gl.float32, layout)
     mbarrier.wait(barriers.left_ready.index(stage), phase)
     scores = _multiply(buffers.q_left, buffers.k_left, stage, scores)
-    scores = _multiply(buffers.q_pe, buffers.k_pe, stage, scores)
+    if buffers.k_pe is not None:
+        scores = _multiply(buffers.q_pe, buffers.k_pe, stage, scores)
     mbarrier.wait(barriers.right_ready.index(stage), phase)
     return _multiply(buffers.q_right, buffers.k_right, stage, scores)
 

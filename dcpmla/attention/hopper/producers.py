@@ -1,7 +1,7 @@
 """The producers of Hopper's decode kernel: they bring queries and keys into shared memory, stage after stage.
 
-`produce_tiles` is one warp that copies tiles by TMA. `produce_rows` is four warps that gather pages of one row, as
-sparse attention selects them. (`convert.produce_converted` is for caches of 8 bits.) A producer ends by waiting for
+`produce_tiles` is one warp that copies tiles by TMA. `produce_rows` is four warps that gather single rows, as sparse
+attention selects them. (`convert.produce_converted` is for caches of 8 bits.) A producer ends by waiting for
 the other parts of the requests that its part shares.
 """
 
@@ -13,13 +13,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from dcpmla.attention.hopper.compat import aggregate, barrier, copy_async, tma_load
 from dcpmla.attention.hopper.outputs import await_parts
 from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, find_request, next_begin
+from dcpmla.cache import shared_rows
 
+PAGE_ROWS = gl.constexpr(shared_rows.PAGE_ROWS)
 COLUMNS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread
 
 
 @aggregate
 class Tiles:
-    """TMA descriptors of rows [N, LATENT + ROPE], queries or keys: tiles of half a latent, and of the rope part."""
+    """TMA descriptors of rows [N, LATENT + ROPE], queries or keys: tiles of half a latent, and of the rope part.
+
+    Rows of shared keys have no rope part: None.
+    """
 
     half_desc: gl.base_value
     rope_desc: gl.base_value
@@ -34,7 +39,8 @@ class Paging:
     rows_per_block: gl.tensor  # from one block to the next
     block_size: gl.tensor
     row_stride: gl.constexpr  # in elements of the pointer to the rows
-    is_sparse: gl.constexpr  # pages of one row
+    page_stride: gl.constexpr  # from one page of fp8_ds_mla's shared keys to the next; None for other rows
+    is_sparse: gl.constexpr  # the table holds numbers of rows
     is_ds_mla: gl.constexpr  # rows of fp8_ds_mla
 
 
@@ -43,10 +49,12 @@ def load_queries(queries, first_row, buffers, barriers, num_segments):
     """Start the copies of a segment's queries, when the consumers have let go of those before."""
     size: gl.constexpr = queries.half_desc.dtype.primitive_bitwidth // 8
     mbarrier.wait(barriers.q_free, (num_segments & 1) ^ 1)
-    mbarrier.expect(barriers.q_ready, ROWS * (LATENT + ROPE) * size)
+    width: gl.constexpr = LATENT if queries.rope_desc is None else LATENT + ROPE
+    mbarrier.expect(barriers.q_ready, ROWS * width * size)
     tma_load(queries.half_desc, [first_row, 0], barriers.q_ready, buffers.q_left.index(0))
     tma_load(queries.half_desc, [first_row, HALF], barriers.q_ready, buffers.q_right.index(0))
-    tma_load(queries.rope_desc, [first_row, LATENT], barriers.q_ready, buffers.q_pe.index(0))
+    if queries.rope_desc is not None:
+        tma_load(queries.rope_desc, [first_row, LATENT], barriers.q_ready, buffers.q_pe.index(0))
 
 
 @gluon.jit
@@ -58,7 +66,7 @@ def _find_row(tile, table, paging):
 
 @gluon.jit
 def find_keys(tile, last_key, table, rows_ptr, paging, layout: gl.constexpr):
-    """Return where the keys of a tile lie, [KEYS], for `point_to`: pointers, or row numbers where pages have one.
+    """Return where the keys of a tile lie, [KEYS], for `point_to`: pointers, or row numbers where the table has them.
 
     A table says nothing past the last key of a segment: that key is found again, or the last tile.
     """
@@ -72,13 +80,23 @@ def find_keys(tile, last_key, table, rows_ptr, paging, layout: gl.constexpr):
 
 
 @gluon.jit
+def split_row(found):
+    """Split numbers of rows into those of their pages and those in the page."""
+    found = found.to(gl.uint32)  # whose quotients are shifts
+    return found // PAGE_ROWS, found % PAGE_ROWS
+
+
+@gluon.jit
 def point_to(found, rows_ptr, paging):
     """Return pointers to keys that `find_keys` found.
 
-    Those to pages of one row take two registers each, so they are made when they are needed; the others differ by
+    Those to rows of their own take two registers each, so they are made when they are needed; the others differ by
     constants.
     """
-    if paging.is_sparse:
+    if paging.page_stride is not None:
+        page, row = split_row(found)
+        found = rows_ptr + page.to(gl.int64) * paging.page_stride + row * paging.row_stride
+    elif paging.is_sparse:
         found = rows_ptr + found.to(gl.int64) * paging.row_stride
     return found
 
@@ -152,7 +170,8 @@ def produce_rows(queries, rows_ptr, buffers, barriers, paging, counters_ptr, wor
                 found = find_keys(tile + 1, last_key, table, rows_ptr, paging, by_key)
                 mbarrier.wait(barriers.left_free.index(stage), phase ^ 1)
                 _copy_columns(buffers.k_left.index(stage), keys_ptr, 0)
-                _copy_columns(buffers.k_pe.index(stage), keys_ptr, LATENT)
+                if buffers.k_pe is not None:
+                    _copy_columns(buffers.k_pe.index(stage), keys_ptr, LATENT)
                 mbarrier.wait(barriers.right_free.index(stage), phase ^ 1)
                 _copy_columns(buffers.k_right.index(stage), keys_ptr, HALF)
                 async_copy.commit_group()

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs
 from dcpmla.attention.triton.device import shared_memory
-from dcpmla.cache import formats
+from dcpmla.cache import formats, shared_rows
 
 _LOG2E = 1.4426950408889634
 _BYTES_OF_64_ROWS = 114_688  # of shared memory, with DeepSeek's widths
 LN2 = tl.constexpr(0.6931471805599453)
 TILE = tl.constexpr(formats.TILE)
+SHARED_TILE = tl.constexpr(shared_rows.TILE)  # of shared keys: as wide as the part of a row that is not quantized
+PAGE_ROWS = tl.constexpr(shared_rows.PAGE_ROWS)
+SCALE_BYTES = tl.constexpr(shared_rows.SCALE_BYTES)
 # Of a part: the last one to arrive merges them all, so many short ones would cost more than they save.
 MIN_TILES = tl.constexpr(8)
 
@@ -41,7 +44,10 @@ def _find_request(
 
 @triton.jit
 def _load_keys(row_ptr, is_key, dtype: tl.constexpr, KEYS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr):
-    """Load cache rows of any of `cache.formats` as kv_c [KEYS, LATENT], k_pe [KEYS, ROPE]; kv_scale is not applied."""
+    """Load cache rows of any of `cache.formats` as kv_c [KEYS, LATENT], k_pe [KEYS, ROPE]; kv_scale is not applied.
+
+    Shared keys (ROPE is 0) have no k_pe; kv_c is returned for it.
+    """
     mask = is_key[:, None]  # rows past the last key may hold NaN, and 0 x NaN is NaN
     k_pe_ptr = row_ptr + LATENT
     if row_ptr.dtype.element_ty == tl.uint8:
@@ -58,7 +64,33 @@ def _load_keys(row_ptr, is_key, dtype: tl.constexpr, KEYS: tl.constexpr, LATENT:
         k_pe_ptr = (k_pe_ptr + LATENT // TILE * 4).to(tl.pointer_type(tl.bfloat16), bitcast=True)
     else:
         kv_c = _upcast(tl.load(row_ptr[:, None] + tl.arange(0, LATENT)[None, :], mask=mask, other=0.0), dtype)
-    return kv_c, _upcast(tl.load(k_pe_ptr[:, None] + tl.arange(0, ROPE)[None, :], mask=mask, other=0.0), dtype)
+    k_pe = kv_c
+    if ROPE:
+        k_pe = _upcast(tl.load(k_pe_ptr[:, None] + tl.arange(0, ROPE)[None, :], mask=mask, other=0.0), dtype)
+    return kv_c, k_pe
+
+
+@triton.jit
+def _load_planar(cache_ptr, page_stride, row, is_key, dtype: tl.constexpr, LATENT: tl.constexpr):
+    """Load rows of `cache.shared_rows`' fp8_ds_mla, given their numbers [KEYS] int64, as [KEYS, LATENT]."""
+    page_ptr = cache_ptr + row // PAGE_ROWS * page_stride
+    row = row % PAGE_ROWS
+    row_ptr = page_ptr + row * (LATENT + SHARED_TILE)
+    scale_ptr = page_ptr + PAGE_ROWS * (LATENT + SHARED_TILE) + row * SCALE_BYTES
+    tile, column = tl.arange(0, LATENT // SHARED_TILE), tl.arange(0, SHARED_TILE)
+    is_coded = (tile < LATENT // SHARED_TILE - 1)[None, :]
+    mask = is_key[:, None]
+    codes = tl.load(
+        row_ptr[:, None, None] + (tile * SHARED_TILE)[None, :, None] + column[None, None, :],
+        mask=(mask & is_coded)[:, :, None],
+        other=0.0,
+    )
+    exponents = tl.load(scale_ptr[:, None] + tile[None, :], mask=mask & is_coded, other=0.0)
+    scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    values = (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scales[:, :, None]).to(dtype)
+    rope_ptr = (row_ptr + LATENT - SHARED_TILE).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    rope = _upcast(tl.load(rope_ptr[:, None] + column[None, :], mask=mask, other=0.0), dtype)
+    return tl.reshape(tl.where(is_coded[:, :, None], values, rope[:, None, :]), [row.shape[0], LATENT])
 
 
 @triton.jit
@@ -130,11 +162,14 @@ def decode_kernel(
 ):
     """Compute decode attention; programs are (parts, tiles of query rows). scale includes log2(e).
 
+    ROPE is 0 where keys are shared; uint8 rows are then those of `cache.shared_rows`.
+
     e4m3 values are exact in 16 bits and are multiplied without their scales, which go into the scores' scale; kv_scale
     also goes into the output.
     """
     this_part, num_programs, row_tile = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    row, key, column, rope = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, LATENT), tl.arange(0, ROPE)
+    row, key, column = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, LATENT)
+    IS_PLANAR: tl.constexpr = ROPE == 0 and cache_ptr.dtype.element_ty == tl.uint8
     partial_lse_ptr = partials_ptr + num_programs * tl.num_programs(1) * 2 * ROWS * LATENT
 
     if q_scale_ptr is not None:
@@ -175,7 +210,9 @@ def decode_kernel(
             num_seen = tl.load(lens_ptr + token, mask=is_row, other=0)
             q_row = q_ptr + token.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head
             q = tl.load(q_row[:, None] + column[None, :], mask=is_row[:, None], other=0.0)
-            q_pe = tl.load(q_row[:, None] + LATENT + rope[None, :], mask=is_row[:, None], other=0.0)
+            if ROPE:
+                rope = tl.arange(0, ROPE)
+                q_pe = tl.load(q_row[:, None] + LATENT + rope[None, :], mask=is_row[:, None], other=0.0)
             peak = tl.full([ROWS], -float("inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, LATENT], tl.float32)
@@ -185,13 +222,19 @@ def decode_kernel(
                 block = tl.load(
                     table_ptr + request.to(tl.int64) * table_stride + position // block_size, mask=is_key, other=0
                 )
-                at = (
-                    cache_ptr
-                    + block.to(tl.int64) * cache_stride_block
-                    + (position % block_size).to(tl.int64) * cache_stride_row
-                )
-                kv_c, k_pe = _load_keys(at, is_key, q.dtype, KEYS, LATENT, ROPE)
-                scores = tl.dot(q_pe, tl.trans(k_pe), tl.dot(q, tl.trans(kv_c))) * scale
+                if IS_PLANAR:
+                    kv_c = _load_planar(cache_ptr, cache_stride_block, block.to(tl.int64), is_key, q.dtype, LATENT)
+                else:
+                    at = (
+                        cache_ptr
+                        + block.to(tl.int64) * cache_stride_block
+                        + (position % block_size).to(tl.int64) * cache_stride_row
+                    )
+                    kv_c, k_pe = _load_keys(at, is_key, q.dtype, KEYS, LATENT, ROPE)
+                scores = tl.dot(q, tl.trans(kv_c))
+                if ROPE:
+                    scores = tl.dot(q_pe, tl.trans(k_pe), scores)
+                scores *= scale
                 scores = tl.where(position[None, :] < num_seen[:, None], scores, -float("inf"))
                 new_peak = tl.maximum(peak, tl.max(scores, 1))
                 shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -268,7 +311,7 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         kv_cache.stride(0),
         kv_cache.stride(1),
         block_table.stride(0),
-        kv_cache.shape[1],
+        call.block_size,
         block_table.shape[0],
         call.max_query_len,
         num_heads,
