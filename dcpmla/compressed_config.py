@@ -18,6 +18,11 @@ class LayerKind(NamedTuple):
     ratio: int
     has_indexer: bool
 
+    @property
+    def label(self) -> str:
+        """A word for it: "window", "csa" or "hca"."""
+        return ("csa" if self.has_indexer else "hca") if self.ratio else "window"
+
 
 WINDOW_ONLY = LayerKind(0, False)
 _SIZE = whole(1, LARGEST_SIZE)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dcpmla.cache import formats
 from dcpmla.cache.capacity import FORMATS
+from dcpmla.cache.index_keys import write_index_keys
+from dcpmla.cache.shared_rows import write_rows
 from dcpmla.cli.options import format_list, name_list
 from dcpmla.config import DECODE_QUERY_DTYPES
 
@@ -76,3 +78,21 @@ def fill_randomly(kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> No
     for rows in kv_cache.flatten(0, -2).split(_CHUNK):
         latents = torch.randn(len(rows), latent_dim, dtype=dtype, device=rows.device)
         rows.copy_(formats.quantize(latents[:, :kv_lora_rank], latents[:, kv_lora_rank:], rows.dtype, kv_scale))
+
+
+def fill_shared_rows(rows: Tensor, head_dim: int, dtype: torch.dtype) -> None:
+    """Fill a cache of shared keys (`dcpmla.cache.shared_rows`) with normal rows of `dtype`, in its format."""
+    if rows.dtype == dtype:
+        rows.normal_()
+        return
+    for slots in torch.arange(rows.shape[0] * rows.shape[1], device=rows.device).split(_CHUNK):
+        write_rows(rows, torch.randn(len(slots), head_dim, dtype=dtype, device=rows.device), slots)
+
+
+def fill_index_keys(index_keys: Tensor, head_dim: int, dtype: torch.dtype) -> None:
+    """Fill an index cache (`dcpmla.cache.index_keys`) with normal keys of `dtype`, in its format."""
+    if index_keys.dtype == dtype:
+        index_keys.normal_()
+        return
+    for slots in torch.arange(index_keys.shape[0] * index_keys.shape[1], device=index_keys.device).split(_CHUNK):
+        write_index_keys(index_keys, torch.randn(len(slots), head_dim, dtype=dtype, device=index_keys.device), slots)

@@ -1,11 +1,12 @@
-"""Measure one decode step of a stack of MLA layers under each DCP size, part by part, on one host or several: how it
-scales, and from which context on DCP is faster than TP.
+"""Measure one decode step of a stack of attention layers under each DCP size, part by part, on one host or several: how
+it scales, and from which context on DCP is faster than TP.
 """
 
 import argparse
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from textwrap import fill
@@ -13,10 +14,13 @@ from typing import Any, NamedTuple
 
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench.cache_formats import add_cache_arguments, config_name, query_dtypes
+from dcpmla.bench.compressed_stack import CompressedStack
+from dcpmla.bench.decode_inputs import measure_ceilings
 from dcpmla.bench.exchange_inputs import with_direct
 from dcpmla.bench.geometries import GEOMETRIES, config_of
-from dcpmla.bench.layer_stack import PARTS, LayerStack
+from dcpmla.bench.layer_stack import LayerStack
 from dcpmla.bench.layouts import (
+    MLA,
     Layout,
     compare_with_plain,
     crossovers,
@@ -27,10 +31,13 @@ from dcpmla.bench.layouts import (
 from dcpmla.bench.plots import MARKERS, legend_beside, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
-from dcpmla.cli.options import exchange_list, positive, positive_list
-from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
+from dcpmla.bench.stack import CANDIDATES, PARTS, Stack
+from dcpmla.cli.options import exchange_list, name_list, positive, positive_list
+from dcpmla.compressed_config import CompressedConfig, LayerKind
+from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig, MLAConfig
+from dcpmla.hf_config import read_attention
 from dcpmla.job.bootstrap import Ranks
-from dcpmla.job.join import Job
+from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh
 
 _VARIANTS: dict[str, dict[str, Any]] = {  # fields of DCPConfig, by the names of `bench exchange`
@@ -54,11 +61,12 @@ class LayerCase(NamedTuple):
         return f"{self.layout}, {self.batch} x {self.context:,}"
 
 
-class Layer(Benchmark[LayerCase, LayerStack]):
-    """Every load under all layouts, plain TP first.
+class Layer(Benchmark[LayerCase, Stack]):
+    """Every load under all layouts, plain TP first; each kind of layers in stacks of its own.
 
     Attributes:
-        plain: rows of plain TP, by load and dtypes of cache and queries.
+        kinds: of a model's layers, by their labels; None for MLA.
+        plain: rows of plain TP, by load, kind and dtypes of caches and queries.
     """
 
     ranks_of = "tp"
@@ -67,6 +75,11 @@ class Layer(Benchmark[LayerCase, LayerStack]):
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
         self.config = _read_config(args.geometry)
+        self.kinds: dict[str, LayerKind | None] = {MLA: None}
+        if isinstance(self.config, CompressedConfig):
+            self.kinds = {kind.label: kind for kind in self.config.layer_kinds}
+        job.watchdog.enter("measuring the memory's rate", LOAD_TIMEOUT)
+        self.bytes_per_second = measure_ceilings(self.device, self.dtype).bytes_per_second
         sizes = sorted(set(args.decode_context_parallel_size))
         self.meshes = {dcp: init_mesh(args.tensor_parallel_size, dcp) for dcp in sizes}
         self.layouts = [layout for dcp in sizes for layout in self._layouts(dcp)]
@@ -86,6 +99,9 @@ class Layer(Benchmark[LayerCase, LayerStack]):
         variants = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
         add("--variants", type=_variant_list, default="", metavar="NAME,...", help=variants)
         add_cache_arguments(parser)
+        index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, what="an index cache's format")
+        names = f"of DeepSeek-V4's indexers: of {', '.join(INDEX_CACHE_DTYPES)}; auto: rows as they are"
+        add("--index-cache-dtype", type=index_names, default="auto", metavar="NAME,...", help=names)
         add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")
         batch = "requests of a step, one new token each"
         add("--batch", type=positive_list, default="1,4,16,64,128", metavar="B,...", help=batch)
@@ -109,37 +125,35 @@ class Layer(Benchmark[LayerCase, LayerStack]):
             group = self.meshes[dcp].dcp_group
             backends = args.dcp_comm_backend or with_direct(("a2a",), group, self.device)
             exchanges = [pair for pair in product(backends, args.variants) if pair[1] != "fp8" or pair[0] == "direct"]
-        for name in args.kv_cache_dtype:
-            for dtype, exchange in product(query_dtypes(name, args.decode_query_dtype), exchanges):
-                yield Layout(dcp, *exchange, name, dtype)
+        for (label, kind), name in product(self.kinds.items(), args.kv_cache_dtype):
+            dtypes = query_dtypes(name, args.decode_query_dtype)
+            index_formats = args.index_cache_dtype if kind is not None and kind.has_indexer else ["auto"]
+            for index_format, dtype, exchange in product(index_formats, dtypes, exchanges):
+                yield Layout(dcp, *exchange, name, dtype, label, index_format)
 
     def cases(self) -> Iterator[LayerCase]:
         args = self.args
         for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
             yield from (LayerCase(layout, batch, context) for layout in self.layouts)
 
-    def inputs(self, case: LayerCase) -> LayerStack:
+    def inputs(self, case: LayerCase) -> Stack:
         layout = case.layout
         if layout.variant == "pbm" and case.batch < PROJECT_FIRST_TOKENS:
             raise ValueError(f"a step of fewer than {PROJECT_FIRST_TOKENS} tokens does not project before it merges")
         options: dict[str, Any] = {"decode_query_dtype": layout.decode_query_dtype}
         if layout.dcp > 1:
             options |= {"dcp_comm_backend": layout.exchange, **_VARIANTS[layout.variant]}
-        return LayerStack(
-            self.config,
-            self.meshes[layout.dcp],
-            self.args.num_layers,
-            case.batch,
-            case.context,
-            self.device,
-            self.dtype,
-            kv_cache_dtype=config_name(layout.kv_cache_dtype),
-            **options,
-        )
+        options |= {"kv_cache_dtype": config_name(layout.kv_cache_dtype), "index_cache_dtype": layout.index_cache_dtype}
+        sizes = self.meshes[layout.dcp], self.args.num_layers, case.batch, case.context, self.device, self.dtype
+        kind = self.kinds[layout.layer_kind]
+        if isinstance(self.config, CompressedConfig):
+            assert kind is not None
+            return CompressedStack(self.config, kind, *sizes, **options)
+        return LayerStack(self.config, *sizes, **options)
 
-    def measure(self, case: LayerCase, inputs: LayerStack) -> list[Row]:
+    def measure(self, case: LayerCase, inputs: Stack) -> list[Row]:
         """Return a row for each part, the total first, with what its parts add up to, each timed alone."""
-        config, timings = self.config, inputs.timings()
+        reads, timings, num_bytes = inputs.reads, inputs.timings(), inputs.bytes_read()
         common = {
             "geometry": self.args.geometry if self.args.geometry in GEOMETRIES else Path(self.args.geometry).name,
             "tp": self.args.tensor_parallel_size,
@@ -149,16 +163,23 @@ class Layer(Benchmark[LayerCase, LayerStack]):
             "context": case.context,
             "num_layers": self.args.num_layers,
             "dtype": dtype_name(self.dtype),
-            "heads": config.num_heads,
-            "query_dim": config.latent_dim,
-            "latent_dim": config.kv_lora_rank,
+            "heads": self.config.num_heads,
+            "query_dim": reads.query_dim,
+            "latent_dim": reads.out_dim,
         }
         rows = [
             {"part": part, **common, "in_graph": timing.in_graph, "median_us": round(timing.median_us, 1)}
             for part, timing in timings.items()
         ]
-        rows[0]["sum_of_parts_us"] = round(sum(timings[part].median_us for part in PARTS if part in timings), 1)
-        setting = case.batch, case.context, case.layout.dtypes
+        for row in rows:
+            if row["part"] in num_bytes:
+                floor_us = num_bytes[row["part"]] / self.bytes_per_second * 1e6
+                row["bytes_read"], row["floor_us"] = num_bytes[row["part"]], round(floor_us, 2)
+                row["floor_share"] = round(floor_us / timings[row["part"]].median_us, 3)
+        sums = {"sum_of_parts_us": PARTS, "exchange_us": ("gather", CANDIDATES, "combine")}
+        for name, parts in sums.items():
+            rows[0][name] = round(sum(timings[part].median_us for part in parts if part in timings), 1)
+        setting = case.batch, case.context, case.layout.compared
         if case.layout.dcp == 1:
             self.plain[setting] = rows
         elif setting in self.plain:
@@ -202,18 +223,19 @@ class Layer(Benchmark[LayerCase, LayerStack]):
         save_figure(path, figure)
 
 
-def _read_config(geometry: str) -> MLAConfig:
-    """Return the attention of one of GEOMETRIES or of a config's file or directory, without an indexer: layers of
-    sparse MLA run as dense ones.
+def _read_config(geometry: str) -> MLAConfig | CompressedConfig:
+    """Return the attention of one of GEOMETRIES or of a config's file or directory; layers of sparse MLA run as dense
+    ones, without an indexer.
     """
     if geometry in GEOMETRIES:
-        return MLAConfig.from_hf(config_of(geometry))
+        return read_attention(config_of(geometry))
     if not os.path.exists(geometry):
         names = ", ".join(GEOMETRIES)
         raise ValueError(f"--geometry is {geometry}: no such file or directory; give one, or one of {names}")
     from dcpmla.integrations.transformers import load_config  # transformers: only for a config of one's own
 
-    return replace(MLAConfig.from_hf(load_config(Path(geometry))), indexer=None)
+    attention = read_attention(load_config(Path(geometry)))
+    return replace(attention, indexer=None) if isinstance(attention, MLAConfig) else attention
 
 
 def _variant_list(text: str) -> list[str]:
@@ -247,13 +269,13 @@ def _plot_parts(axis: Any, rows: Sequence[Row], layouts: Sequence[Layout]) -> No
 
 
 def _plot_speedups(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw a dot for each load: a color for each DCP size and exchange, a marker for each variant and dtypes."""
+    """Draw a dot for each load: a color for each DCP size and exchange, a marker for each variant, dtypes and kind."""
     totals = totals_of(rows)
-    plain = {layout.dtypes: times for layout, times in totals.items() if layout.dcp == 1}
+    plain = {layout.compared: times for layout, times in totals.items() if layout.dcp == 1}
     exchanges = list(dict.fromkeys((layout.dcp, layout.exchange) for layout in totals))
     variants = list(dict.fromkeys(layout[2:] for layout in totals))
     for layout, times in totals.items():
-        unsharded = plain.get(layout.dtypes, {})
+        unsharded = plain.get(layout.compared, {})
         loads = times.keys() & unsharded.keys()
         points = sorted(
             (batch * context, unsharded[batch, context] / times[batch, context]) for batch, context in loads

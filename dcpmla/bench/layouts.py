@@ -7,33 +7,42 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dcpmla.bench.cache_formats import quantized_name
+from dcpmla.bench.stack import CANDIDATES
 
 Row = dict[str, Any]
 Load = tuple[int, int]  # requests, cached tokens of each
+MLA = "mla"  # a kind of layers; the others are `LayerKind.label`s
 
 
 class Layout(NamedTuple):
-    """How the cache is cut and what is exchanged; its fields are those of the rows of `bench layer`."""
+    """How the cache of a kind of layers is cut and what is exchanged; its fields are those of the rows of `bench
+    layer`, of which older files have only those without a default.
+    """
 
     dcp: int
     exchange: str
     variant: str
     kv_cache_dtype: str
     decode_query_dtype: str
+    layer_kind: str = MLA
+    index_cache_dtype: str = "auto"
 
     @property
-    def dtypes(self) -> tuple[str, str]:
-        """Dtypes of cache and queries. Layouts of the same ones are compared."""
-        return self.kv_cache_dtype, self.decode_query_dtype
+    def compared(self) -> tuple[str, str, str, str]:
+        """Kind of layers, dtypes of caches and queries. Layouts of the same ones are compared."""
+        return self.layer_kind, self.kv_cache_dtype, self.decode_query_dtype, self.index_cache_dtype
 
     def __str__(self) -> str:
         exchange = f" {self.exchange} {self.variant}".rstrip() if self.dcp > 1 else ""
-        return ", ".join(filter(None, [f"dcp {self.dcp}{exchange}", quantized_name(*self.dtypes)]))
+        kind = "" if self.layer_kind == MLA else self.layer_kind
+        index = "" if self.index_cache_dtype == "auto" else f"{self.index_cache_dtype} index cache"
+        formats = quantized_name(self.kv_cache_dtype, self.decode_query_dtype)
+        return ", ".join(filter(None, [kind, f"dcp {self.dcp}{exchange}", formats, index]))
 
 
 def layout_of(row: Mapping[str, Any]) -> Layout:
     """Return the layout of a row of `bench layer`."""
-    return Layout(*(row[field] for field in Layout._fields))
+    return Layout(**{name: row[name] for name in Layout._fields if name in row})
 
 
 def load_of(row: Mapping[str, Any]) -> Load:
@@ -44,19 +53,24 @@ def load_of(row: Mapping[str, Any]) -> Load:
 def compare_with_plain(rows: Sequence[Row], plain_rows: Sequence[Row]) -> None:
     """Add to the rows of a step what they are compared with the rows of plain TP (dcp 1) at the same load.
 
-    `scaling_efficiency`, of the total and of attention: the time under dcp 1 / (dcp x time). 1 is ideal: W ranks, each
-    with 1 / W of the same cached tokens, take 1 / W of the time.
-    `added_us_per_layer`, of the total: what sharding adds to a layer apart from what it changes of attention; below
-    zero where it saves more than it adds.
+    `scaling_efficiency`, of the total, of attention and of the selection: the time under dcp 1 / (dcp x time). 1 is
+    ideal: W ranks, each with 1 / W of the same cached tokens, take 1 / W of the time.
+    `added_us_per_layer`, of the total: what sharding adds to a layer apart from what it changes of attention and of the
+    selection, of which the exchange of candidates counts as added; below zero where it saves more than it adds.
     """
     times, plain = ({row["part"]: row["median_us"] for row in step} for step in (rows, plain_rows))
     for row in rows:
-        if row["part"] in ("total", "attention"):
+        if row["part"] in ("total", "attention", "selection"):
             ideal = plain[row["part"]] / row["dcp"]
             row["scaling_efficiency"] = round(ideal / row["median_us"], 3)
         if row["part"] == "total":
-            others, plain_others = times["total"] - times["attention"], plain["total"] - plain["attention"]
-            row["added_us_per_layer"] = round((others - plain_others) / row["num_layers"], 1)
+            row["added_us_per_layer"] = round((_apart(times) - _apart(plain)) / row["num_layers"], 1)
+
+
+def _apart(times: Mapping[str, float]) -> float:
+    """Return the time of a step less that of attention and of the selection, candidates left in."""
+    selection = times.get("selection", 0.0) - times.get(CANDIDATES, 0.0)
+    return times["total"] - times["attention"] - selection
 
 
 def efficiencies(rows: Sequence[Row]) -> Iterator[str]:
@@ -85,7 +99,7 @@ def totals_of(rows: Sequence[Row]) -> dict[Layout, dict[Load, float]]:
 
 
 def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Compare every layout with a DCP size above 1 with dcp 1 and the same dtypes.
+    """Compare every layout with a DCP size above 1 with dcp 1, the same kind of layers and the same dtypes.
 
     Loads count that were measured under both; a load that only fits when sharded does not.
 
@@ -95,10 +109,10 @@ def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
         context from which on it is, or None.
     """
     totals = totals_of(rows)
-    plain = {layout.dtypes: times for layout, times in totals.items() if layout.dcp == 1}
+    plain = {layout.compared: times for layout, times in totals.items() if layout.dcp == 1}
     found = []
     for layout, times in totals.items():
-        unsharded = plain.get(layout.dtypes, {})
+        unsharded = plain.get(layout.compared, {})
         is_faster = {load: times[load] < unsharded[load] for load in times if load in unsharded}
         if layout.dcp > 1 and is_faster:
             at_batch = {

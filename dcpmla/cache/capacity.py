@@ -50,7 +50,7 @@ class ModelCaches:
 def largest_cache(block: AnyPlan, gpu_bytes: int) -> AnyPlan:
     """Return a plan with as many blocks as fit into a rank's bytes besides its states."""
     room = gpu_bytes - replace(block, num_blocks=0).bytes_per_rank
-    largest = replace(block, num_blocks=max(0, room) // block.bytes_per_block)
+    largest = replace(block, num_blocks=max(0, room) // max(1, block.bytes_per_block))
     while largest.num_blocks and largest.bytes_per_rank > gpu_bytes:  # small blocks share pages
         largest = replace(largest, num_blocks=largest.num_blocks - 1)
     return largest

@@ -117,8 +117,10 @@ class CompressedPlan:
 
     @property
     def tokens_per_gb(self) -> int:
-        """Tokens of context that the group holds in 10^9 bytes of each rank, states left out."""
-        return 10**9 // self.bytes_per_block * self.block_tokens
+        """Tokens of context that the group holds in 10^9 bytes of each rank, states left out; with windows alone, a
+        block is taken for a byte.
+        """
+        return 10**9 // max(1, self.bytes_per_block) * self.block_tokens
 
     @property
     def tokens_total(self) -> int:

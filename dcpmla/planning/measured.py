@@ -36,7 +36,7 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
     if row.get("part") not in _PARTS or row["variant"] or row.get("decode_query_dtype") == "fp8":
         return None
     attention = model.attention
-    if isinstance(attention, CompressedConfig) or "layer_kind" in row:
+    if isinstance(attention, CompressedConfig) or row.get("layer_kind", "mla") != "mla":
         return None
     stack = model.attention_stack
     is_of_model = (attention.num_heads, attention.latent_dim) == (row["heads"], row["query_dim"])

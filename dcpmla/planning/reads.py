@@ -1,4 +1,4 @@
-"""Rows and keys that a decode step's attention reads and multiplies, layer by layer: latents, or a window and entries."""
+"""Rows and keys that a decode step reads and multiplies, layer by layer: latents, or a window and entries."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -95,7 +95,7 @@ class CompressedAttention(CompressedWeights):
         # In decode, kernels too small for a GPU. The exchange is used on one stream at a time.
         with fork(q_c.device, self.selector is not None and context is None) as join:
             self._compress_keys(down, cache, compressed)
-            selection = self._select(q_c, down, cache, step)
+            selection = self.select(q_c, down, cache, step)
         self._compress_rows(down, cache, compressed)
         parts = []
         if step.decode is not None:
@@ -108,10 +108,21 @@ class CompressedAttention(CompressedWeights):
             positions = None if selection is None else selection.positions[prefills]
             parts.append(attend_prefill(q, new, cache.rows, compressed, self.kind, positions, self.exchange, self.dcp))
         out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
+        return self.finish(out, lse, cos_sin, len(hidden_states))
+
+    def finish(self, out: Tensor, lse: Tensor, cos_sin: Tensor, num_rows: int) -> Tensor:
+        """Run what comes between attention and the last projection: the sink, RoPE's inverse, the groups' projections.
+
+        Args:
+            out, lse: [T, h, D], [T, h] float32, of this rank's heads over all rows.
+            num_rows: of the batch, its padding among them.
+        Returns:
+            [num_rows, groups x o_lora_rank] in the dtype of out; zeros after the first T rows.
+        """
         heads = finish_heads(out, lse, self.sinks, cos_sin)
         low = torch.bmm(heads.view(len(heads), self.num_groups, -1).transpose(0, 1), self.o_a_proj.transpose(1, 2))
         low = low.transpose(0, 1).flatten(1)
-        return torch.nn.functional.pad(low, (0, 0, 0, len(hidden_states) - len(low)))
+        return torch.nn.functional.pad(low, (0, 0, 0, num_rows - len(low)))
 
     def claim_memory(self, num_tokens: int) -> None:
         """Claim, and free again, what attention takes of the allocator in the largest step of num_tokens, so that
@@ -140,10 +151,15 @@ class CompressedAttention(CompressedWeights):
             how = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
             compress(down[2], *how, step, *caches, is_index=True, hadamard=self.dcp.index_hadamard)
 
-    def _select(
+    def select(
         self, q_c: Tensor, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: StepMetadata
     ) -> SelectedTokens | None:
-        """Return which entries each token attends to; None for all that it sees. Collective."""
+        """Return which entries each token attends to, written into the step; None for all that it sees. Collective.
+
+        Args:
+            q_c: [T, Lq] query latents after their norm.
+            down: the parts of `down_proj`'s output, [T, ..] each.
+        """
         compressed, config = step.compressed, self.config.indexer
         assert compressed is not None
         if self.selector is None or not selects(compressed, self.kind):

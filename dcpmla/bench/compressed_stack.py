@@ -1,0 +1,173 @@
+"""A stack of layers of DeepSeek-V4's attention, all of one kind (`dcpmla.bench.stack`)."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.attention.compressed.step import selects, with_angles
+from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.sparse.topk import candidate_width
+from dcpmla.attention.step import StepMetadata
+from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
+from dcpmla.bench.stack import Stack, draw_weights, num_rotated
+from dcpmla.cache.compressed import CompressedCache, plan_compressed
+from dcpmla.compressed_config import CompressedConfig, LayerKind
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.planning.reads import layer_reads
+
+
+class CompressedStack(Stack):
+    """Layers of one kind, over blocks of as many entries as in a model of all kinds.
+
+    Args:
+        config: of the model, of which every layer here is of this kind.
+        num_layers: layers, each with its own weights and cache, random.
+        options: fields of DCPConfig, for the caches' formats, what decode exchanges and how.
+    Raises:
+        ValueError: groups of heads that do not divide, options that the layers do not have, a cache that does not fit.
+    """
+
+    def __init__(
+        self,
+        config: CompressedConfig,
+        kind: LayerKind,
+        mesh: DCPMesh,
+        num_layers: int,
+        batch: int,
+        context: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> None:
+        alike = replace(config, layer_kinds=(kind,) * num_layers)
+        dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, **options)
+        config.check_layout(dcp)
+        # A block covers as many tokens as in the model, where the least ratio is another one.
+        dcp = replace(dcp, block_size=dcp.block_size * config.row_tokens // alike.row_tokens)
+        (reads,) = layer_reads(alike, num_layers, 0, context)
+        super().__init__(mesh, dcp, reads, device)
+        self.config, self.kind = alike, kind
+        how = alike, kind, dcp, mesh, self.exchange, dtype, device
+        self.layers = [CompressedAttention(*how) for _ in range(num_layers)]
+        draw_weights(self.layers)
+        one = plan_compressed(alike, dcp, [context] * batch, dtype)
+        # Selections are other rows of the same blocks, so that few of them need no more memory than many.
+        row_bytes = one.rows_shape(kind.ratio)[-1] * one.dtype.itemsize
+        num_steps = num_rotated(num_layers * batch * -(-reads.num_rows // mesh.dcp_size) * row_bytes, device)
+        num_sets = min(num_steps, num_rotated(one.bytes_per_rank, device))
+        plan = plan_compressed(alike, dcp, [context] * batch * num_sets, dtype, batch * num_steps)
+        self.cache: CompressedCache = CompressedCache(plan, device)
+        for cache in self.cache:
+            fill_shared_rows(cache.rows, alike.head_dim, dtype)
+            if cache.index_keys is not None:
+                fill_index_keys(cache.index_keys, alike.indexer.head_dim, dtype)
+            for sums in (cache.sums, cache.index_sums):
+                if sums is not None:
+                    sums.fill_(1.0)
+        blocks = torch.randperm(plan.num_blocks).view(num_sets, batch, -1).tolist()
+        states = torch.arange(batch * num_steps).view(num_steps, batch).tolist()
+        layout = dcp, mesh.dcp_rank, device
+        workspace = decode_workspace(device)
+        self.metadata = [
+            with_angles(
+                StepMetadata.build(
+                    [1] * batch,
+                    [context] * batch,
+                    blocks[index % num_sets],
+                    *layout,
+                    workspace=workspace,
+                    **plan.step_layout(states[index]),
+                ),
+                self._draw_angles,
+            )
+            for index in range(num_steps)
+        ]
+        self._draw_inputs(mesh, batch, dtype)
+
+    def _draw_angles(self, positions: Tensor, _: bool) -> Tensor:
+        return torch.randn(len(positions), self.config.rope_dim, device=self.device)
+
+    def _draw_inputs(self, mesh: DCPMesh, batch: int, dtype: torch.dtype) -> None:
+        config, layer = self.config, self.layers[0]
+        heads, group_heads = layer.num_heads, layer.num_heads * mesh.dcp_size
+        new: dict[str, Any] = {"device": self.device, "dtype": dtype}
+        self.hidden = torch.randn(len(self.metadata), batch, config.hidden_size, **new)
+        self.q, self.rows = (torch.randn(batch, heads, config.head_dim, **new) for _ in range(2))
+        self.group_q, self.group_rows = (torch.randn(batch, group_heads, config.head_dim, **new) for _ in range(2))
+        self.lse, self.group_lse = (torch.randn(batch, number, device=self.device) for number in (heads, group_heads))
+        self.q_c = torch.randn(len(self.metadata), batch, config.q_lora_rank, **new)
+        self.down = torch.randn(batch, sum(layer.down_widths), **new).split(layer.down_widths, -1)
+        compressed = self.metadata[0].compressed
+        assert compressed is not None
+        if selects(compressed, self.kind):
+            num_columns = compressed.block_table.shape[1] * compressed.plan.entries_per_block(self.kind.ratio)
+            width = candidate_width(config.indexer.topk, num_columns)
+            self.candidates = torch.randint(1 << 40, (batch, width), device=self.device)
+
+    def key_bytes(self) -> int:
+        """Return the bytes of an index key of each request in all layers."""
+        keys = self.cache[0].index_keys
+        assert keys is not None
+        return len(self.layers) * self.hidden.shape[1] * keys.shape[-1] * keys.element_size()
+
+    def project(self, index: int = 0) -> None:
+        """Run all of a layer's step until it gathers its queries, but for its selection."""
+        hidden, metadata = self._inputs(index)
+        compressed, selectors = metadata.compressed, [layer.selector for layer in self.layers]
+        assert compressed is not None
+        unselected = replace(compressed, decode_rows={self.kind.ratio: self._listed(metadata)})
+        try:
+            for layer in self.layers:
+                layer.selector = None
+            self._project(hidden, replace(metadata, compressed=unselected))
+        finally:
+            for layer, selector in zip(self.layers, selectors, strict=True):
+                layer.selector = selector
+
+    def select(self, index: int = 0) -> None:
+        """Score this rank's keys, and choose among all ranks' best."""
+        _, metadata = self._inputs(index)
+        q_c = self.q_c[index % len(self.q_c)]
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            layer.select(q_c, self.down, cache, metadata)
+
+    def gather_candidates(self, _: int = 0) -> None:
+        """Gather the ranks' candidates of a selection."""
+        for _layer in self.layers:
+            self.exchange.gather_candidates(self.candidates)
+
+    def attend(self, index: int = 0) -> None:
+        """Attend with the group's heads to this rank's rows: where layers select, those of the last selection."""
+        _, metadata = self._inputs(index)
+        assert metadata.decode is not None
+        listed = self._listed(metadata)
+        for cache in self.cache:
+            mla_decode(
+                self.group_q,
+                cache.rows,
+                *listed,
+                self.config.scale,
+                self.config.head_dim,
+                workspace=metadata.decode.workspace,
+            )
+
+    def finish(self, index: int = 0) -> None:
+        """Run the sink, RoPE's inverse, the groups' projections, o_b_proj and its all-reduce."""
+        compressed = self._inputs(index)[1].compressed
+        assert compressed is not None
+        assert compressed.angles is not None
+        cos_sin = compressed.angles.compressed if self.kind.ratio else compressed.angles.window
+        for layer in self.layers:
+            layer.o_b_proj(layer.finish(self.rows, self.lse, cos_sin, len(self.rows)))
+
+    def _listed(self, metadata: StepMetadata) -> tuple[Tensor, Tensor]:
+        """Return the rows that a step's tokens attend to on this rank, [batch, N] int32, and how many they are."""
+        if metadata.selection is not None:
+            return metadata.selection.slots, metadata.selection.num_slots
+        assert metadata.compressed is not None
+        return metadata.compressed.decode_rows[self.kind.ratio]

@@ -1,0 +1,193 @@
+"""A stack of attention layers with random weights: a decode step without MLPs, timed as a whole and part by part."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.step import StepMetadata
+from dcpmla.bench.timing import Timing, time_operation
+from dcpmla.cache.compressed import AnyCache
+from dcpmla.comm.exchange import LocalExchange
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.planning.reads import LayerReads
+
+PARTS = ("projections", "selection", "gather", "attention", "combine", "output")
+CANDIDATES = "candidates"  # of the selection, what it exchanges: timed alone, too
+_WEIGHT_STD = 0.02
+ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # of all layers' caches: several times the L2 of an H200, 60 MB
+_MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
+_FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # of a sample
+_SAMPLE_SECONDS = 0.2  # that the samples of one part may take
+
+
+class Stack:
+    """Attention layers, residual around each, over caches that hold `batch` requests of `context` tokens.
+
+    Consecutive calls take other rows of the caches, so many that none of them is found in the L2. What makes layers,
+    caches and steps is a subclass.
+
+    Args:
+        mesh: of this job; the cache is sharded over its DCP group.
+        dcp: layout and formats of the caches, what decode exchanges.
+        reads: of a request's token, in each layer.
+    Attributes:
+        parts: those of PARTS that a step has: no exchange where the cache is not sharded, no gather where queries
+            are replicated, no selection but of layers that select.
+        layers: each with its own weights, random.
+        cache: of all layers.
+        metadata: of each of the steps over other rows.
+        hidden: [num_steps, batch, hidden], what each of them begins with.
+        q, group_rows, group_lse: what the exchange moves: this rank's queries, the group's partial outputs.
+    """
+
+    layers: Sequence[Any]
+    cache: AnyCache
+    metadata: list[StepMetadata]
+    hidden: Tensor
+    q: Tensor
+    group_rows: Tensor
+    group_lse: Tensor
+
+    def __init__(self, mesh: DCPMesh, dcp: DCPConfig, reads: LayerReads, device: torch.device) -> None:
+        self.dcp, self.reads, self.device = dcp, reads, device
+        missing = ("gather", "combine") if mesh.dcp_size == 1 else ("gather",) if dcp.dcp_q_replicate else ()
+        if not reads.num_keys:
+            missing = (*missing, "selection")
+        self.parts = tuple(part for part in PARTS if part not in missing)
+        self.exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
+
+    def timings(self) -> dict[str, Timing]:
+        """Time the whole stack ("total") and the parts that a step has. Collective over the job.
+
+        Parts: "projections", all before the exchange of queries, or before attention where queries are replicated, but
+        for "selection", from its queries to the rows selected, all ranks' candidates among it; "gather"; "attention"
+        over this rank's rows; "combine" of latents, or of values if the stack projects first; "output", all after it,
+        with W_UV wherever it is applied (of all the group's heads if the stack projects first). CANDIDATES is what the
+        selection exchanges.
+
+        Where attention sends rows to their owners itself (`dcp_mla_decode` through a mailbox), the step runs
+        attention and combine as one operation: the parts are then the plain kernel and a whole combine, which take
+        longer one after the other.
+        """
+        runs: dict[str, Callable[[int], object]] = {
+            "total": self.step,
+            "projections": self.project,
+            "selection": self.select,
+            CANDIDATES: self.gather_candidates,
+            "gather": self.gather,
+            "attention": self.attend,
+            "combine": self.combine,
+            "output": self.finish,
+        }
+        timed = {"total", *self.parts}
+        if {"selection", "combine"} <= timed:
+            timed.add(CANDIDATES)
+        calls = max(_FEWEST_CALLS[self.device.type], len(self.metadata))
+        timings = {
+            part: time_operation(run, self.device, calls, _SAMPLE_SECONDS)
+            for part, run in runs.items()
+            if part in timed
+        }
+        self.exchange.check()
+        return timings
+
+    def bytes_read(self) -> dict[str, int]:
+        """Return the bytes that a call reads on one rank, by part: this rank's share of the rows that are attended to
+        and of the keys that are scored; in total with all weights.
+        """
+        cache, reads, dcp_size = self.cache[0], self.reads, self.dcp.decode_context_parallel_size
+        of_rows = len(self.layers) * self.hidden.shape[1] * cache[0].shape[-1] * cache[0].element_size()
+        found = {"attention": -(-reads.num_rows // dcp_size) * of_rows}
+        if reads.num_keys:
+            found["selection"] = -(-reads.num_keys // dcp_size) * self.key_bytes()
+        weights = [parameter for layer in self.layers for parameter in layer.parameters()]
+        return {"total": sum(found.values()) + sum(weight.nbytes for weight in weights), **found}
+
+    def key_bytes(self) -> int:
+        """Return the bytes of an index key of each request in all layers."""
+        raise NotImplementedError
+
+    def step(self, index: int = 0) -> Tensor:
+        """Return the hidden states [batch, hidden] after all layers."""
+        hidden, metadata = self._inputs(index)
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            hidden = hidden + layer(hidden, cache, metadata)
+        return hidden
+
+    def project(self, index: int = 0) -> None:
+        """Run all of a layer's step until it turns to its exchange, for queries or for a mailbox."""
+        hidden, metadata = self._inputs(index)
+        self._project(hidden, metadata)
+
+    def _project(self, hidden: Tensor, metadata: StepMetadata) -> None:
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            layer.exchange = _Stop()
+            try:
+                layer(hidden, cache, metadata)
+            except _Stopped:
+                continue
+            finally:
+                layer.exchange = self.exchange
+            raise RuntimeError("a layer attends without its exchange: nothing tells where its projections end")
+
+    def select(self, index: int = 0) -> None:
+        """Select rows by the indexer."""
+        raise NotImplementedError
+
+    def gather_candidates(self, _: int = 0) -> None:
+        """Gather the ranks' candidates of a selection."""
+        raise NotImplementedError
+
+    def gather(self, _: int = 0) -> None:
+        """Gather the queries of the group's heads."""
+        for _layer in self.layers:
+            self.exchange.gather_heads(self.q)
+
+    def attend(self, index: int = 0) -> None:
+        """Attend with the group's heads to this rank's rows."""
+        raise NotImplementedError
+
+    def combine(self, _: int = 0) -> None:
+        """Send rows and LSE to the heads' owners and merge them."""
+        for _layer in self.layers:
+            self.exchange.combine(self.group_rows, self.group_lse)
+
+    def finish(self, _: int = 0) -> None:
+        """Run all after the merge."""
+        raise NotImplementedError
+
+    def _inputs(self, index: int) -> tuple[Tensor, StepMetadata]:
+        index %= len(self.metadata)
+        return self.hidden[index], self.metadata[index]
+
+
+def draw_weights(layers: Sequence[torch.nn.Module]) -> None:
+    """Draw the parameters of layers at random."""
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.normal_(std=_WEIGHT_STD)
+
+
+def num_rotated(num_bytes: int, device: torch.device) -> int:
+    """Return how many sets of so many bytes calls take in turn."""
+    return min(_MOST_STEPS, max(1, -(-ROTATED_BYTES[device.type] // num_bytes)))
+
+
+class _Stopped(Exception):
+    pass
+
+
+class _Stop(LocalExchange):
+    """An exchange that ends a layer's step."""
+
+    name = "stop"
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        raise _Stopped
+
+    def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> None:
+        raise _Stopped  # the first call where queries are replicated
