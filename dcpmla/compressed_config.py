@@ -1,5 +1,6 @@
 """The geometry of DeepSeek-V4's attention: a window and compressed entries, over one shared head of keys and values."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,12 +130,13 @@ class CompressedConfig:
         for name, is_asked, advice in refused:
             if is_asked:
                 raise ValueError(f"{name} does not go with DeepSeek-V4's attention; {advice}")
-        largest = max(self.ratios, default=1) * dcp.cp_kv_cache_interleave_size
-        if dcp.block_size * self.row_tokens % largest:
+        granule = math.lcm(1, *self.ratios) * dcp.cp_kv_cache_interleave_size
+        if dcp.block_size * self.row_tokens % granule:
             raise ValueError(
                 f"block_size (--block-size) is {dcp.block_size}; {self.row_tokens} times as many tokens must be whole "
-                f"entries of each ratio in {self.ratios}, in groups of {dcp.cp_kv_cache_interleave_size} "
-                f"(--cp-kv-cache-interleave-size): a multiple of {-(-largest // self.row_tokens)}"
+                f"entries of each ratio in {self.ratios} (the config's compress_rates), in groups of "
+                f"{dcp.cp_kv_cache_interleave_size} (--cp-kv-cache-interleave-size): a multiple of "
+                f"{granule // self.row_tokens}"
             )
 
     def entries_per_block(self, ratio: int, block_size: int) -> int:

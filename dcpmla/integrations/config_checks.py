@@ -30,6 +30,7 @@ _RATES = Rule(
     "an object of whole numbers of at least 2",
     lambda value: isinstance(value, dict) and all(whole(2, 1 << 16).holds(rate) for rate in value.values()),
 )
+_COMPRESSED_RULES = dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), whole(2, 1 << 16))
 _POSITIONS = whole(1, (1 << 31) - 1)
 _ROPE_TYPE = one_of(("default", *ROPE_INIT_FUNCTIONS))
 # The names of all families: those that a config has not are passed over.
@@ -88,6 +89,7 @@ _CONFIG_RULES = {
     "layer_types": optional(list_of(TEXT)),
     "mlp_layer_types": optional(list_of(TEXT)),
     "compress_rope_theta": _THETA,
+    "partial_rotary_factor": optional(number(0, 1, above=True)),
     "rope_theta": _THETA,
     "rope_parameters": optional(_OBJECT),
     "rope_scaling": optional(_OBJECT),
@@ -113,6 +115,8 @@ _ROPE_RULES = {
     "long_factor": list_of(_POSITIVE),
     "truncate": FLAG,
     "llama_4_scaling_beta": optional(number(0)),
+    "main": _OBJECT,
+    "compress": _OBJECT,
 }
 _QUANTIZATION_RULES = {
     "quant_method": one_of(("fp8",)),
@@ -151,6 +155,8 @@ def check_raw_config(raw: Mapping[str, Any]) -> None:
     check_fields(_CONFIG_RULES | {"dtype": _DTYPE, "torch_dtype": _DTYPE}, raw)
     for name in ("rope_parameters", "rope_scaling"):
         check_fields(_ROPE_RULES, raw.get(name) or {}, f"{name}.{{}}".format)
+        for kind in ("main", "compress"):  # DeepSeek-V4's layers rotate in one of two ways
+            check_fields(_ROPE_RULES, (raw.get(name) or {}).get(kind, {}), f"{name}.{kind}.{{}}".format)
     if (quantization := raw.get("quantization_config")) is not None:
         check_fields(_QUANTIZATION_RULES, {"quant_method": None, **quantization}, "quantization_config.{}".format)
 
@@ -166,8 +172,7 @@ def check_config(config: Any) -> None:
         raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")
     _check_experts(config)
     if config.model_type in COMPRESSED_MODEL_TYPES:
-        for kind in ("main", "compress"):
-            check_fields(_ROPE_RULES, config.rope_parameters[kind], f"rope_parameters.{kind}.{{}}".format)
+        _check_compressed(config)
         return
     _check_rope(config)
     qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -180,6 +185,32 @@ def check_config(config: Any) -> None:
         raise ValueError(
             f"index_head_dim is {index_head_dim}; it must be at least qk_rope_head_dim {config.qk_rope_head_dim}"
         )
+
+
+def _check_compressed(config: Any) -> None:
+    """Raise ValueError for what does not belong together in DeepSeek-V4's attention."""
+    check_fields(_COMPRESSED_RULES, config.compress_rates, "compress_rates.{}".format)
+    if missing := _COMPRESSED_RULES.keys() - config.compress_rates.keys():
+        raise ValueError(f"compress_rates lacks {min(missing)}")
+    rotated, widths = config.qk_rope_head_dim, (config.head_dim, config.index_head_dim)
+    if rotated % 2 or not 0 < rotated <= min(widths):
+        raise ValueError(
+            f"partial_rotary_factor {config.partial_rotary_factor} rotates {rotated} dims (qk_rope_head_dim); they must "
+            f"be even, and at most head_dim {widths[0]} and index_head_dim {widths[1]}"
+        )
+    if config.num_attention_heads % config.o_groups:
+        raise ValueError(
+            f"o_groups is {config.o_groups}; it must divide num_attention_heads {config.num_attention_heads}"
+        )
+    for kind in ("main", "compress"):
+        rope = config.rope_parameters[kind]
+        check_fields(_ROPE_RULES, rope, f"rope_parameters.{kind}.{{}}".format)
+        factor = rope.get("partial_rotary_factor", 1.0)
+        if int(config.head_dim * factor) != rotated:
+            raise ValueError(
+                f"rope_parameters.{kind}.partial_rotary_factor is {factor}; of head_dim {config.head_dim} it must leave "
+                f"qk_rope_head_dim {rotated} dims"
+            )
 
 
 def _check_rope(config: Any) -> None:

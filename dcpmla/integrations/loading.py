@@ -26,6 +26,7 @@ from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.text import Tokenizer
 
+_EMPTY_BLOCK_BYTES = 4096  # that a block counts in a model of windows alone, whose tokens leave nothing in it
 _REMEMBERED_STATES = 8  # at least, for requests that begin as earlier ones did
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _OPTION_RULES = {
@@ -198,7 +199,8 @@ def _plan_cache(
     """
     lens = list(seq_lens) if seq_lens else [1]
     plan = model.plan_cache(dcp, lens, num_running + max(_REMEMBERED_STATES, num_running // 4))
-    block_bytes, state_bytes = plan.bytes_per_block, plan.num_states * plan.bytes_per_state
+    block_bytes = plan.bytes_per_block or _EMPTY_BLOCK_BYTES
+    state_bytes = plan.num_states * plan.bytes_per_state
     affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)
     dist.all_reduce(affordable, op=dist.ReduceOp.MIN, group=mesh.tp_group)
     longest = -(-max(lens) // plan.block_tokens) * block_bytes

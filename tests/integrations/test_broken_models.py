@@ -139,7 +139,7 @@ def load_and_run_changed(directory: Path, config: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("family", ["longcat_flash", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["longcat_flash", "glm_moe_dsa", "deepseek_v4"])
 def test_what_a_config_check_lets_through_loads_or_is_named(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -195,7 +195,7 @@ def load_and_run_weights(directory: Path, changes: list[tuple[str, tuple[int, ..
     return messages
 
 
-@pytest.mark.parametrize("family", ["longcat_flash", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["longcat_flash", "glm_moe_dsa", "deepseek_v4"])
 def test_every_weights_shape(family: str, tmp_path: Path) -> None:
     """Attention's, experts', routers', MLPs', norms', embeddings: one of each kind, larger or smaller in each dim."""
     save_tiny(family, tmp_path)
