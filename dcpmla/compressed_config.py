@@ -79,6 +79,11 @@ class CompressedConfig:
 
     def __post_init__(self) -> None:
         check_fields(_RULES, vars(self))
+        if self.head_dim % 2 or self.indexer.head_dim % 2:
+            raise ValueError(
+                f"head_dim is {self.head_dim} and the indexer's {self.indexer.head_dim}; both must be even, as "
+                "columns are rotated as pairs"
+            )
         if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.indexer.head_dim):
             raise ValueError(
                 f"rope_dim is {self.rope_dim}; it must be even, and at most head_dim {self.head_dim} and the indexer's "

@@ -5,11 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.cache import formats
+from dcpmla.cache import formats, shared_rows
 
 _COPIED_ROWS, _DEQUANTIZED_ROWS = 4, 8  # of one program
 FP8_MAX = tl.constexpr(formats.FP8_MAX)
 TILE = tl.constexpr(formats.TILE)
+PAGE_ROWS = tl.constexpr(shared_rows.PAGE_ROWS)
+PAGE_ROPE = tl.constexpr(shared_rows.ROPE_DIM)
+PAGE_TILE = tl.constexpr(shared_rows.TILE)
+PAGE_SCALE_BYTES = tl.constexpr(shared_rows.SCALE_BYTES)
+_SMALLEST_AMAX = tl.constexpr(shared_rows.SMALLEST_AMAX)
 _SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -18,6 +23,25 @@ def to_fp8(x, scale):
     """Compute `formats.to_fp8`."""
     x = tl.div_rn(x.to(tl.float32), scale)
     return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def power_of_two_scale(amax, SMALLEST):
+    """Return the smallest power of two by which values up to amax, or SMALLEST, do not saturate e4m3."""
+    bits = tl.div_rn(tl.maximum(amax, SMALLEST), FP8_MAX).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantize_pairs(x, y, SMALLEST, TILE_PAIRS: tl.constexpr):
+    """Quantize rows [N, PAIRS], the first and the second column of each pair, in tiles of pairs.
+
+    Returns codes e4m3 [N, PAIRS / TILE_PAIRS, TILE_PAIRS], twice, and scales [N, PAIRS / TILE_PAIRS].
+    """
+    x = tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // TILE_PAIRS, TILE_PAIRS])
+    y = tl.reshape(y.to(tl.float32), [x.shape[0], x.shape[1], TILE_PAIRS])
+    scales = power_of_two_scale(tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 2), SMALLEST)
+    return to_fp8(x, scales[:, :, None]), to_fp8(y, scales[:, :, None]), scales
 
 
 @triton.jit
@@ -51,6 +75,92 @@ def k_pe_of(row_ptr, RANK: tl.constexpr):
     if row_ptr.dtype.element_ty == tl.uint8:
         k_pe_ptr = (k_pe_ptr + RANK // TILE * 4).to(tl.pointer_type(tl.bfloat16))
     return k_pe_ptr
+
+
+@triton.jit
+def store_shared(cache_ptr, stride, slot, x, y, WIDTH: tl.constexpr):
+    """Store rows of shared keys, given as pairs [N, PAIRS], at slots [N, 1] int64; those with slot -1 are skipped.
+
+    Returns the pairs as they are read from there (`shared_rows.read_rows`), in their own type.
+    """
+    column, mask = tl.arange(0, 2 * x.shape[1])[None, :], slot >= 0
+    if cache_ptr.dtype.element_ty == tl.uint8:
+        NOPE: tl.constexpr = WIDTH - PAGE_ROPE
+        NUM_TILES: tl.constexpr = x.shape[1] // (PAGE_TILE // 2)
+        page_ptr = cache_ptr + slot // PAGE_ROWS * stride
+        data_ptr = page_ptr + slot % PAGE_ROWS * (NOPE + 2 * PAGE_ROPE)
+        scale_ptr = page_ptr + PAGE_ROWS * (NOPE + 2 * PAGE_ROPE) + slot % PAGE_ROWS * PAGE_SCALE_BYTES
+        rope_x, rope_y = x.to(tl.bfloat16), y.to(tl.bfloat16)
+        code_x, code_y, scales = quantize_pairs(rope_x, rope_y, _SMALLEST_AMAX, PAGE_TILE // 2)
+        byte_x = tl.reshape(code_x.to(tl.uint8, bitcast=True), x.shape)
+        byte_y = tl.reshape(code_y.to(tl.uint8, bitcast=True), x.shape)
+        tl.store(data_ptr + column, tl.interleave(byte_x, byte_y), mask=mask & (column < NOPE))
+        rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.bfloat16)) + (column - NOPE)
+        tl.store(rope_ptr, tl.interleave(rope_x, rope_y), mask=mask & (column >= NOPE) & (column < WIDTH))
+        tile = tl.arange(0, NUM_TILES)[None, :]
+        exponents = (scales.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
+        tl.store(scale_ptr + tile, exponents, mask=mask & (tile < NOPE // PAGE_TILE))
+        byte = tl.arange(0, PAGE_SCALE_BYTES)[None, :] + tl.zeros_like(slot)
+        tl.store(scale_ptr + byte, tl.zeros_like(byte).to(tl.uint8), mask=mask & (byte >= NOPE // PAGE_TILE))
+        is_rope = tl.arange(0, x.shape[1])[None, :] >= NOPE // 2
+        nope_x = tl.reshape(code_x.to(tl.float32) * scales[:, :, None], x.shape)
+        nope_y = tl.reshape(code_y.to(tl.float32) * scales[:, :, None], y.shape)
+        x = tl.where(is_rope, rope_x.to(x.dtype), nope_x.to(x.dtype))
+        y = tl.where(is_rope, rope_y.to(y.dtype), nope_y.to(y.dtype))
+    else:
+        rows = tl.interleave(x, y).to(cache_ptr.dtype.element_ty)
+        tl.store(cache_ptr + slot * stride + column, rows, mask=mask & (column < WIDTH))
+    return x, y
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def read_pages_kernel(
+    cache_ptr,
+    slots_ptr,
+    out_ptr,
+    num_rows,
+    stride_page,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Dequantize ROWS rows of fp8_ds_mla per program."""
+    NOPE: tl.constexpr = WIDTH - PAGE_ROPE
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    is_row = row < num_rows
+    slot = tl.load(slots_ptr + row, mask=is_row, other=0)
+    page_ptr = cache_ptr + slot // PAGE_ROWS * stride_page
+    data_ptr = page_ptr + slot % PAGE_ROWS * (NOPE + 2 * PAGE_ROPE)
+    scale_ptr = page_ptr + PAGE_ROWS * (NOPE + 2 * PAGE_ROPE) + slot % PAGE_ROWS * PAGE_SCALE_BYTES
+    column, tile = tl.arange(0, COLUMNS)[None, :], tl.arange(0, COLUMNS // PAGE_TILE)[None, :]
+    codes = tl.load(data_ptr + column, mask=is_row & (column < NOPE), other=0)
+    exponents = tl.load(scale_ptr + tile, mask=is_row & (tile < NOPE // PAGE_TILE), other=0)
+    scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    tiles = tl.reshape(codes.to(tl.float8e4nv, bitcast=True).to(tl.float32), [ROWS, COLUMNS // PAGE_TILE, PAGE_TILE])
+    values = tl.reshape(tiles * scales[:, :, None], [ROWS, COLUMNS])
+    is_rope = (column >= NOPE) & (column < WIDTH)
+    rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.bfloat16)) + (column - NOPE)
+    values = tl.where(is_rope, tl.load(rope_ptr, mask=is_row & is_rope, other=0.0).to(tl.float32), values)
+    tl.store(out_ptr + row * WIDTH + column, values.to(out_ptr.dtype.element_ty), mask=is_row & (column < WIDTH))
+
+
+def read_shared_rows(cache: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Compute `shared_rows.read_rows` in one kernel."""
+    if cache.dtype != torch.uint8:
+        return read_rows(cache, slots.flatten()).to(dtype).view(*slots.shape, head_dim)
+    out = torch.empty(*slots.shape, head_dim, dtype=dtype, device=cache.device)
+    if slots.numel():
+        read_pages_kernel[(triton.cdiv(slots.numel(), _DEQUANTIZED_ROWS),)](
+            cache,
+            slots.contiguous(),
+            out,
+            slots.numel(),
+            cache.stride(0),
+            WIDTH=head_dim,
+            ROWS=_DEQUANTIZED_ROWS,
+            COLUMNS=triton.next_power_of_2(head_dim),
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])

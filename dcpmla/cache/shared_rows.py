@@ -64,8 +64,13 @@ def write_rows(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
     scale_plane[page, offset] = torch.nn.functional.pad(scales, (0, SCALE_BYTES - scales.shape[1]))
 
 
+@torch.library.custom_op("dcpmla::read_shared_rows", mutates_args=())
 def read_rows(cache: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return rows [..., D] in `dtype` at slots [...] int64."""
+    """Return rows [..., D] in `dtype` at slots [...] int64. A custom op."""
+    if cache.is_cuda and dtype != torch.float64:
+        from dcpmla.cache import kernels  # triton is there on Linux only
+
+        return kernels.read_shared_rows(cache, slots, head_dim, dtype)
     if cache.dtype != torch.uint8:
         return cache[slots, 0].to(dtype)
     data_plane, scale_plane = _planes(cache, head_dim)
@@ -78,6 +83,11 @@ def read_rows(cache: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype) -
     values = torch.ldexp(tiles, exponents[..., None]).flatten(-2)
     rope = data[..., nope:].contiguous().view(torch.bfloat16)
     return torch.cat([values.to(dtype), rope.to(dtype)], -1)
+
+
+@read_rows.register_fake
+def _(cache: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    return cache.new_empty(*slots.shape, head_dim, dtype=dtype)
 
 
 def to_fp8_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dcpmla.comm.select import select_exchange
-from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.config import DCPConfig
+from dcpmla.hf_config import read_attention
 from dcpmla.integrations.loading import load_engine, open_model
 from dcpmla.integrations.transformers import load_config
 from dcpmla.parallel.mesh import init_mesh
@@ -85,7 +86,7 @@ def test_a_field_is_taken_or_named(family: str, tmp_path_factory: pytest.TempPat
     file = tmp_path_factory.getbasetemp() / f"{family}.json"
     file.write_text(json.dumps(changed(CONFIGS[family], path, data.draw(values))))
     try:
-        MLAConfig.from_hf(load_config(file))
+        read_attention(load_config(file))
     except ValueError as error:
         assert is_named(path[-1], str(error)), error  # noqa: PT017
 

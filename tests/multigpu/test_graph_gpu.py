@@ -12,9 +12,10 @@ from torch import Tensor
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph
+from tests.runtime.test_graph_caches import compare
 from tests.support.graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
 from tests.support.launchers import GENERATE, run_together, torchrun
-from tests.support.models import FAMILIES, save_tiny
+from tests.support.models import MLA_FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
 
 NUM_GPUS = [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)]
@@ -38,10 +39,17 @@ def layout(tp: int, dcp: int, **changes: Any) -> DCPConfig:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_half", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MLA_FAMILIES)
 def test_models_on_one_gpu(family: str, in_half: bool, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
     assert run_ranks(1, check_model, tmp_path, layout(1, 1), False, "cuda", in_half, device="cuda") == [len(BATCHES)]
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@pytest.mark.parametrize("options", [{}, {"index_cache_dtype": "fp8"}], ids=["auto", "fp8"])
+def test_models_with_entries(num_gpus: int, options: dict[str, str], tmp_path: Path) -> None:
+    save_tiny("deepseek_v4", tmp_path)
+    run_ranks(num_gpus, compare, tmp_path, layout(num_gpus, num_gpus, **options), "cuda", device="cuda")
 
 
 @pytest.mark.gpu_2

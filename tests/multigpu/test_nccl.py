@@ -28,18 +28,20 @@ def test_exchange(num_gpus: int, check_exchange: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_gpu(family: str, tmp_path: Path) -> None:
-    check(save_tiny(family, tmp_path), tmp_path, 1, make_cases(1, [1], (1, 2), ("auto",)), "cuda")
+    cases = make_cases(1, [1], (1, 2), ("auto",), family == "deepseek_v4")
+    check(save_tiny(family, tmp_path), tmp_path, 1, cases, "cuda")
 
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
-@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "mistral4"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "mistral4", "deepseek_v4"])
 def test_logits_and_tokens(num_gpus: int, family: str, tmp_path: Path) -> None:
-    cases = make_cases(num_gpus, [num_gpus], (1, 16), ("ag_rs", "a2a", "direct")) + make_cases(
-        num_gpus, [num_gpus // 2], (2,), ("auto",)
-    )
+    is_v4 = family == "deepseek_v4"
+    cases = make_cases(num_gpus, [num_gpus], (1, 16), ("ag_rs", "a2a", "direct"), is_v4)
+    cases += make_cases(num_gpus, [num_gpus // 2], (2,), ("auto",), is_v4)
     check(save_tiny(family, tmp_path), tmp_path, num_gpus, cases, "cuda")
 
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_loads(num_gpus: int, tmp_path: Path) -> None:
-    check_loads(num_gpus, num_gpus, 1, tmp_path, "cuda")
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4"])
+def test_loads(num_gpus: int, family: str, tmp_path: Path) -> None:
+    check_loads(num_gpus, num_gpus, 1, tmp_path, "cuda", family)

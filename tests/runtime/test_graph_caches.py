@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcpmla import DCPConfig, LatentCache, MLAAttention, init_mesh
+from dcpmla import DCPConfig, MLAAttention, init_mesh
+from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
 from dcpmla.runtime.engine import Engine
@@ -38,6 +40,7 @@ CASES = {
         "glm_moe_dsa",
         {"kv_cache_dtype": "fp8", "calculate_kv_scales": True, "index_cache_dtype": "fp8"},
     ),
+    "entries": ("deepseek_v4", {"index_cache_dtype": "fp8"}),
 }
 
 
@@ -74,21 +77,14 @@ def capture(graph: DecodeGraph) -> None:
 
 def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int], Tensor]]:
     """Each prompt's tokens and logits, first alone, then beside the others."""
-    plan = LatentCache.plan(
-        model.attention_config,
-        dcp,
-        model.num_attention_layers,
-        [MAX_MODEL_LEN] * MAX_NUM_SEQS,
-        torch.float32,
-        model.index_layers,
-    )
-    cache, mesh = LatentCache(plan, model.device), init_mesh(1, 1)
-    for rows in (*cache.layers, *cache.index_layers):
-        rows.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen
-    token = torch.zeros((), dtype=torch.int64)
+    plan = model.plan_cache(dcp, [MAX_MODEL_LEN] * MAX_NUM_SEQS, 2 * MAX_NUM_SEQS)
+    cache, mesh = new_cache(plan, model.device), init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    for memory in cache.tensors:
+        memory.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen
+    token = torch.zeros((), dtype=torch.int64, device=model.device)
     graph = DecodeGraph(model.decode, token, cache, dcp, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
     if how == "captured":
-        capture(graph)
+        graph.capture() if model.device.type == "cuda" else capture(graph)
     engine = Engine(
         model, cache, dcp, mesh, MAX_MODEL_LEN, 16, MAX_NUM_SEQS, graph=None if how == "no graph" else graph
     )
@@ -109,15 +105,16 @@ def scales_of(model: ShardedModel) -> list[float]:
     return [float(scale) for layer in layers for scale in (layer.kv_scale, layer.q_scale) if scale is not None]
 
 
-def compare(directory: Path, dcp: DCPConfig) -> None:
+def compare(directory: Path, dcp: DCPConfig, device_type: str = "cpu") -> None:
     """On one rank: replays against the padded steps that they were captured from, bit for bit, and these against bare
     ones, whose matrix products round otherwise: seldom a value has another code of 8 bits.
     """
     outcomes, scales = [], []
     for how in ("no graph", "padded", "captured"):
-        selection = select_exchange(dcp, init_mesh(1, 1).dcp_group, "cpu")
-        cpu, config = torch.device("cpu"), load_config(directory)
-        model = load_model(directory, config, dcp, init_mesh(1, 1), selection, torch.float32, cpu)
+        device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
+        mesh, config = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), load_config(directory)
+        selection = select_exchange(dcp, mesh.dcp_group, device)
+        model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
         outcomes.append(serve(model, dcp, how))
         scales.append(scales_of(model))
     assert scales[0] == scales[1] == scales[2]

@@ -62,8 +62,9 @@ _MOE = {
 _INDEXER = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 24}
 
 
+_MLA_ONLY = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 _V4 = {
-    **{name: value for name, value in _COMMON.items() if name not in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")},
+    **{name: value for name, value in _COMMON.items() if name not in _MLA_ONLY},
     "head_dim": 16,
     "o_groups": 24,
     "o_lora_rank": 8,

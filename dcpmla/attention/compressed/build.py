@@ -36,7 +36,9 @@ class CompressedStepBuilder(StepBuilder):
         """Lay out a step; `StepMetadata.build` documents arguments and errors."""
         check_requests(query_lens, seq_lens, block_tables, self.dcp)
         _check_states(states, len(query_lens), self.plan.num_states)
-        num_decodes = next((i for i, length in enumerate(query_lens) if length > max_decode_query_len), len(query_lens))
+        # A decode reads its window after its tokens are written: all but one of them need rows besides the window's.
+        most = min(max_decode_query_len, self.plan.ring_rows - self.plan.config.sliding_window + 1)
+        num_decodes = next((i for i, length in enumerate(query_lens) if length > most), len(query_lens))
         num_decode_tokens = sum(query_lens[:num_decodes])
         table, positions = pad_table(block_tables, seq_lens, self.dcp), positions_of(query_lens, seq_lens)
         block_table = self._upload(table.astype(np.int32))

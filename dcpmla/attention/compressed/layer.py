@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends import check_backends
 from dcpmla.attention.compressed.compressor import compress
+from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.prefill import attend_prefill
 from dcpmla.attention.compressed.projections import finish_heads, finish_query_, finish_rows
 from dcpmla.attention.compressed.step import CompressedMetadata, selects
@@ -91,11 +92,16 @@ class CompressedAttention(CompressedWeights):
         down = self.down_proj(hidden_states[: step.num_tokens]).split(self.down_widths, -1)
         norms, requests = (self.q_norm, self.kv_norm, self.config.rms_norm_eps), compressed.requests
         q_c, rows = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, compressed.plan.ring_rows)
-        self._compress(down, cache, compressed)
-        selection = self.select(q_c, down, cache, step)
+        # In decode, kernels too small for a GPU. The exchange is used on one stream at a time.
+        with fork(q_c.device, self.selector is not None and context is None) as join:
+            self._compress_keys(down, cache, compressed)
+            selection = self.select(q_c, down, cache, step)
+        self._compress_rows(down, cache, compressed)
         parts = []
         if step.decode is not None:
-            parts.append(self._decode(q_c[decodes], cos_sin[decodes], cache, step, selection))
+            q = self._project_query(q_c[decodes], cos_sin[decodes], slice(0, self.q_heads.count))
+            join()
+            parts.append(self._decode(q, cache, step, selection))
         if window is not None:
             q = self._project_query(q_c[prefills], cos_sin[prefills], self.q_heads.own)
             new = torch.cat([window, rows[prefills]])
@@ -131,21 +137,19 @@ class CompressedAttention(CompressedWeights):
             held = new(2 * num_entries, width)  # in order, and joined with the windows' rows
             self.exchange.reserve_context(num_entries, width, self.down_proj.weight.dtype, held.device)
 
-    def _compress(self, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: CompressedMetadata) -> None:
-        """Write the entries, and the index keys, that the step's tokens complete."""
-        if cache.sums is None:
-            return
-        eps, ratio = self.config.rms_norm_eps, self.kind.ratio
-        weights = self.compressor
-        compress(down[1], weights.bias, weights.norm, eps, ratio, step, cache.sums, cache.rows, is_index=False)
+    def _compress_rows(self, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: CompressedMetadata) -> None:
+        """Write the entries that the step's tokens complete."""
+        if cache.sums is not None:
+            weights = self.compressor
+            how = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
+            compress(down[1], *how, step, cache.sums, cache.rows, is_index=False)
+
+    def _compress_keys(self, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: CompressedMetadata) -> None:
+        """Write the index keys that the step's tokens complete."""
         if cache.index_sums is not None and cache.index_keys is not None:
-            weights, caches, hadamard = (
-                self.index_compressor,
-                (cache.index_sums, cache.index_keys),
-                self.dcp.index_hadamard,
-            )
-            pooled = down[2], weights.bias, weights.norm, eps, ratio
-            compress(*pooled, step, *caches, is_index=True, hadamard=hadamard)
+            weights, caches = self.index_compressor, (cache.index_sums, cache.index_keys)
+            how = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
+            compress(down[2], *how, step, *caches, is_index=True, hadamard=self.dcp.index_hadamard)
 
     def select(
         self, q_c: Tensor, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: StepMetadata
@@ -180,12 +184,7 @@ class CompressedAttention(CompressedWeights):
         return q
 
     def _decode(
-        self,
-        q_c: Tensor,
-        cos_sin: Tensor,
-        cache: CompressedLayerCache,
-        step: StepMetadata,
-        selection: SelectedTokens | None,
+        self, q: Tensor, cache: CompressedLayerCache, step: StepMetadata, selection: SelectedTokens | None
     ) -> tuple[Tensor, Tensor]:
         """Return attention of decode tokens over all ranks' rows: out [T, h, D], lse [T, h]. Collective."""
         assert step.decode is not None
@@ -193,9 +192,9 @@ class CompressedAttention(CompressedWeights):
         if selection is None:
             slots, num_slots = step.compressed.decode_rows[self.kind.ratio]
         else:
-            slots, num_slots = selection.slots[: len(q_c)], selection.num_slots[: len(q_c)]
+            slots, num_slots = selection.slots[: len(q)], selection.num_slots[: len(q)]
         return dcp_mla_decode(
-            self._project_query(q_c, cos_sin, slice(0, self.q_heads.count)),
+            q,
             cache.rows,
             DecodeMetadata(slots, num_slots, None, 1, step.decode.workspace),
             self.config.scale,

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows, append_rows
+from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows
+from dcpmla.attention.compressed.visible import append_rows
 from dcpmla.attention.decode import mla_decode
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange

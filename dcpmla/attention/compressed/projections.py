@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.rope import apply_rope
+from dcpmla.cache.formats import FP8
+from dcpmla.cache.index_keys import index_to_fp8
 from dcpmla.cache.shared_rows import read_rows, write_rows
+
+GROUP = 128  # columns of an fp8 output that share a scale
 
 
 @torch.library.custom_op("dcpmla::finish_rows", mutates_args=("cache",))
@@ -96,6 +100,32 @@ def finish_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> Te
 @finish_heads.register_fake
 def _(out: Tensor, *_: object) -> Tensor:
     return torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("dcpmla::finish_heads_fp8", mutates_args=())
+def finish_heads_fp8(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize what `finish_heads` returns to e4m3, for an output projection in fp8.
+
+    Returns:
+        Codes [T, h, D] e4m3; scales [T, h, D / 128] float32 of groups of 128 columns, each the smallest power of two
+        without saturation.
+    Raises:
+        ValueError: D is not whole groups.
+    """
+    if out.shape[2] % GROUP:
+        raise ValueError(f"out has rows of {out.shape[2]} columns; expected a multiple of {GROUP}")
+    if _runs_triton(out):
+        from dcpmla.attention.compressed.kernels import projections as kernels
+
+        return kernels.finish_heads_fp8(out, lse, sinks, cos_sin)
+    codes, scales = index_to_fp8(finish_heads(out, lse, sinks, cos_sin).unflatten(-1, (-1, GROUP)))
+    return codes.flatten(-2), scales
+
+
+@finish_heads_fp8.register_fake
+def _(out: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    groups = *out.shape[:2], out.shape[2] // GROUP
+    return out.new_empty(out.shape, dtype=FP8), out.new_empty(groups, dtype=torch.float32)
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
+from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.attention.step import ContextChunk, SelectedTokens, SparseMetadata, StepMetadata
 from dcpmla.cache.compressed import CompressedPlan
 from dcpmla.compressed_config import LayerKind
@@ -110,23 +111,6 @@ class CompressedMetadata:
         """Return a block table [..] in blocks of a layer's rows, which begin with all windows."""
         return table + self.plan.window_rows // self.plan.entries_per_block(ratio)
 
-    def window_rows(self, tokens: slice) -> tuple[Tensor, Tensor]:
-        """Return the rows of the window of each of some tokens that count on this rank: each token's latent counts on
-        the rank that would own it in MLA.
-
-        Returns:
-            [n, N] int32, anything after the last; [n] int32, how many.
-        """
-        rank, size, interleave = self.layout
-        positions, state = self.positions[tokens], self.states[self.request[tokens]]
-        window, ring = self.plan.config.sliding_window, self.plan.ring_rows
-        first = ownership.local_seq_lens((positions + 1 - window).clamp(min=0), size, rank, interleave)
-        count = ownership.local_seq_lens(positions + 1, size, rank, interleave) - first
-        most = min(window, (window // (size * interleave) + 2) * interleave)
-        index = first[:, None] + torch.arange(most, dtype=torch.int32, device=positions.device)
-        rows = ownership.global_position(index, rank, size, interleave) % ring + state[:, None] * ring
-        return rows.to(torch.int32), count.where(state >= 0, 0).to(torch.int32)
-
     def visible_rows(self, tokens: slice, ratio: int) -> tuple[Tensor, Tensor]:
         """Return the rows that some tokens attend to on this rank where nothing selects: their windows', and those of
         all entries that they see.
@@ -136,33 +120,21 @@ class CompressedMetadata:
         Returns:
             [n, N] int32, anything after the last; [n] int32, how many.
         """
-        windows = self.window_rows(tokens)
-        if not ratio:
-            return windows
-        per_block = self.plan.entries_per_block(ratio)
-        first = self.entry_table(ratio, self.block_table) * per_block
-        rows = (first[..., None] + torch.arange(per_block, dtype=torch.int32, device=first.device)).flatten(1)
-        return append_rows(*windows, rows[self.request[tokens].long()], self.entry_counts(ratio)[1][tokens])
+        per_block = self.plan.entries_per_block(ratio) if ratio else 1
+        table = self.entry_table(ratio, self.block_table) if ratio else self.block_table
+        sizes = ratio, per_block, self.plan.config.sliding_window, self.plan.ring_rows
+        return visible_rows(self.positions[tokens], self.request[tokens], self.states, table, *sizes, *self.layout)
 
     def new_selection(self, num_decode_tokens: int) -> SelectedTokens:
         """Return memory for the entries that layers with an indexer select; slots begin with the decodes' windows."""
         topk = self.plan.config.indexer.topk
-        windows, num_windows = self.window_rows(slice(0, num_decode_tokens))
+        windows, num_windows = self.visible_rows(slice(0, num_decode_tokens), 0)
         num_tokens, width = len(self.positions), windows.shape[1]
         slots = windows.new_empty(num_tokens, width + topk)
         slots[:num_decode_tokens, :width] = windows
         num_first = windows.new_zeros(num_tokens)
         num_first[:num_decode_tokens] = num_windows
         return SelectedTokens(windows.new_empty(num_tokens, topk), slots, torch.empty_like(num_first), num_first)
-
-
-def append_rows(rows: Tensor, num: Tensor, more: Tensor, num_more: Tensor) -> tuple[Tensor, Tensor]:
-    """Join two lists of rows a token, [n, N] and [n, M] int32 with so many each [n]: return the same for both together,
-    [n, N + M].
-    """
-    index = torch.arange(rows.shape[1] + more.shape[1], device=rows.device) - num[:, None]
-    after = more.gather(1, index.clamp(0, max(0, more.shape[1] - 1))) if more.shape[1] else rows
-    return torch.nn.functional.pad(rows, (0, more.shape[1])).where(index < 0, after), num + num_more
 
 
 def with_angles(step: StepMetadata, rotary: Callable[[Tensor, bool], Tensor]) -> StepMetadata:

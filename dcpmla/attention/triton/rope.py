@@ -6,6 +6,24 @@ from torch import Tensor
 
 
 @triton.jit
+def load_pairs(x_ptr, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Load rows of ROPE columns as the first and the second element of each pair, both [N, PAIRS].
+
+    x_ptr and mask are [N, 1].
+    """
+    if INTERLEAVED:  # whole rows, in wide loads
+        column = tl.arange(0, 2 * PAIRS)[None, :]
+        row = tl.load(x_ptr + column, mask=mask & (column < ROPE), other=0.0)
+        x, y = tl.split(tl.reshape(row, [row.shape[0], PAIRS, 2]))
+    else:
+        pair = tl.arange(0, PAIRS)[None, :]
+        is_pair = mask & (pair < ROPE // 2)
+        x = tl.load(x_ptr + pair, mask=is_pair, other=0.0)
+        y = tl.load(x_ptr + ROPE // 2 + pair, mask=is_pair, other=0.0)
+    return x, y
+
+
+@triton.jit
 def rotate(x_ptr, cos_sin_ptr, token, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Rotate rows of ROPE columns by their tokens' angles in float32; without angles, load them as they are.
 
@@ -13,13 +31,7 @@ def rotate(x_ptr, cos_sin_ptr, token, mask, ROPE: tl.constexpr, PAIRS: tl.conste
     """
     pair = tl.arange(0, PAIRS)[None, :]
     is_pair = mask & (pair < ROPE // 2)
-    if INTERLEAVED:  # whole rows, in wide loads
-        column = tl.arange(0, 2 * PAIRS)[None, :]
-        row = tl.load(x_ptr + column, mask=mask & (column < ROPE), other=0.0)
-        x, y = tl.split(tl.reshape(row, [row.shape[0], PAIRS, 2]))
-    else:
-        x = tl.load(x_ptr + pair, mask=is_pair, other=0.0)
-        y = tl.load(x_ptr + ROPE // 2 + pair, mask=is_pair, other=0.0)
+    x, y = load_pairs(x_ptr, mask, ROPE, PAIRS, INTERLEAVED)
     if cos_sin_ptr is not None:
         cos = tl.load(cos_sin_ptr + token * ROPE + pair, mask=is_pair, other=0.0)
         sin = tl.load(cos_sin_ptr + token * ROPE + ROPE // 2 + pair, mask=is_pair, other=0.0)
@@ -31,7 +43,7 @@ def rotate(x_ptr, cos_sin_ptr, token, mask, ROPE: tl.constexpr, PAIRS: tl.conste
 
 @triton.jit
 def store_pairs(out_ptr, x, y, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Store the pairs that `rotate` returned as rows of ROPE columns."""
+    """Store pairs, as `load_pairs` returns them, as rows of ROPE columns."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * PAIRS)[None, :]
         tl.store(out_ptr + column, tl.interleave(x, y), mask=mask & (column < ROPE))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dcpmla.cache import index_keys
 from dcpmla.cache.formats import FP8
-from dcpmla.cache.kernels import FP8_MAX, to_fp8
+from dcpmla.cache.kernels import power_of_two_scale, to_fp8
 
 _MAX_ROWS = 32  # of one program
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
@@ -50,9 +50,7 @@ def _transform(x, WIDTH: tl.constexpr):
 @triton.jit
 def _to_index_fp8(x):
     """Quantize rows [N, COLUMNS] as `index_keys.index_to_fp8` does."""
-    smallest = tl.div_rn(tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), _SMALLEST_AMAX), FP8_MAX)
-    bits = smallest.to(tl.int32, bitcast=True)
-    scales = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)  # rounded up to a power of two
+    scales = power_of_two_scale(tl.max(tl.abs(x.to(tl.float32)), 1), _SMALLEST_AMAX)
     return to_fp8(x, scales[:, None]), scales
 
 

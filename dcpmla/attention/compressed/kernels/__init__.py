@@ -1,0 +1,1 @@
+"""Triton kernels of DeepSeek-V4's attention with their launchers."""

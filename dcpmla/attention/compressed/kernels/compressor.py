@@ -1,0 +1,306 @@
+"""The Triton kernel of the compressor with its launcher; `attention/compressed/compressor.py` specifies it."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dcpmla.attention.compressed.kernels.projections import norm_factor, rotate_pairs
+from dcpmla.attention.triton.rope import load_pairs, store_pairs
+from dcpmla.cache import index_keys
+from dcpmla.cache.kernels import quantize_pairs, store_shared
+
+_TOKENS = 8  # of a span, pooled at a time
+_SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
+
+
+@triton.jit
+def _load_sums(sums_ptr, column, is_there, WIDTH: tl.constexpr):
+    """Load an entry in progress, [COLUMNS] each: the gates' peak, their exponentials, these times the values; that of
+    no token if it is not there.
+    """
+    mask = column < tl.where(is_there, WIDTH, 0)
+    peak = tl.load(sums_ptr + column, mask=mask, other=float("-inf"))
+    total = tl.load(sums_ptr + WIDTH + column, mask=mask, other=0.0)
+    return peak, total, tl.load(sums_ptr + 2 * WIDTH + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_sums(sums_ptr, column, peak, total, values, WIDTH: tl.constexpr):
+    """Store what `_load_sums` loads."""
+    mask = column < WIDTH
+    tl.store(sums_ptr + column, peak, mask=mask)
+    tl.store(sums_ptr + WIDTH + column, total, mask=mask)
+    tl.store(sums_ptr + 2 * WIDTH + column, values, mask=mask)
+
+
+@triton.jit
+def _shift(peak):
+    """Return what exponents are relative to: 0 where there is no token, since -inf - -inf is NaN."""
+    return tl.where(peak > float("-inf"), peak, 0.0)
+
+
+@triton.jit
+def _merge(peak, total, values, other_peak, other_total, other_values):
+    """Add two sums of the same entry."""
+    new_peak = tl.maximum(peak, other_peak)
+    shift = _shift(new_peak)
+    factor, other_factor = tl.exp(peak - shift), tl.exp(other_peak - shift)
+    return new_peak, total * factor + other_total * other_factor, values * factor + other_values * other_factor
+
+
+@triton.jit
+def _add_tokens(
+    peak,
+    total,
+    values,
+    pairs_ptr,
+    bias_ptr,
+    num,
+    stride,
+    column,
+    WIDTH: tl.constexpr,
+    HALVES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Add num tokens to an entry's sums; pairs_ptr and bias_ptr are to the first one's values and bias."""
+    for first in range(0, num, TOKENS):
+        token = (first + tl.arange(0, TOKENS))[:, None]
+        mask = (token < num) & (column < WIDTH)[None, :]
+        token_ptr = pairs_ptr + token * stride + column[None, :]
+        value = tl.load(token_ptr, mask=mask, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + token * (HALVES * WIDTH) + column[None, :], mask=mask, other=0.0)
+        gate = tl.load(token_ptr + HALVES * WIDTH, mask=mask, other=0.0).to(tl.float32) + bias
+        gate = tl.where(token < num, gate, float("-inf"))
+        some_peak = tl.max(gate, 0)
+        weights = tl.exp(gate - _shift(some_peak)[None, :])
+        some_values = tl.sum(weights * value, 0)
+        peak, total, values = _merge(peak, total, values, some_peak, tl.sum(weights, 0), some_values)
+    return peak, total, values
+
+
+@triton.jit
+def _transform(x, y, BITS: tl.constexpr):
+    """Multiply a row of 2^BITS columns, given as pairs [1, PAIRS], by `hadamard_matrix`.
+
+    Each round adds and subtracts the columns whose numbers differ in the last bit, and moves that bit to the front.
+    """
+    PAIRS: tl.constexpr = x.shape[1]
+    dtype: tl.constexpr = x.dtype
+    x, y = tl.reshape(x, [PAIRS]).to(tl.float32), tl.reshape(y, [PAIRS]).to(tl.float32)
+    for _ in tl.static_range(BITS):
+        row = tl.reshape(tl.trans(tl.join(x + y, x - y)), [2 * PAIRS])
+        x, y = tl.split(tl.reshape(row, [PAIRS, 2]))
+    factor: tl.constexpr = (2 * PAIRS) ** -0.5
+    return tl.reshape((x * factor).to(dtype), [1, PAIRS]), tl.reshape((y * factor).to(dtype), [1, PAIRS])
+
+
+@triton.jit
+def _store_index_key(cache_ptr, stride, block, offset, per_block, x, y, mask, WIDTH: tl.constexpr):
+    """Store a key, given as pairs [1, PAIRS], at an offset of a block of an index cache (`dcpmla.cache.index_keys`)."""
+    block_ptr = cache_ptr + block * stride
+    if cache_ptr.dtype.element_ty == tl.uint8:
+        code_x, code_y, scales = quantize_pairs(x, y, _SMALLEST_AMAX, x.shape[1])
+        scale_ptr = (block_ptr + per_block * WIDTH).to(tl.pointer_type(tl.float32)) + offset
+        tl.store(scale_ptr + tl.zeros([1, 1], tl.int32), scales, mask=mask)
+        x = tl.reshape(code_x, x.shape).to(tl.uint8, bitcast=True)
+        y = tl.reshape(code_y, y.shape).to(tl.uint8, bitcast=True)
+    else:
+        x, y = x.to(cache_ptr.dtype.element_ty), y.to(cache_ptr.dtype.element_ty)
+    store_pairs(block_ptr + offset * WIDTH + tl.zeros([1, 1], tl.int32), x, y, mask, WIDTH, x.shape[1], True)
+
+
+@triton.jit
+def compress_kernel(
+    pairs_ptr,
+    bias_ptr,
+    weight_ptr,
+    sums_ptr,
+    cache_ptr,
+    positions_ptr,
+    request_ptr,
+    first_position_ptr,
+    seq_lens_ptr,
+    states_ptr,
+    cos_sin_ptr,
+    table_ptr,
+    pairs_stride,
+    cache_stride,
+    table_stride,
+    eps,
+    per_block,
+    dcp_rank,
+    dcp_size,
+    interleave,
+    RATIO: tl.constexpr,
+    HALVES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_INDEX: tl.constexpr,
+    HADAMARD_BITS: tl.constexpr,
+):
+    """Pool spans of a request's tokens; one program per token, of which those that begin a span do something.
+
+    All that reads a request's sums or writes them is the program of its first token in the step, and it writes last:
+    its first span, the next one where entries overlap, and the last.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(request_ptr + token)
+    state = tl.load(states_ptr + request).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int32)
+    start, end = tl.load(first_position_ptr + request), tl.load(seq_lens_ptr + request)
+    first_span = start // RATIO
+    own, last = position // RATIO - first_span, (end - 1) // RATIO - first_span  # numbers of spans in the step
+    is_first = position == start
+    if (state < 0) | ((not is_first) & ((position % RATIO != 0) | (own < HALVES) | (own == last))):
+        return
+    column = tl.arange(0, COLUMNS)
+    sums_ptr += state * (HALVES * 3 * WIDTH)
+    num_spans = tl.where(is_first, tl.minimum(last, HALVES) + 1, 1)
+    for index in range(0, num_spans):
+        order = tl.where(is_first, tl.where(index < HALVES, index, last), own)
+        begin = tl.maximum(start, (first_span + order) * RATIO)
+        at = begin % RATIO  # of its first token of the step in the span
+        num = tl.minimum(RATIO - at, end - begin)
+        row = token + (begin - position)
+        own_ptr, own_bias_ptr = pairs_ptr + row * pairs_stride, bias_ptr + at * (HALVES * WIDTH)
+        is_carried = (order == 0) & (start > 0)
+        peak, total, values = _load_sums(sums_ptr, column, is_carried, WIDTH)
+        peak, total, values = _add_tokens(
+            peak,
+            total,
+            values,
+            own_ptr + (HALVES - 1) * WIDTH,
+            own_bias_ptr + (HALVES - 1) * WIDTH,
+            num,
+            pairs_stride,
+            column,
+            WIDTH,
+            HALVES,
+            TOKENS,
+        )
+        next_peak, next_total, next_values = _load_sums(sums_ptr, column, False, WIDTH)
+        if HALVES == 2:
+            num_before = tl.where(order > 0, tl.minimum(begin - start, RATIO), 0)
+            before_ptr = pairs_ptr + (row - num_before) * pairs_stride
+            before_bias_ptr = bias_ptr + (RATIO - num_before) * (HALVES * WIDTH)
+            peak, total, values = _add_tokens(
+                peak,
+                total,
+                values,
+                before_ptr,
+                before_bias_ptr,
+                num_before,
+                pairs_stride,
+                column,
+                WIDTH,
+                HALVES,
+                TOKENS,
+            )
+            # The span before was in progress when the step began: its part from then on is in the next entry's sums.
+            is_unfinished = (order == 1) & (start % RATIO > 0)
+            other_peak, other_total, other_values = _load_sums(sums_ptr + 3 * WIDTH, column, is_unfinished, WIDTH)
+            peak, total, values = _merge(peak, total, values, other_peak, other_total, other_values)
+            next_peak, next_total, next_values = _load_sums(sums_ptr + 3 * WIDTH, column, is_carried, WIDTH)
+            next_peak, next_total, next_values = _add_tokens(
+                next_peak,
+                next_total,
+                next_values,
+                own_ptr,
+                own_bias_ptr,
+                num,
+                pairs_stride,
+                column,
+                WIDTH,
+                HALVES,
+                TOKENS,
+            )
+        is_complete = begin - at + RATIO <= end
+        if order == last:
+            tl.debug_barrier()  # other threads may still read what is written here
+            left_peak, left_total = tl.where(is_complete, next_peak, peak), tl.where(is_complete, next_total, total)
+            _store_sums(sums_ptr, column, left_peak, left_total, tl.where(is_complete, next_values, values), WIDTH)
+            if HALVES == 2:
+                next_peak = tl.where(is_complete, float("-inf"), next_peak)
+                next_total = tl.where(is_complete, 0.0, next_total)
+                next_values = tl.where(is_complete, 0.0, next_values)
+                _store_sums(sums_ptr + 3 * WIDTH, column, next_peak, next_total, next_values, WIDTH)
+        entry = (first_span + order).to(tl.int64)
+        if is_complete & (entry // interleave % dcp_size == dcp_rank):
+            one = tl.zeros([1, 1], tl.int64)
+            x, y = tl.split(tl.reshape(values / tl.where(column < WIDTH, total, 1.0), [1, COLUMNS // 2, 2]))
+            factor = norm_factor(x, y, WIDTH, eps)
+            weight_x, weight_y = load_pairs(weight_ptr + one, one == 0, WIDTH, COLUMNS // 2, True)
+            dtype: tl.constexpr = pairs_ptr.dtype.element_ty
+            x, y = (x * factor * weight_x).to(dtype), (y * factor * weight_y).to(dtype)
+            FIRST: tl.constexpr = 0 if IS_INDEX else (WIDTH - ROPE) // 2
+            x, y = rotate_pairs(x, y, cos_sin_ptr + row * ROPE + one, one == 0, 1.0, FIRST, ROPE)
+            local = entry // (dcp_size * interleave) * interleave + entry % interleave
+            block = tl.load(table_ptr + request.to(tl.int64) * table_stride + local // per_block).to(tl.int64)
+            if IS_INDEX:
+                if HADAMARD_BITS:
+                    x, y = _transform(x, y, HADAMARD_BITS)
+                _store_index_key(cache_ptr, cache_stride, block, local % per_block, per_block, x, y, one == 0, WIDTH)
+            else:
+                slot = block * per_block + local % per_block + one
+                store_shared(cache_ptr, cache_stride, slot, x, y, WIDTH)
+
+
+def compress_(
+    pairs: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    sums: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    request: Tensor,
+    first_position: Tensor,
+    seq_lens: Tensor,
+    states: Tensor,
+    cos_sin: Tensor,
+    block_table: Tensor,
+    entries_per_block: int,
+    dcp_rank: int,
+    dcp_size: int,
+    interleave: int,
+    is_index: bool,
+    hadamard: bool,
+) -> None:
+    """Compute `compressor.compress_` in one kernel."""
+    num_tokens, (_, num_halves, _, width) = len(positions), sums.shape
+    if num_tokens == 0:
+        return
+    if is_index:
+        index_keys.check_index_cache(cache, cache.dtype, width)
+    compress_kernel[(num_tokens,)](
+        pairs,
+        bias,
+        norm_weight,
+        sums,
+        cache,
+        positions,
+        request,
+        first_position,
+        seq_lens,
+        states,
+        cos_sin.contiguous(),
+        block_table,
+        pairs.stride(0),
+        cache.stride(0),
+        block_table.stride(0),
+        eps,
+        entries_per_block,
+        dcp_rank,
+        dcp_size,
+        interleave,
+        RATIO=len(bias),
+        HALVES=num_halves,
+        WIDTH=width,
+        ROPE=cos_sin.shape[1],
+        COLUMNS=triton.next_power_of_2(width),
+        TOKENS=1 if num_tokens <= len(seq_lens) else _TOKENS,  # one a request, in most steps of decodes alone
+        IS_INDEX=is_index,
+        HADAMARD_BITS=width.bit_length() - 1 if hadamard else 0,
+    )

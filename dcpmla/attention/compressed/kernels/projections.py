@@ -1,0 +1,270 @@
+"""Triton kernels between projections, cache and attention with launchers; `attention/compressed/projections.py`
+specifies them.
+
+A row is held as two tensors, of the first and of the second column of each of its pairs: RoPE needs no exchange between
+threads, and norms and scales do not care.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dcpmla.attention.compressed.projections import GROUP
+from dcpmla.attention.triton.rope import load_pairs, store_pairs
+from dcpmla.cache import index_keys
+from dcpmla.cache.formats import FP8
+from dcpmla.cache.kernels import quantize_pairs, store_shared
+
+_GROUP_PAIRS = tl.constexpr(GROUP // 2)
+_SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
+_MANY_ROWS = 4096  # of which a warp takes more than one
+
+
+@triton.jit
+def norm_factor(x, y, WIDTH, eps):
+    """Return the factors [N, 1] float32 of the RMS norm of rows given as pairs [N, PAIRS]."""
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    return tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / WIDTH + eps)[:, None]
+
+
+@triton.jit
+def rotate_pairs(x, y, cos_sin_ptr, mask, sign, FIRST: tl.constexpr, ROPE: tl.constexpr):
+    """Rotate ROPE / 2 of the pairs [N, PAIRS], from FIRST on, by the angles at cos_sin_ptr [N, 1] times sign."""
+    pair = tl.arange(0, x.shape[1])[None, :] - FIRST
+    is_rotated = (pair >= 0) & (pair < ROPE // 2)
+    cos = tl.load(cos_sin_ptr + pair, mask=mask & is_rotated, other=0.0)
+    sin = tl.load(cos_sin_ptr + ROPE // 2 + pair, mask=mask & is_rotated, other=0.0) * sign
+    wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
+    rotated_x, rotated_y = wide_x * cos - wide_y * sin, wide_y * cos + wide_x * sin
+    return tl.where(is_rotated, rotated_x.to(x.dtype), x), tl.where(is_rotated, rotated_y.to(y.dtype), y)
+
+
+@triton.jit
+def _norm_row(x_ptr, weight_ptr, is_row, eps, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
+    """Load a row and apply its norm, rounded after the weight; x_ptr and is_row are [1, 1]."""
+    x, y = load_pairs(x_ptr, is_row, WIDTH, PAIRS, True)
+    weight_x, weight_y = load_pairs(weight_ptr + tl.zeros([1, 1], tl.int32), is_row, WIDTH, PAIRS, True)
+    factor = norm_factor(x, y, WIDTH, eps)
+    x = (weight_x * (x.to(tl.float32) * factor)).to(x.dtype)
+    return x, (weight_y * (y.to(tl.float32) * factor)).to(y.dtype)
+
+
+@triton.jit
+def rows_kernel(
+    down_ptr,
+    cache_ptr,
+    q_weight_ptr,
+    kv_weight_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    request_ptr,
+    seq_lens_ptr,
+    states_ptr,
+    q_c_ptr,
+    rows_ptr,
+    down_stride,
+    cache_stride,
+    eps,
+    ring_rows,
+    Q_RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    Q_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Finish a token's row, write it into its window, and normalize the query latent; two programs per token."""
+    token = tl.program_id(0).to(tl.int64)
+    one = tl.zeros([1, 1], tl.int64)
+    is_row = one == 0
+    down_ptr += token * down_stride + one
+    if tl.program_id(1) == 0:
+        x, y = _norm_row(down_ptr + Q_RANK, kv_weight_ptr, is_row, eps, WIDTH, PAIRS)
+        x, y = rotate_pairs(x, y, cos_sin_ptr + token * ROPE + one, is_row, 1.0, (WIDTH - ROPE) // 2, ROPE)
+        request = tl.load(request_ptr + token)
+        position = tl.load(positions_ptr + token)
+        state = tl.load(states_ptr + request).to(tl.int64)
+        is_kept = (state >= 0) & (tl.load(seq_lens_ptr + request) - position <= ring_rows)
+        slot = tl.where(is_kept, state * ring_rows + position % ring_rows, -1) + one
+        x, y = store_shared(cache_ptr, cache_stride, slot, x, y, WIDTH)
+        store_pairs(rows_ptr + token * WIDTH + one, x, y, is_row, WIDTH, PAIRS, True)
+    else:
+        q_x, q_y = _norm_row(down_ptr, q_weight_ptr, is_row, eps, Q_RANK, Q_PAIRS)
+        store_pairs(q_c_ptr + token * Q_RANK + one, q_x, q_y, is_row, Q_RANK, Q_PAIRS, True)
+
+
+def finish_rows(
+    down: Tensor,
+    cache: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    request: Tensor,
+    seq_lens: Tensor,
+    states: Tensor,
+    ring_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute `projections.finish_rows` in one kernel."""
+    num_tokens, q_rank, width = len(down), len(q_weight), len(kv_weight)
+    q_c, rows = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, width)
+    if num_tokens:
+        rows_kernel[(num_tokens, 2)](
+            down,
+            cache,
+            q_weight,
+            kv_weight,
+            cos_sin.contiguous(),
+            positions,
+            request,
+            seq_lens,
+            states,
+            q_c,
+            rows,
+            down.stride(0),
+            cache.stride(0),
+            eps,
+            ring_rows,
+            Q_RANK=q_rank,
+            WIDTH=width,
+            ROPE=cos_sin.shape[1],
+            Q_PAIRS=_num_pairs(q_rank),
+            PAIRS=_num_pairs(width),
+        )
+    return q_c, rows
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def query_kernel(
+    q_ptr,
+    cos_sin_ptr,
+    num_rows,
+    stride_token,
+    stride_head,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Normalize and rotate a tile of (token, head) rows in place; one program per tile."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    token, is_row = row // NUM_HEADS, row < num_rows
+    q_ptr += token * stride_token + row % NUM_HEADS * stride_head
+    x, y = load_pairs(q_ptr, is_row, WIDTH, PAIRS, True)
+    factor = norm_factor(x, y, WIDTH, eps).to(x.dtype).to(tl.float32)
+    x, y = (x.to(tl.float32) * factor).to(x.dtype), (y.to(tl.float32) * factor).to(y.dtype)
+    x, y = rotate_pairs(x, y, cos_sin_ptr + token * ROPE, is_row, 1.0, (WIDTH - ROPE) // 2, ROPE)
+    store_pairs(q_ptr, x, y, is_row, WIDTH, PAIRS, True)
+
+
+def finish_query_(q: Tensor, eps: float, cos_sin: Tensor) -> None:
+    """Compute `projections.finish_query_` in one kernel."""
+    num_tokens, num_heads, width = q.shape
+    if num_tokens:
+        rows = _num_rows(num_tokens * num_heads)
+        query_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
+            q,
+            cos_sin.contiguous(),
+            num_tokens * num_heads,
+            *q.stride()[:2],
+            eps,
+            NUM_HEADS=num_heads,
+            WIDTH=width,
+            ROPE=cos_sin.shape[1],
+            PAIRS=_num_pairs(width),
+            ROWS=rows,
+            num_warps=1,  # in place: a row must be loaded whole before it is stored
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def heads_kernel(
+    attended_ptr,
+    lse_ptr,
+    sinks_ptr,
+    cos_sin_ptr,
+    out_ptr,
+    scales_ptr,
+    num_rows,
+    stride_token,
+    stride_head,
+    lse_stride_token,
+    lse_stride_head,
+    NUM_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Weigh with the sink, rotate back and, where there are scales, quantize a tile of (token, head) rows."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    token, head, is_row = row // NUM_HEADS, row % NUM_HEADS, row < num_rows
+    x, y = load_pairs(attended_ptr + token * stride_token + head * stride_head, is_row, WIDTH, PAIRS, True)
+    lse = tl.load(lse_ptr + token * lse_stride_token + head * lse_stride_head, mask=is_row, other=0.0)
+    share = 1 / (1 + tl.exp(tl.load(sinks_ptr + head, mask=is_row, other=0.0) - lse))
+    is_there = share > 0  # a share of NaN, too, is of nothing
+    wide_x = tl.where(is_there, x.to(tl.float32) * share, 0.0)
+    wide_y = tl.where(is_there, y.to(tl.float32) * share, 0.0)
+    cos_sin_ptr += token * ROPE
+    wide_x, wide_y = rotate_pairs(wide_x, wide_y, cos_sin_ptr, is_row, -1.0, (WIDTH - ROPE) // 2, ROPE)
+    x, y = wide_x.to(x.dtype), wide_y.to(y.dtype)
+    if scales_ptr is not None:
+        NUM_GROUPS: tl.constexpr = PAIRS // _GROUP_PAIRS
+        group = tl.arange(0, NUM_GROUPS)[None, :]
+        code_x, code_y, scales = quantize_pairs(x, y, _SMALLEST_AMAX, _GROUP_PAIRS)
+        is_group = is_row & (group < WIDTH // (2 * _GROUP_PAIRS))
+        tl.store(scales_ptr + row * (WIDTH // (2 * _GROUP_PAIRS)) + group, scales, mask=is_group)
+        x, y = tl.reshape(code_x, [ROWS, PAIRS]), tl.reshape(code_y, [ROWS, PAIRS])
+    store_pairs(out_ptr + row * WIDTH, x, y, is_row, WIDTH, PAIRS, True)
+
+
+def finish_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> Tensor:
+    """Compute `projections.finish_heads` in one kernel."""
+    heads = torch.empty_like(out, memory_format=torch.contiguous_format)
+    _finish_heads(out, lse, sinks, cos_sin, heads, None)
+    return heads
+
+
+def finish_heads_fp8(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `projections.finish_heads_fp8` in one kernel."""
+    codes = torch.empty(out.shape, dtype=FP8, device=out.device)
+    scales = torch.empty(*out.shape[:2], out.shape[2] // GROUP, dtype=torch.float32, device=out.device)
+    _finish_heads(out, lse, sinks, cos_sin, codes, scales)
+    return codes, scales
+
+
+def _finish_heads(
+    attended: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, out: Tensor, scales: Tensor | None
+) -> None:
+    """Launch the kernel of both."""
+    num_tokens, num_heads, width = attended.shape
+    if num_tokens:
+        rows = _num_rows(num_tokens * num_heads)
+        heads_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
+            attended,
+            lse,
+            sinks,
+            cos_sin.contiguous(),
+            out,
+            scales,
+            num_tokens * num_heads,
+            *attended.stride()[:2],
+            *lse.stride(),
+            NUM_HEADS=num_heads,
+            WIDTH=width,
+            ROPE=cos_sin.shape[1],
+            PAIRS=_num_pairs(width),
+            ROWS=rows,
+            num_warps=1,
+        )
+
+
+def _num_pairs(width: int) -> int:
+    return triton.next_power_of_2(width) // 2
+
+
+def _num_rows(num_rows: int) -> int:
+    return 1 if num_rows < _MANY_ROWS else 4

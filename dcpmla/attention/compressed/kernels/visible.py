@@ -1,0 +1,99 @@
+"""The Triton kernel that lists visible rows with its launcher; `attention/compressed/visible.py` specifies it."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COLUMNS = 1024  # of one program
+
+
+@triton.jit
+def _count(length, rank, size, interleave):
+    """Compute `ownership.local_seq_lens`."""
+    rest = length % (size * interleave) - rank * interleave
+    return length // (size * interleave) * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
+
+
+@triton.jit(do_not_specialize=["width"])
+def visible_kernel(
+    positions_ptr,
+    request_ptr,
+    states_ptr,
+    table_ptr,
+    rows_ptr,
+    num_ptr,
+    table_stride,
+    width,
+    ratio,
+    per_block,
+    window,
+    ring_rows,
+    rank,
+    size,
+    interleave,
+    HAS_ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """List COLUMNS rows of a token; one program per (token, tile of columns)."""
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(request_ptr + token).to(tl.int64)
+    state = tl.load(states_ptr + request)
+    end = tl.load(positions_ptr + token).to(tl.int32) + 1
+    first = _count(tl.maximum(end - window, 0), rank, size, interleave)
+    num_window = _count(end, rank, size, interleave) - first
+    num = num_window
+    if HAS_ENTRIES:
+        num += _count(end // ratio, rank, size, interleave)
+    num = tl.where(state >= 0, num, 0)
+    if tl.program_id(1) == 0:
+        tl.store(num_ptr + token, num)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    local = first + column
+    position = local // interleave * (size * interleave) + rank * interleave + local % interleave
+    rows = state * ring_rows + position % ring_rows
+    if HAS_ENTRIES:
+        entry = column - num_window
+        is_entry = (entry >= 0) & (column < num)
+        block = tl.load(table_ptr + request * table_stride + entry // per_block, mask=is_entry, other=0)
+        rows = tl.where(is_entry, block * per_block + entry % per_block, rows)
+    tl.store(rows_ptr + token * width + column, rows, mask=column < num)
+
+
+def visible_rows(
+    positions: Tensor,
+    request: Tensor,
+    states: Tensor,
+    entry_table: Tensor,
+    width: int,
+    ratio: int,
+    entries_per_block: int,
+    window: int,
+    ring_rows: int,
+    dcp_rank: int,
+    dcp_size: int,
+    interleave: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute `visible.visible_rows` in one kernel, into rows of `width` columns."""
+    num_tokens = len(positions)
+    rows, num = request.new_empty(num_tokens, width), request.new_empty(num_tokens)
+    if num_tokens:
+        visible_kernel[(num_tokens, triton.cdiv(width, _COLUMNS))](
+            positions,
+            request,
+            states,
+            entry_table,
+            rows,
+            num,
+            entry_table.stride(0),
+            width,
+            max(1, ratio),
+            entries_per_block,
+            window,
+            ring_rows,
+            dcp_rank,
+            dcp_size,
+            interleave,
+            HAS_ENTRIES=ratio > 0,
+            COLUMNS=_COLUMNS,
+        )
+    return rows, num

@@ -1,0 +1,101 @@
+"""The rows of a layer that tokens see on one rank: those of their windows, then those of entries."""
+
+import torch
+from torch import Tensor
+
+from dcpmla import ownership
+
+
+@torch.library.custom_op("dcpmla::visible_rows", mutates_args=())
+def visible_rows(
+    positions: Tensor,
+    request: Tensor,
+    states: Tensor,
+    entry_table: Tensor,
+    ratio: int,
+    entries_per_block: int,
+    window: int,
+    ring_rows: int,
+    dcp_rank: int,
+    dcp_size: int,
+    interleave: int,
+) -> tuple[Tensor, Tensor]:
+    """List the rows of each token's window that count on this rank, and of all entries that it sees there.
+
+    Each token's latent counts on the rank that would own it in MLA.
+
+    Args:
+        positions, request: [n] of some tokens, contiguous.
+        states: [num_reqs] int32, -1 for padding, which sees nothing.
+        entry_table: [num_reqs, max_blocks] int32 in blocks of the layer's rows.
+        ratio: 0 for windows alone; the table is not read then.
+    Returns:
+        [n, N] int32, anything after the last; [n] int32, how many. N is `num_listed`.
+    """
+    layout = dcp_rank, dcp_size, interleave
+    if positions.is_cuda:
+        from dcpmla.attention.compressed.kernels.visible import visible_rows as kernel  # triton is on Linux only
+
+        sizes = ratio, entries_per_block, window, ring_rows
+        width = num_listed(entry_table, ratio, entries_per_block, window, dcp_size, interleave)
+        return kernel(positions, request, states, entry_table, width, *sizes, *layout)
+    state = states[request]
+    rows, num = _window_rows(positions, state, window, ring_rows, *layout)
+    if not ratio:
+        return rows, num
+    counts = ((positions + 1) // ratio).where(state >= 0, 0)
+    entries = (entry_table * entries_per_block)[..., None] + torch.arange(entries_per_block, dtype=torch.int32)
+    local = ownership.local_seq_lens(counts, dcp_size, dcp_rank, interleave)
+    return append_rows(rows, num, entries.flatten(1)[request.long()], local)
+
+
+@visible_rows.register_fake
+def _(
+    positions: Tensor,
+    request: Tensor,
+    states: Tensor,
+    entry_table: Tensor,
+    ratio: int,
+    entries_per_block: int,
+    window: int,
+    ring_rows: int,
+    dcp_rank: int,
+    dcp_size: int,
+    interleave: int,
+) -> tuple[Tensor, Tensor]:
+    width = num_listed(entry_table, ratio, entries_per_block, window, dcp_size, interleave)
+    return request.new_empty(len(positions), width), request.new_empty(len(positions))
+
+
+def num_listed(
+    entry_table: Tensor, ratio: int, entries_per_block: int, window: int, dcp_size: int, interleave: int
+) -> int:
+    """Return the columns of `visible_rows`: no fewer than the rows that a token can see."""
+    num_entries = entry_table.shape[1] * entries_per_block if ratio else 0
+    return _num_in_window(window, dcp_size, interleave) + num_entries
+
+
+def _num_in_window(window: int, dcp_size: int, interleave: int) -> int:
+    """Return no fewer than the tokens of a window that count on a rank."""
+    return min(window, (window // (dcp_size * interleave) + 2) * interleave)
+
+
+def _window_rows(
+    positions: Tensor, state: Tensor, window: int, ring_rows: int, dcp_rank: int, dcp_size: int, interleave: int
+) -> tuple[Tensor, Tensor]:
+    """Compute `visible_rows` of windows alone, by the states [n] of tokens."""
+    first = ownership.local_seq_lens((positions + 1 - window).clamp(min=0), dcp_size, dcp_rank, interleave)
+    count = ownership.local_seq_lens(positions + 1, dcp_size, dcp_rank, interleave) - first
+    most = _num_in_window(window, dcp_size, interleave)
+    index = first[:, None] + torch.arange(most, dtype=torch.int32, device=positions.device)
+    rows = ownership.global_position(index, dcp_rank, dcp_size, interleave) % ring_rows + state[:, None] * ring_rows
+    return rows.to(torch.int32), count.where(state >= 0, 0).to(torch.int32)
+
+
+def append_rows(rows: Tensor, num: Tensor, more: Tensor, num_more: Tensor) -> tuple[Tensor, Tensor]:
+    """Join two lists of rows a token, [n, N] and [n, M] int32 with so many each [n]: return the same for both together,
+    [n, N + M].
+    """
+    index = torch.arange(rows.shape[1] + more.shape[1], device=rows.device) - num[:, None]
+    after = more.gather(1, index.clamp(0, max(0, more.shape[1] - 1))) if more.shape[1] else rows
+    return torch.nn.functional.pad(rows, (0, more.shape[1])).where(index < 0, after), num + num_more

@@ -1,0 +1,255 @@
+"""Triton kernels of DeepSeek-V4's attention against the torch code that specifies them.
+
+They run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla.attention.compressed import projections
+from dcpmla.attention.compressed.visible import visible_rows
+from dcpmla.cache.shared_rows import ROPE_DIM, read_rows, rows_shape, write_rows
+from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
+from tests.support.shared_memory import run_interpreted
+
+POISON, RING = 0xA5, 7
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of what was rounded once or twice more, or from sums in another order.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+V4, ODD = (1536, 512, 64), (24, 40, 6)  # Lq, D, R: DeepSeek-V4's, nothing a power of two
+FP8_SIZES = (24, 128, 64), (24, 192, 64), (24, 512, 64)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    return x.cpu().contiguous().view(torch.uint8)
+
+
+def assert_near(got: Tensor, wanted: Tensor) -> None:
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    tolerance = TOLERANCE[wanted.dtype]
+    torch.testing.assert_close(got.double().cpu(), wanted.double(), atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def rows_case(sizes: tuple[int, int, int], dtype: torch.dtype, storage: torch.dtype) -> list[Any]:
+    """Arguments of `finish_rows`: a prefill longer than its window, decodes, padding; a row of zeros."""
+    q_rank, width, rope = sizes
+    lens, ends, states = (9, 1, 1, 1, 1), (21, 1, 5, 200, 0), (2, 0, 40, 1, -1)
+    parts = [torch.arange(max(0, end - length), max(1, end)) for length, end in zip(lens, ends, strict=True)]
+    positions = torch.cat(parts)
+    request = torch.arange(len(lens), dtype=torch.int32).repeat_interleave(torch.tensor(lens))
+    down = cut(randn(len(positions), q_rank + width, dtype=dtype, seed=3))
+    down[:, q_rank:] *= 2.0 ** torch.randint(-12, 5, (len(positions), 1), generator=torch.Generator().manual_seed(5))
+    down[5, q_rank:], down[6, q_rank : q_rank + 8] = 0, 300
+    down[-1] = torch.nan
+    cache = torch.empty(rows_shape(RING * 41 + 9, width, storage), dtype=storage)
+    cache.view(torch.uint8).fill_(POISON)
+    weights = 0.5 + randn(q_rank, seed=1).abs(), 0.5 + randn(width, seed=2).abs()
+    per_request = torch.tensor(ends, dtype=torch.int32), torch.tensor(states, dtype=torch.int32)
+    return [down, cache, *weights, 1e-3, randn(len(positions), rope, seed=4), positions, request, *per_request, RING]
+
+
+def check_finish_rows(device: str, *sizes: tuple[int, int, int]) -> None:
+    """Check that rows are as the torch code's, and a cache, byte by byte, as it makes them of the kernel's rows."""
+    from dcpmla.attention.compressed.kernels import projections as kernels
+
+    for size, dtype in itertools.product(sizes, DTYPES):
+        arguments = rows_case(size, dtype, dtype)
+        moved = on(device, arguments)
+        wanted, got = projections.finish_rows(*arguments), kernels.finish_rows(*moved)
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert_near(mine, theirs)
+        check_written(arguments, moved[1], got[1].cpu())
+        if size[2] == ROPE_DIM:
+            arguments = rows_case(size, dtype, torch.uint8)
+            moved = on(device, arguments)
+            rounded = kernels.finish_rows(*moved)[1].cpu()
+            check_written(arguments, moved[1], got[1].cpu())
+            page = torch.empty_like(arguments[1])
+            everywhere = torch.arange(len(rounded))
+            write_rows(page, got[1].cpu(), everywhere)
+            assert torch.equal(rounded[:-1], read_rows(page, everywhere, size[1], dtype)[:-1])  # the last is NaN
+
+
+def check_written(arguments: list[Any], cache: Tensor, rows: Tensor) -> None:
+    """Check a cache against one that rows are written to by the torch code, over poison."""
+    _, again, _, _, _, _, positions, request, seq_lens, states, ring = arguments
+    is_kept = (states[request] >= 0) & (seq_lens[request] - positions <= ring)
+    again.view(torch.uint8).fill_(POISON)
+    write_rows(again, rows, (states[request].long() * ring + positions % ring).where(is_kept, -1))
+    assert torch.equal(bytes_of(cache), bytes_of(again))
+
+
+def heads_case(num_tokens: int, num_heads: int, width: int, rope: int, dtype: torch.dtype) -> list[Any]:
+    """Arguments of `finish_heads`, rows that nothing was attended to, NaN among them."""
+    out, lse = cut(randn(num_tokens, num_heads, width, dtype=dtype, seed=1)), 3 * randn(num_tokens, num_heads, seed=2)
+    sinks = 3 * randn(num_heads, seed=3)
+    if num_tokens:
+        lse[0, 0], out[0, 0], lse[-1] = -torch.inf, torch.nan, -torch.inf
+        sinks[-1] = -torch.inf
+    return [out, lse, sinks, randn(num_tokens, rope, seed=4)]
+
+
+def check_heads(device: str, *shapes: tuple[int, int, int, int]) -> None:
+    from dcpmla.attention.compressed.kernels import projections as kernels
+
+    for shape, dtype in itertools.product(shapes, DTYPES):
+        arguments = heads_case(*shape, dtype)
+        moved = on(device, arguments)
+        got = kernels.finish_heads(*moved)
+        assert_near(got, projections.finish_heads(*arguments))
+        assert got.is_contiguous()
+        if shape[2] % projections.GROUP == 0:
+            codes, scales = kernels.finish_heads_fp8(*moved)
+            wanted = projections.index_to_fp8(got.cpu().unflatten(-1, (-1, projections.GROUP)))
+            assert torch.equal(bytes_of(codes), bytes_of(wanted[0].flatten(-2)))
+            assert torch.equal(scales.cpu(), wanted[1])
+        q, eps, cos_sin = arguments[0].nan_to_num(0.5), 1e-3, arguments[3]
+        (moved_q,) = on(device, [cut(q)])
+        kernels.finish_query_(moved_q, eps, cos_sin.to(device))
+        projections.finish_query_(q, eps, cos_sin)
+        assert_near(moved_q, q)
+        assert moved_q._base[..., shape[2] :].isnan().all()
+
+
+def check_reading(device: str) -> None:
+    from dcpmla.cache.kernels import read_shared_rows
+
+    slots = torch.tensor([[3, 3, 0], [127, 64, 130]])
+    for width, dtype in itertools.product((128, 192, 512), DTYPES):
+        cache = torch.empty(rows_shape(140, width, torch.uint8), dtype=torch.uint8)
+        write_rows(cache, randn(140, width), torch.arange(140))
+        (moved,) = on(device, [cache])
+        got = read_shared_rows(moved, slots.to(device), width, dtype)
+        assert torch.equal(got.cpu(), read_rows(cache, slots, width, dtype))
+        assert read_shared_rows(moved, slots[:0].to(device), width, dtype).shape == (0, 3, width)
+        plain = randn(140, 1, width, dtype=dtype)
+        got = read_shared_rows(plain.to(device), slots.to(device), width, dtype)
+        assert torch.equal(got.cpu(), plain[slots, 0])
+
+
+def visible_cases() -> Iterator[list[Any]]:
+    """Arguments of `visible_rows`: decodes in windows and far past them, padding, ranks without rows."""
+    positions = torch.tensor([0, 5, 7, 8, 63, 64, 1500, 40])
+    request = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.int32)
+    states = torch.tensor([3, 1, 0, 4, 2, 6, 5, -1], dtype=torch.int32)
+    table = torch.randperm(8 * 50).view(8, 50).to(torch.int32)
+    for ratio, (rank, size, interleave) in itertools.product((0, 4, 16), ((0, 1, 1), (2, 3, 1), (1, 2, 4))):
+        yield [positions, request, states, table, ratio, 8 if ratio == 4 else 4, 12, 16, rank, size, interleave]
+
+
+def check_visible(device: str) -> None:
+    from dcpmla.attention.compressed.kernels.visible import visible_rows as kernel
+
+    for arguments in visible_cases():
+        wanted, num = visible_rows(*arguments)
+        got, got_num = kernel(*on(device, [*arguments[:4], wanted.shape[1], *arguments[4:]]))
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        assert torch.equal(got_num.cpu(), num)
+        is_listed = torch.arange(wanted.shape[1]) < num[:, None]
+        assert num.max() <= wanted.shape[1]
+        assert torch.equal(got.cpu()[is_listed], wanted[is_listed])
+
+
+def check_in_the_interpreter() -> None:
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    check_finish_rows("cpu", ODD, *FP8_SIZES[:2])
+    check_heads("cpu", (3, 5, 40, 6), (2, 3, 256, 64), (0, 3, 128, 64))
+    check_reading("cpu")
+    check_visible("cpu")
+
+
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_in_the_interpreter)
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    check_finish_rows("cuda", V4, ODD, *FP8_SIZES)
+    check_heads("cuda", (3, 5, 40, 6), (0, 3, 128, 64), (1, 64, 512, 64), (70, 128, 512, 64), (5, 1, 128, 64))
+    check_reading("cuda")
+    check_visible("cuda")
+
+
+@pytest.mark.gpu
+def test_operators_run_the_kernels() -> None:
+    """The doors of the package, on CUDA tensors; float64 stays torch's."""
+    for dtype in (*DTYPES, torch.float64):
+        tolerance = TOLERANCE.get(dtype, 1e-6)
+        rows, heads = rows_case(V4, dtype, dtype), heads_case(5, 8, 512, 64, dtype)
+        on_gpu = on("cuda", rows)
+        wanted = [*projections.finish_rows(*rows), rows[1], projections.finish_heads(*heads)]
+        got = [*projections.finish_rows(*on_gpu), on_gpu[1], projections.finish_heads(*on("cuda", heads))]
+        for mine, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def check_operators(device: str) -> None:
+    """Check schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
+    for dtype in (torch.float32, torch.bfloat16):
+        rows, heads = rows_case(FP8_SIZES[0], dtype, torch.uint8), on(device, heads_case(3, 2, 128, 64, dtype))
+        rows[0] = rows[0].nan_to_num(0.0)
+        torch.library.opcheck(projections.finish_rows, on(device, rows))
+        torch.library.opcheck(projections.finish_query_, [heads[0].nan_to_num(0.0), 1e-6, heads[3]])
+        torch.library.opcheck(projections.finish_heads, heads)
+        torch.library.opcheck(projections.finish_heads_fp8, heads)
+        torch.library.opcheck(read_rows, on(device, [rows[1].zero_(), torch.tensor([[1, 2]]), 128, dtype]))
+
+
+def test_operators() -> None:
+    check_operators("cpu")
+    for arguments in visible_cases():
+        torch.library.opcheck(visible_rows, arguments)
+
+
+@pytest.mark.gpu
+def test_operators_on_a_gpu() -> None:
+    check_operators("cuda")
+
+
+def test_groups_of_a_quantized_output() -> None:
+    with pytest.raises(ValueError, match="multiple of 128"):
+        projections.finish_heads_fp8(*heads_case(2, 3, 192, 64, torch.float32))
+
+
+TYPES = {
+    **dict.fromkeys(("cos_sin_ptr", "lse_ptr", "sinks_ptr", "bias_ptr", "sums_ptr", "weight_ptr"), "*fp32"),
+    **dict.fromkeys(("q_weight_ptr", "kv_weight_ptr", "scales_ptr"), "*fp32"),
+    **dict.fromkeys(("request_ptr", "first_position_ptr", "seq_lens_ptr", "states_ptr", "table_ptr"), "*i32"),
+    **{"positions_ptr": "*i64", "slots_ptr": "*i64", "eps": "fp32"},
+}
+ROW = {"WIDTH": 512, "ROPE": 64, "PAIRS": 256}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("cache", ["plain", "u8"])
+def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
+    """Rows move in wide loads and stores, but those of e4m3."""
+    pytest.importorskip("triton")
+    from dcpmla.attention.compressed.kernels.projections import heads_kernel, query_kernel, rows_kernel
+    from dcpmla.attention.compressed.kernels.visible import visible_kernel
+    from dcpmla.cache.kernels import read_pages_kernel
+
+    types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}"}
+    compile_for_hopper(rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_PAIRS": 1024}, **types)
+    rows = {"HAS_ENTRIES": cache == "u8", "COLUMNS": 1024}
+    compile_for_hopper(visible_kernel, "i32", rows, positions_ptr="*i64")
+    if cache == "u8":
+        compile_for_hopper(
+            read_pages_kernel, dtype, {"WIDTH": 512, "ROWS": 8, "COLUMNS": 512}, **types, out_ptr=f"*{dtype}"
+        )
+        compile_for_hopper(heads_kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": 1}, **types, out_ptr="*fp8e4nv")
+        return
+    for kernel, constants in ((query_kernel, {}), (heads_kernel, {"scales_ptr": None})):
+        for rows in (1, 4):
+            ptx = compile_for_hopper(kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": rows, **constants}, **types)
+            assert re.search(r"ld\.global\.v[24]\.b32", ptx)
+            assert not re.search(r"st\.global\.b(8|16)\b", ptx)
