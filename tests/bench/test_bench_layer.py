@@ -18,6 +18,8 @@ from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench.geometries import config_of
 from dcpmla.bench.layer_stack import PARTS, LayerStack
 from dcpmla.bench.layouts import crossovers
+from dcpmla.bench.stack import PARTS as ALL_PARTS
+from dcpmla.bench.stack import Stack
 from dcpmla.bench.timing import TimeLimit, time_operation
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.mesh import init_mesh
@@ -135,16 +137,25 @@ def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
     with torch.inference_mode():
         for tp, dcp, options in cuts:
             stack = LayerStack(config, init_mesh(tp, dcp), 2, PROJECT_FIRST_TOKENS, 70, CPU, torch.float32, **options)
-            runs = dict(
-                zip(PARTS, (stack.project, stack.gather, stack.attend, stack.combine, stack.finish), strict=True)
-            )
-            with _Operators() as whole:
-                stack.step()
-            with _Operators() as parts:
-                for part in stack.parts:
-                    runs[part]()
-            found.append((whole.names - Counter({"aten.add.Tensor": 2}), parts.names))
+            found.append(operators_of(stack))
     return found
+
+
+def operators_of(stack: Stack) -> tuple[Counter[str], Counter[str]]:
+    """Operators of a whole step of two layers, and of its parts together, without what the residual adds."""
+    runs = dict(
+        zip(
+            ALL_PARTS,
+            (stack.project, stack.select, stack.gather, stack.attend, stack.combine, stack.finish),
+            strict=True,
+        )
+    )
+    with _Operators() as whole:
+        stack.step()
+    with _Operators() as parts:
+        for part in stack.parts:
+            runs[part]()
+    return whole.names - Counter({"aten.add.Tensor": 2}), parts.names
 
 
 class _Operators(TorchDispatchMode):
@@ -206,7 +217,13 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
     assert len(captured.err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize(("name", "billions"), [("deepseek-v3", 671), ("kimi-k2", 1026), ("v2-lite", 15.7)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        *(("deepseek-v3", 671), ("kimi-k2", 1026), ("v2-lite", 15.7)),
+        *(("deepseek-v4-flash", 284.3), ("deepseek-v4-pro", 1573)),
+    ],
+)
 def test_geometries_are_the_published_ones(name: str, billions: float) -> None:
     """By the parameters of their checkpoints."""
     model = read_model(config_of(name))
@@ -221,7 +238,7 @@ TIMES = st.dictionaries(st.tuples(st.integers(1, 3), st.sampled_from([8, 16, 24]
 
 
 def rows_of(times: dict[int, dict[tuple[int, int], int]], kv_cache_dtype: str = "bf16") -> list[dict[str, Any]]:
-    """Total times by DCP size, batch and context."""
+    """Total times by DCP size, batch and context, in rows as they were before they named a kind of layers."""
     names = {"exchange": "a2a", "variant": "", "kv_cache_dtype": kv_cache_dtype, "decode_query_dtype": "auto"}
     return [
         {"part": part, "dcp": dcp, **names, "batch": batch, "context": context, "median_us": time * factor}
