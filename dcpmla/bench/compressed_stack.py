@@ -107,7 +107,7 @@ class CompressedStack(Stack):
         if selects(compressed, self.kind):
             num_columns = compressed.block_table.shape[1] * compressed.plan.entries_per_block(self.kind.ratio)
             width = candidate_width(config.indexer.topk, num_columns)
-            self.candidates = torch.randint(1 << 40, (batch, width), device=self.device)
+            self.candidates = torch.randint(1 << 31, (batch, width), device=self.device)
 
     def key_bytes(self) -> int:
         """Return the bytes of an index key of each request in all layers."""

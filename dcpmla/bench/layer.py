@@ -12,6 +12,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
+import torch
+
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench.cache_formats import add_cache_arguments, config_name, query_dtypes
 from dcpmla.bench.compressed_stack import CompressedStack
@@ -80,6 +82,8 @@ class Layer(Benchmark[LayerCase, Stack]):
             self.kinds = {kind.label: kind for kind in self.config.layer_kinds}
         job.watchdog.enter("measuring the memory's rate", LOAD_TIMEOUT)
         self.bytes_per_second = measure_ceilings(self.device, self.dtype).bytes_per_second
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # caches are planned by what the device has left
         sizes = sorted(set(args.decode_context_parallel_size))
         self.meshes = {dcp: init_mesh(args.tensor_parallel_size, dcp) for dcp in sizes}
         self.layouts = [layout for dcp in sizes for layout in self._layouts(dcp)]
