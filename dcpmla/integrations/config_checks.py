@@ -195,8 +195,8 @@ def _check_compressed(config: Any) -> None:
     rotated, widths = config.qk_rope_head_dim, (config.head_dim, config.index_head_dim)
     if rotated % 2 or not 0 < rotated <= min(widths):
         raise ValueError(
-            f"partial_rotary_factor {config.partial_rotary_factor} rotates {rotated} dims (qk_rope_head_dim); they must "
-            f"be even, and at most head_dim {widths[0]} and index_head_dim {widths[1]}"
+            f"partial_rotary_factor {config.partial_rotary_factor} rotates {rotated} dims (qk_rope_head_dim); they "
+            f"must be even, and at most head_dim {widths[0]} and index_head_dim {widths[1]}"
         )
     if config.num_attention_heads % config.o_groups:
         raise ValueError(
@@ -208,8 +208,8 @@ def _check_compressed(config: Any) -> None:
         factor = rope.get("partial_rotary_factor", 1.0)
         if int(config.head_dim * factor) != rotated:
             raise ValueError(
-                f"rope_parameters.{kind}.partial_rotary_factor is {factor}; of head_dim {config.head_dim} it must leave "
-                f"qk_rope_head_dim {rotated} dims"
+                f"rope_parameters.{kind}.partial_rotary_factor is {factor}; of head_dim {config.head_dim} it must "
+                f"leave qk_rope_head_dim {rotated} dims"
             )
 
 
