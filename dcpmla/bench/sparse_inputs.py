@@ -12,18 +12,23 @@ from dcpmla import ownership
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.attention.sparse.topk import EMPTY, choose_tokens, local_candidates
 from dcpmla.attention.step import SelectedTokens
-from dcpmla.bench.cache_formats import fill_randomly, kv_scale_of, storage_dtype
+from dcpmla.bench.cache_formats import (
+    fill_index_keys,
+    fill_randomly,
+    fill_shared_rows,
+    kv_scale_of,
+    storage_dtype,
+)
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, Caches, DecodeCase, DecodeInputs
 from dcpmla.bench.timing import Operation
 from dcpmla.cache import formats, shared_rows
-from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8, write_index_keys
+from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8
 from dcpmla.comm.exchange import Exchange, LocalExchange
 
 BLOCK_SIZE = 64
 _INDEX_DIM = 128  # of DeepSeek-V3.2 and GLM-5
 _ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 18}  # several times the L2 of an H200, 60 MB
 _MOST_SETS = 512  # nodes of a graph that small sets may cost
-_CHUNK = 1 << 18  # keys drawn at a time
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,7 @@ class SelectionInputs:
         self.index_bytes = case.batch * case.num_local * width * storage.itemsize
         self.num_sets = _num_sets(num_blocks * BLOCK_SIZE * width * storage.itemsize, device)
         self.index_cache = torch.empty(self.num_sets * num_blocks, BLOCK_SIZE, width, dtype=storage, device=device)
-        for slots in torch.arange(self.index_cache.shape[0] * BLOCK_SIZE, device=device).split(_CHUNK):
-            write_index_keys(self.index_cache, torch.randn(len(slots), _INDEX_DIM, dtype=dtype, device=device), slots)
+        fill_index_keys(self.index_cache, _INDEX_DIM, dtype)
         self.block_tables = case.block_tables(self.num_sets, device)
         self.q = torch.randn(self.num_sets, case.batch, num_heads, _INDEX_DIM, dtype=dtype, device=device)
         self.weights = torch.randn(self.q.shape[:3], device=device) * (num_heads * _INDEX_DIM) ** -0.5
@@ -230,7 +234,9 @@ class SelectedRows(Caches):
         num_caches = _num_sets(num_blocks * BLOCK_SIZE * row_bytes, device)
         num_sets = _num_sets(-(-case.batch * case.topk // case.dcp_size) * row_bytes, device)
         if case.is_shared:
-            self.blocks = _draw_shared(num_caches * num_blocks * BLOCK_SIZE, storage, dtype, device)
+            shape = shared_rows.rows_shape(num_caches * num_blocks * BLOCK_SIZE, LATENT_DIM, storage)
+            self.blocks = torch.empty(shape, dtype=storage, device=device)
+            fill_shared_rows(self.blocks, LATENT_DIM, dtype)
             self.rows = self.blocks.expand(num_sets, -1, -1, -1)
         else:
             self.blocks = torch.empty(num_caches * num_blocks, *page, dtype=storage, device=device)
@@ -251,15 +257,6 @@ class SelectedRows(Caches):
             slots = table.gather(1, token // BLOCK_SIZE) * BLOCK_SIZE + token % BLOCK_SIZE
             selections.append(slots.masked_fill(number >= self.num_slots[:, None], -1).to(torch.int32))
         return torch.stack(selections)
-
-
-def _draw_shared(num_rows: int, storage: torch.dtype, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a cache of normal rows of shared keys, in `cache.shared_rows`' shape."""
-    rows = torch.empty(shared_rows.rows_shape(num_rows, LATENT_DIM, storage), dtype=storage, device=device)
-    for slots in torch.arange(num_rows, device=device).split(_CHUNK):
-        values = torch.randn(len(slots), LATENT_DIM, dtype=dtype, device=device)
-        shared_rows.write_rows(rows, values, slots)
-    return rows
 
 
 class AttentionInputs(DecodeInputs):

@@ -14,6 +14,7 @@ import transformers
 from dcpmla.attention.backends import check_backends
 from dcpmla.attention.build import context_workspace_tokens
 from dcpmla.cache.compressed import AnyPlan, new_cache
+from dcpmla.cache.states import num_states
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import MODEL_DTYPES, DCPConfig
@@ -27,7 +28,6 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.text import Tokenizer
 
 _EMPTY_BLOCK_BYTES = 4096  # that a block counts in a model of windows alone, whose tokens leave nothing in it
-_REMEMBERED_STATES = 8  # at least, for requests that begin as earlier ones did
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _OPTION_RULES = {
     "dtype": one_of(MODEL_DTYPES),
@@ -198,7 +198,7 @@ def _plan_cache(
     where there are any, of all requests that may run, and of some that are remembered.
     """
     lens = list(seq_lens) if seq_lens else [1]
-    plan = model.plan_cache(dcp, lens, num_running + max(_REMEMBERED_STATES, num_running // 4))
+    plan = model.plan_cache(dcp, lens, num_states(num_running))
     block_bytes = plan.bytes_per_block or _EMPTY_BLOCK_BYTES
     state_bytes = plan.num_states * plan.bytes_per_state
     affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)

@@ -1,0 +1,125 @@
+"""DeepSeek-V4's checkpoints as they are published, and whole models over caches of 8 bits."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dcpmla.cache.compressed import new_cache
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.checkpoint import Checkpoint
+from dcpmla.integrations.checkpoint_names import module_name
+from dcpmla.integrations.loading import check_layout, open_model
+from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.sampling import SamplingParams
+from tests.integrations.test_checkpoint import BLOCK, dequantize, quantize
+from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.support.models import random_model, save_tiny, tiny_config
+from tests.support.ranks import run_ranks
+
+PUBLISHED = (  # what transformers' mapping does not take back when it saves
+    ("model.", ""),
+    ("embed_tokens", "embed"),
+    ("hc_head.hc_", "hc_head_"),
+    (".attn.norm.", ".attn.kv_norm."),
+)
+
+
+def publish(directory: Path) -> dict[str, Any]:
+    """Rename a saved checkpoint's tensors as DeepSeek does, and return them."""
+    tensors = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        for saved, published in PUBLISHED:
+            name = name.replace(saved, published)  # noqa: PLW2901
+        tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def test_names_of_modules_stay() -> None:
+    names = random_model(tiny_config("deepseek_v4")).state_dict()
+    assert [module_name(name) for name in names] == list(names)
+
+
+def test_published_names(tmp_path: Path) -> None:
+    reference = save_tiny("deepseek_v4", tmp_path)
+    names = publish(tmp_path)
+    assert {"layers.1.attn.indexer.compressor.ape", "layers.0.ffn.gate.tid2eid", "hc_head_fn"} <= set(names)
+    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",), is_compressed=True))
+
+
+def test_published_weights_in_fp8_blocks(tmp_path: Path) -> None:
+    """Scales are called so, and are powers of two of one byte."""
+    save_tiny("deepseek_v4", tmp_path)
+    tensors = publish(tmp_path)
+    codes, scales = quantize(tensors["layers.0.attn.wq_b.weight"])
+    scales = scales.log2().ceil().exp2()
+    exponents = scales.to(torch.float8_e8m0fnu)
+    tensors |= {"layers.0.attn.wq_b.weight": codes, "layers.0.attn.wq_b.scale": exponents}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weights = Checkpoint(tmp_path, (BLOCK, BLOCK), module_name).weights("model.layers.0.self_attn.")
+    assert torch.equal(weights["q_b_proj.weight"][:, :], dequantize(codes, scales))
+    assert tuple(weights["sinks"].shape) == (24,)
+
+
+def generate(directory: Path, layouts: list[DCPConfig]) -> list[list[torch.Tensor]]:
+    """On one rank: for each layout, each prompt's logits [4, vocab] over caches of its formats."""
+    results = []
+    for dcp in layouts:
+        mesh, cpu = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), torch.device("cpu")
+        exchange = select_exchange(dcp, mesh.dcp_group, cpu)
+        model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, cpu)
+        cache = new_cache(model.plan_cache(dcp, [80] * 5, num_states=6), cpu)
+        for memory in cache.tensors:
+            memory.view(torch.uint8).fill_(0xFF)
+        engine = Engine(model, cache, dcp, mesh, 80, 33, max_num_seqs=4)
+        params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        requests = [engine.add(prompt, params, keep_logits=True) for prompt in prompts()]
+        list(engine.run())
+        results.append([torch.stack(request.logits) for request in requests])
+    return results
+
+
+def difference(logits: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((logits - wanted).norm() / wanted.norm())
+
+
+def test_caches_of_8_bits(tmp_path: Path) -> None:
+    """Every cut of the caches reads the same rounded rows, which are close to exact ones. Every entry is selected, for
+    rounding may tip the choice among some of them.
+    """
+    config = tiny_config("deepseek_v4")
+    config.head_dim, config.index_head_dim, config.index_topk = 128, 64, 64
+    config.qk_rope_head_dim, config.partial_rotary_factor = 64, 0.5
+    for rope in config.rope_parameters.values():
+        rope["partial_rotary_factor"] = 0.5
+    random_model(config).save_pretrained(tmp_path)
+    plain = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4, dcp_comm_backend="a2a")
+    rounded = dataclasses.replace(plain, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")
+    exact, sharded, whole = run_ranks(
+        2, generate, tmp_path, [plain, rounded, dataclasses.replace(rounded, decode_context_parallel_size=1)]
+    )[0]
+    for wanted, in_shards, on_each in zip(exact, sharded, whole, strict=True):
+        assert difference(in_shards, on_each) < 5e-3  # the order of sums: seldom a row has another code of 8 bits
+        assert 1e-2 < difference(in_shards, wanted) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 3}, "block_size .*is 3; 4 times as many tokens must be whole entries"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype .*fp8 does not go with DeepSeek-V4's attention"),
+        ({"tensor_parallel_size": 5}, "tensor_parallel_size .*is 5; it must divide the 24 groups"),
+    ],
+)
+def test_options_that_it_does_not_have(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("deepseek_v4").to_dict()))
+    with pytest.raises(ValueError, match=message):
+        check_layout(open_model(str(tmp_path)), DCPConfig(**options))
