@@ -42,6 +42,15 @@ class HeldHeads:
         return slice(self.first * rows_per_head, (self.first + self.count) * rows_per_head)
 
 
+def check_mesh(dcp: DCPConfig, mesh: DCPMesh) -> None:
+    """Raise ValueError unless the options are for groups of the mesh's sizes."""
+    if (dcp.tensor_parallel_size, dcp.decode_context_parallel_size) != (mesh.tp_size, mesh.dcp_size):
+        raise ValueError(
+            f"dcp is for tensor_parallel_size {dcp.tensor_parallel_size} and decode_context_parallel_size "
+            f"{dcp.decode_context_parallel_size}; the mesh has {mesh.tp_size} and {mesh.dcp_size}"
+        )
+
+
 class AttentionWeights(nn.Module):
     """Parameters and scales of `dcpmla.MLAAttention`, which documents arguments, attributes and errors."""
 
@@ -52,11 +61,7 @@ class AttentionWeights(nn.Module):
         self, config: MLAConfig, dcp: DCPConfig, mesh: DCPMesh, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-        if (dcp.tensor_parallel_size, dcp.decode_context_parallel_size) != (mesh.tp_size, mesh.dcp_size):
-            raise ValueError(
-                f"dcp is for tensor_parallel_size {dcp.tensor_parallel_size} and decode_context_parallel_size "
-                f"{dcp.decode_context_parallel_size}; the mesh has {mesh.tp_size} and {mesh.dcp_size}"
-            )
+        check_mesh(dcp, mesh)
         self.config, self.dcp, self.mesh = config, dcp, mesh
         self.num_heads = config.heads_per_rank(mesh.tp_size)
         self.q_heads = HeldHeads.of(mesh, self.num_heads, dcp.dcp_q_replicate)

@@ -52,6 +52,8 @@ class CompressedStack(Stack):
         (reads,) = layer_reads(alike, num_layers, 0, context)
         super().__init__(mesh, dcp, reads, device)
         self.config, self.kind = alike, kind
+        if not kind.ratio:  # each rank has all windows
+            self.parts = tuple(part for part in self.parts if part not in ("gather", "combine"))
         how = alike, kind, dcp, mesh, self.exchange, dtype, device
         self.layers = [CompressedAttention(*how) for _ in range(num_layers)]
         draw_weights(self.layers)
@@ -142,13 +144,15 @@ class CompressedStack(Stack):
             self.exchange.gather_candidates(self.candidates)
 
     def attend(self, index: int = 0) -> None:
-        """Attend with the group's heads to this rank's rows: where layers select, those of the last selection."""
+        """Attend to this rank's rows, with the group's heads where the cache is sharded: where layers select, to those
+        of the last selection.
+        """
         _, metadata = self._inputs(index)
         assert metadata.decode is not None
-        listed = self._listed(metadata)
+        listed, q = self._listed(metadata), self.group_q if self.kind.ratio else self.q
         for cache in self.cache:
             mla_decode(
-                self.group_q,
+                q,
                 cache.rows,
                 *listed,
                 self.config.scale,

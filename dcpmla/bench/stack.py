@@ -125,13 +125,13 @@ class Stack:
 
     def _project(self, hidden: Tensor, metadata: StepMetadata) -> None:
         for layer, cache in zip(self.layers, self.cache, strict=True):
-            layer.exchange = _Stop()
+            exchange, layer.exchange = layer.exchange, _Stop()
             try:
                 layer(hidden, cache, metadata)
             except _Stopped:
                 continue
             finally:
-                layer.exchange = self.exchange
+                layer.exchange = exchange
             raise RuntimeError("a layer attends without its exchange: nothing tells where its projections end")
 
     def select(self, index: int = 0) -> None:

@@ -17,8 +17,8 @@ from dcpmla.attention.step import DecodeMetadata, SelectedTokens, StepMetadata
 from dcpmla.cache.compressed import CompressedLayerCache
 from dcpmla.cache.formats import check_device, storage_dtype
 from dcpmla.cache.shared_rows import read_rows
-from dcpmla.comm.exchange import Exchange
-from dcpmla.compressed_config import CompressedConfig, LayerKind
+from dcpmla.comm.exchange import Exchange, LocalExchange
+from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -30,7 +30,7 @@ class CompressedAttention(CompressedWeights):
     Keys and values are the same rows [D], one head for all queries. Dims: T tokens, h heads of this rank.
 
     Each rank has every request's window, and counts the tokens of it that it would own in MLA: so all read as much, and
-    a prefill has its window without an exchange.
+    a prefill has its window without an exchange. A layer of windows alone exchanges nothing.
 
     Args:
         config: geometry of the model's attention, before any cut.
@@ -59,7 +59,8 @@ class CompressedAttention(CompressedWeights):
         check_device(self.cache_dtype, torch.device(device))
         check_backends(dcp)
         super().__init__(config, kind, dcp, mesh, dtype, device)
-        self.exchange = exchange
+        # Every rank has all windows: its own heads attend to them without the others.
+        self.exchange = LocalExchange() if kind == WINDOW_ONLY else exchange
         self.selector = TokenSelector(config.indexer, dcp, mesh.dcp_rank, exchange) if kind.has_indexer else None
 
     def forward(self, hidden_states: Tensor, cache: CompressedLayerCache, step: StepMetadata) -> Tensor:
@@ -200,7 +201,7 @@ class CompressedAttention(CompressedWeights):
             self.config.scale,
             self.exchange,
             self.config.head_dim,
-            q_is_replicated=self.dcp.dcp_q_replicate,
+            q_is_replicated=self.q_is_replicated,
             backend=self.dcp.attention_backend,
         )
 

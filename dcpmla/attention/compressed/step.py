@@ -112,23 +112,26 @@ class CompressedMetadata:
         return table + self.plan.window_rows // self.plan.entries_per_block(ratio)
 
     def visible_rows(self, tokens: slice, ratio: int) -> tuple[Tensor, Tensor]:
-        """Return the rows that some tokens attend to on this rank where nothing selects: their windows', and those of
-        all entries that they see.
+        """Return the rows that some tokens attend to on this rank where nothing selects: of their windows and of all
+        entries that they see, those that count here.
 
         Args:
-            ratio: 0 for windows alone.
+            ratio: 0 for a layer of windows alone, which exchanges nothing: each rank has all of them.
         Returns:
             [n, N] int32, anything after the last; [n] int32, how many.
         """
+        return self._list_rows(tokens, ratio, self.layout if ratio else (0, 1, 1))
+
+    def _list_rows(self, tokens: slice, ratio: int, layout: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         per_block = self.plan.entries_per_block(ratio) if ratio else 1
         table = self.entry_table(ratio, self.block_table) if ratio else self.block_table
         sizes = ratio, per_block, self.plan.config.sliding_window, self.plan.ring_rows
-        return visible_rows(self.positions[tokens], self.request[tokens], self.states, table, *sizes, *self.layout)
+        return visible_rows(self.positions[tokens], self.request[tokens], self.states, table, *sizes, *layout)
 
     def new_selection(self, num_decode_tokens: int) -> SelectedTokens:
         """Return memory for the entries that layers with an indexer select; slots begin with the decodes' windows."""
         topk = self.plan.config.indexer.topk
-        windows, num_windows = self.visible_rows(slice(0, num_decode_tokens), 0)
+        windows, num_windows = self._list_rows(slice(0, num_decode_tokens), 0, self.layout)
         num_tokens, width = len(self.positions), windows.shape[1]
         slots = windows.new_empty(num_tokens, width + topk)
         slots[:num_decode_tokens, :width] = windows

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from dcpmla.attention.weights import HeldHeads
-from dcpmla.compressed_config import CompressedConfig, LayerKind
+from dcpmla.attention.weights import HeldHeads, check_mesh
+from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.linear import RowParallelLinear, Weight, fill, read_weight
 from dcpmla.parallel.mesh import DCPMesh
@@ -51,15 +51,12 @@ class CompressedWeights(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        if (dcp.tensor_parallel_size, dcp.decode_context_parallel_size) != (mesh.tp_size, mesh.dcp_size):
-            raise ValueError(
-                f"dcp is for tensor_parallel_size {dcp.tensor_parallel_size} and decode_context_parallel_size "
-                f"{dcp.decode_context_parallel_size}; the mesh has {mesh.tp_size} and {mesh.dcp_size}"
-            )
+        check_mesh(dcp, mesh)
         config.check_layout(dcp)
         self.config, self.kind, self.dcp, self.mesh = config, kind, dcp, mesh
         self.num_heads = config.heads_per_rank(mesh.tp_size)
-        self.q_heads = HeldHeads.of(mesh, self.num_heads, dcp.dcp_q_replicate)
+        self.q_is_replicated = dcp.dcp_q_replicate and kind != WINDOW_ONLY
+        self.q_heads = HeldHeads.of(mesh, self.num_heads, self.q_is_replicated)
         self.num_groups = config.o_groups // mesh.tp_size
         self.num_halves = 2 if kind.has_indexer else 1
         indexer = config.indexer

@@ -49,29 +49,18 @@ class TokenSelector:
             index_keys: [num_blocks, block_size, width] of the layer (`dcpmla.cache.index_keys`).
             slot_table: sparse.block_table, or the same in blocks of another cache: that of the slots.
         """
+        topk, size = self.config.topk, self.dcp.decode_context_parallel_size
+        layout = self.dcp_rank, size, self.dcp.cp_kv_cache_interleave_size
         tile = self._tile_tokens(sparse.block_table.shape[1] * index_keys.shape[1])
         for index in range(-(-len(q) // tile)):  # a compiler guards their number, and not that of the tokens
             tokens = slice(index * tile, (index + 1) * tile)
-            some = sparse.rows(tokens), slot_table, selection.rows(tokens)
-            self._select(q[tokens], weights[tokens], index_keys, *some)
-
-    def _select(
-        self,
-        q: Tensor,
-        weights: Tensor,
-        index_keys: Tensor,
-        sparse: SparseMetadata,
-        slot_table: Tensor,
-        selection: SelectedTokens,
-    ) -> None:
-        topk, size = self.config.topk, self.dcp.decode_context_parallel_size
-        layout = self.dcp_rank, size, self.dcp.cp_kv_cache_interleave_size
-        lens = sparse.seq_lens, sparse.local_seq_lens
-        scores = index_scores(q, weights, index_keys, sparse.block_table, sparse.request, *lens, topk)
-        candidates = self.exchange.gather_candidates(local_candidates(scores, *lens, topk, *layout))
-        where = slot_table, sparse.request, index_keys.shape[1], *layout
-        chosen = selection.positions, selection.slots, selection.num_slots
-        choose_tokens(candidates.flatten(1), *where, selection.num_first, *chosen)
+            some, chosen = sparse.rows(tokens), selection.rows(tokens)
+            lens = some.seq_lens, some.local_seq_lens
+            scores = index_scores(q[tokens], weights[tokens], index_keys, some.block_table, some.request, *lens, topk)
+            candidates = self.exchange.gather_candidates(local_candidates(scores, *lens, topk, *layout))
+            where = slot_table, some.request, index_keys.shape[1], *layout
+            written = chosen.positions, chosen.slots, chosen.num_slots
+            choose_tokens(candidates.flatten(1), *where, chosen.num_first, *written)
 
     def workspace_bytes(self, num_tokens: int, element_size: int) -> int:
         """Return what a step's selection takes at most at a time: all tokens' queries, as projected in elements of that
