@@ -288,6 +288,7 @@ def load_model(
     rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else str
     checkpoint = Checkpoint(directory, (block_size[0], block_size[1]), rename)
     model = load_skeleton(directory, checkpoint, config, mesh, dtype, device, enable_expert_parallel)
+    _check_norms(model)
     placeholders = [name for name, module in model.named_modules() if isinstance(module, Placeholder)]
     missing: set[str] = set()
     index_layers = []
@@ -315,6 +316,19 @@ def load_model(
             " and no ".join(sorted(missing)),
         )
     return ShardedModel(model, attention_config, len(placeholders), index_layers, selection.exchange, device)
+
+
+def _check_norms(model: Any) -> None:
+    """Raise ValueError where transformers' norms give another dtype than the model's matrices take (DeepSeek-V4's did,
+    in bfloat16, in transformers 5.17).
+    """
+    like = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    found = model.model.norm(like).dtype
+    if found != model.dtype:
+        raise ValueError(
+            f"dtype (--dtype) is {model.dtype}, but the norms of transformers {transformers.__version__} give {found} "
+            f"in this model; install transformers 5.23, or choose float32"
+        )
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

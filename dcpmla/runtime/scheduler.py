@@ -46,7 +46,7 @@ class Scheduler:
         max_num_seqs: most requests that run at the same time.
         enable_prefix_caching: remember full blocks, for later requests that begin with the same tokens.
     Raises:
-        ValueError: a limit below 1.
+        ValueError: a limit below 1, or more requests than the cache has states for.
     """
 
     def __init__(
@@ -58,6 +58,12 @@ class Scheduler:
     ) -> None:
         limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
         check_fields(dict.fromkeys(limits, whole(1)), limits, option_label)
+        num_states = allocator.states.num_states
+        if 0 < num_states < max_num_seqs:
+            raise ValueError(
+                f"max_num_seqs (--max-num-seqs) is {max_num_seqs}, but the cache has {num_states} states, one for each "
+                f"request that runs"
+            )
         self.allocator, self.enable_prefix_caching = allocator, enable_prefix_caching
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Request] = deque()

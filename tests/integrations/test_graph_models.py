@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.compressed import new_cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.transformers import ShardedModel
 from dcpmla.runtime.engine import Engine
@@ -57,12 +57,9 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
     model, mesh = open_model_on(directory, dcp, enable_expert_parallel, "cpu")
     results = []
     for with_graph in (False, True):
-        plan = LatentCache.plan(
-            model.attention_config, dcp, model.num_attention_layers, [80] * 5, torch.float32, model.index_layers
-        )
-        cache = LatentCache(plan, model.device)
-        for layer in (*cache.layers, *cache.index_layers):
-            layer.fill_(torch.nan)
+        cache = new_cache(model.plan_cache(dcp, [80] * 5, num_states=7), model.device)
+        for memory in cache.tensors:
+            memory.fill_(torch.nan)
         graph = DecodeGraph(watched(model), torch.tensor(0), cache, dcp, mesh, 5, 80) if with_graph else None
         engine = Engine(model, cache, dcp, mesh, 80, 1000, max_num_seqs=5, graph=graph)
         requests = [

@@ -88,7 +88,6 @@ def serve(directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str) -
         (2, 2, 1, "deepseek_v3"),
         (4, 2, 4, "deepseek_v3"),
         (4, 4, 1, "deepseek_v3"),
-        (1, 1, 1, "deepseek_v4"),
         (2, 2, 2, "deepseek_v4"),
     ],
 )

@@ -1,0 +1,83 @@
+"""States of requests: under any load each request goes on from the state after exactly the tokens it has computed."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.states import StatePool, num_states
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.scheduler import Scheduler
+
+BLOCK = 4
+prompts = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=30), min_size=1, max_size=8)
+
+
+def serve(scheduler: Scheduler, requests: list[Request], memory: dict[int, list[int]]) -> None:
+    """Run requests to their ends over states that hold the tokens they come from; every step checks them."""
+    scheduler.waiting.extend(requests)
+    for _ in range(2000):
+        step = scheduler.schedule(0.0)
+        if not step.pieces:
+            break
+        for source, target in step.copies:
+            memory[target] = list(memory[source])
+        assert len({request.state for request, _ in step.pieces}) == len(step.pieces)
+        for request, num in step.pieces:
+            assert request.state is not None
+            start, end = request.num_computed_tokens, request.num_computed_tokens + num
+            if start:
+                assert memory[request.state] == request.tokens(0, start)
+            memory[request.state] = request.tokens(0, end)
+            request.num_computed_tokens = end
+        for request, _ in step.pieces:
+            if (copy := scheduler.remember(request)) is not None:
+                memory[copy[1]] = list(memory[copy[0]])
+        for request, _ in step.pieces:
+            if not request.num_pending_tokens:
+                request.append(1 + len(request.token_ids) % 2, frozenset())
+            if request.finish_reason:
+                scheduler.remove(request)
+    assert all(request.finish_reason == "length" for request in requests)
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts=prompts, room=st.integers(0, 20), more=st.integers(0, 3), budget=st.integers(1, 40))
+def test_requests_go_on_from_their_own_states(prompts: list[list[int]], room: int, more: int, budget: int) -> None:
+    longest = -(-max(len(prompt) + 5 for prompt in prompts) // BLOCK)
+    allocator = BlockAllocator(longest + room, BLOCK, 3 + more)
+    scheduler = Scheduler(allocator, budget, 3)
+    memory: dict[int, list[int]] = {}
+    for _ in range(2):  # the second time all of them begin as earlier ones did
+        serve(scheduler, [Request(list(prompt), SamplingParams(max_new_tokens=5)) for prompt in prompts], memory)
+        assert allocator.num_free == allocator.num_blocks
+    free = allocator.states
+    taken = [free.take() for _ in range(3 + more)]
+    assert sorted(state for state in taken if state is not None) == list(range(3 + more))
+
+
+def test_a_prompt_is_found_again_with_its_state() -> None:
+    allocator = BlockAllocator(20, BLOCK, num_states(2))
+    scheduler = Scheduler(allocator, 100, 2)
+    prompt, memory = [1] * 10, dict[int, list[int]]()
+    for found in (0, 8):
+        request = Request(list(prompt), SamplingParams(max_new_tokens=2))
+        serve(scheduler, [request], memory)
+        assert request.num_cached_tokens == found
+
+
+def test_the_oldest_remembered_state_gives_way() -> None:
+    pool = StatePool(2)
+    assert [pool.remember(content) for content in (7, 8, 7)] == [0, 1, None]
+    assert pool.find(7) == 0  # newer than 8 from now on
+    assert pool.take() == 1
+    assert (pool.find(8), pool.find(7)) == (None, 0)
+    pool.forget(7)
+    assert pool.take() == 0
+    assert pool.take() is None
+
+
+def test_more_requests_than_states() -> None:
+    with pytest.raises(ValueError, match=r"max_num_seqs \(--max-num-seqs\) is 3, but the cache has 2 states"):
+        Scheduler(BlockAllocator(4, BLOCK, 2), 10, 3)
