@@ -7,7 +7,7 @@ does not is a request's state, the same on every rank: its window, and the sums 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -85,13 +85,13 @@ class CompressedPlan:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block in all layers, on one rank."""
-        more = CompressedPlan(**{**vars(self), "num_blocks": self.num_blocks + 64})  # pages are shared by small blocks
+        more = replace(self, num_blocks=self.num_blocks + 64)  # small blocks share pages
         return (more.bytes_per_rank - self.bytes_per_rank) // 64
 
     @property
     def bytes_per_state(self) -> int:
         """Bytes of one request's state in all layers, on each rank."""
-        more = CompressedPlan(**{**vars(self), "num_states": self.num_states + 64})
+        more = replace(self, num_states=self.num_states + 64)
         return (more.bytes_per_rank - self.bytes_per_rank) // 64
 
     @property
@@ -239,7 +239,7 @@ def plan_compressed(
         index_dtype=index_storage_dtype(dcp.index_cache_dtype, dtype),
     )
     num_blocks = max(1, sum(-(-seq_len // plan.block_tokens) for seq_len in seq_lens))
-    return CompressedPlan(**{**vars(plan), "num_blocks": num_blocks})
+    return replace(plan, num_blocks=num_blocks)
 
 
 def _allocate(plan: CompressedPlan, kind: LayerKind, device: torch.device) -> CompressedLayerCache:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder, check_requests, pad_table, positions_of
@@ -19,10 +20,10 @@ class CompressedStepBuilder(StepBuilder):
     plan: CompressedPlan
 
     @classmethod
-    def of(cls, plan: CompressedPlan, dcp_rank: int, device: object) -> "CompressedStepBuilder":
+    def of(cls, plan: CompressedPlan, dcp_rank: int, device: torch.device | str) -> "CompressedStepBuilder":
         """Return the builder for a plan's caches."""
         tokens_per_block = plan.dcp.block_size * plan.config.row_tokens
-        return cls(replace(plan.dcp, block_size=tokens_per_block), dcp_rank, device, plan)  # type: ignore[arg-type]
+        return cls(replace(plan.dcp, block_size=tokens_per_block), dcp_rank, device, plan)
 
     def build_compressed(
         self,
