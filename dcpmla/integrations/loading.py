@@ -159,6 +159,8 @@ def load_engine(
     with agree():
         cache = new_cache(plan, device)
     graph = graphs.capture(cache) if graphs else None
+    if plan.num_states:  # fewer where seq_lens says that fewer requests come
+        max_num_seqs = min(max_num_seqs, plan.num_states)
     return Engine(
         sharded,
         cache,
