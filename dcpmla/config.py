@@ -115,6 +115,11 @@ class MLAConfig:
         return self.qk_rope_head_dim
 
     @property
+    def row_tokens(self) -> int:
+        """1: a row of the cache is a token's."""
+        return 1
+
+    @property
     def latent_dim(self) -> int:
         """Width of a cache row: the latent and the rotated shared key part."""
         return self.kv_lora_rank + self.qk_rope_head_dim

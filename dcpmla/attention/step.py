@@ -143,8 +143,8 @@ class StepMetadata:
         num_tokens, num_decode_tokens: real tokens, and how many of them (the first) are decodes.
         num_blocks: blocks that a cache must have at least for the step's block ids.
         positions: [num_tokens] int64 in each token's sequence.
-        slot_mapping: [num_tokens] int64 cache slots, -1 where another rank owns the token.
-        decode, prefill: None when the batch has none.
+        slot_mapping: [num_tokens] int64 cache slots, -1 where another rank owns the token; all -1 with `compressed`.
+        decode, prefill: None when the batch has none; prefill also with `compressed`, whose context has what it needs.
         sparse: for layers with an indexer; None for dense models.
         cos_sin: [num_tokens, R] float32, the angles of RoPE (`apply_rope`); None for a model without positions (NoPE).
         query_factor: [num_tokens] in the model's dtype (`dcpmla.attention.rope.query_factor`), for a model with

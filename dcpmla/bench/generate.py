@@ -16,8 +16,8 @@ from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
-from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed
+from dcpmla.hf_config import read_attention
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
@@ -46,10 +46,11 @@ class Generate(Benchmark[Batch, None]):
         super().__init__(args, job)
         dcp, files = dcp_config(args, args.decode_context_parallel_size), open_model(args.model, args.max_model_len)
         # A block more for each request: the scheduler keeps one free for each that runs.
-        seq_len = args.input_len + args.output_len - 1 + dcp.virtual_block_size
+        block_tokens = dcp.virtual_block_size * read_attention(files.config).row_tokens
+        seq_len = args.input_len + args.output_len - 1 + block_tokens
         self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * max(args.batch))
         self.graph, self.exchange = self.engine.graph, chosen.exchange.name
-        needed, room = max(args.batch) * num_blocks(seq_len, dcp), self.engine.cache.sizes.num_blocks
+        needed, room = max(args.batch) * -(-seq_len // block_tokens), self.engine.cache.sizes.num_blocks
         if needed > room:  # requests that wait for blocks would make a smaller batch of it
             self.close()
             hint = "lower --batch, --input-len or --output-len, or raise --kv-cache-memory-bytes"

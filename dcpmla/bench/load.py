@@ -8,7 +8,6 @@ from typing import Self
 import numpy as np
 
 from dcpmla.bench.results import Row
-from dcpmla.cache.latent import num_blocks
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -149,7 +148,8 @@ def _end_to_end(request: Request) -> float:
 
 def _capacity(engine: Engine, requests: Sequence[Request]) -> Row:
     """Return what the cache holds: tokens, and such requests at their full lengths."""
-    sizes, blocks = engine.cache.sizes, [num_blocks(request.max_seq_len, engine.dcp) for request in requests]
+    sizes = engine.cache.sizes
+    blocks = [-(-request.max_seq_len // sizes.block_tokens) for request in requests]
     return {
         "kv_cache_bytes_per_rank": sizes.bytes_per_rank,
         "kv_tokens_total": sizes.tokens_total,

@@ -71,8 +71,7 @@ class DecodeGraph:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self._step, self._cache, self._mesh, self._device = step, cache, mesh, input_like.device
         self._addresses = _addresses(cache)
-        max_blocks = -(-max_model_len // cache.sizes.block_tokens)
-        self._padded = PaddedStep(input_like, max_num_seqs, max_blocks, max_model_len, cache.sizes, mesh.dcp_rank)
+        self._padded = PaddedStep(input_like, max_num_seqs, max_model_len, cache.sizes, mesh.dcp_rank)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._out: Tensor | None = None  # of the largest batch, [max_num_seqs, ...]
         self.batch_sizes = batch_sizes(max_num_seqs)

@@ -19,8 +19,7 @@ class PaddedStep:
     Args:
         input_like: [...], shape, dtype and device of one request's input: a token id, or a row of hidden states.
         max_num_seqs: requests of the largest batch.
-        max_blocks: blocks of the longest request.
-        max_model_len: its tokens.
+        max_model_len: tokens of the longest request.
         sizes: of the cache.
         dcp_rank: this rank's number in its DCP group.
     """
@@ -29,7 +28,6 @@ class PaddedStep:
         self,
         input_like: Tensor,
         max_num_seqs: int,
-        max_blocks: int,
         max_model_len: int,
         sizes: AnyPlan,
         dcp_rank: int,
@@ -39,6 +37,7 @@ class PaddedStep:
         self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._slot_mapping = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._local_seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        max_blocks = -(-max_model_len // sizes.block_tokens)
         self._block_table = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._workspace = decode_workspace(device)
         self._max_model_len, self._sizes, self._dcp_rank = max_model_len, sizes, dcp_rank
@@ -57,7 +56,7 @@ class PaddedStep:
 
         Args:
             inputs: [n, ...], n = metadata.num_tokens.
-            metadata: of n decodes of one token each, whose block table has at most max_blocks columns.
+            metadata: of n decodes of one token each, none longer than max_model_len.
         Raises:
             ValueError: anything else, or numbers of another dtype or device.
         """

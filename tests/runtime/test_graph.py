@@ -87,7 +87,7 @@ def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
 
 
 def test_hidden_rows_are_padded_with_zeros() -> None:
-    padded = PaddedStep(torch.empty(3, dtype=torch.bfloat16), 4, 5, 20, make_cache().sizes, 0)
+    padded = PaddedStep(torch.empty(3, dtype=torch.bfloat16), 4, 20, make_cache().sizes, 0)
     padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), step_of([1, 2, 3]), 4)
     padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), step_of([7]), 2)
     inputs, metadata = padded.rows(2)
@@ -173,7 +173,7 @@ def test_refuses_steps_that_return_other_rows() -> None:
 
 
 def test_static_memory_takes_no_history_of_gradients() -> None:
-    padded = PaddedStep(torch.zeros(3), MAX_NUM_SEQS, 5, 20, make_cache().sizes, 0)
+    padded = PaddedStep(torch.zeros(3), MAX_NUM_SEQS, 20, make_cache().sizes, 0)
     padded.fill(torch.ones(2, 3, requires_grad=True) * 2, step_of([1, 1]), 2)
     inputs, _ = padded.rows(2)
     assert inputs.tolist() == [[2, 2, 2]] * 2
