@@ -55,6 +55,13 @@ class Checkpoint:
         """The names of all tensors."""
         return self._files.keys()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first weight in floating point that is not quantized."""
+        dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+        found = (file.get_slice(stored).get_dtype() for file, stored in self._files.values())
+        return next((dtypes[name] for name in found if name in dtypes), torch.bfloat16)
+
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the shapes of tensors, and of their scales, with a model's, by name. No values are read.
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dcpmla.parallel.collectives import named
+from dcpmla.parallel.quantized import BLOCK
 
 
 class Weight(Protocol):
@@ -39,6 +40,10 @@ class RowParallelLinear(nn.Linear):
         super().__init__(in_features // dist.get_world_size(group), out_features, bias=bias, device=device, dtype=dtype)
         self.group = group
 
+    def partial(self, x):
+        out = nn.functional.linear(x, self.weight)
+        return out if self.bias is None or dist.get_rank(self.group) else out + self.bias
+
     def forward(self, input: Tensor) -> Tensor:
         out = nn.functional.linear(input, self.weight)
         if dist.get_world_size(self.group) > 1:
@@ -51,6 +56,16 @@ def shard(size: int, group: ProcessGroup) -> slice:
     """Return this rank's slice of a dim of the given size."""
     part = size // dist.get_world_size(group)
     return slice(dist.get_rank(group) * part, (dist.get_rank(group) + 1) * part)
+
+
+def cut(size: int, rank: int, num_ranks: int, in_blocks: bool = False) -> slice:
+    """Return a rank's part of a dim, as even as it can be.
+
+    Args:
+        in_blocks: cut between the blocks of quantized weights, where there is one for every rank.
+    """
+    unit = BLOCK if in_blocks and size % BLOCK == 0 and size // BLOCK >= num_ranks else 1
+    return slice(size // unit * rank // num_ranks * unit, size // unit * (rank + 1) // num_ranks * unit)
 
 
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:
@@ -81,3 +96,11 @@ def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
     with torch.no_grad():
         for target, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
             target.copy_(part)
+
+class Linear(nn.Linear):
+    def __init__(self, i, o, bias=False, device=None, dtype=None):
+        super().__init__(i, o, bias=bias, device=device, dtype=dtype)
+    def load(self, *parts):
+        fill(self.weight, *parts)
+def read_linear(weights, name, shape, rows=slice(None), cols=slice(None)):
+    return read_weight(weights, name, shape, rows, cols)
