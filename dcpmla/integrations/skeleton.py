@@ -97,7 +97,8 @@ def _check_shapes(model: Any, checkpoint: Checkpoint) -> None:
                 f"{num_experts[prefix]}"
             )
     checkpoint.check_shapes(shapes)
-    missing = shapes.keys() - checkpoint.names
+    # Layers of attention know best what they lack: some of GLM-5's have no indexer of their own.
+    missing = {name for name in shapes.keys() - checkpoint.names if ".self_attn." not in name}
     if model.config.tie_word_embeddings:
         missing -= {"lm_head.weight"}
     if missing:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -14,7 +13,7 @@ from dcpmla.cache.latent import LatentCache, LayerCache
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
-from dcpmla.parallel.collectives import named
+from dcpmla.parallel.collectives import all_gather
 from dcpmla.parallel.linear import Linear
 
 
@@ -98,10 +97,7 @@ class VocabHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits [n, vocab] float32 of x [n, hidden], the same on every rank. Collective."""
         logits: Tensor = self.linear(x)
-        num_parts = self.vocab_size // logits.shape[1]
-        if num_parts == 1:
+        if logits.shape[1] == self.vocab_size:
             return logits.float()
-        gathered = logits.new_empty(num_parts, *logits.shape)
-        with named("gathering logits", self.group):
-            dist.all_gather_into_tensor(gathered, logits.contiguous(), group=self.group)
-        return gathered.transpose(0, 1).flatten(1).float()
+        gathered = all_gather(logits, self.group, "gathering logits").transpose(0, 1)
+        return gathered.to(torch.float32, memory_format=torch.contiguous_format).flatten(1)

@@ -77,29 +77,6 @@ class MoE(nn.Module):
         return out
 
 
-def load_experts(
-    weights: Mapping[str, Weight],
-    parts: Sequence[ExpertPart],
-    hidden_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> ExpertWeights:
-    """Read experts, one after the other, as they are stored.
-
-    Args:
-        parts: this rank's, in the order of their ids.
-        dtype: of what is not kept quantized.
-    Raises:
-        ValueError: a weight that is missing or has another shape, experts that are stored in several ways.
-    """
-    gate_up, down = (_Stack(len(parts), device) for _ in range(2))
-    for index, part in enumerate(parts):
-        gate, up, down_proj = part.read(weights, hidden_size, dtype)
-        gate_up.put(index, gate, up)
-        down.put(index, down_proj)
-    return ExpertWeights(gate_up.finish(), down.finish())
-
-
 class ExpertPart(NamedTuple):
     """Columns of an MLP that are one expert of a rank.
 
@@ -127,6 +104,29 @@ class ExpertPart(NamedTuple):
         if all(isinstance(part, GroupFp4) or _has_whole_blocks(part) for part in (gate, up, down)):
             return gate, up, down
         return dequantize(gate, dtype), dequantize(up, dtype), dequantize(down, dtype)
+
+
+def load_experts(
+    weights: Mapping[str, Weight],
+    parts: Sequence[ExpertPart],
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ExpertWeights:
+    """Read experts, one after the other, as they are stored.
+
+    Args:
+        parts: this rank's, in the order of their ids.
+        dtype: of what is not kept quantized.
+    Raises:
+        ValueError: a weight that is missing or has another shape, experts that are stored in several ways.
+    """
+    gate_up, down = (_Stack(len(parts), device) for _ in range(2))
+    for index, part in enumerate(parts):
+        gate, up, down_proj = part.read(weights, hidden_size, dtype)
+        gate_up.put(index, gate, up)
+        down.put(index, down_proj)
+    return ExpertWeights(gate_up.finish(), down.finish())
 
 
 def _has_whole_blocks(part: AnyWeight) -> bool:
