@@ -8,7 +8,7 @@ import torch
 
 from dcpmla.cache.compressed import AnyCache, new_cache
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.transformers import ShardedModel
+from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from dcpmla.config import divisors
 from dcpmla.integrations.skeleton import load_module
 from dcpmla.model.block import VocabHead
-from dcpmla.model.experts import ExpertWeights
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, MoE, TopKGate, load_experts, unstack_experts
 from dcpmla.model.router import Router

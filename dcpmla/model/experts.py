@@ -1,7 +1,10 @@
 from typing import NamedTuple
+
 import torch
-from torch import Tensor
+
 from dcpmla.parallel.quantized import AnyWeight, dequantize
+
+
 class ExpertWeights(NamedTuple):
     gate_up: AnyWeight
     down: AnyWeight

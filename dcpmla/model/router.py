@@ -1,5 +1,8 @@
 from dataclasses import dataclass
+
 import torch
+
+
 @dataclass(frozen=True)
 class Router:
     scoring: str

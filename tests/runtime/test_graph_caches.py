@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from dcpmla import DCPConfig, MLAAttention, init_mesh
 from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
@@ -101,7 +102,7 @@ def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int]
 
 
 def scales_of(model: ShardedModel) -> list[float]:
-    layers = [module for module in model._model.modules() if isinstance(module, MLAAttention)]
+    layers = [module for module in model.hidden_states.modules() if isinstance(module, MLAAttention)]
     return [float(scale) for layer in layers for scale in (layer.kv_scale, layer.q_scale) if scale is not None]
 
 
