@@ -48,7 +48,7 @@ def _load_weights(w_desc, w_scales_ptr, expert, is_own, part, first_column, dept
         column = first_column + tl.arange(0, COLUMNS)[:, None]
         group = depth // _FP4_GROUP + tl.arange(0, DEPTH // _FP4_GROUP)[None, :]
         at = ((expert.to(tl.int64) * w_desc.shape[1] + part) * width + column) * num_groups + group
-        scales = tl.load(w_scales_ptr + at, mask=is_own & (column < width) & (group < num_groups), other=0)
+        scales = tl.load(w_scales_ptr + at, mask=(column < tl.where(is_own, width, 0)) & (group < num_groups), other=0)
         return _dequantize_fp4(codes, scales, dtype)
     else:
         return w_desc.load([expert, part, first_column, depth]).reshape(COLUMNS, DEPTH)
@@ -99,7 +99,8 @@ def grouped_product_kernel(
     block = tl.program_id(0) // NUM_TILES * NUM_SUMMED
     expert = tl.load(experts_ptr + block)
     is_own = (expert >= 0) & (expert < num_experts)
-    if NUM_SUMMED == 1:
+    SUMS: tl.constexpr = not GATED and routes_ptr is None
+    if not SUMS:
         if not is_own:
             return
     row = tl.arange(0, ROWS)
@@ -113,11 +114,11 @@ def grouped_product_kernel(
         depth = step % NUM_STEPS * DEPTH
         is_row = routes >= 0
         source = routes // TOP_K
-        if NUM_SUMMED > 1:
+        if SUMS:
             # A route of no expert here adds nothing: what it loads lies past the end, and is zero without a read.
             expert = tl.load(experts_ptr + block + step // NUM_STEPS)
             is_own = (expert >= 0) & (expert < num_experts)
-            is_row = (row == 0) & is_own
+            is_row = row < tl.where(is_own, 1, 0)
             source = block + step // NUM_STEPS + row
         k = depth + tl.arange(0, DEPTH)
         x_ptrs = x_ptr + source.to(tl.int64)[:, None] * K + k[None, :]
