@@ -39,7 +39,9 @@ def _dequantize_fp4(codes, scales, dtype: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(w_desc, w_scales_ptr, expert, is_own, part, first_column, depth, DEPTH: tl.constexpr, dtype: tl.constexpr):
+def _load_weights(
+    w_desc, w_scales_ptr, expert, is_own, part, first_column, depth, DEPTH: tl.constexpr, dtype: tl.constexpr
+):
     """Load a tile [COLUMNS, DEPTH] of an expert's weights: codes as they are, but 4 bits dequantized."""
     COLUMNS: tl.constexpr = w_desc.block_shape[2]
     if w_desc.dtype == tl.uint8:
