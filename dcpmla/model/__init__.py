@@ -1,1 +1,1 @@
-"""What stands around attention."""
+"""A decoder block around attention: experts, their router, MLPs, sums over ranks and norms."""
