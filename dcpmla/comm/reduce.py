@@ -43,8 +43,8 @@ class Reduce(Protocol):
 
 
 class CollectiveReduce:
-    """Sums by one collective: NCCL, which rounds each addition to the dtype, or gloo, in float32 at least. A group of one
-    rank sums nothing.
+    """Sums by one collective: NCCL, which rounds each addition to the dtype, or gloo, in float32 at least. A group of
+    one rank sums nothing.
     """
 
     name = "collective"

@@ -33,7 +33,7 @@ from dcpmla.comm.kernels.landings import (
 
 @triton.jit
 def _columns_of(item, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return where items [..] lie in rows [T, WIDTH], as elements [.., COLUMNS], and which of these are in their row."""
+    """Return where items [..] lie in rows [T, WIDTH], as elements [.., COLUMNS], and which are in their row."""
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     row, column = tl.cast(item // tiles, tl.int64), (item % tiles)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return row[:, None] * WIDTH + column, column < WIDTH
@@ -150,7 +150,7 @@ def one_shot_kernel(
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Store the items of this rank's partial rows at all ranks; sum, add and norm everyone's. A program does `items`."""
+    """Store the items of this rank's rows at all ranks; sum and norm everyone's. A program does `items` of them."""
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = sums_ptr.dtype.element_ty
     carrier: tl.constexpr = partial_ptr.dtype.element_ty
