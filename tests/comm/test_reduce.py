@@ -51,7 +51,7 @@ def new_reduce(**changes: Any) -> direct_reduce.DirectReduce:
 def shrink(num_programs: int) -> None:
     """Let a launch have a few programs, of several items each.
 
-    The interpreter runs programs one after the other: each must hold whole rows, as programs await each other's squares.
+    The interpreter runs programs one after the other: each must hold whole rows, as they await each other's squares.
     """
     direct_ops.NUM_PROGRAMS = direct_reduce.NUM_PROGRAMS = num_programs
     direct_ops._SHAPES = tuple((columns, 8) for columns, _ in direct_ops._SHAPES)

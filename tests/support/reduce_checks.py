@@ -1,4 +1,4 @@
-"""Checks of sums over a TP group, on CPUs, in Triton's interpreter and on GPUs: against float64 and transformers' norm."""
+"""Checks of sums over a TP group, wherever they run, against float64 and transformers' norm."""
 
 import random
 import time
