@@ -54,7 +54,7 @@ def shrink(num_programs: int) -> None:
     The interpreter runs programs one after the other: each must hold whole rows, as they await each other's squares.
     """
     direct_ops.NUM_PROGRAMS = direct_reduce.NUM_PROGRAMS = num_programs
-    direct_ops._SHAPES = tuple((columns, 8) for columns, _ in direct_ops._SHAPES)
+    direct_reduce._NARROW_ELEMENTS, direct_reduce._WIDE_ELEMENTS = 300, 600
 
 
 def check_direct(num_steps: int) -> None:
@@ -66,8 +66,8 @@ def check_direct(num_steps: int) -> None:
         reduce = new_reduce(landing_bytes=1 << 13)
         reduce._memory[1][:-1] = 2**31 - 3  # the exchange numbers pass 32 bits
         for step in range(num_steps):
-            direct_reduce._TRIP_BYTES = (1 << 20, 0)[step % 2]
-            dtype = (torch.float16, torch.float32)[step // 2 % 2]
+            direct_reduce._ONE_SHOT_BYTES = (1 << 20, 0)[step % 2]
+            dtype = (torch.float16, torch.float32)[step // 2]
             shape = common.randint(1, 3 + 6 * (step == 1)), common.choice(widths)
             check_sums(reduce, shape, dtype, step, CPU, is_odd=step == 2)
         assert reduce.all_reduce(torch.zeros(0, 8)).shape == (0, 8)
@@ -91,8 +91,8 @@ def check_missing_rank() -> None:
     shrink(2)
     check_sums(new_reduce(), (1, 8), torch.float32, 0, CPU)  # the first call is slow
     rows, weight = torch.zeros(4, 8), torch.ones(8)
-    for operation, trip_bytes in (("all_reduce", 1 << 20), ("add_norm", 1 << 20), ("add_norm", 0)):
-        direct_reduce._TRIP_BYTES = trip_bytes
+    for operation, one_shot_bytes in (("all_reduce", 1 << 20), ("add_norm", 1 << 20), ("add_norm", 0)):
+        direct_reduce._ONE_SHOT_BYTES = one_shot_bytes
         reduce = new_reduce(timeout=2.0)
         if rank == 1:
             continue

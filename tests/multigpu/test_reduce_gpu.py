@@ -70,7 +70,7 @@ def test_sizes(num_gpus: int) -> None:
 def check_graphs() -> None:
     """Mix replays with eager calls before and after them, an odd number of sums apart."""
     reduce, rank = DirectReduce(dist.group.WORLD, here()), dist.get_rank()
-    direct_reduce._TRIP_BYTES = 100_000
+    direct_reduce._ONE_SHOT_BYTES = 100_000
 
     def run(held: list[tuple[Tensor, ...]]) -> list[Tensor]:
         results = [result for inputs in held for result in reduce.add_norm(*inputs, EPS)]
