@@ -95,7 +95,7 @@ SCHEMES = {
 
 def write_quantized(source: Path, target: Path, scheme: str) -> None:
     """Write a checkpoint's linear layers and experts in 8 bits, as one of SCHEMES; "published" has routed experts in 4
-    bits, DeepSeek-V4's names, and a tensor of multi-token prediction.
+    bits, DeepSeek-V4's names, and a norm of multi-token prediction.
     """
     tensors, chosen = {}, SCHEMES[scheme]
     for name, weight, codes, scales in _quantized(source, scheme):
@@ -109,7 +109,7 @@ def write_quantized(source: Path, target: Path, scheme: str) -> None:
         )
         tensors |= {stored.removesuffix("weight") + other: torch.ones(()) for other in chosen.others}
     if scheme == "published":
-        tensors["mtp.0.attn.wkv.weight"] = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
+        tensors["mtp.0.norm.weight"] = torch.ones(256)
     more = {"expert_dtype": "fp4"} if scheme == "published" else {}
     _save(source, target, tensors, {"quantization_config": chosen.config, **more})
 
