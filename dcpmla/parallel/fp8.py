@@ -40,12 +40,12 @@ def fp8_linear(
     arrivals: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply rows by a block-quantized weight.
+    """Multiply rows by a block-quantized weight, or G groups of columns each by as many of its rows.
 
     Args:
-        x: [T, K] bfloat16, float16 or float32; e4m3 where x_scales are given.
-        x_scales: float32 [T, K / 128] of groups of 128 columns, or None.
-        weight: e4m3 [N, K], contiguous; K is a multiple of 128.
+        x: [T, G K] bfloat16, float16 or float32; e4m3 where x_scales are given.
+        x_scales: float32 [T, G K / 128] of groups of 128 columns, or None.
+        weight: e4m3 [N, K], contiguous; K is a multiple of 128, and so is N / G with several groups.
         weight_scale: float32 [ceil(N / 128), K / 128] with contiguous rows.
         arrivals: int32, at least N / 64 zeros, and zeros afterwards: programs count their arrivals in it. One product
             at a time has it.
@@ -55,14 +55,22 @@ def fp8_linear(
         promoted to float32.
     """
     if _runs_kernels(x, x_scales):
-        if len(x) >= SCALED_MM_TOKENS and dtype == torch.bfloat16 and _has_scaled_mm(x.device):
+        if (
+            len(x) >= SCALED_MM_TOKENS
+            and x.shape[1] == weight.shape[1]
+            and dtype == torch.bfloat16
+            and _has_scaled_mm(x.device)
+        ):
             return _scaled_mm(x, x_scales, weight, weight_scale)
         from dcpmla.parallel.kernels import linear as kernels  # triton is there on Linux only
 
         return kernels.fp8_linear(x, x_scales, weight, weight_scale, arrivals, dtype)
     if x_scales is not None:
         x = (x.float().unflatten(-1, (-1, BLOCK)) * x_scales[..., None]).flatten(-2).to(dtype)
-    return F.linear(x, dequantize(BlockFp8(weight, weight_scale), x.dtype)).to(dtype)
+    values = dequantize(BlockFp8(weight, weight_scale), x.dtype)
+    if x.shape[1] == weight.shape[1]:
+        return F.linear(x, values).to(dtype)
+    return multiply_groups(x, values.unflatten(0, (x.shape[1] // weight.shape[1], -1))).to(dtype)
 
 
 @fp8_linear.register_fake
@@ -75,6 +83,12 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     return torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
+
+
+def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply G groups of columns of x [T, G K] each by its weight, of [G, N, K]; returns [T, G N]."""
+    out = torch.bmm(x.view(len(x), len(weight), -1).transpose(0, 1), weight.transpose(1, 2))
+    return out.transpose(0, 1).flatten(1)
 
 
 @torch.library.custom_op("dcpmla::dequantize_blocks", mutates_args=())

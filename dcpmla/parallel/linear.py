@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from dcpmla.parallel.collectives import named
-from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, fp8_linear, runs_fp8
+from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, fp8_linear, multiply_groups, runs_fp8
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, dequantize
 
 
@@ -97,6 +97,29 @@ class Linear(nn.Module):
         self.weight_scale = scales[:, :columns]
         self._arrivals = torch.zeros(2 * num_blocks, dtype=torch.int32, device=device)
         self.takes_quantized = runs_fp8(device)
+
+
+class GroupedLinear(Linear):
+    """Linear layers of G groups of columns, side by side: [T, G in] -> [T, out], of which each makes out / G."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, False, device, dtype)
+        self.num_groups = num_groups
+
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        if self.weight_scale is None:
+            return multiply_groups(_plain(x), self.weight.unflatten(0, (self.num_groups, -1)))
+        return self.product(x)
+
+    def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
+        return super()._stays_quantized(parts) and self.out_features // self.num_groups % BLOCK == 0
 
 
 class RowParallelLinear(Linear):

@@ -24,11 +24,12 @@ def linear_kernel(
     arrivals_ptr,
     num_tokens,
     num_rows,
+    num_columns,
+    group_rows,
     x_stride,
     x_scales_stride_token,
     x_scales_stride_group,
     weight_scales_stride,
-    K: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -39,34 +40,36 @@ def linear_kernel(
     The weight is the wide operand: a few tokens fill no tile of a matrix unit's tall side. With several parts, the
     last program to arrive at a tile sums all of them in their order, so the result does not depend on who that is.
     """
-    NUM_GROUPS: tl.constexpr = K // _BLOCK
-    PART: tl.constexpr = (NUM_GROUPS + SPLITS - 1) // SPLITS
+    num_blocks = num_columns // _BLOCK
+    part = tl.cdiv(num_blocks, SPLITS)
+    first = tl.program_id(2) * part
+    first_x_block = tl.program_id(1) * ROWS // group_rows * num_blocks
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, _BLOCK)
-    first = tl.program_id(2) * PART
     is_row, is_token = row < num_rows, token < num_tokens
-    weight_ptr += row.to(tl.int64)[:, None] * K + column[None, :]
+    weight_ptr += row.to(tl.int64)[:, None] * num_columns + column[None, :]
     weight_scales_ptr += row // _BLOCK * weight_scales_stride
-    x_ptr += token.to(tl.int64)[:, None] * x_stride + column[None, :]
+    x_ptr += token.to(tl.int64)[:, None] * x_stride + first_x_block * _BLOCK + column[None, :]
+    if x_scales_ptr is not None:
+        x_scales_ptr += token * x_scales_stride_token + first_x_block * x_scales_stride_group
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    for group in tl.range(first, tl.minimum(first + PART, NUM_GROUPS), num_stages=STAGES):
-        weight = tl.load(weight_ptr + group * _BLOCK, mask=is_row[:, None])
-        weight_scale = tl.load(weight_scales_ptr + group, mask=is_row, other=0.0)
-        x = tl.load(x_ptr + group * _BLOCK, mask=is_token[:, None], other=0.0)
+    for block in tl.range(first, tl.minimum(first + part, num_blocks), num_stages=STAGES):
+        weight = tl.load(weight_ptr + block * _BLOCK, mask=is_row[:, None])
+        weight_scale = tl.load(weight_scales_ptr + block, mask=is_row, other=0.0)
+        x = tl.load(x_ptr + block * _BLOCK, mask=is_token[:, None], other=0.0)
         if x_scales_ptr is None:
             x = x.to(tl.float32)
             scale = group_scale(tl.max(tl.abs(x), 1))
             x = to_fp8(divide(x, scale[:, None]))
         else:
-            at = token * x_scales_stride_token + group * x_scales_stride_group
-            scale = tl.load(x_scales_ptr + at, mask=is_token, other=0.0)
+            scale = tl.load(x_scales_ptr + block * x_scales_stride_group, mask=is_token, other=0.0)
         acc += tl.dot(weight, x.T) * (weight_scale[:, None] * scale[None, :])
     is_last = True
     if SPLITS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        at = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        partials_ptr += tile * (SPLITS * ROWS * TOKENS) + at
+        partials_ptr += tile * (SPLITS * ROWS * TOKENS)
+        partials_ptr += tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         tl.store(partials_ptr + tl.program_id(2) * (ROWS * TOKENS), acc)
         tl.debug_barrier()  # all threads store before one thread signals the arrival
         is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
@@ -74,11 +77,11 @@ def linear_kernel(
         if is_last:
             tl.store(arrivals_ptr + tile, 0)  # for the next launch
             acc = tl.zeros([ROWS, TOKENS], tl.float32)
-            for part in tl.static_range(SPLITS):
-                acc += tl.load(partials_ptr + part * (ROWS * TOKENS), cache_modifier=".cg")
+            for split in tl.static_range(SPLITS):
+                acc += tl.load(partials_ptr + split * (ROWS * TOKENS), cache_modifier=".cg")
     if is_last:
-        out_ptr += token.to(tl.int64)[:, None] * num_rows + row[None, :]
-        tl.store(out_ptr, acc.T.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_row[None, :])
+        at = token.to(tl.int64)[:, None] * num_rows + row[None, :]
+        tl.store(out_ptr + at, acc.T.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_row[None, :])
 
 
 class Tiling(NamedTuple):
@@ -120,7 +123,7 @@ def fp8_linear(
     tiling: Tiling | None = None,
 ) -> Tensor:
     """Compute `fp8.fp8_linear` in one kernel; in two where many tokens are to be quantized first."""
-    (num_tokens, width), num_rows = x.shape, len(weight)
+    num_tokens, (num_rows, width) = len(x), weight.shape
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
     if num_tokens == 0:
         return out
@@ -140,10 +143,11 @@ def fp8_linear(
         arrivals,
         num_tokens,
         num_rows,
+        width,
+        num_rows * width // x.shape[1],
         x.stride(0),
         *((0, 0) if x_scales is None else x_scales.stride()),
         weight_scale.stride(0),
-        K=width,
         ROWS=tiling.rows,
         TOKENS=tiling.tokens,
         SPLITS=tiling.splits,
