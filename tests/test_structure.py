@@ -29,6 +29,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "compressed_config": 0,
     "fields": 0,
     "hf_config": 0,
+    "hf_quantization": 0,
     "ownership": 0,
     "merge": 0,
     "parallel": 1,

@@ -1,17 +1,18 @@
-"""Slices of a safetensors checkpoint, read from disk when they are asked for, block-quantized fp8 dequantized."""
+"""Slices of a safetensors checkpoint, read from disk when they are asked for."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, KeysView, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from dcpmla.integrations.quantization import StoredTensor, check_has_values, quantized_matrix
 from dcpmla.parallel.linear import Weight
 
-_SCALE_SUFFIX = "_scale_inv"
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the name of the weight; a value is its code's times the scale
 
 
 class Checkpoint:
@@ -19,7 +20,7 @@ class Checkpoint:
 
     Args:
         directory: holds model.safetensors, or shards with model.safetensors.index.json.
-        fp8_block_size: rows and columns that share one scale in block-quantized weights.
+        scale_block: rows and columns that share a scale in quantized weights (`dcpmla.hf_quantization.scale_block`).
         rename: turns a tensor's name in the files into the one that it is known by here.
     Raises:
         ValueError: no safetensors checkpoint there, or a file that is not one.
@@ -28,10 +29,10 @@ class Checkpoint:
     def __init__(
         self,
         directory: Path,
-        fp8_block_size: tuple[int, int] = (128, 128),
+        scale_block: tuple[int, int] = (128, 128),
         rename: Callable[[str], str] = lambda name: name,
     ) -> None:
-        self.fp8_block_size = fp8_block_size
+        self._scale_block = scale_block
         index = directory / "model.safetensors.index.json"
         if index.is_file():
             names = _shard_names(index)
@@ -49,6 +50,10 @@ class Checkpoint:
                     f"checkpoint: {directory / name} is not a readable safetensors file ({error})"
                 ) from error
             self._files.update({rename(stored): (file, stored) for stored in file.keys()})  # noqa: SIM118
+        self._scales = {
+            name: scale for suffix in _SCALE_SUFFIXES for name in self._files if (scale := name + suffix) in self._files
+        }
+        self._weights = sorted(self._files.keys() - self._scales.values())
 
     @property
     def names(self) -> KeysView[str]:
@@ -59,50 +64,31 @@ class Checkpoint:
         """Compare the shapes of tensors, and of their scales, with a model's, by name. No values are read.
 
         Raises:
-            ValueError: a tensor has another shape; the first one is named.
+            ValueError: a tensor has another shape, or none of its scales; the first one is named.
         """
-        for name in filter(expected.__contains__, self._files):
-            if self._shape(name) != expected[name]:
+        for name in filter(expected.__contains__, self._weights):
+            shape = tuple(self._weight(name).shape)
+            if shape != expected[name]:
                 raise ValueError(
-                    f"checkpoint: tensor {name} has shape {self._shape(name)}; "
-                    f"the model's config asks for {expected[name]}"
+                    f"checkpoint: tensor {name} has shape {shape}; the model's config asks for {expected[name]}"
                 )
-            self._check_scales(name)
 
     def weights(self, prefix: str) -> Mapping[str, Weight]:
-        """Return the tensors whose names start with a prefix, by the rest of their names.
+        """Return the tensors whose names start with a prefix, by the rest of their names; scales belong to theirs.
 
         Raises:
-            ValueError: scales that do not belong to their tensor's blocks.
+            ValueError: codes without scales, or scales that are none of their tensor's.
         """
-        return {
-            name.removeprefix(prefix): self._weight(name)
-            for name in self._files
-            if name.startswith(prefix) and not name.endswith(_SCALE_SUFFIX)
-        }
+        following = self._weights[bisect_left(self._weights, prefix) :]
+        names = takewhile(lambda name: name.startswith(prefix), following)
+        return {name.removeprefix(prefix): self._weight(name) for name in names}
 
     def _weight(self, name: str) -> Weight:
-        scale_name, weight = name + _SCALE_SUFFIX, _SafetensorsWeight(*self._files[name])
-        if scale_name not in self._files:
-            return weight
-        self._check_scales(name)
-        file, stored = self._files[scale_name]
-        return _Fp8BlockWeight(weight, file.get_tensor(stored), self.fp8_block_size)
-
-    def _check_scales(self, name: str) -> None:
-        if name + _SCALE_SUFFIX not in self._files:
-            return
-        shape, found = self._shape(name), self._shape(name + _SCALE_SUFFIX)
-        blocks = tuple(-(-size // block) for size, block in zip(shape, self.fp8_block_size, strict=False))
-        if len(shape) != 2 or found != blocks:
-            raise ValueError(
-                f"checkpoint: the fp8 tensor {name} of shape {shape} has scales of shape {found}; "
-                f"blocks of {self.fp8_block_size} ask for {blocks}"
-            )
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        file, stored = self._files[name]
-        return tuple(file.get_slice(stored).get_shape())
+        tensor = StoredTensor(*self._files[name])
+        if name not in self._scales:
+            check_has_values(name, tensor)
+            return tensor
+        return quantized_matrix(name, tensor, StoredTensor(*self._files[self._scales[name]]), self._scale_block)
 
 
 def _shard_names(index: Path) -> list[str]:
@@ -124,37 +110,3 @@ def _shard_names(index: Path) -> list[str]:
                 f"checkpoint: {index} has tensor {name} in {shard!r}; it must be a file of the same directory"
             )
     return sorted(set(weight_map.values()))
-
-
-class _SafetensorsWeight:
-    """A tensor on disk; indexing reads the slice alone."""
-
-    def __init__(self, file: Any, name: str) -> None:
-        self._slice = file.get_slice(name)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self._slice.get_shape())
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        return self._slice[index]
-
-
-class _Fp8BlockWeight:
-    """An e4m3 matrix with a scale per block, as DeepSeek-V3 ships it; indexing gives float32."""
-
-    def __init__(self, codes: Weight, scale_inv: Tensor, block_size: tuple[int, int]) -> None:
-        self._codes, self._scale_inv, self._block_size = codes, scale_inv.to(torch.float32), block_size
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._codes.shape
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        codes = self._codes[index].to(torch.float32)
-        index = index if isinstance(index, tuple) else (index, slice(None))
-        rows, cols = (
-            torch.arange(size)[part] // block
-            for size, part, block in zip(self.shape, index, self._block_size, strict=True)
-        )
-        return codes * self._scale_inv[rows][:, cols]

@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, list_of, number, one_of, optional, whole
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
+from dcpmla.hf_quantization import check_quantization
 
 _SIZE = whole(1, LARGEST_SIZE)
 _NUM_LAYERS = whole(1, 1024)
@@ -118,15 +119,6 @@ _ROPE_RULES = {
     "main": _OBJECT,
     "compress": _OBJECT,
 }
-_QUANTIZATION_RULES = {
-    "quant_method": one_of(("fp8",)),
-    "weight_block_size": optional(list_of(whole(1, LARGEST_SIZE), 2)),
-    "activation_scheme": one_of(("dynamic", "static")),
-    "modules_to_not_convert": optional(list_of(TEXT)),
-    "modules_to_convert": optional(list_of(TEXT)),
-    "ignored_layers": optional(list_of(TEXT)),
-    "dequantize": FLAG,
-}
 
 
 def check_generation_config(directory: Path) -> None:
@@ -158,7 +150,7 @@ def check_raw_config(raw: Mapping[str, Any]) -> None:
         for kind in ("main", "compress"):  # DeepSeek-V4's layers rotate in one of two ways
             check_fields(_ROPE_RULES, (raw.get(name) or {}).get(kind, {}), f"{name}.{kind}.{{}}".format)
     if (quantization := raw.get("quantization_config")) is not None:
-        check_fields(_QUANTIZATION_RULES, {"quant_method": None, **quantization}, "quantization_config.{}".format)
+        check_quantization(quantization)
 
 
 def check_config(config: Any) -> None:

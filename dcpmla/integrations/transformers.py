@@ -31,6 +31,7 @@ from dcpmla.comm.select import ChosenExchange
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, check_model_type, read_attention, skips_topk
+from dcpmla.hf_quantization import scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import module_name
 from dcpmla.integrations.config_checks import check_config, check_generation_config, check_raw_config, reason
@@ -283,10 +284,8 @@ def load_model(
     check_generation_config(directory)
     attention_config = read_attention(config)
     attention_config.heads_per_rank(mesh.tp_size)
-    quantization = getattr(config, "quantization_config", None) or {}
-    block_size = quantization.get("weight_block_size") or (128, 128)
     rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else str
-    checkpoint = Checkpoint(directory, (block_size[0], block_size[1]), rename)
+    checkpoint = Checkpoint(directory, scale_block(getattr(config, "quantization_config", None)), rename)
     model = load_skeleton(directory, checkpoint, config, mesh, dtype, device, enable_expert_parallel)
     _check_norms(model)
     placeholders = [name for name, module in model.named_modules() if isinstance(module, Placeholder)]

@@ -1,7 +1,7 @@
 """Weights sharded over tensor-parallel ranks: each rank reads only its slice of a checkpoint tensor."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,13 @@ class Weight(Protocol):
     def shape(self) -> torch.Size: ...
 
     def __getitem__(self, index: slice | tuple[slice, ...], /) -> Tensor: ...
+
+
+@runtime_checkable
+class QuantizedWeight(Weight, Protocol):
+    """A [rows, cols] weight in 8 or 4 bits: indexing gives its values, `stored` its codes and scales."""
+
+    def stored(self, rows: slice, cols: slice, /) -> AnyWeight: ...
 
 
 class Linear(nn.Module):
@@ -62,7 +69,7 @@ class Linear(nn.Module):
             fill(self.weight_scale, *(part[1] for part in parts))
         else:
             assert self.weight_scale is None  # weights are loaded once
-            fill(self.weight, *(_values(part, self.weight) for part in parts))
+            fill(self.weight, *(values_like(part, self.weight) for part in parts))
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.weight_scale is None:
@@ -161,11 +168,37 @@ def shard(size: int, group: ProcessGroup) -> slice:
 
 
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:
-    """Read a slice of a named weight; all of it without an index.
+    """Read a slice of a named weight's values, of a quantized one in float32; all of it without an index.
 
     Raises:
-        ValueError: the weight is missing, has another shape, or is quantized in a way that the mapping does not undo.
+        ValueError: the weight is missing, has another shape, or is of no floating-point dtype.
     """
+    return _read_values(_find(weights, name, shape), name, index)
+
+
+def read_linear(
+    weights: Mapping[str, Weight],
+    name: str,
+    shape: tuple[int, int],
+    rows: slice = slice(None),
+    cols: slice = slice(None),
+) -> AnyWeight:
+    """Read a slice of a named matrix [rows, cols] as the checkpoint has it.
+
+    Returns:
+        `BlockFp8` of e4m3 codes, where the slice begins and ends at multiples of 128 (or at the matrix's end) and no
+        block of 128 x 128 has several scales; `GroupFp4` of e2m1 codes, where columns are cut at multiples of 32. Else
+        the values, float32 or in the dtype of a weight that is not quantized.
+    Raises:
+        ValueError: as `read_weight`.
+    """
+    weight = _find(weights, name, shape)
+    return (
+        weight.stored(rows, cols) if isinstance(weight, QuantizedWeight) else _read_values(weight, name, (rows, cols))
+    )
+
+
+def _find(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...]) -> Weight:
     if name not in weights:
         raise ValueError(f"checkpoint: tensor {name} is missing")
     weight = weights[name]
@@ -173,11 +206,15 @@ def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...]
         raise ValueError(
             f"checkpoint: tensor {name} has shape {tuple(weight.shape)}; the model's config asks for {shape}"
         )
+    return weight
+
+
+def _read_values(weight: Weight, name: str, index: tuple[slice, ...]) -> Tensor:
     part = weight[index or (slice(None),)]
     if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"checkpoint: tensor {name} has dtype {part.dtype}; attention weights may be float32, bfloat16, float16, "
-            f"or float8_e4m3fn with a scale per block in {name}_scale_inv"
+            f"checkpoint: tensor {name} has dtype {part.dtype}; weights may be float32, bfloat16, float16, or codes of "
+            f"8 or 4 bits with their scales"
         )
     return part
 
@@ -190,7 +227,7 @@ def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
             target.copy_(part)
 
 
-def _values(weight: AnyWeight, like: Tensor) -> Tensor:
+def values_like(weight: AnyWeight, like: Tensor) -> Tensor:
     """Return a weight's values in the dtype of `like`, dequantized on its device: what travels are the codes."""
     if isinstance(weight, BlockFp8):
         return dequantize_blocks(weight.codes.to(like.device), weight.scales.to(like.device), like.dtype)

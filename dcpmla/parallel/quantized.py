@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 BLOCK = 128  # rows and columns that share a scale in block-quantized fp8
 FP4_GROUP = 32  # columns that share a scale in 4 bits
@@ -28,6 +28,7 @@ class GroupFp4(NamedTuple):
     Attributes:
         codes: uint8 [.., N, K / 2], two codes a byte, the even column in the lower half.
         scales: uint8 [.., N, K / 32], e8m0: a value is its code's times 2^(scale - 127).
+    Source: the conversion published with DeepSeek-V4 (inference/convert.py), which takes the lower half first.
     """
 
     codes: Tensor
@@ -45,8 +46,37 @@ def dequantize(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
         codes = torch.stack([weight.codes & 15, weight.codes >> 4], -1).flatten(-2).int()
         sizes = torch.tensor(_E2M1, device=codes.device)[codes & 7]
         values = torch.where(codes >= 8, -sizes, sizes).unflatten(-1, (-1, FP4_GROUP))
-        scales = torch.ldexp(torch.ones((), device=codes.device), weight.scales.int() - 127)
-        return (values * scales[..., None]).flatten(-2).to(dtype)
-    num_rows, num_cols = weight.codes.shape[-2:]
-    scales = weight.scales.repeat_interleave(BLOCK, -2)[..., :num_rows, :]
-    return (weight.codes.float() * scales.repeat_interleave(BLOCK, -1)[..., :num_cols]).to(dtype)
+        return (values * from_e8m0(weight.scales)[..., None]).flatten(-2).to(dtype)
+    return (weight.codes.float() * _spread(weight.scales, BLOCK, BLOCK, weight.codes)).to(dtype)
+
+
+def from_e8m0(exponents: Tensor) -> Tensor:
+    """Return the float32 values of e8m0 bytes, uint8: 2^(byte - 127), NaN for 255."""
+    return exponents.view(torch.float8_e8m0fnu).float()
+
+
+def to_block_fp8(weight: GroupFp4) -> BlockFp8 | None:
+    """Return a matrix of the same values in e4m3, or None where a block of 128 x 128 has no scale that makes each of
+    its values a code.
+
+    The scale puts the largest of a block's groups at 6 x 2^6 = 384 of e4m3's 448. A group may then have a scale 2^14
+    times as small: e2m1's 0.5 is 2^-9 there, e4m3's smallest number. Groups of zeros have any scale.
+
+    Source: DeepSeek-V4's conversion for experts in fp8 (inference/convert.py).
+    """
+    groups_a_block = BLOCK // FP4_GROUP
+    is_zero = (weight.codes & 0x77).unflatten(-1, (-1, FP4_GROUP // 2)).amax(-1) == 0
+    exponents = weight.scales.int().masked_fill(is_zero, 0)
+    padding = (0, -exponents.shape[-1] % groups_a_block, 0, -exponents.shape[-2] % BLOCK)
+    blocks = nn.functional.pad(exponents, padding).unflatten(-1, (-1, groups_a_block)).unflatten(-3, (-1, BLOCK))
+    base = (blocks.amax((-3, -1)) - 6).clamp(min=1)  # the exponent of float32's smallest normal number
+    shifts = exponents - _spread(base, BLOCK, groups_a_block, exponents)
+    values = dequantize(GroupFp4(weight.codes, (shifts + 127).clamp(0, 254).to(torch.uint8)), torch.float32)
+    codes = values.to(torch.float8_e4m3fn)
+    return BlockFp8(codes, from_e8m0(base.to(torch.uint8))) if torch.equal(codes.float(), values) else None
+
+
+def _spread(scales: Tensor, num_rows: int, num_cols: int, like: Tensor) -> Tensor:
+    """Repeat each scale over its rows and columns, as many as another matrix has."""
+    rows = scales.repeat_interleave(num_rows, -2)[..., : like.shape[-2], :]
+    return rows.repeat_interleave(num_cols, -1)[..., : like.shape[-1]]

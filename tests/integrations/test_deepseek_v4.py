@@ -14,33 +14,22 @@ from dcpmla.cache.compressed import new_cache
 from dcpmla.cache.shared_rows import read_rows, rows_shape, write_rows
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import module_name
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
-from tests.integrations.test_checkpoint import BLOCK, dequantize, quantize
 from tests.integrations.test_transformers import check, make_cases, prompts
 from tests.support.models import random_model, save_tiny, tiny_config
+from tests.support.quantized_models import published_name
 from tests.support.ranks import run_ranks
-
-PUBLISHED = (  # what transformers' mapping does not take back when it saves
-    ("model.", ""),
-    ("embed_tokens", "embed"),
-    ("hc_head.hc_", "hc_head_"),
-    (".attn.norm.", ".attn.kv_norm."),
-)
 
 
 def publish(directory: Path) -> dict[str, Any]:
     """Rename a saved checkpoint's tensors as DeepSeek does, and return them."""
-    tensors = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        for saved, published in PUBLISHED:
-            name = name.replace(saved, published)  # noqa: PLW2901
-        tensors[name] = tensor
+    saved = load_file(directory / "model.safetensors")
+    tensors = {published_name(name): tensor for name, tensor in saved.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return tensors
 
@@ -55,20 +44,6 @@ def test_published_names(tmp_path: Path) -> None:
     names = publish(tmp_path)
     assert {"layers.1.attn.indexer.compressor.ape", "layers.0.ffn.gate.tid2eid", "hc_head_fn"} <= set(names)
     check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",), is_compressed=True))
-
-
-def test_published_weights_in_fp8_blocks(tmp_path: Path) -> None:
-    """Scales are called so, and are powers of two of one byte."""
-    save_tiny("deepseek_v4", tmp_path)
-    tensors = publish(tmp_path)
-    codes, scales = quantize(tensors["layers.0.attn.wq_b.weight"])
-    scales = scales.log2().ceil().exp2()
-    exponents = scales.to(torch.float8_e8m0fnu)
-    tensors |= {"layers.0.attn.wq_b.weight": codes, "layers.0.attn.wq_b.scale": exponents}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    weights = Checkpoint(tmp_path, (BLOCK, BLOCK), module_name).weights("model.layers.0.self_attn.")
-    assert torch.equal(weights["q_b_proj.weight"][:, :], dequantize(codes, scales))
-    assert tuple(weights["sinks"].shape) == (24,)
 
 
 def generate(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list[int], torch.Tensor]]]:

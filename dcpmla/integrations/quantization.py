@@ -1,0 +1,151 @@
+"""Tensors on disk: plain ones, and matrices in e4m3 or e2m1 with their scales, sliced before they are read."""
+
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpmla.parallel.linear import QuantizedWeight
+from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, AnyWeight, BlockFp8, GroupFp4, dequantize, from_e8m0
+
+_E4M3 = "F8_E4M3"  # names of dtypes as safetensors has them
+_TWO_CODES = ("I8", "U8")  # e2m1 in the halves of a byte
+_EXPONENTS = ("F8_E8M0", "U8")  # scales 2^(byte - 127)
+_FLOATS = ("F32", "BF16", "F16")
+
+
+class StoredTensor:
+    """A tensor of a safetensors file; indexing maps the slice alone into memory.
+
+    Args:
+        file: open (safetensors' handle has no public type).
+        name: there.
+    """
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._slice = file.get_slice(name)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._slice.get_shape())
+
+    @property
+    def dtype(self) -> str:
+        """safetensors' name of it."""
+        name: str = self._slice.get_dtype()
+        return name
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        part: Tensor = self._slice[index]
+        return part
+
+
+def quantized_matrix(name: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]) -> QuantizedWeight:
+    """Return a matrix [N, K] of codes and scales, of which nothing is read yet.
+
+    Args:
+        name: for messages.
+        codes: e4m3 [N, K], or bytes [N, K / 2] with two e2m1 codes each.
+        scales: float32, bfloat16 or float16 [ceil(N / rows), ceil(K / columns)], or bytes that are exponents (e8m0);
+            of e2m1 exponents alone, [N, K / 32]. A single one may have any shape.
+        block: rows and columns of e4m3 codes that share a scale.
+    Raises:
+        ValueError: codes or scales of another shape or dtype.
+    """
+    if codes.dtype == _E4M3 and scales.dtype in _FLOATS + _EXPONENTS:
+        return _Fp8Matrix(name, codes, scales, codes.shape, block)
+    if codes.dtype in _TWO_CODES and scales.dtype in _EXPONENTS and 2 * codes.shape[-1:].numel() % FP4_GROUP == 0:
+        shape = torch.Size([*codes.shape[:1], *(2 * size for size in codes.shape[1:])])
+        return _Fp4Matrix(name, codes, scales, shape, (1, FP4_GROUP))
+    raise ValueError(
+        f"checkpoint: tensor {name} of dtype {codes.dtype} and shape {tuple(codes.shape)} has scales of dtype "
+        f"{scales.dtype}; codes may be {_E4M3} with scales of {', '.join(_FLOATS + _EXPONENTS)}, or two of e2m1 a byte "
+        f"({', '.join(_TWO_CODES)}) in whole groups of {FP4_GROUP} with scales of {', '.join(_EXPONENTS)}"
+    )
+
+
+def check_has_values(name: str, tensor: StoredTensor) -> None:
+    """Raise ValueError for codes, which have no values without scales."""
+    if tensor.dtype == _E4M3 or tensor.dtype in _TWO_CODES:
+        raise ValueError(
+            f"checkpoint: tensor {name} has dtype {tensor.dtype}, but there are no scales in {name}_scale_inv or "
+            f"{name}_scale"
+        )
+
+
+class _QuantizedMatrix:
+    """Codes on disk and the scales of their blocks, which are read once."""
+
+    def __init__(
+        self, name: str, codes: StoredTensor, scales: StoredTensor, shape: torch.Size, block: tuple[int, int]
+    ) -> None:
+        self._name, self._codes, self._stored_scales, self.shape, self._block = name, codes, scales, shape, block
+        self._num_blocks = [-(-size // side) for size, side in zip(shape, block, strict=False)]
+        is_one = prod(self._num_blocks) == 1 == scales.shape.numel()
+        if len(shape) != 2 or not (is_one or list(scales.shape) == self._num_blocks):
+            blocks = " x ".join(str(min(pair)) for pair in zip(shape, block, strict=False))
+            raise ValueError(
+                f"checkpoint: tensor {name} of shape {tuple(shape)} has scales of shape {tuple(scales.shape)}; "
+                f"blocks of {blocks} ask for {tuple(self._num_blocks)}"
+            )
+
+    @cached_property
+    def _scales(self) -> Tensor:
+        """All scales, float32, or the bytes of exponents."""
+        scales = self._stored_scales[()].reshape(self._num_blocks)
+        scales = scales.view(torch.uint8) if scales.itemsize == 1 else scales.float()
+        values = from_e8m0(scales) if scales.dtype == torch.uint8 else scales
+        if not (values.isfinite() & (values >= 0)).all():
+            raise ValueError(f"checkpoint: tensor {self._name} has a scale that is negative, infinite or NaN")
+        return scales
+
+
+class _Fp8Matrix(_QuantizedMatrix):
+    """A matrix in e4m3; indexing gives float32."""
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        index = _both(index)
+        at = [torch.arange(size)[part] // side for size, part, side in zip(self.shape, index, self._block, strict=True)]
+        return self._codes[index].to(torch.float32).mul_(self._scales_at(*at))
+
+    def stored(self, rows: slice, cols: slice) -> AnyWeight:
+        """Return a slice as `BlockFp8` if it begins and ends where blocks of 128 x 128 do, and these have one scale
+        each; else its values.
+        """
+        at = []
+        for part, size, side in zip((rows, cols), self.shape, self._block, strict=True):
+            first, end, _ = part.indices(size)
+            if first % BLOCK or (end % BLOCK and end < size) or (side % BLOCK and side < size):
+                return self[rows, cols]
+            at.append(torch.arange(first, end, BLOCK) // side)
+        return BlockFp8(self._codes[rows, cols], self._scales_at(*at))
+
+    def _scales_at(self, rows: Tensor, cols: Tensor) -> Tensor:
+        scales = self._scales[rows][:, cols]
+        return from_e8m0(scales) if scales.dtype == torch.uint8 else scales
+
+
+class _Fp4Matrix(_QuantizedMatrix):
+    """A matrix in e2m1; indexing gives float32."""
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        rows, cols = _both(index)
+        return dequantize(self._groups(rows, slice(None)), torch.float32)[:, cols]
+
+    def stored(self, rows: slice, cols: slice) -> AnyWeight:
+        """Return a slice as `GroupFp4` if its columns are whole groups; else its values."""
+        first, end, _ = cols.indices(self.shape[1])
+        return self[rows, cols] if first % FP4_GROUP or end % FP4_GROUP else self._groups(rows, slice(first, end))
+
+    def _groups(self, rows: slice, cols: slice) -> GroupFp4:
+        first, end, _ = cols.indices(self.shape[1])
+        codes = self._codes[rows, first // 2 : end // 2].view(torch.uint8)
+        return GroupFp4(codes, self._scales[rows, first // FP4_GROUP : end // FP4_GROUP])
+
+
+def _both(index: slice | tuple[slice, ...]) -> tuple[slice, slice]:
+    """Return the slices of rows and of columns, all of those that an index leaves out."""
+    rows, cols = (*(index if isinstance(index, tuple) else (index,)), slice(None), slice(None))[:2]
+    return rows, cols

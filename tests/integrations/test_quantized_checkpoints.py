@@ -1,0 +1,206 @@
+"""Weights in 8 and 4 bits as they are published: what is read of them is what their dequantized twins hold."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dcpmla.hf_quantization import check_quantization, scale_block
+from dcpmla.integrations.checkpoint import Checkpoint
+from dcpmla.integrations.checkpoint_names import module_name
+from dcpmla.integrations.quantization import StoredTensor
+from dcpmla.parallel.linear import Weight, read_linear, read_weight
+from dcpmla.parallel.quantized import BlockFp8, GroupFp4, dequantize
+from tests.integrations.test_transformers import check, make_cases
+from tests.support.quantized_models import SCHEMES, quantize, save_wide, write_dequantized, write_quantized
+
+WHOLE, CUT = slice(None), slice(3, 101)
+MLA_SCHEMES = [scheme for scheme in SCHEMES if scheme != "published"]
+KEPT = {"block", "ue8m0", "e8m0", "bytes", "tensor", "modelopt", "compressed_tensor", "compressed_block"}
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    config = json.loads((directory / "config.json").read_text())
+    rename = module_name if config["model_type"] == "deepseek_v4" else str
+    return Checkpoint(directory, scale_block(config.get("quantization_config")), rename)
+
+
+def make_pair(source: Path, directory: Path, scheme: str) -> tuple[dict[str, Weight], dict[str, Tensor]]:
+    """Return the weights of a quantized checkpoint, and the tensors of its twin."""
+    write_quantized(source, directory / "quantized", scheme)
+    write_dequantized(source, directory / "twin", scheme)
+    check_quantization(json.loads((directory / "quantized" / "config.json").read_text())["quantization_config"])
+    weights, twin = (open_checkpoint(directory / name).weights("") for name in ("quantized", "twin"))
+    assert {name for name in weights if not name.startswith("mtp.") and not name.endswith("input_scale")} == set(twin)
+    return dict(weights), {name: weight[WHOLE,] for name, weight in twin.items()}
+
+
+@pytest.fixture(scope="module")
+def v32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("v32")
+    save_wide("deepseek_v32", directory)
+    return directory
+
+
+@pytest.mark.parametrize("scheme", MLA_SCHEMES)
+def test_what_is_read_is_what_the_twin_holds(scheme: str, v32: Path, tmp_path: Path) -> None:
+    weights, twin = make_pair(v32, tmp_path, scheme)
+    kinds = set()
+    for name, values in twin.items():
+        shape = tuple(values.shape)
+        assert torch.equal(read_weight(weights, name, shape), values)
+        if len(shape) == 2:
+            assert torch.equal(read_weight(weights, name, shape, CUT, CUT), values[CUT, CUT])
+            whole = read_linear(weights, name, (shape[0], shape[1]))
+            assert torch.equal(dequantize(whole, torch.float32), values)
+            kinds |= {type(whole)} if not isinstance(weights[name], StoredTensor) else set()
+    assert kinds == {BlockFp8 if scheme in KEPT else Tensor}
+
+
+def test_cuts_at_blocks_keep_codes(v32: Path, tmp_path: Path) -> None:
+    """Rows and columns at multiples of 128, or to the end of 192 rows; and no others."""
+    weights, twin = make_pair(v32, tmp_path, "block")
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    stored = load_file(tmp_path / "quantized" / "model.safetensors")
+    for rows, cols in ((slice(0, 128), WHOLE), (slice(128, 192), slice(128, 256)), (WHOLE, slice(0, 128))):
+        part = read_linear(weights, name, (192, 256), rows, cols)
+        assert isinstance(part, BlockFp8)
+        assert torch.equal(part.codes.view(torch.uint8), stored[name][rows, cols].view(torch.uint8))
+        assert torch.equal(dequantize(part, torch.float32), twin[name][rows, cols])
+    for rows, cols in ((slice(64, 192), WHOLE), (slice(0, 127), WHOLE), (WHOLE, slice(0, 96)), (WHOLE, slice(32, 256))):
+        part = read_linear(weights, name, (192, 256), rows, cols)
+        assert isinstance(part, Tensor)
+        assert part.dtype == torch.float32
+        assert torch.equal(part, twin[name][rows, cols])
+
+
+def test_scales_are_read_once_and_codes_as_they_are_sliced(
+    v32: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_quantized(v32, tmp_path, "block")
+    read, get = [], StoredTensor.__getitem__
+    monkeypatch.setattr(StoredTensor, "__getitem__", lambda self, index: read.append(get(self, index)) or read[-1])
+    checkpoint, name = open_checkpoint(tmp_path), "model.layers.0.mlp.down_proj.weight"
+    checkpoint.check_shapes({name: (256, 512)})
+    weights = checkpoint.weights("")
+    assert read == []
+    for first in range(0, 512, 128):
+        read_linear(weights, name, (256, 512), WHOLE, slice(first, first + 128))
+    assert [tuple(part.shape) for part in read] == [(256, 128), (2, 4), *[(256, 128)] * 3]
+
+
+def test_deepseek_v4_as_published(tmp_path: Path) -> None:
+    save_wide("deepseek_v4", tmp_path / "saved")
+    weights, twin = make_pair(tmp_path / "saved", tmp_path, "published")
+    kinds: dict[str, type] = {}
+    for name, values in twin.items():
+        if not values.is_floating_point():
+            assert torch.equal(weights[name][WHOLE,], values)
+            continue
+        shape = tuple(values.shape)
+        assert torch.equal(read_weight(weights, name, shape), values)
+        if len(shape) == 2:
+            assert torch.equal(read_weight(weights, name, shape, slice(1, 3), slice(5, 50)), values[1:3, 5:50])
+            for cols in (WHOLE, slice(128, 256), slice(32, 128), slice(3, 11)):
+                part = read_linear(weights, name, (shape[0], shape[1]), WHOLE, cols)
+                assert torch.equal(dequantize(part, torch.float32), values[:, cols])
+                kinds[f"{name.split('layers.1.')[-1]} {cols.start}"] = type(part)
+    expert, attention, gate = "mlp.experts.3.down_proj.weight", "self_attn.q_a_proj.weight", "mlp.gate.weight"
+    assert [kinds[f"{expert} {first}"] for first in (None, 128, 32, 3)] == [GroupFp4, GroupFp4, GroupFp4, Tensor]
+    assert [kinds[f"{attention} {first}"] for first in (None, 128, 32)] == [BlockFp8, BlockFp8, Tensor]
+    assert kinds[f"{gate} None"] == Tensor
+
+
+def test_deepseek_v32_generates_as_its_dequantized_model(v32: Path, tmp_path: Path) -> None:
+    """Every slice of attention and of the indexer, whose scales once did not load."""
+    write_quantized(v32, tmp_path, "block")
+    write_dequantized(v32, tmp_path / "twin", "block")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "twin", dtype=torch.float32)
+    check(reference.eval(), tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
+
+
+E4M3 = torch.zeros(40, 256, dtype=torch.float8_e4m3fn)
+PACKED = torch.zeros(40, 32, dtype=torch.int8)
+GRID = torch.ones(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"w": E4M3}, "tensor w has dtype F8_E4M3, but there are no scales in w_scale_inv or w_scale"),
+        ({"w": PACKED}, "tensor w has dtype I8, but there are no scales"),
+        (
+            {"w": E4M3, "w_scale_inv": torch.ones(2, 2)},
+            r"w of shape \(40, 256\) has scales of shape \(2, 2\); blocks of 40 x 128 ask for \(1, 2\)",
+        ),
+        ({"w": E4M3, "w_scale": torch.ones(())}, r"has scales of shape \(\); blocks of 40 x 128 ask for \(1, 2\)"),
+        ({"w": E4M3[0], "w_scale": torch.ones(2)}, r"w of shape \(256,\) has scales of shape \(2,\)"),
+        ({"w": E4M3, "w_scale_inv": GRID.int()}, "w of dtype F8_E4M3 .* has scales of dtype I32"),
+        ({"w": PACKED, "w_scale": torch.ones(40, 2)}, r"w of dtype I8 and shape \(40, 32\) has scales of dtype F32"),
+        ({"w": PACKED[:, :12], "w_scale": torch.ones(40, 1).byte()}, "in whole groups of 32"),
+        ({"w": PACKED, "w_scale": torch.ones(40, 1).byte()}, r"shape \(40, 64\) .* blocks of 1 x 32 ask for \(40, 2\)"),
+        ({"w": E4M3.float(), "w_scale_inv": GRID}, "w of dtype F32 .* has scales of dtype F32"),
+        *(
+            ({"w": E4M3, "w_scale_inv": GRID * bad}, "tensor w has a scale that is negative, infinite or NaN")
+            for bad in (-1, math.inf, math.nan)
+        ),
+        ({"w": E4M3, "w_scale_inv": GRID.byte() * 255}, "tensor w has a scale that is negative, infinite or NaN"),
+        ({"w": PACKED, "w_scale": torch.full((40, 2), 255).byte()}, "tensor w has a scale that is negative, infinite"),
+    ],
+)
+def test_broken_scales_are_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    shape = (40, 64) if tensors["w"].dtype == torch.int8 else (40, 256)
+    with pytest.raises(ValueError, match=message):
+        read_linear(Checkpoint(tmp_path).weights(""), "w", shape)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method is 'awq'; it must be one of fp8, compressed-tensors, modelopt"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo of modelopt is 'NVFP4'; .* one of FP8"),
+        ({"quant_method": "modelopt"}, "quant_algo of modelopt is None"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "format of compressed-tensors is 'pack-quantized'; it must be one of float-quantized",
+        ),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups is None"),
+        (
+            {
+                **SCHEMES["compressed_channel"].config,
+                "config_groups": {"a": {"weights": {"num_bits": 4, "type": "float", "strategy": "channel"}}},
+            },
+            "config_groups is .* weights of 8 bits",
+        ),
+        (
+            {
+                **SCHEMES["compressed_channel"].config,
+                "config_groups": {
+                    name: {"weights": {"num_bits": 8, "type": "float", "strategy": name}}
+                    for name in ("channel", "tensor")
+                },
+            },
+            "config_groups differ",
+        ),
+    ],
+)
+def test_other_quantizations_are_named(quantization: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_quantization(quantization)
+
+
+def test_bytes_of_scales_are_exponents(tmp_path: Path) -> None:
+    """Taken for numbers they would be 127 and more."""
+    codes, scales = quantize(torch.randn(256, 128), (128, 128), powers_of_two=True)
+    exponents = torch.frexp(scales)[1] + 126
+    save_file({"w": codes, "w_scale": exponents.to(torch.uint8)}, tmp_path / "model.safetensors")
+    part = read_linear(Checkpoint(tmp_path).weights(""), "w", (256, 128))
+    assert isinstance(part, BlockFp8)
+    assert torch.equal(part.scales, scales)

@@ -1,0 +1,224 @@
+"""Checkpoints as they are published in 8 and 4 bits, made from tiny ones, and their twins of dequantized values.
+
+The formats are written from their descriptions, with nothing of the package, so that a twin is an oracle.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.models import random_model, tiny_config
+
+ALL = 1 << 30  # rows or columns of a block that is the whole matrix
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+# Linear layers and experts. Published checkpoints leave routers, the indexer's weights_proj and V4's compressors wide.
+_QUANTIZED = re.compile(
+    r"(self_attn|mlps?|experts)\.(.+\.)?(\w+_proj|kv_a_proj_with_mqa|wq_b|wk)\.weight$"
+    r"|\.attn\.(indexer\.)?w\w+\.weight$|\.ffn\..*\.w[123]\.weight$"
+)
+_ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
+PUBLISHED_NAMES = (  # what transformers' mapping of DeepSeek-V4 does not take back when it saves
+    ("model.", ""),
+    ("embed_tokens", "embed"),
+    ("hc_head.hc_", "hc_head_"),
+    (".attn.norm.", ".attn.kv_norm."),
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to store matrices in e4m3.
+
+    Attributes:
+        block: rows and columns that share a scale.
+        suffix: of a scale's name, after its weight's.
+        config: quantization_config of config.json.
+        scale_dtype: e8m0 and uint8 hold exponents; then, and with powers_of_two, scales are powers of two.
+        scale_shape: None where it has a dim for rows and one for columns of blocks.
+        others: names of more scalars that lie beside a weight.
+    """
+
+    block: tuple[int, int]
+    suffix: str
+    config: dict[str, Any]
+    scale_dtype: torch.dtype = torch.float32
+    powers_of_two: bool = False
+    scale_shape: tuple[int, ...] | None = None
+    others: tuple[str, ...] = ()
+
+
+def _fp8(**fields: Any) -> dict[str, Any]:
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", **fields}
+
+
+def _compressed_tensors(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "symmetric": True, **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+_BLOCK = [128, 128]
+_EXPONENTS = torch.float8_e8m0fnu
+SCHEMES = {
+    "block": Scheme((128, 128), "_scale_inv", _fp8(weight_block_size=_BLOCK)),
+    "block_32": Scheme((32, 32), "_scale_inv", _fp8(weight_block_size=[32, 32])),
+    "ue8m0": Scheme(
+        (128, 128), "_scale_inv", _fp8(weight_block_size=_BLOCK, scale_fmt="ue8m0"), powers_of_two=True
+    ),  # DeepSeek-V3.1
+    "e8m0": Scheme((128, 128), "_scale_inv", _fp8(weight_block_size=_BLOCK, scale_fmt="ue8m0"), _EXPONENTS),
+    "bytes": Scheme((128, 128), "_scale_inv", _fp8(weight_block_size=_BLOCK, scale_fmt="ue8m0"), torch.uint8),
+    "tensor": Scheme((ALL, ALL), "_scale", {**_fp8(), "activation_scheme": "static"}, scale_shape=()),
+    "modelopt": Scheme(
+        (ALL, ALL), "_scale", {"quant_method": "modelopt", "quant_algo": "FP8"}, scale_shape=(), others=("input_scale",)
+    ),
+    "compressed_tensor": Scheme((ALL, ALL), "_scale", _compressed_tensors(strategy="tensor"), scale_shape=(1,)),
+    "compressed_channel": Scheme((1, ALL), "_scale", _compressed_tensors(strategy="channel"), torch.bfloat16),
+    "compressed_block": Scheme(
+        (128, 128), "_scale", _compressed_tensors(strategy="block", block_structure=_BLOCK), torch.bfloat16
+    ),
+    # DeepSeek-V4 alone: its names, routed experts in e2m1
+    "published": Scheme((128, 128), "", _fp8(weight_block_size=_BLOCK, scale_fmt="ue8m0"), _EXPONENTS),
+}
+
+
+def write_quantized(source: Path, target: Path, scheme: str) -> None:
+    """Write a checkpoint's linear layers and experts in 8 bits, as one of SCHEMES; "published" has routed experts in 4
+    bits, DeepSeek-V4's names, and a norm of multi-token prediction.
+    """
+    tensors, chosen = {}, SCHEMES[scheme]
+    for name, weight, codes, scales in _quantized(source, scheme):
+        stored = published_name(name) if scheme == "published" else name
+        if codes is None:
+            tensors[stored] = weight
+            continue
+        tensors[stored] = codes
+        tensors[stored.removesuffix(".weight") + ".scale" if scheme == "published" else stored + chosen.suffix] = (
+            scales if chosen.scale_shape is None else scales.reshape(chosen.scale_shape)
+        )
+        tensors |= {stored.removesuffix("weight") + other: torch.ones(()) for other in chosen.others}
+    if scheme == "published":
+        tensors["mtp.0.norm.weight"] = torch.ones(256)
+    more = {"expert_dtype": "fp4"} if scheme == "published" else {}
+    _save(source, target, tensors, {"quantization_config": chosen.config, **more})
+
+
+def write_dequantized(source: Path, twin: Path, scheme: str) -> None:
+    """Write a checkpoint with the values that `write_quantized` stores, in the dtype and by the names of the source."""
+    _save(source, twin, {name: values for name, values, *_ in _quantized(source, scheme)}, {})
+
+
+def save_wide(family: str, directory: Path) -> Any:
+    """Save a tiny model whose matrices are cut at multiples of 128 by two TP ranks (those of four cut query heads
+    elsewhere), and return it.
+    """
+    config = tiny_config(family)
+    sizes = {
+        **{"hidden_size": 256, "intermediate_size": 512, "ffn_hidden_size": 512, "moe_intermediate_size": 256},
+        **{"expert_ffn_hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 128},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_head_dim": 128},
+        **{"head_dim": 64, "qk_head_dim": 192, "initializer_range": 0.1},
+    }
+    if family == "deepseek_v4":
+        sizes |= {"head_dim": 128, "num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 128}
+        config.partial_rotary_factor = 0.5
+        for rope in config.rope_parameters.values():
+            rope["partial_rotary_factor"] = 0.5
+    if config.q_lora_rank is not None:
+        sizes["q_lora_rank"] = 128
+    for name, size in sizes.items():
+        if hasattr(config, name):
+            setattr(config, name, size)
+    model = random_model(config)
+    model.save_pretrained(directory)
+    return model
+
+
+def published_name(name: str) -> str:
+    """Return DeepSeek's name of a tensor of DeepSeek-V4 that transformers has saved."""
+    for saved, published in PUBLISHED_NAMES:
+        name = name.replace(saved, published)
+    return name
+
+
+def quantize(weight: Tensor, block: tuple[int, int], powers_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Return e4m3 codes and a float32 scale for every block; the last ones may be smaller."""
+    rows, cols = (-(-size // side) for size, side in zip(weight.shape, block, strict=True))
+    scales = torch.empty(rows, cols)
+    for row in range(rows):
+        for col in range(cols):
+            part = weight[row * block[0] : (row + 1) * block[0], col * block[1] : (col + 1) * block[1]]
+            scales[row, col] = part.abs().max().clamp(min=1e-9) / 448
+    scales = scales.log2().ceil().exp2() if powers_of_two else scales
+    return (weight.float() / spread(scales, weight.shape, block)).to(torch.float8_e4m3fn), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the values of e4m3 codes, float32."""
+    return codes.float() * spread(scales, codes.shape, block)
+
+
+def spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+    """Return each element's scale."""
+    rows, cols = (min(side, size) for size, side in zip(shape, block, strict=True))
+    return scales.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: shape[0], : shape[1]]
+
+
+def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return e2m1 codes int8 [N, K / 2], the even column in the lower half, float32 powers of two [N, K / 32], and the
+    values.
+
+    Source: the reference code of DeepSeek-V4 (inference/convert.py, `cast_e2m1fn_to_e4m3fn`), which takes bytes apart.
+    """
+    groups = weight.float().unflatten(1, (-1, 32))
+    scales = (groups.abs().amax(-1).clamp(min=1e-9) / 6).log2().ceil().exp2()
+    scaled = groups / scales[..., None]
+    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+    values = (E2M1[codes].copysign(scaled) * scales[..., None]).flatten(1)
+    codes = (codes + 8 * (scaled < 0)).flatten(1)
+    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8), scales, values
+
+
+def _quantized(source: Path, scheme: str) -> Iterator[tuple[str, Tensor, Tensor | None, Tensor]]:
+    """Yield each tensor's name, values, codes and scales as they are stored; codes are None where it stays as it is."""
+    chosen = SCHEMES[scheme]
+    for name, weight in load_file(source / "model.safetensors").items():
+        if not _QUANTIZED.search(name) or ".compressor." in name or name.endswith(".weights_proj.weight"):
+            yield name, weight, None, weight
+        elif scheme == "published" and _ROUTED_EXPERT.search(name):
+            codes, scales, values = quantize_fp4(weight)
+            yield name, values.to(weight.dtype), codes, scales.to(_EXPONENTS)
+        else:
+            is_power = chosen.powers_of_two or chosen.scale_dtype.itemsize == 1
+            codes, scales = quantize(weight, chosen.block, is_power)
+            stored = _exponents(scales) if chosen.scale_dtype == torch.uint8 else scales.to(chosen.scale_dtype)
+            scales = scales if is_power else stored.float()
+            yield name, dequantize(codes, scales, chosen.block).to(weight.dtype), codes, stored
+
+
+def _exponents(scales: Tensor) -> Tensor:
+    """Return the bytes of e8m0: a power of two's exponent, 127 for 1."""
+    return (scales.log2() + 127).to(torch.uint8)
+
+
+def _save(source: Path, target: Path, tensors: dict[str, Tensor], fields: dict[str, Any]) -> None:
+    """Write tensors beside a copy of the source's other files, its config with more fields."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors" and file.name != "config.json":
+            shutil.copy(file, target)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | fields))
