@@ -40,7 +40,7 @@ class GraphMaker:
             return None
         model = self._model
         token = torch.zeros((), dtype=torch.int64, device=model.device)
-        graph = DecodeGraph(model.decode, token, cache, self._dcp, self._mesh, self._max_num_seqs, longest)
+        graph = DecodeGraph(model.decode, token, cache, self._mesh, self._max_num_seqs, longest)
         try:
             graph.capture()
         except CannotCapture as reason:

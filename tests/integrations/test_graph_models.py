@@ -60,7 +60,7 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
         cache = new_cache(model.plan_cache(dcp, [80] * 5, num_states=7), model.device)
         for memory in cache.tensors:
             memory.fill_(torch.nan)
-        graph = DecodeGraph(watched(model), torch.tensor(0), cache, dcp, mesh, 5, 80) if with_graph else None
+        graph = DecodeGraph(watched(model), torch.tensor(0), cache, mesh, 5, 80) if with_graph else None
         engine = Engine(model, cache, dcp, mesh, 80, 1000, max_num_seqs=5, graph=graph)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=2 + index), keep_logits=True)

@@ -83,7 +83,7 @@ def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int]
     for memory in cache.tensors:
         memory.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen
     token = torch.zeros((), dtype=torch.int64, device=model.device)
-    graph = DecodeGraph(model.decode, token, cache, dcp, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    graph = DecodeGraph(model.decode, token, cache, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
     if how == "captured":
         graph.capture() if model.device.type == "cuda" else capture(graph)
     engine = Engine(

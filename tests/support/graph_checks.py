@@ -119,7 +119,7 @@ def check_rows(
     """Replays against the padded step (bit for bit, results and caches) and against the bare one (exact_to), over
     poisoned caches.
     """
-    graph = DecodeGraph(step, input_like, cache, dcp, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    graph = DecodeGraph(step, input_like, cache, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
     skew()
     if input_like.is_cuda:
         graph.capture()
