@@ -62,8 +62,8 @@ def quantized_matrix(name: str, codes: StoredTensor, scales: StoredTensor, block
         return _Fp4Matrix(name, codes, scales, shape, (1, FP4_GROUP))
     raise ValueError(
         f"checkpoint: tensor {name} of dtype {codes.dtype} and shape {tuple(codes.shape)} has scales of dtype "
-        f"{scales.dtype}; codes may be {_E4M3} with scales of {', '.join((*FLOATS, *_EXPONENTS))}, or two of e2m1 a byte "
-        f"({', '.join(_TWO_CODES)}) in whole groups of {FP4_GROUP} with scales of {', '.join(_EXPONENTS)}"
+        f"{scales.dtype}; codes may be {_E4M3} with scales of {', '.join((*FLOATS, *_EXPONENTS))}, or two of e2m1 a "
+        f"byte ({', '.join(_TWO_CODES)}) in whole groups of {FP4_GROUP} with scales of {', '.join(_EXPONENTS)}"
     )
 
 
