@@ -5,4 +5,5 @@ set -euo pipefail
 ruff check .
 mypy
 python launch/check_package.py
-exec python -m pytest "$@"
+# Two workers: many tests wait for processes of their own, or leave a core idle.
+exec python -m pytest --numprocesses 2 --dist worksteal "$@"

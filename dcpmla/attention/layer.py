@@ -129,6 +129,12 @@ class MLAAttention(AttentionWeights):
         """
         return self.o_proj(self.attend(hidden_states, cache, step))
 
+    def partial(self, hidden_states, cache, step):
+        if step is None:
+            self.claim_memory(len(hidden_states))
+            return torch.zeros_like(hidden_states)
+        return self.o_proj.partial(self.attend(hidden_states, cache, step))
+
     def attend(
         self, hidden_states: Tensor, cache: LayerCache, step: StepMetadata, output_quant: OutputQuant | None = None
     ) -> Tensor | QuantizedOutput:

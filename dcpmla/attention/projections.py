@@ -10,6 +10,7 @@ from torch import Tensor
 from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8, to_fp8
 from dcpmla.cache.latent import write_latents
+from dcpmla.comm.reduce import rms_norm
 
 
 @torch.library.custom_op("dcpmla::finish_latents", mutates_args=("kv_cache",))
@@ -121,14 +122,6 @@ def project_into(out: Tensor, w_uv: Tensor, values: Tensor) -> None:
     """Write `project_values(out, w_uv)` into values [T, h V], whose columns are contiguous."""
     # A matrix product writes into any result with contiguous columns: no transposition is left to copy.
     torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x [T, N] in float32 at least, rounded where transformers' models round: after the norm, and again after
-    the weight [N].
-    """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).to(x.dtype)
 
 
 def _runs_triton(x: Tensor) -> bool:

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from dcpmla.parallel.collectives import named
-from dcpmla.parallel.quantized import AnyWeight
+from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, fp8_linear, multiply_groups, runs_fp8
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, dequantize
 
 
 class Weight(Protocol):
@@ -28,7 +30,106 @@ class QuantizedWeight(Weight, Protocol):
     def stored(self, rows: slice, cols: slice, /) -> AnyWeight: ...
 
 
-class RowParallelLinear(nn.Linear):
+class Linear(nn.Module):
+    """A linear layer whose weight stays in block-quantized fp8 where a checkpoint has it so.
+
+    Attributes:
+        weight: [out, in] in dtype, or e4m3 codes; holds nothing until `load`.
+        weight_scale: float32 [ceil(out / 128), in / 128], a scale per block of codes; None for a weight in dtype.
+        takes_quantized: whether `QuantizedRows` spare work: the weight is fp8, on a device that would quantize other
+            rows.
+    """
+
+    weight_scale: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.dtype, self.takes_quantized = self.weight.dtype, False
+        self.register_buffer("weight_scale", None)
+        self.register_buffer("_arrivals", None, persistent=False)
+
+    def load(self, *parts: AnyWeight) -> None:
+        """Fill the weight with parts stacked along dim 0.
+
+        It becomes e4m3 codes and scales where all parts are and their blocks lie on one grid; else values in dtype.
+        """
+        if self._stays_quantized(parts):
+            self._become_fp8()
+            fill(self.weight, *(part[0] for part in parts))
+            fill(self.weight_scale, *(part[1] for part in parts))
+        else:
+            assert self.weight_scale is None  # weights are loaded once
+            fill(self.weight, *(values_like(part, self.weight) for part in parts))
+
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        if self.weight_scale is None:
+            return F.linear(_plain(x), self.weight, self.bias)
+        out = self.product(x)
+        return out if self.bias is None else out + self.bias
+
+    def product(self, x: Tensor | QuantizedRows, rows: slice = slice(None)) -> Tensor:
+        """Return rows x [.., in] times the weight, or times some rows of it, without the bias."""
+        if self.weight_scale is None:
+            return F.linear(_plain(x), self.weight[rows])
+        start, stop, _ = rows.indices(self.out_features)
+        if start % BLOCK:  # rows that begin inside a block
+            return self.product(x)[..., rows]
+        values, scales = x if isinstance(x, QuantizedRows) else (x.flatten(0, -2), None)
+        blocks = self.weight_scale[start // BLOCK : -(-stop // BLOCK)]
+        out = fp8_linear(values, scales, self.weight[rows], blocks, self._arrivals, self.dtype)
+        return out if isinstance(x, QuantizedRows) else out.unflatten(0, x.shape[:-1])
+
+    def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
+        on_grid = all(isinstance(part, BlockFp8) and len(part.codes) % BLOCK == 0 for part in parts[:-1])
+        return on_grid and isinstance(parts[-1], BlockFp8) and self.in_features % BLOCK == 0
+
+    def _become_fp8(self) -> None:
+        """Replace the weight's memory by codes, scales and what products count arrivals in."""
+        device, num_blocks = self.weight.device, -(-self.out_features // BLOCK)
+        del self.weight  # its memory is free before codes take theirs
+        codes = torch.empty(self.out_features, self.in_features, dtype=torch.float8_e4m3fn, device=device)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        columns = self.in_features // BLOCK
+        scales = torch.zeros(num_blocks, -(-columns // 4) * 4, device=device)  # as cuBLAS takes them
+        self.weight_scale = scales[:, :columns]
+        self._arrivals = torch.zeros(2 * num_blocks, dtype=torch.int32, device=device)
+        self.takes_quantized = runs_fp8(device)
+
+
+class GroupedLinear(Linear):
+    """Linear layers of G groups of columns, side by side: [T, G in] -> [T, out], of which each makes out / G."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, False, device, dtype)
+        self.num_groups = num_groups
+
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        if self.weight_scale is None:
+            return multiply_groups(_plain(x), self.weight.unflatten(0, (self.num_groups, -1)))
+        return self.product(x)
+
+    def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
+        return super()._stays_quantized(parts) and self.out_features // self.num_groups % BLOCK == 0
+
+
+class RowParallelLinear(Linear):
     """A linear layer with input features sharded over the group: [T, in / size] -> [T, out], summed over the ranks.
 
     The sum is in the dtype of the input, as transformers' own tensor parallelism sums MLPs; the DCP exchange sums in
@@ -44,21 +145,36 @@ class RowParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features // dist.get_world_size(group), out_features, bias=bias, device=device, dtype=dtype)
+        super().__init__(in_features // dist.get_world_size(group), out_features, bias, device, dtype)
         self.group = group
 
-    def forward(self, input: Tensor) -> Tensor:
-        out = nn.functional.linear(input, self.weight)
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        out = self.product(x)
         if dist.get_world_size(self.group) > 1:
             with named("all-reduce of a row-parallel linear", self.group):
                 dist.all_reduce(out, group=self.group)
         return out if self.bias is None else out + self.bias
+
+    def partial(self, x: Tensor | QuantizedRows) -> Tensor:
+        """Return this rank's part of the sum, with the bias on the group's first rank alone."""
+        out = self.product(x)
+        return out if self.bias is None or dist.get_rank(self.group) else out + self.bias
 
 
 def shard(size: int, group: ProcessGroup) -> slice:
     """Return this rank's slice of a dim of the given size."""
     part = size // dist.get_world_size(group)
     return slice(dist.get_rank(group) * part, (dist.get_rank(group) + 1) * part)
+
+
+def cut(size: int, rank: int, num_ranks: int, in_blocks: bool = False) -> slice:
+    """Return a rank's part of a dim, as even as it can be.
+
+    Args:
+        in_blocks: cut between the blocks of quantized weights, where there is one for every rank.
+    """
+    unit = BLOCK if in_blocks and size % BLOCK == 0 and size // BLOCK >= num_ranks else 1
+    return slice(size // unit * rank // num_ranks * unit, size // unit * (rank + 1) // num_ranks * unit)
 
 
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:
@@ -119,3 +235,18 @@ def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
     with torch.no_grad():
         for target, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
             target.copy_(part)
+
+
+def values_like(weight: AnyWeight, like: Tensor) -> Tensor:
+    """Return a weight's values in the dtype of `like`, dequantized on its device: what travels are the codes."""
+    if isinstance(weight, BlockFp8):
+        return dequantize_blocks(weight.codes.to(like.device), weight.scales.to(like.device), like.dtype)
+    if isinstance(weight, GroupFp4):
+        return dequantize(GroupFp4(*(part.to(like.device) for part in weight)), like.dtype)
+    return weight
+
+
+def _plain(x: Tensor | QuantizedRows) -> Tensor:
+    if isinstance(x, QuantizedRows):
+        raise ValueError("x is quantized, but the weight is not; pass rows in the weight's dtype")
+    return x

@@ -77,6 +77,12 @@ class CompressedAttention(CompressedWeights):
         """
         return self.o_b_proj(self.attend(hidden_states, cache, step))
 
+    def partial(self, hidden_states, cache, step):
+        if step is None:
+            self.claim_memory(len(hidden_states))
+            return torch.zeros_like(hidden_states)
+        return self.o_b_proj.partial(self.attend(hidden_states, cache, step))
+
     def attend(self, hidden_states: Tensor, cache: CompressedLayerCache, step: StepMetadata) -> Tensor:
         """Run all of `forward` but its last projection. Collective.
 

@@ -1,0 +1,157 @@
+"""Triton kernel of products with block-quantized weights, with its launcher; `parallel/fp8.py` specifies it."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dcpmla.parallel.kernels.quantize import divide, group_scale, quantize_groups, to_fp8
+from dcpmla.parallel.quantized import BLOCK
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "x_scales_stride_group"])
+def linear_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    weight_scales_ptr,
+    out_ptr,
+    partials_ptr,
+    arrivals_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    group_rows,
+    x_stride,
+    x_scales_stride_token,
+    x_scales_stride_group,
+    weight_scales_stride,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Multiply a tile of the weight's rows by a tile of tokens, over one of SPLITS parts of the columns.
+
+    The weight is the wide operand: a few tokens fill no tile of a matrix unit's tall side. With several parts, the
+    last program to arrive at a tile sums all of them in their order, so the result does not depend on who that is.
+    """
+    num_blocks = num_columns // _BLOCK
+    part = tl.cdiv(num_blocks, SPLITS)
+    first = tl.program_id(2) * part
+    first_x_block = tl.program_id(1) * ROWS // group_rows * num_blocks
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, _BLOCK)
+    is_row, is_token = row < num_rows, token < num_tokens
+    weight_ptr += row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    weight_scales_ptr += row // _BLOCK * weight_scales_stride
+    x_ptr += token.to(tl.int64)[:, None] * x_stride + first_x_block * _BLOCK + column[None, :]
+    if x_scales_ptr is not None:
+        x_scales_ptr += token * x_scales_stride_token + first_x_block * x_scales_stride_group
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for block in tl.range(first, tl.minimum(first + part, num_blocks), num_stages=STAGES):
+        weight = tl.load(weight_ptr + block * _BLOCK, mask=is_row[:, None])
+        weight_scale = tl.load(weight_scales_ptr + block, mask=is_row, other=0.0)
+        x = tl.load(x_ptr + block * _BLOCK, mask=is_token[:, None], other=0.0)
+        if x_scales_ptr is None:
+            x = x.to(tl.float32)
+            scale = group_scale(tl.max(tl.abs(x), 1))
+            x = to_fp8(divide(x, scale[:, None]))
+        else:
+            scale = tl.load(x_scales_ptr + block * x_scales_stride_group, mask=is_token, other=0.0)
+        acc += tl.dot(weight, x.T) * (weight_scale[:, None] * scale[None, :])
+    is_last = True
+    if SPLITS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        partials_ptr += tile * (SPLITS * ROWS * TOKENS)
+        partials_ptr += tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        tl.store(partials_ptr + tl.program_id(2) * (ROWS * TOKENS), acc)
+        tl.debug_barrier()  # all threads store before one thread signals the arrival
+        is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        tl.debug_barrier()
+        if is_last:
+            tl.store(arrivals_ptr + tile, 0)  # for the next launch
+            acc = tl.zeros([ROWS, TOKENS], tl.float32)
+            for split in tl.static_range(SPLITS):
+                acc += tl.load(partials_ptr + split * (ROWS * TOKENS), cache_modifier=".cg")
+    if is_last:
+        at = token.to(tl.int64)[:, None] * num_rows + row[None, :]
+        tl.store(out_ptr + at, acc.T.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_row[None, :])
+
+
+class Tiling(NamedTuple):
+    """A tiling of the product: rows and tokens of a tile, parts of the columns, warps of a program, stages of its
+    pipeline.
+    """
+
+    rows: int
+    tokens: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+FEWEST_ROWS = 64  # of any tiling
+MOST_IN_LOOP = 32  # tokens that every program quantizes for itself
+
+
+def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
+    """Return the tiling for a product [num_tokens, width] x [num_rows, width]."""
+    if num_tokens > BLOCK:
+        return Tiling(128, 128, 1, 8, 4)
+    tokens = max(16, triton.next_power_of_2(num_tokens))
+    rows = FEWEST_ROWS if tokens <= 64 else 128
+    num_tiles = triton.cdiv(num_rows, rows)
+    splits = 1
+    while num_tiles * splits < 128 and splits < 8 and width // BLOCK >= 4 * splits:
+        splits *= 2
+    return Tiling(rows, tokens, splits, 4 if tokens <= 64 else 8, 5)
+
+
+def fp8_linear(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    arrivals: Tensor,
+    dtype: torch.dtype,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Compute `fp8.fp8_linear` in one kernel; in two where many tokens are to be quantized first."""
+    num_tokens, (num_rows, width) = len(x), weight.shape
+    out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    tiling = tiling or choose_tiling(num_tokens, num_rows, width)
+    if x_scales is None and num_tokens > MOST_IN_LOOP:
+        x, x_scales = quantize_groups(x)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    grid = triton.cdiv(num_tokens, tiling.tokens), triton.cdiv(num_rows, tiling.rows), tiling.splits
+    num_partials = grid[0] * grid[1] * tiling.splits * tiling.rows * tiling.tokens if tiling.splits > 1 else 0
+    linear_kernel[grid](
+        x,
+        x_scales,
+        weight,
+        weight_scale,
+        out,
+        torch.empty(num_partials, dtype=torch.float32, device=x.device),
+        arrivals,
+        num_tokens,
+        num_rows,
+        width,
+        num_rows * width // x.shape[1],
+        x.stride(0),
+        *((0, 0) if x_scales is None else x_scales.stride()),
+        weight_scale.stride(0),
+        ROWS=tiling.rows,
+        TOKENS=tiling.tokens,
+        SPLITS=tiling.splits,
+        STAGES=tiling.num_stages,
+        num_warps=tiling.num_warps,
+    )
+    return out
