@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dcpmla.integrations.quantization import StoredTensor, check_has_values, quantized_matrix
+from dcpmla.integrations.quantization import FLOATS, StoredTensor, check_has_values, quantized_matrix
 from dcpmla.parallel.linear import Weight
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the name of the weight; a value is its code's times the scale
@@ -63,17 +63,9 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first weight in floating point that is not quantized."""
-        dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-        found = (file.get_slice(stored).get_dtype() for file, stored in self._files.values())
-        return next((dtypes[name] for name in found if name in dtypes), torch.bfloat16)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the first weight that is not quantized, as transformers finds a model's; else bfloat16."""
-        dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-        found = (StoredTensor(*self._files[name]).dtype for name in self._weights if name not in self._scales)
-        return next((dtypes[name] for name in found if name in dtypes), torch.bfloat16)
+        """The dtype of the first weight that has floating-point numbers; bfloat16 where none has."""
+        stored = (StoredTensor(*self._files[name]).dtype for name in self._weights)
+        return next((FLOATS[name] for name in stored if name in FLOATS), torch.bfloat16)
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the shapes of tensors, and of their scales, with a model's, by name. No values are read.
