@@ -39,6 +39,7 @@ _OPTION_RULES = {
     "enable_prefix_caching": FLAG,
     "enable_expert_parallel": FLAG,
     "enforce_eager": FLAG,
+    "load_format": one_of(("auto", "dummy")),
 }
 ENGINE_OPTIONS = tuple(_OPTION_RULES)  # load_engine's keywords that are for its user to choose
 
@@ -104,6 +105,7 @@ def load_engine(
     enable_prefix_caching: bool = True,
     enable_expert_parallel: bool = False,
     enforce_eager: bool = False,
+    load_format: str = "auto",
     on_step: Callable[[str], object] = lambda line: None,
 ) -> Engine:
     """Load the weights, allocate the cache, on GPUs capture decode graphs. Collective over the job, whose ranks
@@ -128,6 +130,7 @@ def load_engine(
         enable_prefix_caching: reuse the cached blocks of earlier requests that begin with the same tokens.
         enable_expert_parallel: spread experts whole over the ranks instead of cutting each.
         enforce_eager: no decode graphs.
+        load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights, for measuring.
         on_step: called with a line on what comes next, before each step.
     Raises:
         ValueError: a broken checkpoint, sizes that do not divide, options that the model does not have, memory that
@@ -144,7 +147,15 @@ def load_engine(
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
     with agree():
         sharded = load_model(
-            files.directory, files.config, dcp, mesh, chosen, _DTYPES[dtype], device, enable_expert_parallel
+            files.directory,
+            files.config,
+            dcp,
+            mesh,
+            chosen,
+            _DTYPES[dtype],
+            device,
+            enable_expert_parallel,
+            load_format,
         )
     graphs = None
     if device.type == "cuda" and not enforce_eager:

@@ -1,8 +1,7 @@
 """transformers' model without weights: its shapes, and the modules that this package leaves as they are."""
 
 import re
-from collections.abc import Mapping
-from itertools import product
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,17 +15,11 @@ from dcpmla.parallel.linear import Weight
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # a tensor of one expert: its layer's prefix, its number
 
 
-def build_skeleton(config: Any, checkpoint: Checkpoint) -> Any:
-    """Return transformers' model for a config, its parameters without memory.
-
-    Raises:
-        ValueError: tensors of the checkpoint that are missing or have another shape.
-    """
+def build_skeleton(config: Any) -> Any:
+    """Return transformers' model for a config, its parameters without memory."""
     model_class: Any = getattr(transformers, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")
     with init_empty_weights(include_buffers=False):
-        model = model_class(config).eval()
-    _check_shapes(model, checkpoint)
-    return model
+        return model_class(config).eval()
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -71,20 +64,27 @@ def _stays_float32(model: Any, name: str) -> bool:
     return any(re.search(rf"(^|\.){re.escape(module)}($|\.)", name) for module in kept)
 
 
-def _check_shapes(model: Any, checkpoint: Checkpoint) -> None:
-    """Raise ValueError for a weight that is missing or of another shape than the model's, and for surplus experts."""
+def published_shapes(model: Any, names: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's weights by the names that checkpoints have for them: a matrix for each expert,
+    but where names have all experts of a layer in one tensor.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    num_experts: dict[str, int] = {}
-    for prefix, experts in model.named_modules():
-        if not prefix.endswith(".experts"):
+    for prefix, experts in _mixtures(model):
+        if f"{prefix}.down_proj" in names:
             continue
-        num_experts[prefix], hidden_size, size = experts.down_proj.shape
-        if f"{prefix}.down_proj" in checkpoint.names:
-            continue
+        num_experts, hidden_size, size = experts.down_proj.shape
         del shapes[f"{prefix}.down_proj"], shapes[f"{prefix}.gate_up_proj"]
-        for number, weight in product(range(num_experts[prefix]), ("gate_proj", "up_proj", "down_proj")):
-            shape = (hidden_size, size) if weight == "down_proj" else (size, hidden_size)
-            shapes[f"{prefix}.{number}.{weight}.weight"] = shape
+        for number in range(num_experts):
+            shapes |= dict.fromkeys(
+                (f"{prefix}.{number}.{name}_proj.weight" for name in ("gate", "up")), (size, hidden_size)
+            )
+            shapes[f"{prefix}.{number}.down_proj.weight"] = hidden_size, size
+    return shapes
+
+
+def check_shapes(model: Any, checkpoint: Checkpoint) -> None:
+    """Raise ValueError for a weight that is missing or of another shape than the model's, and for surplus experts."""
+    num_experts = {prefix: len(experts.down_proj) for prefix, experts in _mixtures(model)}
     zero_experts = getattr(model.config, "zero_expert_num", None) or 0
     for name in checkpoint.names:
         prefix, digits = found.groups() if (found := _EXPERT.match(name)) else ("", "0")
@@ -93,6 +93,7 @@ def _check_shapes(model: Any, checkpoint: Checkpoint) -> None:
                 f"checkpoint: tensor {name} is one too many; the model's config has n_routed_experts "
                 f"{num_experts[prefix]}"
             )
+    shapes = published_shapes(model, checkpoint.names)
     checkpoint.check_shapes(shapes)
     # Layers of attention know best what they lack: some of GLM-5's have no indexer of their own.
     missing = {name for name in shapes.keys() - checkpoint.names if ".self_attn." not in name}
@@ -100,3 +101,8 @@ def _check_shapes(model: Any, checkpoint: Checkpoint) -> None:
         missing -= {"lm_head.weight"}
     if missing:
         raise ValueError(f"checkpoint: {len(missing)} tensors are missing, the first is {min(missing)}")
+
+
+def _mixtures(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that hold all experts of a layer, each with its name."""
+    return ((name, module) for name, module in model.named_modules() if name.endswith(".experts"))

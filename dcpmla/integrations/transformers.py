@@ -7,7 +7,7 @@ package, and reads its own slices of the checkpoint (parts.py). Decoder layers o
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,19 @@ from dcpmla.hf_quantization import scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import module_name
 from dcpmla.integrations.config_checks import check_config, check_generation_config, check_raw_config, reason
+from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import AnyAttention, FeedForward, SelfAttention, ShardedModel, TransformersLayers
-from dcpmla.integrations.skeleton import build_skeleton, is_attention, is_feed_forward, is_plain_block
+from dcpmla.integrations.skeleton import (
+    build_skeleton,
+    check_shapes,
+    is_attention,
+    is_feed_forward,
+    is_plain_block,
+    published_shapes,
+)
 from dcpmla.model.block import Decoder, DecoderBlock
+from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 
 _logger = logging.getLogger(__name__)
@@ -100,6 +109,7 @@ def load_model(
     dtype: torch.dtype | None,
     device: torch.device,
     enable_expert_parallel: bool = False,
+    load_format: str = "auto",
 ) -> ShardedModel:
     """Load a checkpoint, every rank its own part. Collective over the job, whose ranks must be the TP group.
 
@@ -107,22 +117,29 @@ def load_model(
         config: from `load_config`.
         dtype: to compute in; None takes the checkpoint's.
         enable_expert_parallel: each rank holds its share of the experts whole, instead of a slice of every one.
+        load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights.
     Raises:
         ValueError: sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
     """
     check_generation_config(directory)
     attention_config = read_attention(config)
     attention_config.heads_per_rank(mesh.tp_size)
-    rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else str
-    checkpoint = Checkpoint(directory, scale_block(getattr(config, "quantization_config", None)), rename)
-    model = build_skeleton(config, checkpoint)
-    dtype = dtype or config.dtype or checkpoint.dtype
+    model = build_skeleton(config)
+    quantization = getattr(config, "quantization_config", None)
+    if load_format == "dummy":
+        dtype = dtype or config.dtype or torch.bfloat16
+        weights = dummy_weights(published_shapes(model), quantization is not None, dtype, device)
+    else:
+        rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else str
+        checkpoint = Checkpoint(directory, scale_block(quantization), rename)
+        check_shapes(model, checkpoint)
+        dtype, weights = dtype or config.dtype or checkpoint.dtype, checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):
         raise ValueError(
             "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"
         )
-    parts = Parts(model, checkpoint.weights(""), mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1)
-    layers = _AttentionLayers(config, dcp, mesh, selection, checkpoint, dtype, device)
+    parts = Parts(model, weights, mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1)
+    layers = _AttentionLayers(config, dcp, mesh, selection, weights, dtype, device)
     reduce = select_reduce(mesh.tp_group, device)
     is_plain = all(is_plain_block(layer) for layer in model.model.layers)
     hidden_states = (_load_decoder if is_plain else _load_around)(model, parts, layers.load, reduce)
@@ -193,11 +210,12 @@ class _AttentionLayers:
         dcp: DCPConfig,
         mesh: DCPMesh,
         selection: ChosenExchange,
-        checkpoint: Checkpoint,
+        weights: Mapping[str, Weight],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._config, self._dcp, self._mesh, self._checkpoint = config, dcp, mesh, checkpoint
+        self._config, self._dcp, self._mesh = config, dcp, mesh
+        self._weights = weights
         self._attention_config = read_attention(config)
         self._where = dcp, mesh, selection.exchange, dtype, device
         self._missing: set[str] = set()
@@ -206,7 +224,10 @@ class _AttentionLayers:
 
     def load(self, name: str) -> tuple[AnyAttention, int]:
         """Load the next layer, and return it with its number."""
-        weights, layer, config = self._checkpoint.weights(f"{name}."), self.count, self._attention_config
+        weights = {
+            key.removeprefix(f"{name}."): weight for key, weight in self._weights.items() if key.startswith(f"{name}.")
+        }
+        layer, config = self.count, self._attention_config
         self._missing |= missing_scales(weights, self._dcp)
         attention: AnyAttention
         if isinstance(config, CompressedConfig):

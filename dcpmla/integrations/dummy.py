@@ -1,0 +1,70 @@
+"""Random weights in the shapes and formats of a checkpoint, made where they are needed: for measuring without one."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dcpmla.parallel.linear import Weight
+from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize
+
+_STD = 0.02  # of weights, as models are initialized
+# Linear layers that are published in block fp8, in models that have any.
+_QUANTIZED = re.compile(r"\.layers\..*(_proj|\.w[qko](_[ab])?)\.weight$")
+_NOT_QUANTIZED = re.compile(r"\.(weights_proj|compressor)\b")
+
+
+def dummy_weights(
+    shapes: Mapping[str, tuple[int, ...]], is_fp8: bool, dtype: torch.dtype, device: torch.device
+) -> Mapping[str, Weight]:
+    """Return weights by their names: matrices around 0, norms of 1, biases of 0. A slice is the same on all ranks.
+
+    Args:
+        is_fp8: linear layers are e4m3 with a scale per block, as DeepSeek-V3's are published.
+    """
+
+    def new(name: str, shape: tuple[int, ...]) -> Weight:
+        if is_fp8 and len(shape) == 2 and _QUANTIZED.search(name) and not _NOT_QUANTIZED.search(name):
+            return _DummyFp8(name, shape, dtype, device)
+        return _DummyWeight(name, shape, dtype, device)
+
+    return {name: new(name, shape) for name, shape in shapes.items()}
+
+
+class _DummyWeight:
+    """A weight whose slices are drawn anew each time that they are asked for."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._name, self._dtype, self._device = name, dtype, device
+        self.shape = torch.Size(shape)
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(self.shape) == 1:
+            fill = torch.ones if "norm" in self._name and self._name.endswith("weight") else torch.zeros
+            return fill(self.shape, dtype=self._dtype, device=self._device)[index]
+        if self._name.endswith("tid2eid"):
+            return torch.zeros(self.shape, dtype=torch.int64, device=self._device)[index]
+        return self._draw(index).to(self._dtype) * _STD
+
+    def _draw(self, index: tuple[slice, ...]) -> Tensor:
+        """Return normally distributed numbers in the shape of a slice, in bfloat16."""
+        bounds = [part.indices(size) for part, size in zip(index, self.shape, strict=False)]
+        digest = hashlib.blake2b(f"{self._name}{bounds}".encode(), digest_size=8).digest()
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        sizes = [len(range(*bound)) for bound in bounds] + list(self.shape[len(bounds) :])
+        return torch.randn(sizes, generator=generator, dtype=torch.bfloat16, device=self._device)
+
+
+class _DummyFp8(_DummyWeight):
+    """A matrix in block fp8."""
+
+    def stored(self, rows: slice, cols: slice) -> Tensor | BlockFp8:
+        codes = self._draw((rows, cols)).to(torch.float8_e4m3fn)
+        scales = torch.full([-(-size // BLOCK) for size in codes.shape], _STD, device=self._device)
+        weight = BlockFp8(codes, scales)
+        bounds = [(*part.indices(size)[:2], size) for part, size in zip((rows, cols), self.shape, strict=True)]
+        is_on_grid = all(start % BLOCK == 0 and (end % BLOCK == 0 or end == size) for start, end, size in bounds)
+        return weight if is_on_grid else dequantize(weight, self._dtype)
