@@ -28,8 +28,12 @@ def check_step(config: MLAConfig, hidden_states: Tensor, step: StepMetadata) -> 
         )
 
 
-def check_cache(cache: LayerCache, step: StepMetadata, dcp: DCPConfig, dtype: torch.dtype, width: int) -> None:
-    """Raise ValueError unless latents have the step's blocks, of dcp.block_size rows of `width` elements of dtype."""
+def check_cache(
+    cache: LayerCache | None, step: StepMetadata, dcp: DCPConfig, dtype: torch.dtype, width: int
+) -> LayerCache:
+    """Return the cache, if its latents have the step's blocks, of dcp.block_size rows of `width` elements of dtype; else
+    raise ValueError.
+    """
     if not isinstance(cache, LayerCache):
         raise ValueError(
             f"cache is {type(cache).__name__}; expected a LayerCache, such as a LatentCache's cache[layer]"
@@ -45,6 +49,7 @@ def check_cache(cache: LayerCache, step: StepMetadata, dcp: DCPConfig, dtype: to
     if kv_cache.stride(-1) != 1:
         raise ValueError(f"kv_cache has strides {kv_cache.stride()}; the values of a row must be contiguous")
     step.check_blocks(kv_cache.shape[0])
+    return cache
 
 
 def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:

@@ -13,6 +13,7 @@ from dcpmla.attention.calls import DecodeCall
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import Exchange, Mailbox
+from dcpmla.parallel.quantized import BlockFp8, unpack
 
 NO_MAILBOX = (None, None, None, 0, 0.0, "")
 
@@ -78,7 +79,7 @@ def dcp_mla_decode(
     kv_lora_rank: int = 512,
     *,
     q_is_replicated: bool = False,
-    w_uv: Tensor | None = None,
+    w_uv: Tensor | BlockFp8 | None = None,
     kv_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -108,7 +109,8 @@ def dcp_mla_decode(
             return run_call(call, mailbox)
     out, lse = run_call(call)
     if w_uv is not None:
-        out = project_values(out, w_uv).unflatten(1, w_uv.shape[:2])
+        codes, scales = unpack(w_uv)
+        out = project_values(out, codes, scales).unflatten(1, codes.shape[:2])
     return exchange.combine(out, lse)
 
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dcpmla.attention.backends import PREFILL_BACKENDS, check_backends, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments, decode_workspace
 from dcpmla.attention.checks import check_cache, check_selection, check_step
 from dcpmla.attention.decode import dcp_mla_decode
-from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput
+from dcpmla.attention.output.quant import OutputQuant, quant_for
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, rotate_query_
@@ -22,8 +22,10 @@ from dcpmla.cache.formats import check_device, is_quantized, row_width, storage_
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.parallel.fp8 import QuantizedRows
 from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.parallel.quantized import BlockFp8, unpack
 
 # Decode tokens from which on dcp_project_before_merge pays: its rows are narrower, but W_UV of all the group's heads is
 # read. Measured with `direct` on 4 H200s: 32 tokens lost by it, 128 won.
@@ -113,7 +115,7 @@ class MLAAttention(AttentionWeights):
                 {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
             )
 
-    def forward(self, hidden_states: Tensor, cache: LayerCache, step: StepMetadata) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run one step of a batch: decodes first, then prefills, then padding. Collective.
 
         Args:
@@ -121,13 +123,18 @@ class MLAAttention(AttentionWeights):
             cache: this layer's on this rank, latents in the format of dcp.kv_cache_dtype and, with an indexer, index
                 keys; written and read.
             step: with the positions that the model has, and with a selection where tokens of a sparse model have more
-                than topk before them.
+                than topk before them. None in a profile, which needs no cache: memory is claimed (`claim_memory`), and
+                attention's output is zeros.
         Returns:
             [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
         Raises:
             ValueError: tensors or a step that do not belong together or to this layer.
         """
-        return self.o_proj(self.attend(hidden_states, cache, step))
+        return self.o_proj(self.attend(hidden_states, cache, step, self._output_quant))
+
+    def partial(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
+        """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
+        return self.o_proj.partial(self.attend(hidden_states, cache, step, self._output_quant))
 
     def partial(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run `forward` but for the sum over the TP ranks: return this rank's part. Collective over the DCP group.
@@ -140,19 +147,27 @@ class MLAAttention(AttentionWeights):
         return self.o_proj.partial(self.attend(hidden_states, cache, step))
 
     def attend(
-        self, hidden_states: Tensor, cache: LayerCache, step: StepMetadata, output_quant: OutputQuant | None = None
-    ) -> Tensor | QuantizedOutput:
+        self,
+        hidden_states: Tensor,
+        cache: LayerCache | None,
+        step: StepMetadata | None,
+        output_quant: OutputQuant | None = None,
+    ) -> Tensor | QuantizedRows:
         """Run all of `forward` but its last projection, for one that takes its input in 8 or 4 bits. Collective.
 
         Args:
             output_quant: how to quantize [T, h V]; None leaves it in the dtype of hidden_states.
         Returns:
-            [T, h V], or its values and scales: the bytes that quantizing it would give. Rows of padding are zeros.
+            [T, h V], or its values and scales: the bytes that quantizing it would give. Rows of padding are zeros, and
+            all rows without a step.
         Raises:
             ValueError: as `forward`; a head's width or a dtype that output_quant does not take.
         """
-        self._check(hidden_states, cache, step)
-        output = OutputRows(hidden_states.shape[0], self.w_uv, output_quant)
+        output = OutputRows(hidden_states.shape[0], self.w_uv, hidden_states.dtype, output_quant)
+        if step is None:
+            self.claim_memory(hidden_states.shape[0])
+            return output.finish()
+        cache = self._check(hidden_states, cache, step)
         hidden_states, kv_cache = hidden_states[: step.num_tokens], cache.latents
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         if self._lacks_scales and step.prefill is not None:  # decodes may be of no token yet: where graphs are captured
@@ -171,9 +186,10 @@ class MLAAttention(AttentionWeights):
         whoever plans the cache's size sees it: an indexer's workspace, then all that the largest context chunks take at
         a time. Nothing is computed. Collective.
         """
-        config, new = self.config, self.w_kv_b.new_empty
+        config, like = self.config, self.kv_a_layernorm.weight
+        new = like.new_empty
         if self.indexer is not None:  # free again before attention begins
-            selector, element_size = self.indexer.selector, self.w_kv_b.element_size()
+            selector, element_size = self.indexer.selector, like.element_size()
             new(selector.workspace_bytes(num_tokens, element_size), dtype=torch.uint8)
         num_keys = self.dcp.context_workspace_tokens
         widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
@@ -184,21 +200,24 @@ class MLAAttention(AttentionWeights):
         joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys
         held = [
             new(num_keys, self.num_heads, config.qk_nope_head_dim + config.v_head_dim),
+            new(self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0),
             new(num_keys if joins_keys else 0, self.num_heads, config.qk_head_dim),
             new(num_keys if is_quantized(self.cache_dtype) else 0, config.latent_dim),
             new(0 if config.indexer is None else num_tokens * num_keys // 8, dtype=torch.uint8),  # a mask
         ]
-        self.exchange.reserve_context(num_keys, self.cache_width, self.cache_dtype, self.w_kv_b.device)
+        self.exchange.reserve_context(num_keys, self.cache_width, self.cache_dtype, like.device)
         del held  # after what the exchange takes: the allocator's peak counts
 
-    def _check(self, hidden_states: Tensor, cache: LayerCache, step: StepMetadata) -> None:
+    def _check(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata) -> LayerCache:
         check_step(self.config, hidden_states, step)
-        check_cache(cache, step, self.dcp, self.cache_dtype, self.cache_width)
+        cache = check_cache(cache, step, self.dcp, self.cache_dtype, self.cache_width)
         if self.config.indexer is not None:
             check_selection(self.config.indexer.topk, cache.latents, step)
         if self.indexer is not None:
             num_blocks, block_size = cache.latents.shape[:2]
-            self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, self.w_kv_b.dtype)
+            dtype = self.kv_a_layernorm.weight.dtype
+            self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, dtype)
+        return cache
 
     def _calculate_scales(self, hidden_states: Tensor, kv_cache: Tensor, step: StepMetadata, prefills: slice) -> None:
         """Set the scales by prompts' tokens, before any of them is cached. Collective over the TP group."""
@@ -210,8 +229,7 @@ class MLAAttention(AttentionWeights):
         if self.q_scale is not None:
             tokens = _Tokens(q_c, cos_sin, _rows(step.query_factor, prefills)).rows(slice(0, _SCALED_TOKENS))
             q = self._project_query(tokens, self.q_heads.own)
-            w_uk = self.w_kv_b[self.kv_heads.own, : self.config.qk_nope_head_dim]
-            absorbed = absorb_query(q, w_uk, tokens.cos_sin, self.config.rope_interleaved, None)
+            absorbed = self._absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
             calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
 
     def _down_project(
@@ -252,8 +270,9 @@ class MLAAttention(AttentionWeights):
 
     def _project_query(self, tokens: _Tokens, heads: slice) -> Tensor:
         """Return the queries [T, n, P + R] of n of the heads that this rank holds, not rotated."""
-        weight = self.query_proj.weight.unflatten(0, (-1, self.config.qk_head_dim))[heads]
-        q = nn.functional.linear(tokens.q_c, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+        width = self.config.qk_head_dim
+        q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
+        q = q.unflatten(-1, (-1, width))
         return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
 
     def _decode(self, tokens: _Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
@@ -271,14 +290,13 @@ class MLAAttention(AttentionWeights):
             if tokens.cos_sin is not None:
                 rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
             kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
-            w_kv_b = self.w_kv_b[self.kv_heads.own]
             positions = None if tokens.selection is None else tokens.selection.positions
             out, _ = dcp_mla_prefill(
                 q,
                 kv_c,
                 k_pe,
                 kv_cache,
-                w_kv_b,
+                self.up_projection(),
                 prefill,
                 self.config.scale,
                 self.exchange,
@@ -299,7 +317,7 @@ class MLAAttention(AttentionWeights):
         q = self._project_query(tokens, slice(0, self.q_heads.count))
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, _ = dcp_mla_decode(
-            absorb_query(q, self.w_uk, tokens.cos_sin, self.config.rope_interleaved, self.q_scale),
+            self._absorb(q, self.w_uk, tokens.cos_sin, self.q_scale),
             kv_cache,
             decode,
             self.config.scale,
@@ -316,6 +334,15 @@ class MLAAttention(AttentionWeights):
             output.append(out.flatten(1))
         else:
             output.project(out)
+
+    def _absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
+        codes, scales = unpack(w_uk)
+        return absorb_query(q, codes, cos_sin, self.config.rope_interleaved, q_scale, scales)
+
+    @property
+    def _output_quant(self) -> OutputQuant | None:
+        """How o_proj takes its input."""
+        return quant_for(self.o_proj, self.config.v_head_dim)
 
 
 def selected_rows(

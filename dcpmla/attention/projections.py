@@ -11,6 +11,7 @@ from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8, to_fp8
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.reduce import rms_norm
+from dcpmla.parallel.fp8 import dequantize_blocks, runs_fp8
 
 
 @torch.library.custom_op("dcpmla::finish_latents", mutates_args=("kv_cache",))
@@ -63,7 +64,12 @@ def _(down: Tensor, kv_cache: Tensor, slots: Tensor, q_weight: Tensor | None, *_
 
 @torch.library.custom_op("dcpmla::absorb_query", mutates_args=())
 def absorb_query(
-    q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None
+    q: Tensor,
+    w_uk: Tensor,
+    cos_sin: Tensor | None,
+    rope_interleaved: bool,
+    q_scale: Tensor | None,
+    w_scales: Tensor | None = None,
 ) -> Tensor:
     """Return the query of attention over latents, [q_nope W_UK | q_pe rotated].
 
@@ -73,13 +79,15 @@ def absorb_query(
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
         q_scale: float32 of one element, to round the query from q's dtype to e4m3 (`formats.to_fp8`); None leaves it in
             q's dtype.
+        w_scales: float32 [h, P / 128, L / 128], of a w_uk in e4m3 (`BlockFp8`).
     Returns:
         [T, h, L + R].
     """
-    if _runs_triton(q):
+    if _runs_triton(q) and (w_scales is None or runs_fp8(q.device)):
         from dcpmla.attention.triton import projections as kernels
 
-        return kernels.absorb_query(q, w_uk, cos_sin, rope_interleaved, q_scale)
+        return kernels.absorb_query(q, w_uk, cos_sin, rope_interleaved, q_scale, w_scales)
+    w_uk = values_of(w_uk, w_scales, q.dtype)
     q_nope, q_pe = q.tensor_split((w_uk.shape[1],), -1)
     if cos_sin is not None:
         q_pe = apply_rope(q_pe, cos_sin, rope_interleaved)
@@ -88,7 +96,14 @@ def absorb_query(
 
 
 @absorb_query.register_fake
-def _(q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None) -> Tensor:
+def _(
+    q: Tensor,
+    w_uk: Tensor,
+    cos_sin: Tensor | None,
+    rope_interleaved: bool,
+    q_scale: Tensor | None,
+    w_scales: Tensor | None = None,
+) -> Tensor:
     shape = *q.shape[:2], q.shape[2] - w_uk.shape[1] + w_uk.shape[2]
     return q.new_empty(shape, dtype=q.dtype if q_scale is None else FP8)
 
@@ -106,22 +121,37 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
 
 
 @torch.library.custom_op("dcpmla::project_values", mutates_args=())
-def project_values(out: Tensor, w_uv: Tensor) -> Tensor:
-    """Turn attention over latents, out [T, h, L], into values [T, h V], the input of o_proj, by w_uv [h, V, L]."""
+def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
+    """Turn attention over latents, out [T, h, L], into values [T, h V], the input of o_proj, by w_uv [h, V, L].
+
+    Args:
+        w_scales: float32 [h, V / 128, L / 128], of a w_uv in e4m3 (`BlockFp8`).
+    """
     values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
-    project_into(out, w_uv, values)
+    project_into(out, w_uv, w_scales, values)
     return values
 
 
 @project_values.register_fake
-def _(out: Tensor, w_uv: Tensor) -> Tensor:
+def _(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
     return out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
 
 
-def project_into(out: Tensor, w_uv: Tensor, values: Tensor) -> None:
-    """Write `project_values(out, w_uv)` into values [T, h V], whose columns are contiguous."""
+def project_into(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, values: Tensor) -> None:
+    """Write `project_values(out, w_uv, w_scales)` into values [T, h V], whose columns are contiguous."""
+    if w_scales is not None and _runs_triton(out) and runs_fp8(out.device):
+        from dcpmla.attention.output import kernels
+
+        kernels.project_rows(out, w_uv, 0, values, None, None, False, w_scales)
+        return
+    w_uv = values_of(w_uv, w_scales, out.dtype)
     # A matrix product writes into any result with contiguous columns: no transposition is left to copy.
     torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
+
+
+def values_of(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a weight as it is, or the values of codes in e4m3 with their scales."""
+    return weight if scales is None else dequantize_blocks(weight, scales, dtype)
 
 
 def _runs_triton(x: Tensor) -> bool:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.config import DCPConfig, MLAConfig
-from dcpmla.parallel.linear import RowParallelLinear, Weight, fill, read_weight, shard
+from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, values_like
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.parallel.quantized import BLOCK, BlockFp8
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,11 @@ def check_mesh(dcp: DCPConfig, mesh: DCPMesh) -> None:
 
 
 class AttentionWeights(nn.Module):
-    """Parameters and scales of `dcpmla.MLAAttention`, which documents arguments, attributes and errors."""
+    """Parameters and scales of `dcpmla.MLAAttention`, which documents arguments, attributes and errors.
+
+    Linear layers, W_UK and W_UV among them, stay in block-quantized fp8 where a checkpoint has them so and this rank's
+    slices are cut between blocks.
+    """
 
     kv_scale: Tensor | None
     q_scale: Tensor | None
@@ -72,51 +76,55 @@ class AttentionWeights(nn.Module):
             "q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False
         )
         new: dict[str, Any] = {"dtype": dtype, "device": device}
-        q_dim = self.q_heads.count * config.qk_head_dim
+        hidden, q_dim = config.hidden_size, self.q_heads.count * config.qk_head_dim
         if config.q_lora_rank is None:
-            self.q_proj = skip_init(nn.Linear, config.hidden_size, q_dim, bias=False, **new)
-            self.kv_a_proj = skip_init(
-                nn.Linear, config.hidden_size, config.latent_dim, bias=config.attention_bias, **new
-            )
+            self.q_proj = Linear(hidden, q_dim, **new)
+            self.kv_a_proj = Linear(hidden, config.latent_dim, config.attention_bias, **new)
         else:
-            down_dim = config.q_lora_rank + config.latent_dim
-            self.fused_qkv_a_proj = skip_init(
-                nn.Linear, config.hidden_size, down_dim, bias=config.attention_bias, **new
-            )
+            self.fused_qkv_a_proj = Linear(hidden, config.q_lora_rank + config.latent_dim, config.attention_bias, **new)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
-            self.q_b_proj = skip_init(nn.Linear, config.q_lora_rank, q_dim, bias=False, **new)
+            self.q_b_proj = Linear(config.q_lora_rank, q_dim, **new)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
-        kv_b_shape = (self.kv_heads.count, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
-        self.w_kv_b = nn.Parameter(torch.empty(kv_b_shape, **new))
-        self.o_proj = skip_init(
-            RowParallelLinear,
-            config.num_heads * config.v_head_dim,
-            config.hidden_size,
-            config.attention_bias,
-            mesh.tp_group,
-            **new,
-        )
+        kv_b_dim = self.kv_heads.count * (config.qk_nope_head_dim + config.v_head_dim)
+        self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
+        o_cols = config.num_heads * config.v_head_dim
+        self.o_proj = RowParallelLinear(o_cols, hidden, config.attention_bias, mesh.tp_group, **new)
 
     @property
-    def query_proj(self) -> nn.Linear:
+    def query_proj(self) -> Linear:
         """The projection that makes queries from q_c, or from hidden states in a model that does not compress them."""
         return self.q_proj if self.config.q_lora_rank is None else self.q_b_proj
 
     @property
-    def w_uk(self) -> Tensor:
+    def w_uk(self) -> Tensor | BlockFp8:
         """[h, P, L], absorbed into decode's queries; [W h, P, L] with dcp_q_replicate."""
-        heads = slice(None) if self.dcp.dcp_q_replicate else self.kv_heads.own
-        return self.w_kv_b[heads, : self.config.qk_nope_head_dim]
+        return self.w_uk_of(slice(None) if self.dcp.dcp_q_replicate else self.kv_heads.own)
 
     @property
-    def w_uv(self) -> Tensor:
+    def w_uv(self) -> Tensor | BlockFp8:
         """[h, V, L], applied to the merged output."""
-        return self.w_kv_b[self.kv_heads.own, self.config.qk_nope_head_dim :]
+        return self._w_kv_b(self.kv_heads.own, slice(self.config.qk_nope_head_dim, None))
 
     @property
-    def w_uv_group(self) -> Tensor:
+    def w_uv_group(self) -> Tensor | BlockFp8:
         """[W h, V, L] with dcp_project_before_merge, applied to this rank's partial output."""
-        return self.w_kv_b[:, self.config.qk_nope_head_dim :]
+        return self._w_kv_b(slice(None), slice(self.config.qk_nope_head_dim, None))
+
+    def w_uk_of(self, heads: slice) -> Tensor | BlockFp8:
+        """Return W_UK [n, P, L] of some of the heads that this rank holds."""
+        return self._w_kv_b(heads, slice(0, self.config.qk_nope_head_dim))
+
+    def up_projection(self) -> Tensor:
+        """Return W_UK over W_UV [h, P + V, L] of this rank's heads: of weights in fp8, their values, in new memory."""
+        return values_like(self._w_kv_b(self.kv_heads.own, slice(0, None)), self.kv_a_layernorm.weight)
+
+    def _w_kv_b(self, heads: slice, rows: slice) -> Tensor | BlockFp8:
+        """Return rows of some heads' W_UK over W_UV; in fp8 they begin and end with blocks."""
+        weight = self.kv_b_proj.weight.unflatten(0, (self.kv_heads.count, -1))[heads, rows]
+        if self.kv_b_proj.weight_scale is None:
+            return weight
+        blocks = slice(rows.start // BLOCK, None if rows.stop is None else rows.stop // BLOCK)
+        return BlockFp8(weight, self.kv_b_proj.weight_scale.unflatten(0, (self.kv_heads.count, -1))[heads, blocks])
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Read this rank's part of every parameter, and the scales that no option gives.
@@ -131,7 +139,6 @@ class AttentionWeights(nn.Module):
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
         kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim
-        whole = slice(None)
         down = {"kv_a_proj_with_mqa": config.latent_dim}
         if config.q_lora_rank is None:
             down_proj, q_name = self.kv_a_proj, "q_proj.weight"
@@ -139,21 +146,17 @@ class AttentionWeights(nn.Module):
             down = {"q_a_proj": config.q_lora_rank, **down}
             down_proj, q_name = self.fused_qkv_a_proj, "q_b_proj.weight"
             fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
-        q_shape = (config.num_heads * config.qk_head_dim, self.query_proj.in_features)
-        fill(
-            self.query_proj.weight, read_weight(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim), whole)
-        )
-        fill(
-            down_proj.weight,
-            *(read_weight(weights, f"{name}.weight", (rows, hidden), whole, whole) for name, rows in down.items()),
-        )
+        q_shape = config.num_heads * config.qk_head_dim, self.query_proj.in_features
+        self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim)))
+        down_proj.load(*(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()))
         fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
-        kv_b_shape = (config.num_heads * kv_b_width, rank)
-        kv_b = read_weight(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width), whole)
-        fill(self.w_kv_b, kv_b.unflatten(0, self.w_kv_b.shape[:2]))
-        fill(
-            self.o_proj.weight, read_weight(weights, "o_proj.weight", (hidden, o_cols), whole, shard(o_cols, tp_group))
-        )
+        kv_b_shape = config.num_heads * kv_b_width, rank
+        kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
+        if config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:  # blocks that W_UK and W_UV would share
+            kv_b = values_like(kv_b, self.kv_b_proj.weight)
+        self.kv_b_proj.load(kv_b)
+        o_part = slice(None), shard(o_cols, tp_group)
+        self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), *o_part))
         if self.kv_scale is not None and self.dcp.kv_cache_scale is None:
             self.kv_scale.fill_(read_scale(weights, KV_SCALE_NAMES))
         if self.q_scale is not None:

@@ -17,6 +17,7 @@ from dcpmla.cache.formats import to_fp8
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.parallel.quantized import unpack
 from dcpmla.planning.reads import layer_reads
 
 PARTS = tuple(part for part in ALL_PARTS if part != "selection")
@@ -109,7 +110,7 @@ class LayerStack(Stack):
         """Run W_UV, before or after the merge, o_proj and its all-reduce."""
         for layer in self.layers:
             if self.projects_first:
-                project_values(self.group_out, layer.w_uv_group)
+                project_values(self.group_out, *unpack(layer.w_uv_group))
                 layer.o_proj(self.rows.flatten(1))
             else:
-                layer.o_proj(project_values(self.rows, layer.w_uv))
+                layer.o_proj(project_values(self.rows, *unpack(layer.w_uv)))

@@ -11,13 +11,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput
+from dcpmla.attention.output.quant import OutputQuant
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projections import project_values
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.timing import Operation, Timing, time_operation
 from dcpmla.cli.options import positive_list
+from dcpmla.parallel.fp8 import QuantizedRows
 
 _RANK, _NOPE, _VALUE = 512, 128, 128  # latent, nope and value widths: DeepSeek V2 and V3, Kimi-K2
 _CACHE_BYTES = 1 << 27  # inputs rotate until so many bytes lie between two uses of the same ones: no GPU's L2 is larger
@@ -56,16 +57,16 @@ class OutputInputs:
     def fused(self, quant: OutputQuant, index: int) -> Tensor:
         """Run W_UV and the quantization as one."""
         out, w_uv = self.sets[index % len(self.sets)]
-        rows = OutputRows(len(out), w_uv, quant)
+        rows = OutputRows(len(out), w_uv, out.dtype, quant)
         rows.project(out)
-        return cast(QuantizedOutput, rows.finish()).values
+        return cast(QuantizedRows, rows.finish()).values
 
     def apart(self, quant: OutputQuant, index: int) -> Tensor:
         """Run W_UV, then the quantization."""
         values = self.project(index)
-        rows = OutputRows(len(values), self.sets[0][1], quant)
+        rows = OutputRows(len(values), self.sets[0][1], values.dtype, quant)
         rows.append(values)
-        return cast(QuantizedOutput, rows.finish()).values
+        return cast(QuantizedRows, rows.finish()).values
 
     def time(self, operation: Operation) -> Timing:
         calls = max(_FEWEST_CALLS, len(self.sets)) if self.device.type == "cuda" else 1

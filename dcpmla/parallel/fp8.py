@@ -19,12 +19,13 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class QuantizedRows(NamedTuple):
-    """Rows quantized for a product.
+    """T quantized rows of K columns.
 
     Attributes:
         values: e4m3 [T, K]; nvfp4: uint8 [T, K / 2].
-        scales: float32 [T, K / 128], any strides, of groups of 128 columns: what a block-quantized weight takes. Other
-            formats (`dcpmla.attention.output.quant`) have others.
+        scales: for a block-quantized weight float32 [T, K / 128], any strides. Attention's output
+            (`dcpmla.attention.output.quant`) also comes with other scales: fp8: the one given; fp8_groups: float32
+            [T, K / G] in the layout asked for; nvfp4: e4m3 in the order of `formats.empty_nvfp4`.
     """
 
     values: Tensor

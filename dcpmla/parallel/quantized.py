@@ -38,6 +38,11 @@ class GroupFp4(NamedTuple):
 AnyWeight = Tensor | BlockFp8 | GroupFp4
 
 
+def unpack(weight: Tensor | BlockFp8) -> tuple[Tensor, Tensor | None]:
+    """Return a weight in the shape in which operators take it: itself and None, or codes and scales."""
+    return weight if isinstance(weight, BlockFp8) else (weight, None)
+
+
 def dequantize(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
     """Return the values [.., N, K] of a weight, products in float32, rounded once."""
     if isinstance(weight, Tensor):

@@ -81,7 +81,7 @@ def run_layer(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [T, hidden] and the cache of a layer, or of `forward`, for a batch with two rows of padding."""
     config, dcp = layer.config, layer.dcp
-    weight = layer.w_kv_b
+    weight = layer.kv_a_layernorm.weight
     totals = [cached + new for cached, new in batch]
     blocks = iter(range(1000))
     tables = [[next(blocks) for _ in range(num_blocks(total, dcp))] for total in totals]

@@ -239,8 +239,9 @@ def check_mistakes(hf_config: Any) -> None:
             layer(*arguments)
 
     refused(r"hidden_states has shape \(2, 48\); expected \[at least 3, 48\]", hidden[:2], cache, step)
-    refused("step is NoneType; expected what StepMetadata.build gives", hidden, cache, None)
+    refused("step is str; expected what StepMetadata.build gives", hidden, cache, "decode")
     refused("cache is Tensor; expected a LayerCache, such as", hidden, cache.latents, step)
+    refused("cache is NoneType; expected a LayerCache, such as", hidden, None, step)
     for latents, message in (
         (cache.latents[..., :23], r"kv_cache has shape \(2, 4, 23\); expected \[num_blocks, 4, 24\]"),
         (

@@ -22,10 +22,11 @@ from dcpmla.__main__ import main
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output import rows as rows_module
-from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput
+from dcpmla.attention.output.quant import OutputQuant
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
+from dcpmla.parallel.fp8 import QuantizedRows
 from tests.attention.test_compile import MIXED, SMALL, make_layer, run_layer
 from tests.attention.test_output_formats import KINDS, TIES, codes, randn, unswizzle
 from tests.support.ranks import run_ranks
@@ -48,7 +49,7 @@ def num_padding(parts: Sequence[Tensor]) -> int:
 def written(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant | None, padding: int | None = None) -> Any:
     """Append parts as a layer does, and leave the rows of padding, which the last part may be, to `finish`."""
     padding = num_padding(parts) if padding is None else padding  # given where no one may wait for the GPU
-    rows = OutputRows(sum(map(len, parts)), w_uv, quant)
+    rows = OutputRows(sum(map(len, parts)), w_uv, w_uv.dtype, quant)
     for part in parts[:-1] if padding else parts:
         if part.ndim == 3:
             rows.project(part)
@@ -138,7 +139,7 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
             continue
         parts, w_uv = parts_case(dtype, num_tokens, heads, rank, value)
         projected = project_values(parts[0].float(), w_uv.float()).to(dtype)
-        wanted: QuantizedOutput = written([projected, *parts[1:]], w_uv, quant)
+        wanted: QuantizedRows = written([projected, *parts[1:]], w_uv, quant)
         got = quant.empty(num_tokens + 9, heads * value, torch.device(device))
         got.values.view(torch.uint8).fill_(0x7F)
         scale, scales = (
@@ -260,9 +261,16 @@ def compile_for_hopper(kernel: Any, constants: dict[str, Any], options: dict[str
 
 
 @pytest.mark.parametrize(
-    ("group", "ue8m0", "tiles"), [(1, False, (1,)), (128, False, (3,)), (64, True, (2,)), (16, False, (0,))]
+    ("group", "ue8m0", "tiles", "w_uv"),
+    [
+        (1, False, (1,), "bf16"),
+        (128, False, (3,), "bf16"),
+        (128, False, (0, 3), "fp8e4nv"),
+        (64, True, (2,), "bf16"),
+        (16, False, (0,), "bf16"),
+    ],
 )
-def test_kernels_compile_for_hopper(group: int, ue8m0: bool, tiles: tuple[int, ...]) -> None:
+def test_kernels_compile_for_hopper(group: int, ue8m0: bool, tiles: tuple[int, ...], w_uv: str) -> None:
     pytest.importorskip("triton")
     from dcpmla.attention.output.kernels import TILINGS, project_kernel, quantize_kernel
 
@@ -275,11 +283,13 @@ def test_kernels_compile_for_hopper(group: int, ue8m0: bool, tiles: tuple[int, .
     }
     compiled = compile_for_hopper(quantize_kernel, {**constants, "ROWS": 8, "COLUMNS": 512}, {}, **types)
     assert "sm_90a" in compiled.asm["ptx"]
+    sizes = {"VALUE": 128, "RANK": 512, **({} if w_uv == "fp8e4nv" else {"w_scales_ptr": None})}
     for tiling in (TILINGS[tile] for tile in tiles):
         types["out_desc"] = f"tensordesc<bf16[1, {tiling.tokens}, {tiling.depth}]>"
-        types["w_uv_desc"] = f"tensordesc<bf16[1, 128, {tiling.depth}]>"
+        types["w_uv_desc"] = f"tensordesc<{w_uv}[1, 128, {tiling.depth}]>"
+        types |= {"w_scales_ptr": "*fp32"} if w_uv == "fp8e4nv" else {}
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-        compiled = compile_for_hopper(project_kernel, {**constants, "VALUE": 128, "RANK": 512}, options, **types)
+        compiled = compile_for_hopper(project_kernel, {**constants, **sizes}, options, **types)
         assert ("wgmma" in compiled.asm["ptx"]) == (tiling.tokens >= 64)
         assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
         assert compiled.metadata.shared <= 232_448
@@ -392,15 +402,15 @@ SCALE, OUT, W_UV = torch.ones(1), torch.zeros(3, 2, 24), torch.zeros(2, 96, 24)
             "w_uv has 24 rows for a head; groups of 16 must",
         ),
         (
-            lambda: OutputRows(3, W_UV, OutputQuant(kind="fp8_groups")),
+            lambda: OutputRows(3, W_UV, W_UV.dtype, OutputQuant(kind="fp8_groups")),
             "w_uv has 96 rows for a head; groups of 128 must",
         ),
         (
-            lambda: OutputRows(3, W_UV.double(), OutputQuant(kind="fp8", scale=SCALE)),
-            "w_uv is torch.float64; outputs of bfloat16, float16 and float32 can be quantized",
+            lambda: OutputRows(3, W_UV, torch.float64, OutputQuant(kind="fp8", scale=SCALE)),
+            "dtype is torch.float64; outputs of bfloat16, float16 and float32 can be quantized",
         ),
         (
-            lambda: OutputRows(3, W_UV, OutputQuant(kind="fp8", scale=SCALE.to("meta"))),
+            lambda: OutputRows(3, W_UV, W_UV.dtype, OutputQuant(kind="fp8", scale=SCALE.to("meta"))),
             r"scale is torch.float32 \(1,\) on meta; expected .* on cpu",
         ),
     ],

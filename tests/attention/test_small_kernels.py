@@ -254,7 +254,7 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
     for nothing in ({}, without_q_lora):
         compile_for_hopper(latents_kernel, dtype, {**LATENTS, "kv_scale_ptr": None, **nothing}, **TYPES)
     for kernel, constants in (
-        (absorb_kernel, {"q_scale_ptr": None, **QUERY}),
+        (absorb_kernel, {"q_scale_ptr": None, "w_scales_ptr": None, **QUERY}),
         (rotate_kernel, {"TOKENS": 16, **ROPE}),
         (read_kernel, {"WIDTH": 576, "ROWS": 4, "COLUMNS": 1024}),
     ):
@@ -262,6 +262,9 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
         assert "ld.global.v4.b32" in ptx
         assert "st.global.v4.b32" in ptx
         assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
+    in_fp8 = {**TYPES, "w_uk_ptr": "*fp8e4nv", "w_scales_ptr": "*fp32"}
+    ptx = compile_for_hopper(absorb_kernel, dtype, {"q_scale_ptr": None, **QUERY}, **in_fp8)
+    assert not re.search(r"ld\.global\.b(8|16)\b", ptx)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

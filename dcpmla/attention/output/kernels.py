@@ -1,5 +1,7 @@
 """Triton kernels that write quantized outputs, of given rows or of W_UV's product; `output/formats.py` specifies them.
 
+Of a W_UV in fp8 the product may also be written as it is.
+
 The product keeps a tile of one head's tokens in registers from the first multiplication to the last rounding, so its
 values are never in memory in 16 bits. A tile holds whole groups. GPUs of compute capability 8.9 and later.
 """
@@ -13,23 +15,13 @@ from torch import Tensor
 
 from dcpmla.attention.output.formats import NVFP4_GROUP
 from dcpmla.attention.triton.device import describe, shared_memory
+from dcpmla.parallel.kernels.quantize import divide, group_scale, to_fp8
+from dcpmla.parallel.quantized import BLOCK
 
 _NVFP4 = tl.constexpr(NVFP4_GROUP)
+_BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(448.0)
 _ROWS, _COLUMNS = 8, 512  # of a program that quantizes given rows
-
-
-@triton.jit
-def _to_fp8(x):
-    return tl.clamp(x, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
-
-
-@triton.jit
-def _divide(x, s):
-    """Divide x by s with correct rounding, without the instructions that the ends of float32's range would need."""
-    inverse = tl.div_rn(1.0, s)
-    quotient = x * inverse
-    return tl.fma(tl.fma(-quotient, s, x), inverse, quotient)
 
 
 @triton.jit
@@ -78,7 +70,8 @@ def _store(
 ):
     """Quantize a float32 tile [ROWS, COLUMNS] and store it at (first, first_column), up to row end and num_columns.
 
-    GROUP: 1 for fp8, 16 for nvfp4. padded_end: nvfp4 scales of rows from end up to it become 0.
+    GROUP: 0 for values as they are, 1 for fp8, 16 for nvfp4. padded_end: nvfp4 scales of rows from end up to it become
+    0.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
@@ -86,8 +79,10 @@ def _store(
     row = first + tl.arange(0, ROWS)[:, None]
     is_row, is_last = row < end, first + ROWS >= end
     column = tl.arange(0, COLUMNS // PACKED)[None, :]
-    if GROUP == 1:
-        codes = _to_fp8(x * tl.div_rn(1.0, tl.load(scale_ptr)))
+    if GROUP == 0:
+        codes = x.to(values_ptr.dtype.element_ty)
+    elif GROUP == 1:
+        codes = to_fp8(x * tl.div_rn(1.0, tl.load(scale_ptr)))
     else:
         group = tl.arange(0, COLUMNS // GROUP)[None, :]
         is_group = group < num_columns // GROUP
@@ -117,14 +112,14 @@ def _store(
                     )
         else:
             x = x.reshape(ROWS, COLUMNS // GROUP, GROUP)
-            s = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 2), 1e-10), _FP8_MAX)
+            s = group_scale(tl.max(tl.abs(x), 2))
             if UE8M0:
                 exponent = (s.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # rounded up
                 s = (exponent << 23).to(tl.float32, bitcast=True)
                 scaled = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, :, None]  # its inverse
             else:
-                scaled = _divide(x, s[:, :, None])
-            codes = _to_fp8(scaled).reshape(ROWS, COLUMNS)
+                scaled = divide(x, s[:, :, None])
+            codes = to_fp8(scaled).reshape(ROWS, COLUMNS)
             tl.store(scales_ptr + row * scales_stride_row + group * scales_stride_group, s, mask=is_row & is_group)
     at = row * (width // PACKED) + first_column // PACKED + column
     tl.store(values_ptr + at, codes, mask=is_row & (column < num_columns // PACKED))
@@ -165,6 +160,7 @@ def quantize_kernel(
 def project_kernel(
     out_desc,
     w_uv_desc,
+    w_scales_ptr,
     values_ptr,
     scales_ptr,
     scale_ptr,
@@ -172,6 +168,8 @@ def project_kernel(
     num_heads,
     first_row,
     padded_end,
+    w_scales_stride_head,
+    w_scales_stride_block,
     scales_stride_row,
     scales_stride_group,
     VALUE: tl.constexpr,
@@ -194,6 +192,9 @@ def project_kernel(
     for depth in range(0, RANK, DEPTH):
         latents = out_desc.load([head, first_token, depth]).reshape(TOKENS, DEPTH)
         w_uv = w_uv_desc.load([head, first_column, depth]).reshape(COLUMNS, DEPTH)
+        if w_scales_ptr is not None:  # a tile lies in one block
+            block = head * w_scales_stride_head + first_column // _BLOCK * w_scales_stride_block + depth // _BLOCK
+            w_uv = (w_uv.to(tl.float32) * tl.load(w_scales_ptr + block)).to(latents.dtype)
         acc = tl.dot(latents, w_uv.T, acc, input_precision="ieee")
     x = acc.to(out_desc.dtype).to(tl.float32)
     first = first_row + first_token.to(tl.int64)
@@ -247,7 +248,14 @@ def quantize_rows(
 
 
 def project_rows(
-    out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
+    out: Tensor,
+    w_uv: Tensor,
+    first_row: int,
+    values: Tensor,
+    scales: Tensor | None,
+    scale: Tensor | None,
+    ue8m0: bool,
+    w_scales: Tensor | None = None,
 ) -> None:
     """Compute `ops.project_rows_` in one kernel."""
     (num_tokens, num_heads, rank), value = out.shape, w_uv.shape[1]
@@ -264,6 +272,7 @@ def project_rows(
     project_kernel[(triton.cdiv(num_tokens, tiling.tokens) * num_tiles,)](
         describe(out.transpose(0, 1), [1, tiling.tokens, depth]),
         describe(w_uv, [1, columns, depth]),
+        w_scales,
         values,
         scales,
         scale,
@@ -271,10 +280,11 @@ def project_rows(
         num_heads,
         first_row,
         _padded_end(first_row + num_tokens, values),
+        *((0, 0) if w_scales is None else w_scales.stride()[:2]),
         *_strides(scales),
         VALUE=value,
         RANK=rank,
-        GROUP=_group_of(values, scales),
+        GROUP=0 if values.dtype == out.dtype else _group_of(values, scales),
         UE8M0=ue8m0,
         num_warps=tiling.num_warps,
         num_stages=max(1, min(tiling.num_stages, (shared_memory(out.device) - 1024) // stage_bytes)),

@@ -32,10 +32,17 @@ def write_rows_(
 
 @torch.library.custom_op("dcpmla::project_rows_", mutates_args=("values", "scales"))
 def project_rows_(
-    out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
+    out: Tensor,
+    w_uv: Tensor,
+    first_row: int,
+    values: Tensor,
+    scales: Tensor | None,
+    scale: Tensor | None,
+    ue8m0: bool,
+    w_scales: Tensor | None = None,
 ) -> None:
-    """Do what `write_rows_` does with `project_values(out, w_uv)`: out [n, h, L], w_uv [h, V, L]."""
-    _project(out, w_uv, first_row, values, scales, scale, ue8m0)
+    """Do what `write_rows_` does with `project_values(out, w_uv, w_scales)`."""
+    _project(out, w_uv, w_scales, first_row, values, scales, scale, ue8m0)
 
 
 @torch.library.custom_op("dcpmla::quantize_fp8", mutates_args=())
@@ -105,65 +112,69 @@ def _empty_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("dcpmla::project_values_fp8", mutates_args=())
-def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor) -> Tensor:
-    """Return `quantize_fp8` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V].
+def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tensor | None = None) -> Tensor:
+    """Return `quantize_fp8` of `project_values(out, w_uv, w_scales)`: out [T, h, L], w_uv [h, V, L] -> [T, h V].
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    values = _empty_projected_fp8(out, w_uv, scale)
-    _project(out, w_uv, 0, values, None, scale, False)
+    values = _empty_projected_fp8(out, w_uv, scale, w_scales)
+    _project(out, w_uv, w_scales, 0, values, None, scale, False)
     return values
 
 
 @project_values_fp8.register_fake
-def _empty_projected_fp8(out: Tensor, w_uv: Tensor, scale: Tensor) -> Tensor:
-    check_projection(out, w_uv, 1)
+def _empty_projected_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tensor | None = None) -> Tensor:
+    check_projection(out, w_uv, w_scales, 1)
     check_scale("scale", scale, out.device)
     return torch.empty(out.shape[0], _width(w_uv), dtype=FP8, device=out.device)
 
 
 @torch.library.custom_op("dcpmla::project_values_fp8_groups", mutates_args=())
 def project_values_fp8_groups(
-    out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool
+    out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool, w_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `quantize_fp8_groups` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V] and
-    scales [T, h V / G].
+    """Return `quantize_fp8_groups` of `project_values(out, w_uv, w_scales)`: out [T, h, L], w_uv [h, V, L] -> [T, h V]
+    and scales [T, h V / G].
 
     Raises:
         ValueError: shapes or dtypes that do not fit, another group size or layout, a group that would cross heads
             (V % G != 0).
     """
-    values, scales = _empty_projected_fp8_groups(out, w_uv, group_size, scale_layout, ue8m0)
-    _project(out, w_uv, 0, values, scales, None, ue8m0)
+    values, scales = _empty_projected_fp8_groups(out, w_uv, group_size, scale_layout, ue8m0, w_scales)
+    _project(out, w_uv, w_scales, 0, values, scales, None, ue8m0)
     return values, scales
 
 
 @project_values_fp8_groups.register_fake
 def _empty_projected_fp8_groups(
-    out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool
+    out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool, w_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     check_groups(group_size, scale_layout)
-    check_projection(out, w_uv, group_size)
+    check_projection(out, w_uv, w_scales, group_size)
     return formats.empty_fp8_groups(out.shape[0], _width(w_uv), group_size, scale_layout, out.device)
 
 
 @torch.library.custom_op("dcpmla::project_values_nvfp4", mutates_args=())
-def project_values_nvfp4(out: Tensor, w_uv: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `quantize_nvfp4` of `project_values(out, w_uv)`: out [T, h, L], w_uv [h, V, L] -> [T, h V / 2] and its
-    scales.
+def project_values_nvfp4(
+    out: Tensor, w_uv: Tensor, global_scale: Tensor, w_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `quantize_nvfp4` of `project_values(out, w_uv, w_scales)`: out [T, h, L], w_uv [h, V, L] -> [T, h V / 2]
+    and its scales.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, a group of 16 that would cross heads.
     """
-    values, scales = _empty_projected_nvfp4(out, w_uv, global_scale)
-    _project(out, w_uv, 0, values, scales, global_scale, False)
+    values, scales = _empty_projected_nvfp4(out, w_uv, global_scale, w_scales)
+    _project(out, w_uv, w_scales, 0, values, scales, global_scale, False)
     return values, scales
 
 
 @project_values_nvfp4.register_fake
-def _empty_projected_nvfp4(out: Tensor, w_uv: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    check_projection(out, w_uv, formats.NVFP4_GROUP)
+def _empty_projected_nvfp4(
+    out: Tensor, w_uv: Tensor, global_scale: Tensor, w_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    check_projection(out, w_uv, w_scales, formats.NVFP4_GROUP)
     check_scale("global_scale", global_scale, out.device)
     return formats.empty_nvfp4(out.shape[0], _width(w_uv), out.device)
 
@@ -185,16 +196,23 @@ def _write(x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, sca
 
 
 def _project(
-    out: Tensor, w_uv: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
+    out: Tensor,
+    w_uv: Tensor,
+    w_scales: Tensor | None,
+    first_row: int,
+    values: Tensor,
+    scales: Tensor | None,
+    scale: Tensor | None,
+    ue8m0: bool,
 ) -> None:
     if values.dtype == out.dtype:
-        project_into(out, w_uv, values[first_row : first_row + len(out)])
+        project_into(out, w_uv, w_scales, values[first_row : first_row + len(out)])
     elif _runs_triton(out):
         from dcpmla.attention.output import kernels
 
-        kernels.project_rows(out, w_uv, first_row, values, scales, scale, ue8m0)
+        kernels.project_rows(out, w_uv, first_row, values, scales, scale, ue8m0, w_scales)
     else:
-        _write(project_values(out, w_uv), first_row, values, scales, scale, ue8m0)
+        _write(project_values(out, w_uv, w_scales), first_row, values, scales, scale, ue8m0)
 
 
 def _runs_triton(x: Tensor) -> bool:
@@ -212,21 +230,23 @@ def check_rows(x: Tensor, group: int) -> None:
         raise ValueError(f"x has {x.shape[1]} columns; groups of {group} must divide them")
 
 
-def check_projection(out: Tensor, w_uv: Tensor, group: int) -> None:
-    if out.dtype not in _DTYPES or w_uv.dtype != out.dtype:
+def check_projection(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, group: int) -> None:
+    if out.dtype not in _DTYPES or w_uv.dtype != (out.dtype if w_scales is None else FP8):
         raise ValueError(
-            f"out is {out.dtype}, w_uv {w_uv.dtype}; expected both in one of bfloat16, float16 and float32"
+            f"out is {out.dtype}, w_uv {w_uv.dtype}; expected both in one of bfloat16, float16 and float32, or w_uv in "
+            f"float8_e4m3fn with its scales"
         )
     if out.ndim != 3 or w_uv.ndim != 3 or out.shape[1:] != w_uv.shape[::2]:
         raise ValueError(
             f"out has shape {tuple(out.shape)}, w_uv {tuple(w_uv.shape)}; expected [T, h, L] and [h, V, L]"
         )
-    check_w_uv(w_uv, group)
+    check_heads(w_uv, out.dtype, group)
 
 
-def check_w_uv(w_uv: Tensor, group: int) -> None:
-    if w_uv.dtype not in _DTYPES:
-        raise ValueError(f"w_uv is {w_uv.dtype}; outputs of bfloat16, float16 and float32 can be quantized")
+def check_heads(w_uv: Tensor, dtype: torch.dtype, group: int) -> None:
+    """Raise ValueError unless values in dtype, of heads of w_uv's [h, V, L], can be quantized in such groups."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype}; outputs of bfloat16, float16 and float32 can be quantized")
     if w_uv.shape[1] % group:
         raise ValueError(
             f"w_uv has {w_uv.shape[1]} rows for a head; groups of {group} must divide them, so that none crosses heads"

@@ -1,7 +1,6 @@
 """The caller's side of quantized outputs (`MLAAttention.attend`): what to make, and what comes back."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,21 +8,11 @@ from torch import Tensor
 from dcpmla.attention.output import formats
 from dcpmla.attention.output.ops import check_groups, check_scale
 from dcpmla.cache.formats import FP8
+from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.linear import Linear
+from dcpmla.parallel.quantized import BLOCK
 
 _KINDS = ("fp8", "fp8_groups", "nvfp4")
-
-
-class QuantizedOutput(NamedTuple):
-    """T quantized rows of N columns.
-
-    Attributes:
-        values: e4m3 [T, N]; nvfp4: uint8 [T, N / 2].
-        scales: fp8: the scale given; fp8_groups: float32 [T, N / G] in the layout asked for; nvfp4: e4m3 in the order
-            of `formats.empty_nvfp4`.
-    """
-
-    values: Tensor
-    scales: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,13 +54,19 @@ class OutputQuant:
         """The number of columns whose scale is made from them; 1 where it is given."""
         return {"fp8": 1, "fp8_groups": self.group_size, "nvfp4": formats.NVFP4_GROUP}[self.kind]
 
-    def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedOutput:
+    def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedRows:
         """Return memory for so many rows and columns, to be written."""
         if self.kind == "fp8_groups":
-            return QuantizedOutput(
-                *formats.empty_fp8_groups(num_rows, width, self.group_size, self.scale_layout, device)
-            )
+            return QuantizedRows(*formats.empty_fp8_groups(num_rows, width, self.group_size, self.scale_layout, device))
         if self.kind == "nvfp4":
-            return QuantizedOutput(*formats.empty_nvfp4(num_rows, width, device))
+            return QuantizedRows(*formats.empty_nvfp4(num_rows, width, device))
         assert self.scale is not None
-        return QuantizedOutput(torch.empty(num_rows, width, dtype=FP8, device=device), self.scale)
+        return QuantizedRows(torch.empty(num_rows, width, dtype=FP8, device=device), self.scale)
+
+
+def quant_for(linear: Linear, head_dim: int) -> OutputQuant | None:
+    """Return how to quantize heads' outputs for a linear layer that takes them in fp8; None for one that does not, or
+    whose groups would cross heads.
+    """
+    fits = linear.takes_quantized and head_dim % BLOCK == 0
+    return OutputQuant(kind="fp8_groups", group_size=BLOCK, scale_layout="tma") if fits else None

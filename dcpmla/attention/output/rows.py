@@ -1,10 +1,15 @@
 """Attention's output [T, h V], the input of o_proj, as the parts of a batch give it."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from dcpmla.attention.output.ops import check_scale, check_w_uv, project_rows_, write_rows_
-from dcpmla.attention.output.quant import OutputQuant, QuantizedOutput
+from dcpmla.attention.output.ops import check_heads, check_scale, project_rows_, write_rows_
+from dcpmla.attention.output.quant import OutputQuant
 from dcpmla.attention.projections import project_values
+from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.quantized import BlockFp8, unpack
 
 
 class OutputRows:
@@ -15,27 +20,30 @@ class OutputRows:
     Args:
         num_rows: T, padding included.
         w_uv: [h, V, L].
-        quant: how to quantize; None leaves values in w_uv's dtype.
+        dtype: of values that are not quantized.
+        quant: how to quantize; None leaves values in dtype.
     Raises:
         ValueError: a dtype that is not quantized, a scale on another device, groups that would cross heads.
     """
 
-    def __init__(self, num_rows: int, w_uv: Tensor, quant: OutputQuant | None) -> None:
-        self._num_rows, self._w_uv, self._quant, self._end = num_rows, w_uv, quant, 0
-        self._width = w_uv.shape[0] * w_uv.shape[1]
+    def __init__(self, num_rows: int, w_uv: Tensor | BlockFp8, dtype: torch.dtype, quant: OutputQuant | None) -> None:
+        self._num_rows, self._quant, self._end = num_rows, quant, 0
+        self._w_uv, self._w_scales = unpack(w_uv)
+        self._width = self._w_uv.shape[0] * self._w_uv.shape[1]
+        self._new: dict[str, Any] = {"dtype": dtype, "device": self._w_uv.device}
         self._values: Tensor | None = None
         if quant is not None:
-            check_w_uv(w_uv, quant.group)
+            check_heads(self._w_uv, dtype, quant.group)
             if quant.scale is not None:
-                check_scale("scale", quant.scale, w_uv.device)
-            self._values, self._scales = quant.empty(num_rows, self._width, w_uv.device)
+                check_scale("scale", quant.scale, self._w_uv.device)
+            self._values, self._scales = quant.empty(num_rows, self._width, self._w_uv.device)
 
     def project(self, out: Tensor) -> None:
         """Append attention over latents [n, h, L], which W_UV is still to be applied to."""
         if self._values is None and out.shape[0] == self._num_rows:
-            self._values = project_values(out, self._w_uv)
+            self._values = project_values(out, self._w_uv, self._w_scales)
         else:
-            project_rows_(out, self._w_uv, self._end, *self._result())
+            project_rows_(out, self._w_uv, self._end, *self._result(), self._w_scales)
         self._end += out.shape[0]
 
     def append(self, values: Tensor) -> None:
@@ -46,17 +54,17 @@ class OutputRows:
             write_rows_(values, self._end, *self._result())
         self._end += values.shape[0]
 
-    def finish(self) -> Tensor | QuantizedOutput:
+    def finish(self) -> Tensor | QuantizedRows:
         """Return the output; the rows that nobody appended, those of padding, are zeros."""
         if self._end < self._num_rows:
-            self.append(self._w_uv.new_zeros(self._num_rows - self._end, self._width))
+            self.append(torch.zeros(self._num_rows - self._end, self._width, **self._new))
         assert self._values is not None
-        return self._values if self._quant is None else QuantizedOutput(self._values, self._scales)
+        return self._values if self._quant is None else QuantizedRows(self._values, self._scales)
 
     def _result(self) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
         """Return values, scales, scale and ue8m0, as the custom ops take them."""
         if self._values is None:
-            self._values = self._w_uv.new_empty(self._num_rows, self._width)
+            self._values = torch.empty(self._num_rows, self._width, **self._new)
         if self._quant is None:
             return self._values, None, None, False
         scales = None if self._quant.kind == "fp8" else self._scales

@@ -11,7 +11,7 @@ from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.step import StepMetadata
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
-from dcpmla.parallel.linear import Weight, fill, read_weight
+from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
 
 
 class Indexer(nn.Module):
@@ -51,10 +51,8 @@ class Indexer(nn.Module):
                 "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent"
             )
         width, num_heads = self.config.head_dim, self.config.num_heads
-        self.wq_b = skip_init(nn.Linear, config.q_lora_rank, num_heads * width, bias=False, dtype=dtype, device=device)
-        self.fused_wk_weights_proj = skip_init(
-            nn.Linear, config.hidden_size, width + num_heads, bias=False, dtype=dtype, device=device
-        )
+        self.wq_b = Linear(config.q_lora_rank, num_heads * width, dtype=dtype, device=device)
+        self.fused_wk_weights_proj = Linear(config.hidden_size, width + num_heads, dtype=dtype, device=device)
         self.k_norm = skip_init(nn.LayerNorm, width, dtype=dtype, device=device)
 
     def forward(self, hidden_states: Tensor, q_c: Tensor, index_keys: Tensor, step: StepMetadata) -> None:
@@ -80,7 +78,7 @@ class Indexer(nn.Module):
         self.selector.select(q, weights, index_keys, sparse, sparse.block_table, step.selection)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
-        """Read every parameter, whole.
+        """Read every parameter, whole. weights_proj is published in bfloat16, so wk is dequantized beside it.
 
         Args:
             weights: whole weights by their names in a checkpoint, from "wq_b.weight" to "weights_proj.weight".
@@ -89,11 +87,10 @@ class Indexer(nn.Module):
         """
         width, num_heads = self.config.head_dim, self.config.num_heads
         hidden, q_rank = self.fused_wk_weights_proj.in_features, self.wq_b.in_features
-        fill(self.wq_b.weight, read_weight(weights, "wq_b.weight", (num_heads * width, q_rank)))
+        self.wq_b.load(read_linear(weights, "wq_b.weight", (num_heads * width, q_rank)))
         down = {"wk": width, "weights_proj": num_heads}
-        fill(
-            self.fused_wk_weights_proj.weight,
-            *(read_weight(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()),
+        self.fused_wk_weights_proj.load(
+            *(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items())
         )
         fill(self.k_norm.weight, read_weight(weights, "k_norm.weight", (width,)))
         fill(self.k_norm.bias, read_weight(weights, "k_norm.bias", (width,)))

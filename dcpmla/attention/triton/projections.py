@@ -7,10 +7,12 @@ from torch import Tensor
 from dcpmla.attention.triton.rope import rotate, store_pairs
 from dcpmla.cache.formats import FP8, check_kv_scale, row_width
 from dcpmla.cache.kernels import k_pe_of, quantize, store_kv_c
+from dcpmla.parallel.quantized import BLOCK
 
 _LATENT_COLUMNS = 64  # columns of W_UK per program
 # Rows of W_UK at a time: a float32 product over all of them, unrolled, would need more registers than there are.
 _NOPE_ROWS = 64
+_BLOCK = tl.constexpr(BLOCK)
 _MAX_TOKENS = 64  # of a program
 
 
@@ -129,6 +131,7 @@ def finish_latents(
 def absorb_kernel(
     q_ptr,
     w_uk_ptr,
+    w_scales_ptr,
     cos_sin_ptr,
     q_scale_ptr,
     out_ptr,
@@ -138,6 +141,8 @@ def absorb_kernel(
     q_stride_head,
     w_stride_head,
     w_stride_row,
+    w_scales_stride_head,
+    w_scales_stride_block,
     NOPE: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -155,6 +160,8 @@ def absorb_kernel(
     head, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     q_ptr += token * q_stride_token + head * q_stride_head
     w_uk_ptr += head * w_stride_head
+    if w_scales_ptr is not None:
+        w_scales_ptr += head * w_scales_stride_head
     out_ptr += (token * num_heads + head) * (RANK + ROPE)
     is_token = token < num_tokens
     if tile * COLUMNS < RANK:
@@ -165,6 +172,9 @@ def absorb_kernel(
             q_nope = tl.load(q_ptr + row[None, :], mask=is_token & (row[None, :] < NOPE), other=0.0)
             w_uk_mask = (row[:, None] < NOPE) & (column < RANK)
             w_uk = tl.load(w_uk_ptr + row[:, None] * w_stride_row + column, mask=w_uk_mask, other=0.0)
+            if w_scales_ptr is not None:  # rows and columns of a tile share a scale
+                block = first // _BLOCK * w_scales_stride_block + tile * COLUMNS // _BLOCK
+                w_uk = (w_uk.to(tl.float32) * tl.load(w_scales_ptr + block)).to(q_ptr.dtype.element_ty)
             ql_nope = tl.dot(q_nope, w_uk, ql_nope, input_precision="ieee")
         ql_nope = quantize(ql_nope.to(q_ptr.dtype.element_ty), q_scale_ptr)
         tl.store(out_ptr + column, ql_nope, mask=is_token & (column < RANK))
@@ -176,7 +186,12 @@ def absorb_kernel(
 
 
 def absorb_query(
-    q: Tensor, w_uk: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, q_scale: Tensor | None
+    q: Tensor,
+    w_uk: Tensor,
+    cos_sin: Tensor | None,
+    rope_interleaved: bool,
+    q_scale: Tensor | None,
+    w_scales: Tensor | None = None,
 ) -> Tensor:
     """Compute `projections.absorb_query` in one kernel."""
     num_tokens, num_heads, head_dim = q.shape
@@ -187,6 +202,7 @@ def absorb_query(
     absorb_kernel[(triton.cdiv(num_tokens, tokens), num_heads, triton.cdiv(rank, _LATENT_COLUMNS) + 1)](
         q,
         w_uk,
+        w_scales,
         None if cos_sin is None else cos_sin.contiguous(),
         q_scale,
         out,
@@ -194,6 +210,7 @@ def absorb_query(
         num_heads,
         *q.stride()[:2],
         *w_uk.stride()[:2],
+        *((0, 0) if w_scales is None else w_scales.stride()[:2]),
         NOPE=nope,
         RANK=rank,
         ROPE=rope,
