@@ -37,6 +37,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "cache": 2,
     "comm": 2,
     "attention": 3,
+    "model": 4,
     "runtime": 5,
     "planning": 5,
     "job": 5,

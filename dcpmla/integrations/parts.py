@@ -93,9 +93,12 @@ class Parts:
             num_experts if adds_identity else None,
         )
 
-    def _shared_parts(self, name: str, module: Any, weights: Mapping[str, Weight], expert: ExpertPart) -> list[ExpertPart]:
+    def _shared_parts(
+        self, name: str, module: Any, weights: Mapping[str, Weight], expert: ExpertPart
+    ) -> list[ExpertPart]:
         """Return the shared MLP as further experts, where it has their width, their cut and their format."""
-        if not hasattr(module, "shared_experts") or self.spreads_experts or self.model.config.model_type not in _ROUTERS:
+        has_shared = hasattr(module, "shared_experts") and self.model.config.model_type in _ROUTERS
+        if not has_shared or self.spreads_experts:
             return []
         whole, hidden_size = module.shared_experts.gate_proj.weight.shape
         if whole % expert.size:
@@ -119,7 +122,8 @@ class Parts:
             weight, bias = f"{name}.router.classifier.weight", f"{name}.router.e_score_correction_bias"
         values = None
         if bias in self.weights:
-            values = read_weight(self.weights, bias, tuple(self.model.get_buffer(bias).shape)).to(self.device, torch.float32)
+            values = read_weight(self.weights, bias, tuple(self.model.get_buffer(bias).shape))
+            values = values.to(self.device, torch.float32)
         return TopKGate(self.vector(weight), values, read_router(config, num_shared))
 
 

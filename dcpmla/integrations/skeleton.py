@@ -1,4 +1,4 @@
-"""transformers' model without weights, and what of it this package does not compute: its shapes, its leftover modules."""
+"""transformers' model without weights: its shapes, and the modules that this package leaves as they are."""
 
 import re
 from collections.abc import Mapping
@@ -55,17 +55,14 @@ def load_module(
         model: tells what stays in float32.
         dtype: of all other floating-point weights.
     """
-    for tensors in (module._parameters, module._buffers):
-        for name, tensor in list(tensors.items()):
-            if tensor is None:
-                continue
-            value = tensor
-            if name not in module._non_persistent_buffers_set:
-                value = weights[prefix + name][:]
-                if value.is_floating_point():
-                    value = value.to(torch.float32 if _stays_float32(model, prefix + name) else dtype)
-            value = value.to(device)
-            tensors[name] = nn.Parameter(value, requires_grad=False) if tensors is module._parameters else value
+    for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        value = tensor
+        if name not in module._non_persistent_buffers_set:
+            value = weights[prefix + name][:]
+            if value.is_floating_point():
+                value = value.to(torch.float32 if _stays_float32(model, prefix + name) else dtype)
+        value = value.to(device)
+        setattr(module, name, nn.Parameter(value, False) if name in module._parameters else value)
 
 
 def _stays_float32(model: Any, name: str) -> bool:

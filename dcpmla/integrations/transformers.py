@@ -155,6 +155,7 @@ def _load_decoder(model: Any, parts: Parts, load_attention: LoadAttention, reduc
     blocks = []
     for name, output_norm in zip(_progress(names, parts.mesh), norms[1:], strict=True):
         attention, _ = load_attention(f"{name}.self_attn")
+        assert isinstance(attention, MLAAttention)
         attention_norm = parts.vector(f"{name}.post_attention_layernorm.weight")
         blocks.append(DecoderBlock(attention, parts.mlp(f"{name}.mlp"), attention_norm, output_norm, eps, reduce))
     return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, eps)

@@ -7,10 +7,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.projections import rms_norm
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache, LayerCache
-from dcpmla.comm.reduce import Reduce
+from dcpmla.comm.reduce import Reduce, rms_norm
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.collectives import all_gather
@@ -74,7 +73,7 @@ class Decoder(nn.Module):
         self.blocks, self.eps = nn.ModuleList(blocks), eps
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: LatentCache | None) -> Tensor:
-        """Return the normalized hidden states [T, hidden] of a step's tokens [T] int64. Collective over the TP group."""
+        """Return the normalized hidden states [T, hidden] of tokens [T] int64. Collective over the TP group."""
         residual = nn.functional.embedding(token_ids, self.embedding)
         x = rms_norm(residual, self.input_norm, self.eps)
         for layer, block in enumerate(self.blocks):

@@ -49,6 +49,22 @@ def compute_experts(
     _check(x, expert_ids, expert_weights, weights)
     if expert_ids.numel() == 0:
         return torch.zeros_like(x)
+    (gate_up, gate_up_scales), (down, down_scales) = map(_parts, weights)
+    return _compute(x, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, swiglu_limit)
+
+
+@torch.library.custom_op("dcpmla::experts", mutates_args=())
+def _compute(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor | None,
+    swiglu_limit: float | None,
+) -> Tensor:
+    weights = ExpertWeights(_joined(gate_up, gate_up_scales), _joined(down, down_scales))
     if _runs_triton(x, weights.gate_up):
         from dcpmla.model.kernels import experts  # triton is there on Linux only
 
@@ -57,13 +73,28 @@ def compute_experts(
     for expert in expert_ids.unique().tolist():
         if 0 <= expert < num_experts(weights):
             tokens, routes = (expert_ids == expert).nonzero(as_tuple=True)
-            gate_up, down = (dequantize(_one(weight, expert), torch.float32) for weight in weights)
-            gate, up = functional.linear(x[tokens].float(), gate_up).chunk(2, -1)
+            gate_up_values, down_values = (dequantize(_one(weight, expert), torch.float32) for weight in weights)
+            gate, up = functional.linear(x[tokens].float(), gate_up_values).chunk(2, -1)
             if swiglu_limit is not None:
                 gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
             h = functional.silu(gate) * up * expert_weights[tokens, routes, None]
-            out.index_add_(0, tokens, functional.linear(h.to(x.dtype).float(), down))
+            out.index_add_(0, tokens, functional.linear(h.to(x.dtype).float(), down_values))
     return out.to(x.dtype)
+
+
+@_compute.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _parts(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
+    return (weight, None) if isinstance(weight, Tensor) else weight
+
+
+def _joined(codes: Tensor, scales: Tensor | None) -> AnyWeight:
+    if scales is None:
+        return codes
+    return GroupFp4(codes, scales) if codes.dtype == torch.uint8 else BlockFp8(codes, scales)
 
 
 def num_experts(weights: ExpertWeights) -> int:

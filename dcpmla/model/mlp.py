@@ -4,9 +4,31 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from dcpmla.model.experts import swiglu
 from dcpmla.parallel.linear import Linear, Weight, read_linear
+
+
+@torch.library.custom_op("dcpmla::swiglu", mutates_args=())
+def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
+    """Return silu(gate) * up [T, I] of gate_up [T, 2 I], in float32 at least, rounded once.
+
+    Args:
+        limit: gates are at most this, what they gate lies between its negative and this (DeepSeek-V4).
+    """
+    if gate_up.is_cuda and gate_up.dtype != torch.float64:
+        from dcpmla.model.kernels import swiglu as kernels  # triton is there on Linux only
+
+        return kernels.swiglu(gate_up, limit)
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+@swiglu.register_fake
+def _(gate_up: Tensor, limit: float | None) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
 class MLP(nn.Module):

@@ -73,7 +73,8 @@ class MoE(nn.Module):
         if self.shared is not None:
             out = out + self.shared(x)
         if self.num_experts is not None:
-            out = out + x * expert_weights.masked_fill(expert_ids < self.num_experts, 0).sum(-1, keepdim=True).to(x.dtype)
+            share = expert_weights.masked_fill(expert_ids < self.num_experts, 0).sum(-1, keepdim=True)
+            out = out + x * share.to(x.dtype)
         return out
 
 

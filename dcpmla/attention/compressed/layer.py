@@ -77,8 +77,12 @@ class CompressedAttention(CompressedWeights):
         """
         return self.o_b_proj(self.attend(hidden_states, cache, step))
 
-    def partial(self, hidden_states, cache, step):
-        if step is None:
+    def partial(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata | None) -> Tensor:
+        """Run `forward` but for the sum over the TP ranks: return this rank's part. Collective over the DCP group.
+
+        Without a step only memory is claimed (`claim_memory`), and the result is zeros.
+        """
+        if step is None or cache is None:
             self.claim_memory(len(hidden_states))
             return torch.zeros_like(hidden_states)
         return self.o_b_proj.partial(self.attend(hidden_states, cache, step))

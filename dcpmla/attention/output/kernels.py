@@ -20,12 +20,12 @@ _ROWS, _COLUMNS = 8, 512  # of a program that quantizes given rows
 
 
 @triton.jit
-def to_fp8(x):
+def _to_fp8(x):
     return tl.clamp(x, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
-def divide(x, s):
+def _divide(x, s):
     """Divide x by s with correct rounding, without the instructions that the ends of float32's range would need."""
     inverse = tl.div_rn(1.0, s)
     quotient = x * inverse
@@ -87,7 +87,7 @@ def _store(
     is_row, is_last = row < end, first + ROWS >= end
     column = tl.arange(0, COLUMNS // PACKED)[None, :]
     if GROUP == 1:
-        codes = to_fp8(x * tl.div_rn(1.0, tl.load(scale_ptr)))
+        codes = _to_fp8(x * tl.div_rn(1.0, tl.load(scale_ptr)))
     else:
         group = tl.arange(0, COLUMNS // GROUP)[None, :]
         is_group = group < num_columns // GROUP
@@ -123,8 +123,8 @@ def _store(
                 s = (exponent << 23).to(tl.float32, bitcast=True)
                 scaled = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, :, None]  # its inverse
             else:
-                scaled = divide(x, s[:, :, None])
-            codes = to_fp8(scaled).reshape(ROWS, COLUMNS)
+                scaled = _divide(x, s[:, :, None])
+            codes = _to_fp8(scaled).reshape(ROWS, COLUMNS)
             tl.store(scales_ptr + row * scales_stride_row + group * scales_stride_group, s, mask=is_row & is_group)
     at = row * (width // PACKED) + first_column // PACKED + column
     tl.store(values_ptr + at, codes, mask=is_row & (column < num_columns // PACKED))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 4096  # routes that a program sorts at a time
+_CHUNK = 16384  # routes that a program sorts at a time
 _COLUMNS = 1024  # of a program that sums
 
 
@@ -76,7 +76,7 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> tuple[Tens
         ROWS=rows,
         BINS=max(32, triton.next_power_of_2(num_experts)),
         CHUNK=chunk,
-        num_warps=8 if chunk > 1024 else 4,
+        num_warps=min(32, max(4, chunk // 256)),
     )
     return experts, routes
 

@@ -28,42 +28,38 @@ class Tiling(NamedTuple):
 
     Attributes:
         rows: of a block, which has one expert.
-        quantizes: fp8: each program quantizes the rows it reads; else a kernel does so once.
     """
 
     most_rows: float
     rows: int
     gate_up: Tile
     down: Tile
-    quantizes: bool = True
 
 
 # Up to so many routes are not sorted: each is a block of its own, and the second product sums a token's.
 _FEW_TOKENS, _FEW_ROUTES_AN_EXPERT = 2, 0.25
 _FEW = {
-    torch.bfloat16: Tiling(1, 16, Tile(32, 128, 4, 4), Tile(64, 128, 4, 9)),
-    FP8: Tiling(1, 16, Tile(32, 128, 4, 5), Tile(64, 128, 4, 9)),
-    torch.uint8: Tiling(1, 16, Tile(32, 128, 4, 5), Tile(64, 128, 4, 9)),
+    torch.bfloat16: Tiling(1, 8, Tile(32, 256, 4, 3), Tile(64, 256, 4, 7)),
+    FP8: Tiling(1, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 9)),
+    torch.uint8: Tiling(1, 64, Tile(64, 128, 4, 4), Tile(64, 128, 4, 7)),
 }
 # Smallest first. Measured on H200s.
 _TILINGS = {
     torch.bfloat16: (
-        Tiling(8, 16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
-        Tiling(24, 32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
-        Tiling(64, 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
-        Tiling(float("inf"), 128, Tile(128, 64, 8, 4), Tile(128, 64, 4, 3)),
+        Tiling(8, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
+        Tiling(32, 32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
+        Tiling(128, 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+        Tiling(float("inf"), 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
     ),
     FP8: (
-        Tiling(8, 16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
-        Tiling(24, 32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4), False),
-        Tiling(64, 64, Tile(64, 128, 4, 4), Tile(128, 128, 8, 4), False),
-        Tiling(float("inf"), 128, Tile(64, 128, 8, 4), Tile(64, 128, 4, 3), False),
+        Tiling(8, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 4)),
+        Tiling(32, 32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
+        Tiling(128, 64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+        Tiling(float("inf"), 128, Tile(64, 128, 4, 3), Tile(128, 128, 8, 3)),
     ),
     torch.uint8: (
-        Tiling(8, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
-        Tiling(24, 32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
-        Tiling(64, 64, Tile(64, 128, 8, 3), Tile(64, 128, 8, 3)),
-        Tiling(float("inf"), 128, Tile(64, 128, 8, 3), Tile(128, 128, 8, 3)),
+        Tiling(64, 64, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
+        Tiling(float("inf"), 128, Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
     ),
 }
 
@@ -92,11 +88,11 @@ def compute_experts(
     blocks = tiling.rows, num_experts, experts, routes
 
     h = x.new_empty(num_routes, width)
-    x, x_scales = _quantize(x, kind, tiling)
+    x, x_scales = _quantize(x, kind)
     codes = gate_up_codes.unflatten(1, (2, width))
     _multiply(x, x_scales, codes, gate_up_scales, h, tiling.gate_up, *blocks, top_k, expert_weights, swiglu_limit)
     rows = h.new_empty(num_tokens if is_few else num_routes, hidden)
-    h, h_scales = _quantize(h, kind, tiling)
+    h, h_scales = _quantize(h, kind)
     _multiply(h, h_scales, down_codes.unsqueeze(1), down_scales, rows, tiling.down, *blocks, top_k)
     return rows if is_few else sum_routes(rows, ids, num_experts)
 
@@ -105,8 +101,8 @@ def _parts(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
     return (weight, None) if isinstance(weight, Tensor) else (weight.codes, weight.scales.contiguous())
 
 
-def _quantize(x: Tensor, kind: torch.dtype, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-    return quantize_fp8_groups(x, BLOCK, "row", False) if kind == FP8 and not tiling.quantizes else (x, None)
+def _quantize(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return quantize_fp8_groups(x, BLOCK, "row", False) if kind == FP8 else (x, None)
 
 
 def _multiply(
