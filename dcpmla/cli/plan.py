@@ -44,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-tp", "--tensor-parallel-size", type=positive_list, default="8", metavar="N,...", help=tp)
     dcp = "ranks that share one cache; default: all that divide tp"
     add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=dcp)
+    experts = "spread experts whole over the ranks instead of cutting each"
+    add("--enable-expert-parallel", action="store_true", help=experts)
     gpus = "of the whole job: replicas of the TP group share its batch; default: one TP group"
     add("--num-gpus", type=positive, metavar="N", help=gpus)
     add("--kv-cache-dtype", type=format_list, default="bf16", metavar="F,...", help=f"of {', '.join(FORMATS)}")
@@ -128,7 +130,14 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
         if not any(tp % dcp == 0 for tp in tp_sizes):
             Setting(tp=tp_sizes[-1], dcp=dcp, kv_cache_dtype=args.kv_cache_dtype[0])  # raises likewise
     return [
-        Setting(tp=tp, dcp=dcp, kv_cache_dtype=name, num_gpus=args.num_gpus, index_cache_dtype=args.index_cache_dtype)
+        Setting(
+            tp=tp,
+            dcp=dcp,
+            kv_cache_dtype=name,
+            num_gpus=args.num_gpus,
+            index_cache_dtype=args.index_cache_dtype,
+            enable_expert_parallel=args.enable_expert_parallel,
+        )
         for tp, name in product(dict.fromkeys(tp_sizes), args.kv_cache_dtype)
         for dcp in dict.fromkeys(dcp_sizes or divisors(tp))
         if tp % dcp == 0
@@ -181,8 +190,7 @@ def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: 
         notes.append(f"collectives over several nodes are not measured: they assume a network of {network}")
     widened = ", ".join(dict.fromkeys(str(plan.tp) for plan in plans if plan.weights_widened))
     if widened:
-        blocks = "the checkpoint's fp8 blocks, which cannot be loaded so"
-        notes.append(f"tp {widened} cuts through {blocks}: weighed as converted to bfloat16")
+        notes.append(f"tp {widened} cuts through blocks of quantized weights: ranks hold those dequantized")
     if args.context > model.max_position_embeddings:
         notes.append(f"the model's positions end at {model.max_position_embeddings:,}")
     return notes

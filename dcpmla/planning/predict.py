@@ -10,8 +10,9 @@ from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 from dcpmla.planning.exchange import candidates_us, exchange_us
 from dcpmla.planning.machine import Machine
+from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.reads import LayerReads, index_row_bytes, kv_row_bytes, layer_reads
-from dcpmla.planning.weights import ModelSize, Parameter
+from dcpmla.planning.weights import ModelSize
 
 PARTS = ("projections", "gather", "attention", "combine", "rest")
 SPARSE_PARTS = ("projections", "selection", *PARTS[1:])
@@ -24,13 +25,17 @@ _SELECTION_KERNELS = 4  # queries prepared, keys scored, this rank's candidates,
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is cut and cached, and the GPUs of the job (None: one TP group), beyond one TP group its replicas."""
+    """How a model is cut and cached, and the GPUs of the job (None: one TP group), beyond one TP group its replicas.
+
+    With enable_expert_parallel a rank has its share of the experts whole, instead of a slice of every one.
+    """
 
     tp: int
     dcp: int
     kv_cache_dtype: str
     num_gpus: int | None = None
     index_cache_dtype: str = "auto"
+    enable_expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in FORMATS:
@@ -174,16 +179,15 @@ def _parameter_us(
         return {part: machine.kernel_us if parameter.name.endswith("norm.weight") else 0.0}
     if parameter.is_hyper_connection:
         num_kernels = hyper_connection_kernels(model.num_sinkhorn_iters)
-        return {part: _matmul_us(machine, parameter, setting.tp, batch) + num_kernels * machine.kernel_us}
+        return {part: _matmul_us(machine, parameter, setting, batch) + num_kernels * machine.kernel_us}
     if "embed_tokens" in parameter.name:
-        head = _head_us(machine, parameter, setting, batch) if model.ties_embeddings else 0.0
-        return {"rest": machine.kernel_us + _all_reduce_us(machine, parameter.shape[1], setting, batch) + head}
+        return {"rest": machine.kernel_us}
     if "lm_head" in parameter.name:
         return {"rest": _head_us(machine, parameter, setting, batch)}
     time = (
-        _expert_us(machine, model, parameter, setting.tp, batch)
+        _expert_us(machine, model, parameter, setting, batch)
         if parameter.is_expert
-        else _matmul_us(machine, parameter, setting.tp, batch)
+        else _matmul_us(machine, parameter, setting, batch)
     )
     if parameter.is_joined:
         time -= machine.kernel_us  # the product that it is part of is a kernel
@@ -197,23 +201,24 @@ def _parameter_us(
     return {"rest": time + all_reduce + _MLP_KERNELS * machine.kernel_us}
 
 
-def _matmul_us(machine: Machine, parameter: Parameter, tp: int, num_rows: float, read: float = 1.0) -> float:
+def _matmul_us(machine: Machine, parameter: Parameter, setting: Setting, num_rows: float, read: float = 1.0) -> float:
     """Return the slower of reading the weights (a share of them) and multiplying num_rows by them."""
-    num_bytes = read * parameter.shard_bytes(tp)
-    flops = 2 * num_rows * prod(parameter.shard_shape(tp))
+    layout = setting.tp, setting.enable_expert_parallel
+    num_bytes = read * parameter.shard_bytes(*layout)
+    flops = 2 * num_rows * prod(parameter.shard_shape(*layout))
     return machine.kernel_us + max(num_bytes / machine.hbm_gb_per_s / 1e3, flops / machine.matmul_tflops / 1e6)
 
 
-def _expert_us(machine: Machine, model: ModelSize, parameter: Parameter, tp: int, batch: int) -> float:
+def _expert_us(machine: Machine, model: ModelSize, parameter: Parameter, setting: Setting, batch: int) -> float:
     """Return the time of one grouped product over the experts that some token picked."""
     read = expected_experts(model.num_routed, model.experts_per_token, batch)
     rows = batch * model.experts_per_token / model.num_routed  # of an average expert
-    return _matmul_us(machine, parameter, tp, rows, read)
+    return _matmul_us(machine, parameter, setting, rows, read)
 
 
 def _head_us(machine: Machine, parameter: Parameter, setting: Setting, batch: int) -> float:
     """Return the time of the logits of this rank's part of the vocabulary, gathered."""
-    time = _matmul_us(machine, parameter, setting.tp, batch)
+    time = _matmul_us(machine, parameter, setting, batch)
     if setting.tp == 1:
         return time
     chunk_bytes = batch * parameter.shard_shape(setting.tp)[0] * _ACTIVATION_BYTES

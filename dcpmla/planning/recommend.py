@@ -22,8 +22,8 @@ class Plan:
     """One setting under one load.
 
     Attributes:
-        weights_widened: the cut runs through the checkpoint's fp8 blocks, which the runtime cannot load: weighed
-        and read as bfloat16.
+        enable_expert_parallel: a rank has its share of the experts whole.
+        weights_widened: the cut runs through blocks of quantized weights, which the ranks then hold dequantized.
         kv_bytes_per_token: that the cache grows by with a token of context: all layers, one copy, index caches among
             them.
         bytes_per_state, num_states: of a request's state, whatever its context, on each rank, and how many there are;
@@ -45,6 +45,7 @@ class Plan:
     dcp: int
     kv_cache_dtype: str
     index_cache_dtype: str
+    enable_expert_parallel: bool
     weight_bytes_per_rank: int
     weights_widened: bool
     kv_bytes_per_token: int
@@ -66,8 +67,14 @@ class Plan:
 
     @property
     def setting(self) -> Setting:
-        formats = {"kv_cache_dtype": self.kv_cache_dtype, "index_cache_dtype": self.index_cache_dtype}
-        return Setting(tp=self.tp, dcp=self.dcp, num_gpus=self.num_gpus, **formats)
+        return Setting(
+            tp=self.tp,
+            dcp=self.dcp,
+            kv_cache_dtype=self.kv_cache_dtype,
+            num_gpus=self.num_gpus,
+            index_cache_dtype=self.index_cache_dtype,
+            enable_expert_parallel=self.enable_expert_parallel,
+        )
 
 
 def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> Plan:
@@ -80,9 +87,8 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         ValueError: heads, experts or a cache format that the model cannot have, or a load out of range.
     """
     _check_load(batch, context)
-    weights_widened = model.cuts_blocks(setting.tp)
-    model = model.widened() if weights_widened else model
-    weight_bytes = model.weight_bytes(setting.tp)
+    layout = setting.tp, setting.enable_expert_parallel
+    weight_bytes = model.weight_bytes(*layout)["total"]
     room, share = cache_bytes(machine, weight_bytes), _share(setting, batch)
     cache = _cache(model, setting, room, share)
     request_blocks = -(-context // cache.block_tokens)
@@ -98,8 +104,9 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         dcp=setting.dcp,
         kv_cache_dtype=setting.kv_cache_dtype,
         index_cache_dtype=setting.index_cache_dtype,
+        enable_expert_parallel=setting.enable_expert_parallel,
         weight_bytes_per_rank=weight_bytes,
-        weights_widened=weights_widened,
+        weights_widened=model.cuts_blocks(*layout),
         kv_bytes_per_token=cache.bytes_per_token,
         bytes_per_state=cache.bytes_per_state,
         num_states=cache.num_states,

@@ -1,12 +1,11 @@
-"""A model's parameters without its weights: transformers builds it on the meta device, its tensor-parallel plan says
-what is cut.
+"""A model's parameters without its weights: transformers builds it on the meta device, rules say how the runtime cuts
+them and which stay quantized.
 """
 
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
@@ -15,102 +14,26 @@ from torch import nn
 
 from dcpmla.cache.capacity import ModelCaches
 from dcpmla.compressed_config import CompressedConfig
-from dcpmla.config import MLAConfig
-from dcpmla.hf_config import num_index_layers, read_attention
+from dcpmla.config import MLAConfig, divisors
+from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, num_index_layers, read_attention
+from dcpmla.hf_quantization import scale_block
+from dcpmla.parallel.quantized import BLOCK
+from dcpmla.planning.parameter import PARTS, Parameter
 
-_ATTENTION_PLAN = {  # of `MLAAttention` and `CompressedAttention`, which replace transformers' own
-    "q_proj": "colwise",
-    "q_b_proj": "colwise",
-    "kv_b_proj": "colwise",
-    "o_proj": "rowwise",
-    "sinks": "colwise",
-    "o_a_proj": "colwise",
-    "o_b_proj": "rowwise",
+_STYLES = {  # the last word of a module's name -> which of its features a rank holds a part of
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head"), "column"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
+    **dict.fromkeys(("o_proj", "o_b_proj", "down_proj"), "row"),
 }
-# Of DeepSeek-V4's one product of the hidden states: all but the query latent's part.
-_JOINED = re.compile(
-    r"\.self_attn\.(kv_proj|compressor\.(indexer\.)?(kv_proj|gate_proj|scorer\.weights_proj))\.weight$"
+# Weights of one product, one above the other in this order; it stays quantized if all of them can.
+_PRODUCTS = (
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("indexer.wk", "indexer.weights_proj"),
+    (
+        *("q_a_proj", "kv_proj", "compressor.kv_proj", "compressor.gate_proj", "compressor.indexer.kv_proj"),
+        *("compressor.indexer.gate_proj", "compressor.indexer.scorer.weights_proj"),
+    ),
 )
-_SCALE_BYTES = 4  # a float32 for each fp8 block
-_FP4_BYTES, _FP4_BLOCK, _FP4_SCALE_BYTES = 0.5, 32, 1  # of experts of DeepSeek-V4: e2m1, with a power of two for 32
-_WIDE_BYTES = 2  # fp8 weights are widened to bfloat16
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """All parameters of one name, layer numbers replaced by *, and one shape.
-
-    Attributes:
-        count: how many there are.
-        style: "column" (outputs cut), "row" (inputs cut, so an all-reduce follows) or "whole" (on every rank).
-        itemsize: bytes of an element in the checkpoint: half a byte of experts in fp4.
-        scale_block: rows and columns that share a scale; None for weights that are not block-quantized.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    count: int
-    style: str
-    itemsize: float
-    scale_block: tuple[int, int] | None
-
-    def widened(self) -> "Parameter":
-        """Return the same in bfloat16 if it is fp8 or fp4."""
-        return self if self.itemsize > 1 else replace(self, itemsize=_WIDE_BYTES, scale_block=None)
-
-    def cuts_blocks(self, tensor_parallel_size: int) -> bool:
-        """Return whether a rank's part is no whole number of blocks: attention reads any slice, transformers cuts MLPs
-        and scales alike.
-        """
-        if self.scale_block is None or self.is_attention or self.style == "whole" or tensor_parallel_size == 1:
-            return False
-        dim = -1 if self.style == "row" else -2
-        return self.shape[dim] % (self.scale_block[dim] * tensor_parallel_size) != 0
-
-    @property
-    def is_attention(self) -> bool:
-        return ".self_attn." in self.name
-
-    @property
-    def is_indexer(self) -> bool:
-        return ".indexer." in self.name
-
-    @property
-    def is_expert(self) -> bool:
-        return len(self.shape) == 3
-
-    @property
-    def is_matrix(self) -> bool:
-        """True if hidden states or tokens are multiplied by it, or look it up."""
-        return len(self.shape) > 1 and not self.name.endswith((".position_bias", ".tid2eid"))
-
-    @property
-    def is_hyper_connection(self) -> bool:
-        return self.name.endswith("_hc.fn")
-
-    @property
-    def is_joined(self) -> bool:
-        """True if it is multiplied as a part of another one's product."""
-        return _JOINED.search(self.name) is not None
-
-    def shard_shape(self, tensor_parallel_size: int) -> tuple[int, ...]:
-        """Return the shape on the rank that has most of it."""
-        if self.style == "whole" or (self.style == "row" and len(self.shape) == 1):
-            return self.shape
-        shape = list(self.shape)
-        dim = -1 if self.style == "row" else max(len(shape) - 2, 0)
-        shape[dim] = -(-shape[dim] // tensor_parallel_size)
-        return tuple(shape)
-
-    def shard_bytes(self, tensor_parallel_size: int) -> int:
-        """Return the bytes of one of them on the rank that has most of it, scales included."""
-        shape = self.shard_shape(tensor_parallel_size)
-        num_bytes = int(prod(shape) * self.itemsize)
-        if self.scale_block is not None:
-            rows, cols = (-(-size // block) for size, block in zip(shape[-2:], self.scale_block, strict=True))
-            scale_bytes = _FP4_SCALE_BYTES if self.itemsize == _FP4_BYTES else _SCALE_BYTES
-            num_bytes += prod(shape[:-2]) * rows * cols * scale_bytes
-        return num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +45,6 @@ class ModelSize:
         num_index_layers: index caches, of sparse MLA's layers with an indexer of their own.
         num_routed: choices of a router, LongCat's zero experts included; 0 without experts.
         experts_per_token: choices that a token takes.
-        ties_embeddings: the head is the embedding.
         num_sinkhorn_iters: of each hyper-connection; 0 in a model without.
     """
 
@@ -132,7 +54,6 @@ class ModelSize:
     max_position_embeddings: int
     num_routed: int
     experts_per_token: int
-    ties_embeddings: bool
     num_sinkhorn_iters: int
     parameters: tuple[Parameter, ...]
 
@@ -141,29 +62,46 @@ class ModelSize:
         """The caches that it needs."""
         return ModelCaches(self.attention, self.num_attention_layers, self.num_index_layers)
 
-    def weight_bytes(self, tensor_parallel_size: int) -> int:
-        """Return the bytes of the fullest rank.
+    def weight_bytes(self, tensor_parallel_size: int, expert_parallel: bool = False) -> dict[str, int]:
+        """Return the bytes of the fullest rank, by PARTS and in "total".
 
+        Args:
+            expert_parallel: each rank has its share of the routed experts whole (--enable-expert-parallel).
         Raises:
             ValueError: heads or experts that the runtime cannot divide so.
         """
         self.attention.heads_per_rank(tensor_parallel_size)
+        self._check_experts(tensor_parallel_size, expert_parallel)
+        parts = dict.fromkeys(PARTS, 0)
         for parameter in self.parameters:
-            if parameter.is_expert and parameter.style == "row" and parameter.shape[-1] % tensor_parallel_size:
-                raise ValueError(
-                    f"tensor_parallel_size (-tp) is {tensor_parallel_size}; "
-                    f"it must divide the experts' intermediate size {parameter.shape[-1]}"
-                )
-        return sum(parameter.count * parameter.shard_bytes(tensor_parallel_size) for parameter in self.parameters)
+            num_bytes = parameter.shard_bytes(tensor_parallel_size, expert_parallel)
+            parts[parameter.part] += parameter.count * num_bytes
+        return {"total": sum(parts.values()), **parts}
 
-    def cuts_blocks(self, tensor_parallel_size: int) -> bool:
-        """Return whether the runtime cannot load the checkpoint's fp8 blocks at this cut: they must be converted to
-        bfloat16 first.
-        """
-        return any(parameter.cuts_blocks(tensor_parallel_size) for parameter in self.parameters)
+    def cuts_blocks(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
+        """Return whether a cut runs through blocks of quantized weights, which the ranks then hold dequantized."""
+        return any(
+            parameter.stays_quantized(1) and not parameter.stays_quantized(tensor_parallel_size, expert_parallel)
+            for parameter in self.parameters
+        )
+
+    def _check_experts(self, tensor_parallel_size: int, expert_parallel: bool) -> None:
+        for parameter in self.parameters:
+            if parameter.is_expert and parameter.style == "row":
+                num_experts, _, size = parameter.shape
+                if expert_parallel and num_experts % tensor_parallel_size:
+                    raise ValueError(
+                        f"tensor_parallel_size (-tp) is {tensor_parallel_size}; with --enable-expert-parallel it must "
+                        f"be one of {', '.join(map(str, divisors(num_experts)))}, for {num_experts} experts"
+                    )
+                if not expert_parallel and size % tensor_parallel_size:
+                    raise ValueError(
+                        f"tensor_parallel_size (-tp) is {tensor_parallel_size}; "
+                        f"it must divide the experts' intermediate size {size}"
+                    )
 
     def widened(self) -> "ModelSize":
-        """Return the model converted to bfloat16."""
+        """Return the model without quantization."""
         return replace(self, parameters=tuple(parameter.widened() for parameter in self.parameters))
 
     @cached_property
@@ -203,7 +141,6 @@ def read_model(config: Any) -> ModelSize:
         max_position_embeddings=config.max_position_embeddings,
         num_routed=num_routed,
         experts_per_token=experts_per_token,
-        ties_embeddings=config.tie_word_embeddings,
         num_sinkhorn_iters=getattr(config, "hc_sinkhorn_iters", 0),
         parameters=_group(model, config),
     )
@@ -219,54 +156,111 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
     """Return the parameters and stored buffers of all layers, equal ones counted."""
     itemsize = (config.dtype or torch.bfloat16).itemsize
     quantization = getattr(config, "quantization_config", None) or {}
-    quantized, block = _quantized(model, quantization)
-    has_fp4_experts = quantization.get("expert_dtype") == "fp4"
-    stored = set(model.state_dict())
+    codes, stored = _codes(model, config, quantization), set(model.state_dict())
     groups: Counter[Parameter] = Counter()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in stored:
-            is_buffer = not isinstance(tensor, nn.Parameter)  # routers' corrections: float32 in every checkpoint
-            is_wide = is_buffer or _is_among(name, model._keep_in_fp32_modules_strict)
-            size: float = tensor.dtype.itemsize if is_wide else 1 if name in quantized else itemsize
-            rule, scale_block = _wildcard(name), block if name in quantized else None
-            shape = tuple(tensor.shape)
-            if len(shape) == 3:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
-                shape = (config.n_routed_experts, *shape[1:])
-                if has_fp4_experts:
-                    size, scale_block = _FP4_BYTES, (1, _FP4_BLOCK)
-            groups[Parameter(rule, shape, 1, _style(rule, model), size, scale_block)] += 1
+        if name not in stored:
+            continue
+        is_buffer = not isinstance(tensor, nn.Parameter)  # routers' corrections: float32 in every checkpoint
+        is_wide = is_buffer or _is_among(name, model._keep_in_fp32_modules_strict)
+        shape = tuple(tensor.shape)
+        if len(shape) == 3:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
+            shape = (config.n_routed_experts, *shape[1:])
+        parameter = Parameter(
+            _wildcard(name),
+            shape,
+            1,
+            _style(name),
+            tensor.dtype.itemsize if is_wide else itemsize,
+            codes.get(name, ""),
+            _num_pieces(name, shape, config),
+            bool(quantization) and ".self_attn." not in name and "lm_head" not in name,
+        )
+        groups[parameter] += 1
+    if config.tie_word_embeddings:  # the runtime's head is a tensor of its own
+        shape = (config.vocab_size, config.hidden_size)
+        groups[Parameter("lm_head.weight", shape, 1, "column", itemsize)] += 1
     return tuple(replace(group, count=count) for group, count in groups.items())
 
 
-def _quantized(model: Any, quantization: dict[str, Any]) -> tuple[set[str], tuple[int, int] | None]:
-    """Return the names of the parameters that a checkpoint holds in fp8 (linear layers, experts), and the block of
-    their scales.
+def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, str]:
+    """Return "fp8" or "fp4" for each of the parameters (linear layers, experts) that the checkpoint has in blocks which
+    the runtime can keep, if no cut runs through them.
     """
     if not quantization:
-        return set(), None
-    whole = [*(quantization.get("modules_to_not_convert") or ["lm_head"]), *(model._keep_in_fp32_modules or [])]
-    names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    names |= {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
-    block = quantization.get("weight_block_size")
-    kept = {name for name in names if not _is_among(name, whole)}
-    return kept, None if block is None else (block[0], block[1])
+        return {}
+    ignored = [
+        module
+        for field in ("modules_to_not_convert", "ignored_layers", "ignore")
+        for module in quantization.get(field) or []
+    ]
+    wide = [*(ignored or ["lm_head"]), *(model._keep_in_fp32_modules or [])]
+    shapes = {
+        f"{name}.weight": module.weight.shape for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    shapes |= {name: parameter.shape for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    block = scale_block(quantization)
+    has_fp4_experts = quantization.get("expert_dtype") == "fp4"
+    codes = {}
+    for name, shape in shapes.items():
+        if len(shape) == 3 and has_fp4_experts:
+            codes[name] = "fp4"
+        elif not _is_among(name, wide) and all(
+            side % BLOCK == 0 or side >= size for side, size in zip(block, shape[-2:], strict=True)
+        ):
+            codes[name] = "fp8"
+    return {name: code for name, code in codes.items() if _is_kept(name, codes, shapes, config)}
+
+
+def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], config: Any) -> bool:
+    """Return whether a quantized parameter stays so in the product that it is a part of."""
+    found = re.match(r"(.*\.self_attn(?:\.\d+)?)\.(.*)\.weight$", name)
+    if not found:
+        return True
+    prefix, word = found.groups()
+    if word == "kv_b_proj":
+        return config.qk_nope_head_dim % BLOCK == 0 == config.v_head_dim % BLOCK
+    if word == "o_a_proj":
+        return config.o_lora_rank % BLOCK == 0
+    for product in _PRODUCTS:
+        names = [other for part in product if (other := f"{prefix}.{part}.weight") in shapes]
+        if name in names and (not codes.keys() >= set(names) or any(shapes[other][0] % BLOCK for other in names[:-1])):
+            return False
+    return True
 
 
 def _is_among(name: str, modules: Any) -> bool:
-    """Return whether a parameter is, or belongs to, one of some modules, whose names may be the last parts of it."""
-    return any(re.search(rf"(^|\.){re.escape(module)}(\.|$)", name) for module in modules or ())
+    """Return whether a parameter is, or belongs to, one of some modules, whose names may be the last parts of it, or
+    patterns: with *, or after "re:" a regular expression.
+    """
+    return any(re.search(_pattern(module), name) for module in modules or ())
 
 
-def _style(rule: str, model: Any) -> str:
-    """Return how transformers' plan for MLPs, experts, embedding and head, or ours for attention, cuts a parameter."""
-    module = re.sub(r"\.(weight|bias)$", "", rule)
-    if ".self_attn." in rule:
-        style = "" if ".indexer." in rule else _ATTENTION_PLAN.get(module.rpartition(".")[2], "")
-    else:
-        style = model._tp_plan.get(rule) or model._tp_plan.get(module) or ""
-    if "embedding" in style or "colwise" in style:
-        return "column"  # an embedding is cut along its vocabulary, its first dim
-    return "row" if "rowwise" in style else "whole"
+def _pattern(module: str) -> str:
+    if module.startswith("re:"):
+        return f"^(?:{module[3:]})"
+    escaped = re.escape(module).replace(re.escape("*"), ".*")
+    return rf"(^|\.){escaped}(\.|$)"
+
+
+def _style(name: str) -> str:
+    """Return how the runtime cuts a parameter."""
+    if ".indexer." in name or ".compressor." in name:
+        return "whole"
+    return _STYLES.get(re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2], "whole")
+
+
+def _num_pieces(name: str, shape: tuple[int, ...], config: Any) -> int:
+    """Return how many equal parts are cut one by one: shared experts that the runtime computes as further experts are
+    as many, gate and up are two.
+    """
+    if len(shape) == 3:
+        return 2 if name.endswith("gate_up_proj") else 1
+    size = getattr(config, "moe_intermediate_size", None)
+    if ".shared_experts." not in name or config.model_type in COMPRESSED_MODEL_TYPES or not size:
+        return 1
+    whole = shape[-1] if "down_proj" in name else shape[0]
+    return 1 if whole % size else whole // size
 
 
 def _wildcard(name: str) -> str:

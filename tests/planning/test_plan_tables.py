@@ -27,10 +27,11 @@ from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.exchange import candidates_us, exchange_us
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine
 from dcpmla.planning.measured import predict_row, read_rows
+from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.predict import Setting, attention_us
 from dcpmla.planning.reads import kv_row_bytes, layer_reads
 from dcpmla.planning.recommend import make_plan
-from dcpmla.planning.weights import ModelSize, Parameter, read_model
+from dcpmla.planning.weights import ModelSize, read_model
 from tests.support.models import save_tiny, tiny_config
 from tests.support.plan_cases import (
     BEST_ATTENTION,
