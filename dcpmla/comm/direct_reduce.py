@@ -10,7 +10,6 @@ from dcpmla.comm.direct import MAX_SIZE
 from dcpmla.comm.direct_ops import (
     CARRIERS,
     OPERATIONS,
-    choose_tiling,
     enter,
     milliseconds,
     new_state,
