@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from dcpmla.comm import direct_reduce  # noqa: E402
 from dcpmla.comm.direct_reduce import DirectReduce  # noqa: E402
 from tests.support.direct_checks import assert_same_bits  # noqa: E402
-from tests.support.reduce_checks import EPS, check_memory, check_sums, draw  # noqa: E402
+from tests.support.reduce_checks import EPS, assert_normed, check_memory, check_sums, draw  # noqa: E402
 
 NUM_GPUS = [
     pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}"))
@@ -37,11 +37,9 @@ def test_the_kernel_alone(dtype: torch.dtype) -> None:
     for num_tokens, width in itertools.product((0, 1, 300), (64, 1000, 7168, 16384)):
         partial, residual = torch.randn(2, num_tokens, width, device="cuda").to(dtype)
         weight = torch.randn(width, device="cuda").to(dtype)
-        got = add_norm(partial, residual, weight, EPS)
-        wanted = add_norm(partial.cpu(), residual.cpu(), weight.cpu(), EPS)
-        assert torch.equal(got[1].cpu(), wanted[1])
-        tolerance = 4 * torch.finfo(dtype).eps
-        torch.testing.assert_close(got[0].cpu(), wanted[0], atol=1e-6, rtol=tolerance)
+        normed, new_residual = add_norm(partial, residual, weight, EPS)
+        assert torch.equal(new_residual, (residual.float() + partial.float()).to(dtype))
+        assert_normed(normed, new_residual, weight)
 
 
 def check_sizes() -> None:

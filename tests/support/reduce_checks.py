@@ -12,7 +12,7 @@ from dcpmla.comm.direct_reduce import DirectReduce
 from dcpmla.comm.reduce import Reduce
 from tests.support.direct_checks import BITS
 
-EPS = 1e-5
+EPS = 0.1  # that a norm without it is far off
 # Of a sum, rounded once from float32, and of its norm, rounded twice; the sum of a row's squares may be in any order.
 TOLERANCES = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6, torch.float64: 1e-12}
 
@@ -46,10 +46,7 @@ def check_sums(
     normed, new_residual = reduce.add_norm(mine.clone(), residual, weight, EPS)
     assert_right(total, partials.double().sum(0))
     assert_right(new_residual, residual.double() + partials.double().sum(0))
-    norm = DeepseekV3RMSNorm(shape[1], EPS).to(device, dtype)
-    norm.weight.data.copy_(weight)
-    tolerance = 4 * TOLERANCES[dtype]
-    torch.testing.assert_close(normed, norm(new_residual), atol=1e-6, rtol=tolerance, equal_nan=True)
+    assert_normed(normed, new_residual, weight)
     assert_same_on_all_ranks(total, normed, new_residual)
 
 
@@ -59,6 +56,17 @@ def assert_right(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(
         got.double(), wanted, atol=8e-7 if tolerance > 1e-8 else 1e-12, rtol=tolerance, equal_nan=True
     )
+
+
+def assert_normed(normed: Tensor, rows: Tensor, weight: Tensor) -> None:
+    """Check a norm against transformers': rounded as often, which few sums in another order do not hide."""
+    norm = DeepseekV3RMSNorm(len(weight), EPS).to(rows.device, rows.dtype)
+    norm.weight.data.copy_(weight)
+    wanted, tolerance = norm(rows), 4 * TOLERANCES[rows.dtype]
+    torch.testing.assert_close(normed, wanted, atol=1e-6, rtol=tolerance, equal_nan=True)
+    if rows.element_size() == 2:
+        num_different = (normed.nan_to_num() != wanted.nan_to_num()).sum()
+        assert num_different <= rows.numel() // 50
 
 
 def assert_same_on_all_ranks(*results: Tensor) -> None:
