@@ -14,6 +14,7 @@ from dcpmla.attention.calls import Segments, decode_workspace
 from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata, SparseMetadata, StepMetadata
 from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.config import DCPConfig
+from dcpmla.upload import upload
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,17 @@ class StepBuilder:
         table = pad_table(block_tables, seq_lens, self.dcp)
         request = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
         positions = positions_of(query_lens, seq_lens)
-        # Uploaded once: decodes read the front of what sparse layers ask for of all requests.
-        block_table = self._upload((table if is_sparse else table[:num_decodes, :decode_columns]).astype(np.int32))
-        local_seq_lens = self._upload(self._local_seq_lens(positions if is_sparse else positions[:num_decode_tokens]))
+        # Uploaded once, all of it together: decodes read the front of what sparse layers ask for of all requests.
+        slots = self._slots(positions, table[request, positions // self.dcp.virtual_block_size])
+        arrays = [
+            (table if is_sparse else table[:num_decodes, :decode_columns]).astype(np.int32),
+            self._local_seq_lens(positions if is_sparse else positions[:num_decode_tokens]),
+            positions,
+            slots,
+        ]
+        if is_sparse:
+            arrays += request, (positions + 1).astype(np.int32)
+        block_table, local_seq_lens, positions_there, slot_mapping, *of_sparse = upload(arrays, self.device)
         decode = prefill = sparse = None
         if num_decodes:
             local = block_table[:num_decodes, :decode_columns], local_seq_lens[:num_decode_tokens]
@@ -51,32 +60,32 @@ class StepBuilder:
         if num_decodes < len(query_lens):
             prefill = self._prefill(query_lens[num_decodes:], seq_lens[num_decodes:], table[num_decodes:])
         if is_sparse:
-            seen = self._upload((positions + 1).astype(np.int32))
-            sparse = SparseMetadata(block_table, self._upload(request), seen, local_seq_lens, max(seq_lens))
+            request_there, seen = of_sparse
+            sparse = SparseMetadata(block_table, request_there, seen, local_seq_lens, max(seq_lens))
         return StepMetadata(
             num_tokens=len(positions),
             num_decode_tokens=num_decode_tokens,
             num_blocks=int(table.max()) + 1,
-            positions=self._upload(positions),
-            slot_mapping=self._upload(self._slots(positions, table[request, positions // self.dcp.virtual_block_size])),
+            positions=positions_there,
+            slot_mapping=slot_mapping,
             decode=decode,
             prefill=prefill,
             sparse=sparse,
         )
 
-    def _slots(self, positions: np.ndarray, blocks: np.ndarray) -> Tensor:
+    def _slots(self, positions: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """Return the slot [T] of each token on this rank; blocks [T] holds each token's block alone, for whole rows of
         the table would be [T, max_blocks].
         """
         offsets = torch.from_numpy(positions % self.dcp.virtual_block_size)
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         table = torch.from_numpy(blocks)[:, None]
-        return ownership.slot_mapping(offsets, table, self.dcp.block_size, size, self.dcp_rank, interleave)
+        return ownership.slot_mapping(offsets, table, self.dcp.block_size, size, self.dcp_rank, interleave).numpy()
 
-    def _local_seq_lens(self, positions: np.ndarray) -> Tensor:
+    def _local_seq_lens(self, positions: np.ndarray) -> np.ndarray:
         """Return how many tokens at each position [T] and before it are this rank's, int32 [T]."""
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        return ownership.local_seq_lens(torch.from_numpy(positions + 1), size, self.dcp_rank, interleave)
+        return ownership.local_seq_lens(torch.from_numpy(positions + 1), size, self.dcp_rank, interleave).numpy()
 
     def _decode(
         self, query_lens: Sequence[int], block_table: Tensor, local_seq_lens: Tensor, workspace: Tensor | None
@@ -125,8 +134,8 @@ class StepBuilder:
         order = torch.from_numpy(np.concatenate(orders))
         return ContextChunk(
             local_slots=self._upload(np.concatenate(local_slots)),
-            order=self._upload(order),
-            tokens=self._upload(tokens_of_rows(order, int(padded_start[-1]), self.dcp_rank)),
+            order=self._upload(order.numpy()),
+            tokens=self._upload(tokens_of_rows(order, int(padded_start[-1]), self.dcp_rank).numpy()),
             keys=self._segments(lens),
             first_position=self._upload(begin.astype(np.int32)),
         )
@@ -135,10 +144,8 @@ class StepBuilder:
         start = _starts(lens)
         return Segments(start, self._upload(np.asarray(start, dtype=np.int32)))
 
-    def _upload(self, array: np.ndarray | Tensor) -> Tensor:
-        tensor = torch.as_tensor(array)
-        on_gpu = torch.device(self.device).type == "cuda"
-        return tensor.pin_memory().to(self.device, non_blocking=True) if on_gpu else tensor.to(self.device)
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return upload([array], self.device)[0]
 
 
 def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConfig) -> int:

@@ -91,9 +91,10 @@ class Request:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens that are not computed yet, without the last one of all, which never is."""
-        if self.num_new_tokens == self.params.max_new_tokens:
+        num_new = len(self.token_ids) + self.num_in_flight
+        if num_new == self.params.max_new_tokens:
             return 0
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.prompt_token_ids) + num_new - self.num_computed_tokens
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Return the known tokens at positions [start, end), of the prompt and then new ones."""

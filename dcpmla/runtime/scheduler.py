@@ -105,9 +105,12 @@ class Scheduler:
         Returns:
             The copy of its state to make for that, (source, target), before the next step; None for none.
         """
-        if not self.enable_prefix_caching:
-            return None
         block_tokens, blocks = self.allocator.block_tokens, request.block_ids
+        if (
+            not self.enable_prefix_caching
+            or request.num_computed_tokens // block_tokens == request.num_remembered_blocks
+        ):
+            return None
         num_known = min(request.num_computed_tokens, request.num_known_tokens)
         for index in range(request.num_remembered_blocks, num_known // block_tokens):
             tokens = request.tokens(index * block_tokens, (index + 1) * block_tokens)

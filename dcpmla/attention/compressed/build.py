@@ -11,6 +11,7 @@ from dcpmla.attention.build import StepBuilder, check_requests, pad_table, posit
 from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows
 from dcpmla.attention.step import ContextChunk, StepMetadata
 from dcpmla.cache.compressed import CompressedPlan
+from dcpmla.upload import upload
 
 
 @dataclass(frozen=True)
@@ -42,29 +43,32 @@ class CompressedStepBuilder(StepBuilder):
         num_decodes = next((i for i, length in enumerate(query_lens) if length > most), len(query_lens))
         num_decode_tokens = sum(query_lens[:num_decodes])
         table, positions = pad_table(block_tables, seq_lens, self.dcp), positions_of(query_lens, seq_lens)
-        block_table = self._upload(table.astype(np.int32))
         request = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
-        first, on_device = np.subtract(seq_lens, query_lens), self._upload(positions)
+        # Uploaded once, all of it together.
+        per_request = np.array([np.subtract(seq_lens, query_lens), seq_lens, states], dtype=np.int32)
+        lens, slots = self._local_seq_lens(positions[:num_decode_tokens]), np.full(len(positions), -1)
+        arrays = [table.astype(np.int32), lens, positions, slots, request, per_request]
+        block_table, lens_there, positions_there, slot_mapping, request_there, numbers = upload(arrays, self.device)
+        first_position, seq_lens_there, states_there = numbers
         decode = None
         if num_decodes:
-            local_seq_lens = self._upload(self._local_seq_lens(positions[:num_decode_tokens]))
-            decode = self._decode(query_lens[:num_decodes], block_table[:num_decodes], local_seq_lens, workspace)
+            decode = self._decode(query_lens[:num_decodes], block_table[:num_decodes], lens_there, workspace)
         return StepMetadata(
             num_tokens=len(positions),
             num_decode_tokens=num_decode_tokens,
             num_blocks=int(table.max()) + 1,
-            positions=on_device,
-            slot_mapping=self._upload(np.full(len(positions), -1)),
+            positions=positions_there,
+            slot_mapping=slot_mapping,
             decode=decode,
             prefill=None,
             compressed=CompressedMetadata(
                 plan=self.plan,
                 dcp_rank=self.dcp_rank,
-                positions=on_device,
-                request=self._upload(request),
-                first_position=self._upload(first.astype(np.int32)),
-                seq_lens=self._upload(np.asarray(seq_lens, dtype=np.int32)),
-                states=self._upload(np.asarray(states, dtype=np.int32)),
+                positions=positions_there,
+                request=request_there,
+                first_position=first_position,
+                seq_lens=seq_lens_there,
+                states=states_there,
                 block_table=block_table,
                 max_seq_len=max(seq_lens),
                 context=self._context(num_decodes, query_lens, seq_lens, states, table),
