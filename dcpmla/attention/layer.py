@@ -136,16 +136,6 @@ class MLAAttention(AttentionWeights):
         """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
         return self.o_proj.partial(self.attend(hidden_states, cache, step, self._output_quant))
 
-    def partial(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
-        """Run `forward` but for the sum over the TP ranks: return this rank's part. Collective over the DCP group.
-
-        Without a step only memory is claimed (`claim_memory`), and the result is zeros.
-        """
-        if step is None or cache is None:
-            self.claim_memory(len(hidden_states))
-            return torch.zeros_like(hidden_states)
-        return self.o_proj.partial(self.attend(hidden_states, cache, step))
-
     def attend(
         self,
         hidden_states: Tensor,

@@ -14,11 +14,13 @@ from dcpmla.bench.load import add_load, make_load
 from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
+from dcpmla.bench.step_times import is_quantized, step_times
 from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed
 from dcpmla.hf_config import read_attention
 from dcpmla.integrations.loading import check_layout, open_model
+from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 
@@ -96,6 +98,7 @@ class Generate(Benchmark[Batch, None]):
         engine.graph = self.graph if case.mode == "graph" else None
         seconds = largest(statistics.median(self._decode_seconds(case.size)), engine.model.device)
         row = {
+            "weights": "fp8" if is_quantized(self._model) else dtype_name(engine.model.dtype),
             "model": Path(args.model).name,  # where it lies is nobody's business
             "tp": engine.mesh.tp_size,
             "dcp": engine.mesh.dcp_size,
@@ -108,7 +111,26 @@ class Generate(Benchmark[Batch, None]):
             "median_us": round(seconds * 1e6, 1),
             "tokens_per_second": round(case.size / seconds, 1),
         }
+        if case.mode == "graph":
+            row |= self._device_times(case.size)
         return [row]
+
+    @property
+    def _model(self) -> ShardedModel:
+        assert isinstance(self.engine.model, ShardedModel)
+        return self.engine.model
+
+    def _device_times(self, batch: int) -> Row:
+        """Return what a step takes on the device alone, and the prefill of one prompt."""
+        args, engine = self.args, self.engine
+        self.job.watchdog.enter("timing steps on the device")
+        where = self._model, engine.cache, engine.dcp, engine.mesh
+        decode, num_tokens = step_times(*where, batch, args.input_len), min(args.input_len, args.max_num_batched_tokens)
+        row = {name: round(value, 1) for name, value in decode._asdict().items()}
+        if batch == max(args.batch):
+            prefill = step_times(*where, 1, num_tokens, num_tokens)
+            row |= {f"prefill_{name}": round(value, 1) for name, value in prefill._asdict().items()}
+        return row
 
     def _decode_seconds(self, batch: int) -> list[float]:
         """Return the seconds of each decode step of the whole batch, until its tokens are on the host."""
@@ -130,7 +152,9 @@ class Generate(Benchmark[Batch, None]):
     def line(self, rows: Sequence[Row]) -> str:
         (row,) = rows
         time, rate = f"{row['median_us'] / 1e3:>10.3f} ms", f"{row['tokens_per_second']:>10,.0f} tok/s"
-        return f"batch {row['batch']:>5}  {row['mode']:<5}  {time}  {rate}"
+        device = f"  device {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
+        layer = f", a layer of experts {row['us_per_moe_layer']:>7.1f} us" if row.get("us_per_moe_layer") else ""
+        return f"batch {row['batch']:>5}  {row['mode']:<5}  {time}  {rate}{device}{layer}"
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield how much faster graphs are, for each batch."""

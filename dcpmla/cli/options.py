@@ -156,6 +156,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
         help="part of the device's memory to use, in (0, 1]",
     )
     add("--dtype", choices=MODEL_DTYPES, default="auto", help="to compute in; auto: the checkpoint's")
+    add(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: random weights instead of a checkpoint's; the directory needs a config.json alone",
+    )
     add("--enforce-eager", action="store_true", help="no CUDA graphs of decode steps")
     add_job_arguments(parser)
 

@@ -120,12 +120,12 @@ class ShardedModel:
     ) -> Tensor:
         """Return the logits of the rows at logits_at; of all rows without it."""
         if metadata is not None:
-            metadata = self._prepare(metadata)
+            metadata = self.prepare(metadata)
         hidden_states = self.hidden_states(token_ids, metadata, cache)
         logits: Tensor = self.head(hidden_states if logits_at is None else hidden_states[logits_at])
         return logits
 
-    def _prepare(self, metadata: StepMetadata) -> StepMetadata:
+    def prepare(self, metadata: StepMetadata) -> StepMetadata:
         """Return a step with what all layers share."""
         config = self.attention_config
         if isinstance(config, CompressedConfig):

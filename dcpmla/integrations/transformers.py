@@ -140,7 +140,7 @@ def load_model(
         )
     parts = Parts(model, weights, mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1)
     layers = _AttentionLayers(config, dcp, mesh, selection, weights, dtype, device)
-    reduce = select_reduce(mesh.tp_group, device)
+    reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
     is_plain = all(is_plain_block(layer) for layer in model.model.layers)
     hidden_states = (_load_decoder if is_plain else _load_around)(model, parts, layers.load, reduce)
     parts.load("model.rotary_emb", model.model.rotary_emb)

@@ -1,0 +1,105 @@
+"""Device times of a model's steps without an engine around them: all of a step, and its layers of experts alone."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.step import StepMetadata
+from dcpmla.bench.timing import time_operation
+from dcpmla.cache.compressed import AnyCache
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.model.block import Decoder, DecoderBlock
+from dcpmla.model.moe import MoE
+from dcpmla.parallel.linear import Linear
+from dcpmla.parallel.mesh import DCPMesh
+
+_CALLS = 4  # steps of one sample: the start of a graph counts a quarter each
+_SECONDS = 1.0  # that the samples of one measurement may take
+
+
+class StepTimes(NamedTuple):
+    """Microseconds of a step, on the slowest rank.
+
+    Attributes:
+        device_us: from the tokens' embedding to their logits.
+        us_per_moe_layer: what a layer of experts takes of it, attention included; 0 where the model has none, or other
+            layers around them.
+        num_kernels: that a step launches; 0 on CPUs.
+    """
+
+    device_us: float
+    us_per_moe_layer: float
+    num_kernels: int
+
+
+def step_times(
+    model: ShardedModel, cache: AnyCache, dcp: DCPConfig, mesh: DCPMesh, batch: int, context: int, query_len: int = 1
+) -> StepTimes:
+    """Time steps of `batch` requests with `context` tokens, the last query_len of which a step computes. Collective
+    over the job. The cache's contents do not matter.
+    """
+    device, sizes = model.device, cache.sizes
+    num_blocks = -(-context // sizes.block_tokens)
+    tables = [list(range(index * num_blocks, (index + 1) * num_blocks)) for index in range(batch)]
+    metadata = StepMetadata.build(
+        [query_len] * batch,
+        [context] * batch,
+        tables,
+        dcp,
+        mesh.dcp_rank,
+        device,
+        workspace=decode_workspace(device),
+        **sizes.step_layout(list(range(batch))),
+    )
+    token_ids = torch.arange(batch * query_len, device=device) % model.vocab_size
+    last_rows = torch.arange(query_len - 1, batch * query_len, query_len, device=device)
+
+    def step(_: int = 0) -> Tensor:
+        return model.step(token_ids, metadata, cache, last_rows)
+
+    with torch.inference_mode():
+        calls = _CALLS if query_len == 1 else 1
+        device_us = time_operation(step, device, calls, _SECONDS).median_us
+        blocks = _moe_blocks(model)
+        of_blocks = 0.0
+        if blocks:
+            width = model.head.linear.in_features
+            hidden = torch.randn(len(token_ids), width, dtype=model.dtype, device=device)
+            prepared = model.prepare(metadata)
+
+            def run(_: int = 0) -> None:
+                x = residual = hidden
+                for layer, block in blocks:
+                    x, residual = block(x, residual, cache[layer], prepared)
+
+            of_blocks = time_operation(run, device, calls, _SECONDS).median_us / len(blocks)
+        return StepTimes(device_us, of_blocks, _num_kernels(step, device))
+
+
+def _moe_blocks(model: ShardedModel) -> list[tuple[int, DecoderBlock]]:
+    if not isinstance(model.hidden_states, Decoder):
+        return []
+    blocks = (
+        (layer, block) for layer, block in enumerate(model.hidden_states.blocks) if isinstance(block, DecoderBlock)
+    )
+    return [(layer, block) for layer, block in blocks if isinstance(block.mlp, MoE)]
+
+
+def _num_kernels(step: Callable[[], Tensor], device: torch.device) -> int:
+    """Count the kernels that a step launches."""
+    if device.type != "cuda":
+        return 0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profile.events())
+
+
+def is_quantized(model: ShardedModel) -> bool:
+    """Tell whether linear layers keep codes in 8 bits."""
+    linears = (module for module in model.hidden_states.modules() if isinstance(module, Linear))
+    return any(linear.weight_scale is not None for linear in linears)
