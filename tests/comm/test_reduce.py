@@ -1,4 +1,4 @@
-"""Sums over a TP group: collectives, the kernels of `direct` in Triton's interpreter, what is refused, the benchmark."""
+"""Sums over a TP group: collectives, `direct` in Triton's interpreter, what is refused, the benchmark."""
 
 import json
 import random
