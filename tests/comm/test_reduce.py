@@ -1,16 +1,20 @@
-"""Sums over a TP group: collectives on CPUs, the kernels of `direct` in Triton's interpreter, what is refused."""
+"""Sums over a TP group: collectives, `direct` in Triton's interpreter, what is refused, the benchmark."""
 
+import json
 import random
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dcpmla.__main__ import main
 from dcpmla.comm.reduce import CollectiveReduce, Reduce, select_reduce
 from dcpmla.parallel.collectives import PeerFault
+from tests.comm.test_comm_kernels import ALIGNED, DIRECT, compile_for_hopper
 from tests.support.ranks import run_ranks
 from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
 
@@ -111,3 +115,38 @@ def check_missing_rank() -> None:
 
 def test_missing_rank() -> None:
     run_interpreted(3, check_missing_rank)
+
+
+@pytest.mark.parametrize(("kernel", "size", "columns"), [("one_shot", 8, 64), ("two_shot", 3, 512)])
+def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int) -> None:
+    """Rows travel, and are awaited, 16 bytes a thread."""
+    from dcpmla.comm.kernels import reduce as kernels
+
+    tiles, peers = -(-7168 // columns), 8 if size > 4 else 4
+    names = ("residual_ptr", "weight_ptr", "normed_ptr", "sums_ptr")
+    types = {**DIRECT, **dict.fromkeys(names, "*bf16"), "partial_ptr": "*i16", "squares_ptr": "*i64", "eps": "fp32"}
+    constants = {"WIDTH": 7168, "SIZE": size, "PEERS": peers, "COLUMNS": columns, "PROGRAMS": 2048, "SHARE": 4}
+    constants["TILES"] = 1 << (tiles - 1).bit_length()
+    ptx = compile_for_hopper(getattr(kernels, f"{kernel}_kernel"), types, constants, ALIGNED, num_warps=1)
+    assert "st.global.v4.b32" in ptx
+    assert "ld.volatile.global.v4.b32" in ptx
+    assert not re.search(r"(st|ld)(\.volatile)?\.global\.b(8|16)\b", ptx)
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that gives wrong rows is reported."""
+    out = tmp_path / "reduce.json"
+    command = ["bench", "reduce", "--tokens", "1,3", "--row-width", "32", "--device", "cpu", "--json", str(out)]
+    for is_wrong in (False, True):
+        if is_wrong:
+            monkeypatch.setattr(CollectiveReduce, "add_norm", lambda self, partial, *_: (partial, partial))
+        assert main(command) == 0
+        rows = json.loads(out.read_text())["rows"]
+        assert [(row["exchange"], row["tokens"], row["tp"]) for row in rows] == [
+            ("collective", 1, 1),
+            ("collective", 3, 1),
+        ]
+        assert all(row["median_us"] > 0 for row in rows)
+        assert all((row["error"] > 0.1) == is_wrong for row in rows)
+        assert capsys.readouterr().out.count("WRONG") == 2 * is_wrong
