@@ -7,13 +7,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 16384  # routes that a program sorts at a time
+_CHUNK = 4096  # routes that a program looks at at a time
 _COLUMNS = 1024  # of a program that sums
+
+
+@triton.jit(do_not_specialize=["num_routes"])
+def count_kernel(ids_ptr, counts_ptr, num_routes, CHUNK: tl.constexpr):
+    """Count the routes to an expert, one program per expert."""
+    expert = tl.program_id(0)
+    count = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, num_routes, CHUNK):
+        route = first + tl.arange(0, CHUNK)
+        count += (tl.load(ids_ptr + route, mask=route < num_routes, other=-1) == expert).to(tl.int32)
+    tl.store(counts_ptr + expert, tl.sum(count))
 
 
 @triton.jit(do_not_specialize=["num_routes", "max_blocks"])
 def assign_kernel(
     ids_ptr,
+    counts_ptr,
     experts_ptr,
     routes_ptr,
     num_routes,
@@ -24,30 +36,24 @@ def assign_kernel(
     CHUNK: tl.constexpr,
 ):
     """Write the blocks of an expert, one program per expert; the last program writes the blocks that nobody has."""
-    expert = tl.program_id(0)
-    counts = tl.zeros([BINS], tl.int32)
-    for first in range(0, num_routes, CHUNK):
-        route = first + tl.arange(0, CHUNK)
-        ids = tl.load(ids_ptr + route, mask=route < num_routes, other=-1)
-        counts += tl.histogram(ids, BINS, mask=(ids >= 0) & (ids < num_experts))
+    expert, other = tl.program_id(0), tl.arange(0, BINS)
+    counts = tl.load(counts_ptr + other, mask=other < num_experts, other=0)
     num_blocks = (counts + ROWS - 1) // ROWS
-    start = tl.sum(tl.where(tl.arange(0, BINS) < expert, num_blocks, 0))
-    if expert == num_experts:
-        for first in range(start, max_blocks, CHUNK):
-            block = first + tl.arange(0, CHUNK)
-            tl.store(experts_ptr + block, -1, mask=block < max_blocks)
-        return
-    end = start + tl.sum(tl.where(tl.arange(0, BINS) == expert, num_blocks, 0))
+    start = tl.sum(tl.where(other < expert, num_blocks, 0))
+    end = start + tl.sum(tl.where(other == expert, num_blocks, 0))
+    is_last = expert == num_experts
+    end = tl.where(is_last, max_blocks, end)
     for first in range(start, end, CHUNK):
         block = first + tl.arange(0, CHUNK)
-        tl.store(experts_ptr + block, expert, mask=block < end)
+        tl.store(experts_ptr + block, tl.where(is_last, -1, expert), mask=block < end)
+    if is_last:
+        return
     next_row = start * ROWS
     for first in range(0, num_routes, CHUNK):
         route = first + tl.arange(0, CHUNK)
-        is_own = tl.load(ids_ptr + route, mask=route < num_routes, other=-1) == expert
-        rank = tl.cumsum(is_own.to(tl.int32), 0)
-        tl.store(routes_ptr + next_row + rank - 1, route, mask=is_own)
-        next_row += tl.sum(is_own.to(tl.int32))
+        is_own = (tl.load(ids_ptr + route, mask=route < num_routes, other=-1) == expert).to(tl.int32)
+        tl.store(routes_ptr + next_row + tl.cumsum(is_own, 0) - 1, route, mask=is_own == 1)
+        next_row += tl.sum(is_own)
     padding = next_row + tl.arange(0, ROWS)
     tl.store(routes_ptr + padding, -1, mask=padding < end * ROWS)
 
@@ -63,20 +69,25 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> tuple[Tens
     """
     num_routes = expert_ids.numel()
     max_blocks = num_routes // rows + min(num_experts, num_routes)
-    experts = torch.empty(max_blocks, dtype=torch.int32, device=expert_ids.device)
-    routes = torch.empty(max_blocks, rows, dtype=torch.int32, device=expert_ids.device)
-    chunk = min(_CHUNK, max(32, triton.next_power_of_2(num_routes)))
+    counts, experts, routes = (
+        torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
+        for shape in (num_experts, max_blocks, (max_blocks, rows))
+    )
+    chunk = min(_CHUNK, triton.next_power_of_2(num_routes))
+    num_warps = 8 if chunk == _CHUNK else 4
+    count_kernel[(num_experts,)](expert_ids, counts, num_routes, CHUNK=chunk, num_warps=num_warps)
     assign_kernel[(num_experts + 1,)](
         expert_ids,
+        counts,
         experts,
         routes,
         num_routes,
         num_experts,
         max_blocks,
         ROWS=rows,
-        BINS=max(32, triton.next_power_of_2(num_experts)),
+        BINS=triton.next_power_of_2(num_experts),
         CHUNK=chunk,
-        num_warps=min(32, max(4, chunk // 256)),
+        num_warps=num_warps,
     )
     return experts, routes
 

@@ -15,51 +15,51 @@ from dcpmla.parallel.quantized import BLOCK, AnyWeight
 
 
 class Tile(NamedTuple):
-    """A tile of one product: rows of W (of each part) and columns of W at a time, warps, stages of the pipeline."""
+    """A tile of one product: routes, rows of W (of each part), columns of W; warps and stages of a program; whether both
+    parts are one product.
+    """
 
+    rows: int
     columns: int
     depth: int
     num_warps: int
     num_stages: int
+    is_stacked: bool = False
 
 
 class Tiling(NamedTuple):
-    """Tiles of both products, for experts of up to so many rows on average.
-
-    Attributes:
-        rows: of a block, which has one expert.
-    """
+    """Tiles of both products, for experts that get up to so many rows on average."""
 
     most_rows: float
-    rows: int
     gate_up: Tile
     down: Tile
 
 
-# Up to so many routes are not sorted: each is a block of its own, and the second product sums a token's.
-_FEW_TOKENS, _FEW_ROUTES_AN_EXPERT = 2, 0.25
+# Up to so many tokens are not sorted: each route is a block of its own, and the second product sums a token's.
+_FEW_TOKENS = 2
 _FEW = {
-    torch.bfloat16: Tiling(1, 8, Tile(32, 256, 4, 3), Tile(64, 256, 4, 7)),
-    FP8: Tiling(1, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 9)),
-    torch.uint8: Tiling(1, 64, Tile(64, 128, 4, 4), Tile(64, 128, 4, 7)),
+    torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3), Tile(8, 64, 256, 4, 7)),
+    FP8: Tiling(1, Tile(16, 32, 128, 4, 5, True), Tile(16, 64, 128, 4, 9)),
+    torch.uint8: Tiling(1, Tile(16, 64, 128, 4, 4), Tile(16, 32, 128, 4, 7)),
 }
 # Smallest first. Measured on H200s.
 _TILINGS = {
     torch.bfloat16: (
-        Tiling(8, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
-        Tiling(32, 32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
-        Tiling(128, 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
-        Tiling(float("inf"), 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        Tiling(8, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
+        Tiling(16, Tile(32, 64, 128, 4, 4), Tile(32, 64, 128, 4, 3)),
+        Tiling(128, Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4)),
+        Tiling(float("inf"), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)),
     ),
     FP8: (
-        Tiling(8, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 4)),
-        Tiling(32, 32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
-        Tiling(128, 64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
-        Tiling(float("inf"), 128, Tile(64, 128, 4, 3), Tile(128, 128, 8, 3)),
+        Tiling(8, Tile(16, 64, 128, 4, 5), Tile(16, 64, 128, 4, 3)),
+        Tiling(16, Tile(32, 64, 128, 4, 5), Tile(32, 64, 128, 4, 3)),
+        Tiling(128, Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 3)),
+        Tiling(float("inf"), Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3)),
     ),
     torch.uint8: (
-        Tiling(64, 64, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
-        Tiling(float("inf"), 128, Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+        Tiling(16, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
+        Tiling(64, Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3)),
+        Tiling(float("inf"), Tile(128, 64, 64, 8, 4), Tile(128, 128, 64, 8, 3)),
     ),
 }
 
@@ -79,21 +79,18 @@ def compute_experts(
     down_codes, down_scales = _parts(down)
     num_experts, width, hidden = len(down_codes), gate_up_codes.shape[1] // 2, down_codes.shape[1]
     kind = gate_up_codes.dtype if gate_up_codes.dtype in _FEW else torch.bfloat16
-    is_few = num_tokens <= _FEW_TOKENS or num_routes <= _FEW_ROUTES_AN_EXPERT * num_experts
+    is_few = num_tokens <= _FEW_TOKENS
     if is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
         tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.most_rows * num_experts)
-        experts, routes = assign_blocks(ids, num_experts, tiling.rows)
-    blocks = tiling.rows, num_experts, experts, routes
+        experts, routes = assign_blocks(ids, num_experts, max(tiling.gate_up.rows, tiling.down.rows))
 
     h = x.new_empty(num_routes, width)
-    x, x_scales = _quantize(x, kind)
     codes = gate_up_codes.unflatten(1, (2, width))
-    _multiply(x, x_scales, codes, gate_up_scales, h, tiling.gate_up, *blocks, top_k, expert_weights, swiglu_limit)
-    rows = h.new_empty(num_tokens if is_few else num_routes, hidden)
-    h, h_scales = _quantize(h, kind)
-    _multiply(h, h_scales, down_codes.unsqueeze(1), down_scales, rows, tiling.down, *blocks, top_k)
+    _multiply(x, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, swiglu_limit)
+    rows = x.new_empty(num_tokens if is_few else num_routes, hidden)
+    _multiply(h, down_codes.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k)
     return rows if is_few else sum_routes(rows, ids, num_experts)
 
 
@@ -101,19 +98,12 @@ def _parts(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
     return (weight, None) if isinstance(weight, Tensor) else (weight.codes, weight.scales.contiguous())
 
 
-def _quantize(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    return quantize_fp8_groups(x, BLOCK, "row", False) if kind == FP8 else (x, None)
-
-
 def _multiply(
     x: Tensor,
-    x_scales: Tensor | None,
     codes: Tensor,
     scales: Tensor | None,
     out: Tensor,
     tile: Tile,
-    rows: int,
-    num_experts: int,
     experts: Tensor,
     routes: Tensor | None,
     top_k: int,
@@ -123,27 +113,28 @@ def _multiply(
     """Launch one product; with expert_weights it is the gated one. codes: [E, parts, width, K or K / 2]."""
     is_gated = expert_weights is not None
     num_summed = top_k if routes is None and not is_gated else 1
+    num_tiles = experts.numel() // num_summed if routes is None else routes.numel() // tile.rows
     width, depth = codes.shape[2], x.shape[1]
     per_code = 2 if codes.dtype == torch.uint8 else 1
-    grid = (experts.numel() // num_summed * triton.cdiv(width, tile.columns),)
-    grouped_product_kernel[grid](
+    x, x_scales = quantize_fp8_groups(x, BLOCK, "row", False) if codes.dtype == FP8 else (x, None)
+    grouped_product_kernel[(num_tiles * triton.cdiv(width, tile.columns),)](
         x,
         x_scales,
-        describe(codes, [1, 1, tile.columns, tile.depth // per_code]),
+        describe(codes, [1, 1 + tile.is_stacked, tile.columns, tile.depth // per_code]),
         scales,
         experts,
         routes,
         expert_weights,
         out,
-        num_experts,
         swiglu_limit,
         TOP_K=top_k if is_gated else 1,
         NUM_SUMMED=num_summed,
-        ROWS=rows,
+        ROWS=tile.rows,
+        BLOCK_ROWS=tile.rows if routes is None else routes.shape[1],
         DEPTH=tile.depth,
         WIDTH=width,
         K=depth,
         GATED=is_gated,
+        STAGES=tile.num_stages,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
     )

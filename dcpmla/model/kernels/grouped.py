@@ -44,29 +44,29 @@ def _dequantize_fp4(codes, scales, dtype: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(w_desc, w_scales_ptr, expert, is_own, part, first_column, depth, dtype: tl.constexpr):
-    """Load a tile of an expert's weights: [COLUMNS, DEPTH] as they are, but 4 bits dequantized."""
+def _load_weights(w_desc, scales_ptr, expert, part, first_column, depth, dtype: tl.constexpr):
+    """Load a tile of an expert's weights [PARTS COLUMNS, DEPTH]: as they are, but 4 bits dequantized."""
+    PARTS: tl.constexpr = w_desc.block_shape[1]
     COLUMNS: tl.constexpr = w_desc.block_shape[2]
     NUM_CODES: tl.constexpr = w_desc.block_shape[3]
     PER_CODE: tl.constexpr = 2 if w_desc.dtype == tl.uint8 else 1
-    w = w_desc.load([expert, part, first_column, depth // PER_CODE]).reshape(COLUMNS, NUM_CODES)
+    w = w_desc.load([expert, part, first_column, depth // PER_CODE]).reshape(PARTS * COLUMNS, NUM_CODES)
     if w_desc.dtype == tl.uint8:
-        width, num_groups = w_desc.shape[2], w_desc.shape[3] * 2 // _FP4_GROUP
+        width, num_groups = w_desc.shape[2].to(tl.int32), w_desc.shape[3].to(tl.int32) * PER_CODE // _FP4_GROUP
         column = first_column + tl.arange(0, COLUMNS)[:, None]
-        group = depth // _FP4_GROUP + tl.arange(0, NUM_CODES * 2 // _FP4_GROUP)[None, :]
-        at = ((expert.to(tl.int64) * w_desc.shape[1] + part) * width + column) * num_groups + group
-        scales = tl.load(w_scales_ptr + at, mask=(column < tl.where(is_own, width, 0)) & (group < num_groups), other=0)
+        group = depth // _FP4_GROUP + tl.arange(0, PER_CODE * NUM_CODES // _FP4_GROUP)[None, :]
+        at = ((expert * w_desc.shape[1] + part).to(tl.int64) * width + column) * num_groups + group
+        num_columns = tl.where((expert >= 0) & (expert < w_desc.shape[0]), width, 0)
+        scales = tl.load(scales_ptr + at, mask=(column < num_columns) & (group < num_groups), other=0)
         w = _dequantize_fp4(w, scales, dtype)
     return w
 
 
 @triton.jit
-def _multiply(w, x, x_scales, w_scales_ptr, scale_at, is_own, acc, TRANSPOSED: tl.constexpr):
-    """Return acc + x w^T [ROWS, COLUMNS], or all transposed; in fp8 times the scales of x's rows and of w's block."""
+def _multiply(x, x_scales, w, w_scales, acc, TRANSPOSED: tl.constexpr):
+    """Return acc + x w^T [ROWS, COLUMNS], or all transposed; fp8 times the scales, in float32."""
     if w.dtype == tl.float8e4nv:
-        scales = x_scales * tl.load(w_scales_ptr + scale_at, mask=is_own, other=0.0)
-        product = tl.dot(w, x.T) if TRANSPOSED else tl.dot(x, w.T)
-        acc += product * (scales[None, :] if TRANSPOSED else scales[:, None])
+        acc += (tl.dot(w, x.T) if TRANSPOSED else tl.dot(x, w.T)) * (x_scales * w_scales)
     elif TRANSPOSED:
         acc = tl.dot(w, x.T, acc, input_precision="ieee")
     else:
@@ -84,69 +84,80 @@ def grouped_product_kernel(
     routes_ptr,
     expert_weights_ptr,
     out_ptr,
-    num_experts,
     limit,
     TOP_K: tl.constexpr,
     NUM_SUMMED: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Multiply the rows of a block of routes by their expert's weights; one program per (block, tile of W's rows).
+    """Multiply rows of a block of routes by their expert's weights; one program per tile of rows and of W's.
 
     w_desc: [E, PARTS, WIDTH, K], in tiles [1, 1, COLUMNS, DEPTH]. Gated, the two parts are gates and what they gate:
-        the result is silu(gate) * up, times the route's weight. One part is a plain product.
+        the result is silu(gate) * up, times the route's weight. One part is a plain product. Tiles [1, 2, ..] of few
+        rows are one product of both.
     x_ptr: row route // TOP_K is a route's.
-    routes_ptr: [blocks, ROWS] int32, -1 where a block has fewer; None: block i is route i alone.
-    NUM_SUMMED: so many blocks, one after the other, make one row of the result, their sum (without routes_ptr).
+    experts_ptr: int32, of each block; a block of an id outside [0, E) is left out.
+    routes_ptr: [blocks, BLOCK_ROWS] int32, -1 where a block has fewer; None: block i is route i alone.
+    NUM_SUMMED: of a plain product without routes_ptr: so many blocks, one after the other, make one row of the result,
+        their sum.
     """
     COLUMNS: tl.constexpr = w_desc.block_shape[2]
     NUM_STEPS: tl.constexpr = (K + DEPTH - 1) // DEPTH
     NUM_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    SUMS: tl.constexpr = routes_ptr is None and not GATED
+    TRANSPOSED: tl.constexpr = ROWS < 64 and w_desc.dtype != tl.uint8
+    IS_STACKED: tl.constexpr = w_desc.block_shape[1] == 2
     first_column = tl.program_id(0) % NUM_TILES * COLUMNS
-    block = tl.program_id(0) // NUM_TILES * NUM_SUMMED
-    expert = tl.load(experts_ptr + block)
-    is_own = (expert >= 0) & (expert < num_experts)
-    SUMS: tl.constexpr = not GATED and routes_ptr is None
-    if not SUMS:
-        if not is_own:
-            return
+    tile = tl.program_id(0) // NUM_TILES
     row = tl.arange(0, ROWS)
-    if routes_ptr is not None:
-        routes = tl.load(routes_ptr + block * ROWS + row)
-    else:
+    if routes_ptr is None:
+        block = tile * NUM_SUMMED
         routes = tl.where(row == 0, block, -1)
-    TRANSPOSED: tl.constexpr = ROWS < 64
-    acc = tl.zeros([COLUMNS, ROWS] if TRANSPOSED else [ROWS, COLUMNS], tl.float32)
+    else:
+        block = tile * ROWS // BLOCK_ROWS
+        routes = tl.load(routes_ptr + tile * ROWS + row)
+    expert = tl.load(experts_ptr + block)
+    is_left_out = (expert < 0) | (expert >= w_desc.shape[0])
+    if is_left_out and not SUMS:
+        return
+    is_row, source = routes >= 0, routes // TOP_K
+    acc = tl.zeros([w_desc.block_shape[1] * COLUMNS, ROWS] if TRANSPOSED else [ROWS, COLUMNS], tl.float32)
     up = acc
-    for step in range(NUM_SUMMED * NUM_STEPS):
+    for step in tl.range(NUM_SUMMED * NUM_STEPS, num_stages=STAGES):
         depth = step % NUM_STEPS * DEPTH
-        is_row = routes >= 0
-        source = routes // TOP_K
         if SUMS:
-            # A route of no expert here adds nothing: what it loads lies past the end, and is zero without a read.
-            expert = tl.load(experts_ptr + block + step // NUM_STEPS)
-            is_own = (expert >= 0) & (expert < num_experts)
-            is_row = row < tl.where(is_own, 1, 0)
+            # A route that is left out adds nothing: its weights lie past the end, and are zero without a read.
             source = block + step // NUM_STEPS + row
+            expert = tl.load(experts_ptr + block + step // NUM_STEPS)
+            is_row = row < tl.where((expert >= 0) & (expert < w_desc.shape[0]), 1, 0)
         k = depth + tl.arange(0, DEPTH)
         x_ptrs = x_ptr + source.to(tl.int64)[:, None] * K + k[None, :]
         x = tl.load(x_ptrs, mask=is_row[:, None] & (k < K)[None, :], other=0.0)
-        x_scales = None
+        x_scales, w_scales, up_scales = None, None, None
         if w_desc.dtype == tl.float8e4nv:
-            x_scales = tl.load(x_scales_ptr + source * (K // _BLOCK) + depth // _BLOCK, mask=is_row, other=0.0)
-        row_block = expert * w_desc.shape[1] * (WIDTH // _BLOCK) + first_column // _BLOCK
-        scale_at = row_block * (K // _BLOCK) + depth // _BLOCK
-        dtype: tl.constexpr = x_ptr.dtype.element_ty
-        w = _load_weights(w_desc, w_scales_ptr, expert, is_own, 0, first_column, depth, dtype)
-        acc = _multiply(w, x, x_scales, w_scales_ptr, scale_at, is_own, acc, TRANSPOSED)
-        if GATED:
-            w = _load_weights(w_desc, w_scales_ptr, expert, is_own, 1, first_column, depth, dtype)
-            up = _multiply(
-                w, x, x_scales, w_scales_ptr, scale_at + (WIDTH // _BLOCK) * (K // _BLOCK), is_own, up, TRANSPOSED
-            )
+            num_blocks: tl.constexpr = K // _BLOCK
+            x_scales = tl.load(x_scales_ptr + source * num_blocks + depth // _BLOCK, mask=is_row, other=0.0)
+            x_scales = x_scales[None, :] if TRANSPOSED else x_scales[:, None]
+            row_block = expert * w_desc.shape[1].to(tl.int32) * (WIDTH // _BLOCK) + first_column // _BLOCK
+            scale_ptr = w_scales_ptr + row_block * num_blocks + depth // _BLOCK
+            is_expert = (expert >= 0) & (expert < w_desc.shape[0])
+            w_scales = tl.load(scale_ptr, mask=is_expert, other=0.0)
+            if GATED:
+                up_scales = tl.load(scale_ptr + WIDTH // _BLOCK * num_blocks)
+            if IS_STACKED:
+                w_scales = tl.where(tl.arange(0, 2 * COLUMNS) < COLUMNS, w_scales, up_scales)[:, None]
+        w = _load_weights(w_desc, w_scales_ptr, expert, 0, first_column, depth, x.dtype)
+        acc = _multiply(x, x_scales, w, w_scales, acc, TRANSPOSED)
+        if GATED and not IS_STACKED:
+            w = _load_weights(w_desc, w_scales_ptr, expert, 1, first_column, depth, x.dtype)
+            up = _multiply(x, x_scales, w, up_scales, up, TRANSPOSED)
+    if IS_STACKED:
+        acc, up = acc.reshape(2, COLUMNS, ROWS).permute(1, 2, 0).split()
     if TRANSPOSED:
         acc, up = acc.T, up.T
     is_row = routes >= 0

@@ -1,0 +1,297 @@
+"""Experts: the torch code against transformers' modules and float64, the Triton kernels against both.
+
+Kernels run on a GPU, in Triton's interpreter without one (but 4 bits, whose conversion is assembler), and are compiled
+for Hopper.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from dcpmla.attention.output.formats import write_fp8_groups
+from dcpmla.cache.formats import FP8
+from dcpmla.model.experts import ExpertWeights, compute_experts
+from dcpmla.parallel.quantized import AnyWeight, BlockFp8, GroupFp4, dequantize
+from tests.attention.test_decode_compile import compile_for_hopper
+from tests.support.shared_memory import run_interpreted
+
+FORMATS = ("plain", "fp8", "fp4")
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # relative, of norms
+
+
+def make_weight(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator) -> AnyWeight:
+    """Return random weights [E, N, K] of about K^-1/2."""
+    num_experts, num_rows, num_cols = shape
+    if kind == "plain":
+        return (torch.randn(shape, generator=generator) * num_cols**-0.5).to(dtype)
+    if kind == "fp8":
+        codes = (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(FP8)
+        scales = torch.rand(num_experts, num_rows // 128, num_cols // 128, generator=generator) + 0.5
+        return BlockFp8(codes, scales * num_cols**-0.5 / 100)
+    codes = torch.randint(256, (num_experts, num_rows, num_cols // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(118, 123, (num_experts, num_rows, num_cols // 32), dtype=torch.uint8, generator=generator)
+    return GroupFp4(codes, scales)
+
+
+def make_case(
+    kind: str,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, ExpertWeights]:
+    """Return x, ids from -1 to E (both are no expert), their weights, and the experts'."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, hidden, generator=generator).to(dtype)
+    ids = torch.randint(-1, num_experts + 1, (num_tokens, top_k), generator=generator).int()
+    weights = ExpertWeights(
+        make_weight(kind, (num_experts, 2 * width, hidden), dtype, generator),
+        make_weight(kind, (num_experts, hidden, width), dtype, generator),
+    )
+    return x, ids, torch.rand(num_tokens, top_k, generator=generator), weights
+
+
+def quantized(x: Tensor) -> Tensor:
+    """Return what `write_fp8_groups` makes of rows, in float64."""
+    codes, scales = torch.empty(x.shape, dtype=FP8), torch.empty(len(x), x.shape[1] // 128)
+    write_fp8_groups(x, 0, codes, scales, False)
+    return codes.double() * scales.double().repeat_interleave(128, 1)
+
+
+def brute_force(
+    x: Tensor, ids: Tensor, expert_weights: Tensor, weights: ExpertWeights, limit: float | None, quantizes: bool
+) -> Tensor:
+    """Return [T, H] in float64, route by route; quantizes: as block fp8 does on GPUs."""
+    gate_up, down = (dequantize(weight, torch.float32).double() for weight in weights)
+    rows, out = (quantized(x) if quantizes else x.double()), torch.zeros(x.shape, dtype=torch.float64)
+    for (token, i), expert in (
+        (at, int(ids[at])) for at in ((t, i) for t in range(len(x)) for i in range(ids.shape[1]))
+    ):
+        if 0 <= expert < len(down):
+            gate, up = (gate_up[expert] @ rows[token]).chunk(2)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            h = (functional.silu(gate) * up * expert_weights[token, i]).to(x.dtype)[None]
+            out[token] += down[expert] @ (quantized(h) if quantizes else h.double())[0]
+    return out
+
+
+def assert_near(got: Tensor, wanted: Tensor, tolerance: float) -> None:
+    assert not got.isnan().any()
+    assert (got.cpu().double() - wanted).norm() <= tolerance * wanted.norm()
+
+
+def on(device: str, case: tuple[Tensor, Tensor, Tensor, ExpertWeights]) -> Any:
+    *tensors, weights = case
+    moved = (w.to(device) if isinstance(w, Tensor) else type(w)(*(part.to(device) for part in w)) for w in weights)
+    return *(tensor.to(device) for tensor in tensors), ExpertWeights(*moved)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from(FORMATS),
+    num_tokens=st.integers(0, 9),
+    num_experts=st.integers(1, 5),
+    top_k=st.integers(1, 3),
+    limit=st.sampled_from((None, 0.5)),
+    seed=st.integers(0, 100),
+)
+def test_against_float64(
+    kind: str, num_tokens: int, num_experts: int, top_k: int, limit: float | None, seed: int
+) -> None:
+    case = make_case(kind, num_tokens, num_experts, top_k, 256, 128, seed=seed)
+    out = compute_experts(*case, limit)
+    assert out.dtype == torch.float32
+    assert_near(out, brute_force(*case, limit, False), TOLERANCE[torch.float32])
+
+
+@torch.no_grad()
+def test_as_transformers() -> None:
+    """DeepSeek-V4's experts clamp; those of DeepSeek-V3 do not."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3Experts
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Config, DeepseekV4Experts
+
+    x, ids, expert_weights, weights = make_case("plain", 20, 6, 3, 64, 40)
+    ids = torch.rand(20, 6).argsort(1)[:, :3].int()
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 40, "n_routed_experts": 6, "num_attention_heads": 4}
+    modules = (
+        (DeepseekV3Experts(DeepseekV3Config(**sizes)), None),
+        (DeepseekV4Experts(DeepseekV4Config(**sizes, swiglu_limit=0.3)), 0.3),
+    )
+    for module, limit in modules:
+        module.gate_up_proj.data, module.down_proj.data = weights
+        wanted = module(x, ids.long(), expert_weights)
+        torch.testing.assert_close(compute_experts(x, ids, expert_weights, weights, limit), wanted)
+
+
+def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    """Check few and many tokens; one expert for all, experts that no token takes, NaN where nobody may read."""
+    from dcpmla.model.kernels import experts as kernels
+
+    num_experts, top_k, hidden, width = 5, 3, sizes[-2], sizes[-1]
+    for kind in kinds:
+        for num_tokens in sizes[:-2]:
+            case = make_case(kind, num_tokens, num_experts, top_k, hidden, width, dtype, seed=num_tokens)
+            ids = case[1]
+            ids[:, 1] = torch.where(ids[:, 1] == 2, 3, ids[:, 1])
+            ids[: num_tokens // 2] = torch.where(ids[: num_tokens // 2] == 2, 0, ids[: num_tokens // 2])
+            ids[0], ids[-1, 0] = 4, -(2**31)  # one expert three times
+            for limit in (None, 0.4) if num_tokens == sizes[0] else (None,):
+                moved = on(device, case)
+                out = kernels.compute_experts(*moved[:3], *moved[3], limit)
+                assert torch.equal(out, kernels.compute_experts(*moved[:3], *moved[3], limit))
+                tolerance = 4e-3 if kind == "fp8" and dtype == torch.float32 else TOLERANCE[dtype]
+                assert_near(out, brute_force(*case, limit, kind == "fp8"), tolerance)
+        case = make_case(kind, 40, num_experts, 2, hidden, width, dtype)
+        for nobody in (torch.full_like(case[1], -1), torch.full_like(case[1], num_experts)):
+            for num_tokens in (2, 40):
+                x, _, expert_weights, weights = on(device, case)
+                ids = nobody[:num_tokens].to(device)
+                out = kernels.compute_experts(x[:num_tokens], ids, expert_weights[:num_tokens], *weights, None)
+                assert not out.any()
+
+
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(1, check_kernels, "cpu", torch.float32, ("plain",), (1, 21, 72, 40))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every tiling, over memory that holds NaN."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        check_kernels("cuda", dtype, FORMATS, (1, 2, 7, 30, 150, 600, 512, 256))
+        check_kernels("cuda", dtype, ("plain",), (1, 30, 600, 712, 200))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", FORMATS)
+def test_in_a_graph_at_deepseeks_sizes(kind: str) -> None:
+    """Capture the public function, then replay it with other routes: nothing is read back while it is captured."""
+    for num_tokens in (1, 40):
+        x, ids, expert_weights, weights = on("cuda", make_case(kind, num_tokens, 9, 4, 7168, 512, torch.bfloat16))
+        other = ids.flip(0).flip(1).contiguous()
+        wanted = compute_experts(x, other, expert_weights, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = compute_experts(x, ids, expert_weights, weights)
+        ids.copy_(other)
+        graph.replay()
+        assert torch.equal(out, wanted)
+
+
+def check_blocks(device: str) -> None:
+    """Check that every route is in one block of its expert, in order, and no block is missing."""
+    from dcpmla.model.kernels.blocks import assign_blocks
+
+    for num_tokens, num_experts, rows in ((7, 5, 4), (1500, 3, 16), (3, 40, 8)):
+        ids = torch.randint(-2, num_experts + 2, (num_tokens, 3), generator=torch.Generator().manual_seed(0)).int()
+        experts, routes = (part.cpu() for part in assign_blocks(ids.to(device), num_experts, rows))
+        wanted_experts, wanted_routes = [], []
+        for expert in range(num_experts):
+            own = (ids.flatten() == expert).nonzero().flatten().int()
+            blocks = list(functional.pad(own, (0, -len(own) % rows), value=-1).split(rows)) if len(own) else []
+            wanted_experts += [expert] * len(blocks)
+            wanted_routes += blocks
+        assert experts.tolist() == [*wanted_experts, *[-1] * (len(experts) - len(wanted_experts))]
+        assert torch.equal(routes[: len(wanted_routes)], torch.stack(wanted_routes))
+
+
+def test_blocks_in_the_interpreter() -> None:
+    run_interpreted(1, check_blocks, "cpu")
+
+
+@pytest.mark.gpu
+def test_blocks() -> None:
+    check_blocks("cuda")
+
+
+@pytest.mark.parametrize(
+    ("weights", "few", "gated"),
+    [
+        ("bf16", True, True),
+        ("fp8e4nv", True, True),
+        ("fp8e4nv", True, False),
+        ("bf16", False, True),
+        ("u8", False, True),
+    ],
+)
+def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
+    pytest.importorskip("triton")
+    from triton.compiler import ASTSource
+
+    from dcpmla.model.kernels.experts import _FEW, _TILINGS
+    from dcpmla.model.kernels.grouped import grouped_product_kernel
+
+    dtype = {"bf16": torch.bfloat16, "fp8e4nv": FP8, "u8": torch.uint8}[weights]
+    tiling = _FEW[dtype] if few else _TILINGS[dtype][-1]
+    tile = tiling.gate_up if gated else tiling.down
+    depth = tile.depth // 2 if weights == "u8" else tile.depth
+    types = {
+        "x_ptr": "*bf16" if weights != "fp8e4nv" else "*fp8e4nv",
+        "x_scales_ptr": "*fp32",
+        "w_desc": f"tensordesc<{weights}[1, {1 + tile.is_stacked}, {tile.columns}, {depth}]>",
+        "w_scales_ptr": "*u8" if weights == "u8" else "*fp32",
+        "experts_ptr": "*i32",
+        "routes_ptr": "*i32",
+        "expert_weights_ptr": "*fp32",
+        "out_ptr": "*bf16",
+    }
+    constants: dict[str, Any] = {"ROWS": tile.rows, "BLOCK_ROWS": tile.rows, "DEPTH": tile.depth, "limit": None}
+    constants |= {"TOP_K": 9 if gated else 1, "NUM_SUMMED": 1 if gated or not few else 9, "GATED": gated}
+    constants |= {"WIDTH": 512, "K": 7168, "STAGES": tile.num_stages}
+    left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
+    left_out.append((weights != "fp8e4nv", "x_scales_ptr"))
+    constants |= {name: None for is_left_out, name in left_out if is_left_out}
+    ptx, said = compile_for_hopper(grouped_product_kernel, ASTSource, types, constants, num_warps=tile.num_warps)
+    assert "cp.async.bulk.tensor.4d" in ptx
+    assert ("wgmma.mma_async" in ptx) != (few and weights == "bf16")
+    assert ("f32.e4m3.e4m3" in ptx) == (weights == "fp8e4nv")
+    assert "0 bytes spill stores" in said
+    if weights == "fp8e4nv":  # no scale is waited for in the loop
+        loop = ptx[ptx.index("Inner Loop Header") : ptx.rindex("wgmma.wait_group")]
+        assert not re.search(r"ld\.global", loop[: loop.rindex("bra")])
+
+
+def test_mistakes() -> None:
+    x, ids, expert_weights, weights = make_case("plain", 3, 4, 2, 64, 32)
+    fp8 = make_case("fp8", 3, 4, 2, 256, 128)
+
+    def refuses(message: str, *arguments: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            compute_experts(*arguments)
+
+    refuses(r"x is torch.float64 \(3, 64\); expected \[T, H\]", x.double(), ids, expert_weights, weights)
+    refuses(r"expert_ids is torch.int64 \(3, 2\); expected int32 \[3, k\]", x, ids.long(), expert_weights, weights)
+    refuses(r"expert_ids is torch.int32 \(2, 2\)", x, ids[:2], expert_weights, weights)
+    refuses(
+        r"expert_weights is torch.float32 \(3, 1\); expected float32 of \(3, 2\)",
+        x,
+        ids,
+        expert_weights[:, :1],
+        weights,
+    )
+    refuses(
+        "gate_up is BlockFp8, down Tensor", fp8[0], ids, expert_weights, ExpertWeights(fp8[3].gate_up, weights.down)
+    )
+    wrong = ExpertWeights(weights.gate_up[:, :-2], weights.down)
+    refuses(r"gate_up is \(4, 62, 64\); expected \(4, 64, 64\)", x, ids, expert_weights, wrong)
+    refuses("down is torch.float32", x.bfloat16(), ids, expert_weights, weights)
+    gate_up = fp8[3].gate_up._replace(scales=fp8[3].gate_up.scales[:, :1])
+    refuses(r"gate_up has codes .* and scales torch.float32 \(4, 1, 2\)", *fp8[:3], ExpertWeights(gate_up, fp8[3].down))
+    narrow = ExpertWeights(*(BlockFp8(w[..., :-8], s) for w, s in fp8[3]))
+    refuses("down has 256 x 120 values an expert; scales need multiples of 128", *fp8[:3], narrow)
+    refuses("on meta", x, ids.to("meta"), expert_weights, weights)
