@@ -4,20 +4,21 @@ W = dcp_size ranks share a sequence in groups of I = interleave tokens: position
 rank's token number (p // (W I)) I + p % I. In a paged cache a block id covers block_size tokens on each rank, that is,
 block_size W positions.
 
-All functions take Python ints or integer tensors (any shape, any device) and return the same kind. Nothing here depends
-on torch.distributed.
+All functions take Python ints or integer tensors (any shape, any device) and return the same kind, and those that a
+step is laid out with also NumPy's arrays. Nothing here depends on torch.distributed.
 """
 
 from collections.abc import Sequence
 from typing import TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
-IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
+Integers = TypeVar("Integers", int, Tensor, np.ndarray)
 
 
-def owner_rank(position: IntOrTensor, dcp_size: int, interleave: int = 1) -> IntOrTensor:
+def owner_rank(position: Integers, dcp_size: int, interleave: int = 1) -> Integers:
     """Return the DCP rank that stores the token at a position of its sequence.
 
     Args:
@@ -32,14 +33,14 @@ def owner_rank(position: IntOrTensor, dcp_size: int, interleave: int = 1) -> Int
     return position // interleave % dcp_size
 
 
-def local_index(position: IntOrTensor, dcp_size: int, interleave: int = 1) -> IntOrTensor:
+def local_index(position: Integers, dcp_size: int, interleave: int = 1) -> Integers:
     """Return the token's index among its owner's tokens; arguments and errors as in `owner_rank`."""
     _check_layout(dcp_size, interleave)
     _check_non_negative("position", position)
     return position // (dcp_size * interleave) * interleave + position % interleave
 
 
-def global_position(local_index: IntOrTensor, dcp_rank: int, dcp_size: int, interleave: int = 1) -> IntOrTensor:
+def global_position(local_index: Integers, dcp_rank: int, dcp_size: int, interleave: int = 1) -> Integers:
     """Return the position in the sequence of a rank's local token, the inverse of (`owner_rank`, `local_index`).
 
     Raises:
@@ -53,12 +54,14 @@ def global_position(local_index: IntOrTensor, dcp_rank: int, dcp_size: int, inte
 @overload
 def local_seq_lens(seq_lens: int, dcp_size: int, dcp_rank: int, interleave: int = 1) -> int: ...
 @overload
+def local_seq_lens(seq_lens: np.ndarray, dcp_size: int, dcp_rank: int, interleave: int = 1) -> np.ndarray: ...
+@overload
 def local_seq_lens(seq_lens: int | Tensor, dcp_size: int, dcp_rank: None = None, interleave: int = 1) -> Tensor: ...
 @overload
 def local_seq_lens(seq_lens: Tensor, dcp_size: int, dcp_rank: int | None = None, interleave: int = 1) -> Tensor: ...
 def local_seq_lens(
-    seq_lens: int | Tensor, dcp_size: int, dcp_rank: int | None = None, interleave: int = 1
-) -> int | Tensor:
+    seq_lens: int | Tensor | np.ndarray, dcp_size: int, dcp_rank: int | None = None, interleave: int = 1
+) -> int | Tensor | np.ndarray:
     """Count the tokens of each sequence that a rank stores.
 
     Args:
@@ -66,12 +69,14 @@ def local_seq_lens(
         dcp_rank: the rank; None for all ranks.
     Returns:
         int32 tensor of the shape of seq_lens, with a last dim of size dcp_size added when dcp_rank is None. With a
-        dcp_rank, an int gives an int.
+        dcp_rank, an int gives an int and an array an array.
     Raises:
         ValueError: dcp_size or interleave below 1, dcp_rank outside [0, dcp_size), or a negative int length.
     """
     _check_layout(dcp_size, interleave, dcp_rank)
     _check_non_negative("seq_lens", seq_lens)
+    if isinstance(seq_lens, np.ndarray):
+        return local_seq_lens(torch.from_numpy(seq_lens), dcp_size, dcp_rank, interleave).numpy()
     whole = seq_lens // (dcp_size * interleave) * interleave
     rest = seq_lens % (dcp_size * interleave)
     if isinstance(seq_lens, int) and dcp_rank is not None:
@@ -148,7 +153,7 @@ def _check_layout(dcp_size: int, interleave: int, dcp_rank: int | None = None) -
         raise ValueError(f"dcp_rank is {dcp_rank}; with dcp_size {dcp_size} it must be in [0, {dcp_size})")
 
 
-def _check_non_negative(name: str, value: int | Tensor) -> None:
+def _check_non_negative(name: str, value: int | Tensor | np.ndarray) -> None:
     # Tensors are not checked: that would synchronize with the GPU.
     if isinstance(value, int) and value < 0:
         raise ValueError(f"{name} is {value}; it must not be negative")

@@ -77,15 +77,15 @@ class StepBuilder:
         """Return the slot [T] of each token on this rank; blocks [T] holds each token's block alone, for whole rows of
         the table would be [T, max_blocks].
         """
-        offsets = torch.from_numpy(positions % self.dcp.virtual_block_size)
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        table = torch.from_numpy(blocks)[:, None]
-        return ownership.slot_mapping(offsets, table, self.dcp.block_size, size, self.dcp_rank, interleave).numpy()
+        offsets = positions % self.dcp.virtual_block_size
+        slots = blocks * self.dcp.block_size + ownership.local_index(offsets, size, interleave)
+        return np.where(ownership.owner_rank(offsets, size, interleave) == self.dcp_rank, slots, -1)
 
     def _local_seq_lens(self, positions: np.ndarray) -> np.ndarray:
         """Return how many tokens at each position [T] and before it are this rank's, int32 [T]."""
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        return ownership.local_seq_lens(torch.from_numpy(positions + 1), size, self.dcp_rank, interleave).numpy()
+        return ownership.local_seq_lens(positions + 1, size, self.dcp_rank, interleave)
 
     def _decode(
         self, query_lens: Sequence[int], block_table: Tensor, local_seq_lens: Tensor, workspace: Tensor | None
@@ -123,10 +123,10 @@ class StepBuilder:
         padded_start = np.asarray(_starts(padded_lens))
         local_slots, orders = [], []
         for request, length in enumerate(lens):
-            position = torch.arange(begin[request], end[request])
+            position = np.arange(begin[request], end[request])
             first = begin[request] // size
-            owner = ownership.owner_rank(position, size, interleave).numpy()
-            index = ownership.local_index(position, size, interleave).numpy() - first
+            owner = ownership.owner_rank(position, size, interleave)
+            index = ownership.local_index(position, size, interleave) - first
             orders.append(owner * padded_start[-1] + padded_start[request] + index)
             # Padding reads whatever lies after the last token in its block; `order` never points at it.
             local = first + np.arange(padded_lens[request] if length else 0)
@@ -180,7 +180,8 @@ def _num_blocks(seq_len: int, dcp: DCPConfig) -> int:
 
 def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:
     """Return the positions [T] int64 of all requests' new tokens."""
-    return np.concatenate([np.arange(seq - query, seq) for query, seq in zip(query_lens, seq_lens, strict=True)])
+    before_first = np.subtract(seq_lens, np.cumsum(query_lens))  # what a token's number in the batch lacks
+    return np.arange(sum(query_lens)) + np.repeat(before_first, query_lens)
 
 
 def pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], dcp: DCPConfig) -> np.ndarray:
