@@ -41,7 +41,6 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "runtime": 5,
     "planning": 5,
     "job": 5,
-    "model": 4,
     "integrations": 6,
     "llm": 7,
     "cli": 7,

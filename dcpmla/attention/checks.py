@@ -31,8 +31,10 @@ def check_step(config: MLAConfig, hidden_states: Tensor, step: StepMetadata) -> 
 def check_cache(
     cache: LayerCache | None, step: StepMetadata, dcp: DCPConfig, dtype: torch.dtype, width: int
 ) -> LayerCache:
-    """Return the cache, if its latents have the step's blocks, of dcp.block_size rows of `width` elements of dtype; else
-    raise ValueError.
+    """Return the cache, whose latents must have the step's blocks, of dcp.block_size rows of `width` elements of dtype.
+
+    Raises:
+        ValueError: another cache, or none.
     """
     if not isinstance(cache, LayerCache):
         raise ValueError(

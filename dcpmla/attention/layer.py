@@ -16,6 +16,7 @@ from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, rotate_query_
 from dcpmla.attention.scales import calculate_scale_
 from dcpmla.attention.sparse.indexer import Indexer
+from dcpmla.attention.sparse.selector import prefers_mha, selected_rows
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, SelectedTokens, StepMetadata
 from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import check_device, is_quantized, row_width, storage_dtype
@@ -333,31 +334,6 @@ class MLAAttention(AttentionWeights):
     def _output_quant(self) -> OutputQuant | None:
         """How o_proj takes its input."""
         return quant_for(self.o_proj, self.config.v_head_dim)
-
-
-def selected_rows(
-    kv_cache: Tensor, selection: SelectedTokens, workspace: Tensor | None
-) -> tuple[Tensor, DecodeMetadata]:
-    """Return the cache and metadata that `dcp_mla_decode` takes to attend to selected tokens: each query token is a
-    request, whose pages of one row are those selected for it.
-
-    Args:
-        kv_cache: [num_blocks, block_size, width], contiguous blocks.
-        selection: of the query tokens.
-        workspace: as in `DecodeMetadata`.
-    """
-    pages = kv_cache.view(-1, 1, kv_cache.shape[-1])
-    return pages, DecodeMetadata(selection.slots, selection.num_slots, None, 1, workspace)
-
-
-def prefers_mha(prefill: PrefillMetadata, config: MLAConfig) -> bool:
-    """Return whether masked MHA over all keys costs less than MQA over latents of the selected ones, in products of a
-    query and a key's columns. The same on all ranks: it follows from global lengths.
-    """
-    assert config.indexer is not None
-    mha = prefill.num_pairs * (config.qk_head_dim + config.v_head_dim)
-    mqa = prefill.queries.start[-1] * config.indexer.topk * (config.latent_dim + config.kv_lora_rank)
-    return mha <= mqa
 
 
 def _rows(tensor: Tensor | None, tokens: slice) -> Tensor | None:

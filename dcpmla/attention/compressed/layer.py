@@ -7,7 +7,7 @@ from dcpmla.attention.backends import check_backends
 from dcpmla.attention.compressed.compressor import compress
 from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.prefill import attend_prefill
-from dcpmla.attention.compressed.projections import finish_heads, finish_query_, finish_rows
+from dcpmla.attention.compressed.projections import GROUP, finish_heads, finish_heads_fp8, finish_query_, finish_rows
 from dcpmla.attention.compressed.step import CompressedMetadata, selects
 from dcpmla.attention.compressed.weights import CompressedWeights
 from dcpmla.attention.decode import dcp_mla_decode
@@ -20,6 +20,7 @@ from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
+from dcpmla.parallel.fp8 import QuantizedRows
 from dcpmla.parallel.mesh import DCPMesh
 
 
@@ -63,13 +64,14 @@ class CompressedAttention(CompressedWeights):
         self.exchange = LocalExchange() if kind == WINDOW_ONLY else exchange
         self.selector = TokenSelector(config.indexer, dcp, mesh.dcp_rank, exchange) if kind.has_indexer else None
 
-    def forward(self, hidden_states: Tensor, cache: CompressedLayerCache, step: StepMetadata) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run one step of a batch: decodes first, then prefills, then padding. Collective.
 
         Args:
             hidden_states: [T, hidden], the same on all TP ranks; rows from step.num_tokens on are padding.
             cache: this layer's on this rank; written and read.
-            step: from `StepMetadata.build` with a plan, and `with_angles`.
+            step: from `StepMetadata.build` with a plan, and `with_angles`. None in a profile, which needs no cache:
+                memory is claimed (`claim_memory`), and attention's output is zeros.
         Returns:
             [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
         Raises:
@@ -78,24 +80,22 @@ class CompressedAttention(CompressedWeights):
         return self.o_b_proj(self.attend(hidden_states, cache, step))
 
     def partial(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata | None) -> Tensor:
-        """Run `forward` but for the sum over the TP ranks: return this rank's part. Collective over the DCP group.
-
-        Without a step only memory is claimed (`claim_memory`), and the result is zeros.
-        """
-        if step is None or cache is None:
-            self.claim_memory(len(hidden_states))
-            return torch.zeros_like(hidden_states)
+        """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
         return self.o_b_proj.partial(self.attend(hidden_states, cache, step))
 
-    def attend(self, hidden_states: Tensor, cache: CompressedLayerCache, step: StepMetadata) -> Tensor:
+    def attend(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run all of `forward` but its last projection. Collective.
 
         Returns:
-            [T, groups x o_lora_rank] in the dtype of hidden_states. Rows of padding are zeros.
+            [T, groups x o_lora_rank] in the dtype of hidden_states. Rows of padding are zeros, and all rows without a
+            step.
         Raises:
             ValueError: as `forward`.
         """
-        compressed, cos_sin = self._check(hidden_states, cache, step)
+        if step is None:
+            self.claim_memory(len(hidden_states))
+            return hidden_states.new_zeros(len(hidden_states), self.o_a_proj.out_features)
+        cache, compressed, cos_sin = self._check(hidden_states, cache, step)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         context = compressed.context
         # Before this step's tokens overwrite them.
@@ -130,9 +130,13 @@ class CompressedAttention(CompressedWeights):
         Returns:
             [num_rows, groups x o_lora_rank] in the dtype of out; zeros after the first T rows.
         """
-        heads = finish_heads(out, lse, self.sinks, cos_sin)
-        low = torch.bmm(heads.view(len(heads), self.num_groups, -1).transpose(0, 1), self.o_a_proj.transpose(1, 2))
-        low = low.transpose(0, 1).flatten(1)
+        heads: Tensor | QuantizedRows
+        if self.o_a_proj.takes_quantized and self.config.head_dim % GROUP == 0:
+            codes, scales = finish_heads_fp8(out, lse, self.sinks, cos_sin)
+            heads = QuantizedRows(codes.flatten(1), scales.flatten(1))
+        else:
+            heads = finish_heads(out, lse, self.sinks, cos_sin).flatten(1)
+        low = self.o_a_proj(heads)
         return torch.nn.functional.pad(low, (0, 0, 0, num_rows - len(low)))
 
     def claim_memory(self, num_tokens: int) -> None:
@@ -140,13 +144,17 @@ class CompressedAttention(CompressedWeights):
         whoever plans the cache's size sees it: an indexer's workspace, then all entries that a prefill gathers.
         Collective.
         """
-        new, width = self.down_proj.weight.new_empty, self.config.head_dim
+        dtype, width = self.down_proj.dtype, self.config.head_dim
+
+        def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return self.q_norm.new_empty(shape, dtype=dtype)
+
         if self.selector is not None:  # free again before attention begins
-            new(self.selector.workspace_bytes(num_tokens, self.down_proj.weight.element_size()), dtype=torch.uint8)
+            new(self.selector.workspace_bytes(num_tokens, dtype.itemsize), dtype=torch.uint8)
         if self.kind.ratio:
             num_entries = self.dcp.context_workspace_tokens // self.kind.ratio
             held = new(2 * num_entries, width)  # in order, and joined with the windows' rows
-            self.exchange.reserve_context(num_entries, width, self.down_proj.weight.dtype, held.device)
+            self.exchange.reserve_context(num_entries, width, dtype, held.device)
 
     def _compress_rows(self, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: CompressedMetadata) -> None:
         """Write the entries that the step's tokens complete."""
@@ -189,8 +197,8 @@ class CompressedAttention(CompressedWeights):
 
     def _project_query(self, q_c: Tensor, cos_sin: Tensor, heads: slice) -> Tensor:
         """Return the queries [T, n, D] of n of the heads that this rank holds, normalized and rotated."""
-        weight = self.q_b_proj.weight.unflatten(0, (-1, self.config.head_dim))[heads]
-        q = torch.nn.functional.linear(q_c, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+        width = self.config.head_dim
+        q = self.q_b_proj.product(q_c, slice(heads.start * width, heads.stop * width)).unflatten(-1, (-1, width))
         finish_query_(q, self.config.rms_norm_eps, cos_sin)
         return q
 
@@ -217,12 +225,12 @@ class CompressedAttention(CompressedWeights):
 
     def _read(self, cache: CompressedLayerCache, slots: Tensor) -> Tensor:
         """Return rows [N, D] of the cache in the layer's dtype."""
-        return read_rows(cache.rows, slots, self.config.head_dim, self.down_proj.weight.dtype)
+        return read_rows(cache.rows, slots, self.config.head_dim, self.down_proj.dtype)
 
     def _check(
-        self, hidden_states: Tensor, cache: CompressedLayerCache, step: StepMetadata
-    ) -> tuple[CompressedMetadata, Tensor]:
-        """Return the step's part for this attention, and its angles for this layer."""
+        self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata
+    ) -> tuple[CompressedLayerCache, CompressedMetadata, Tensor]:
+        """Return the cache, the step's part for this attention, and its angles for this layer."""
         compressed, width = step.compressed, self.config.hidden_size
         if compressed is None or compressed.angles is None:
             raise ValueError("step has no compressed part, or no angles; build it with a plan, and call with_angles")
@@ -243,7 +251,8 @@ class CompressedAttention(CompressedWeights):
             )
         if self.selector is not None:
             per_block = plan.entries_per_block(self.kind.ratio)
-            dtype = self.down_proj.weight.dtype
+            dtype = self.down_proj.dtype
             self.selector.check_cache(cache.index_keys, plan.num_blocks, per_block, dtype)
         step.check_blocks(plan.num_blocks)
-        return compressed, compressed.angles.compressed if self.kind.ratio else compressed.angles.window
+        angles = compressed.angles.compressed if self.kind.ratio else compressed.angles.window
+        return cache, compressed, angles

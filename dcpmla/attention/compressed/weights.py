@@ -5,13 +5,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from dcpmla.attention.weights import HeldHeads, check_mesh
 from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
-from dcpmla.parallel.linear import RowParallelLinear, Weight, fill, read_weight
+from dcpmla.parallel.linear import (
+    GroupedLinear,
+    Linear,
+    RowParallelLinear,
+    Weight,
+    fill,
+    read_linear,
+    read_weight,
+)
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize
 
 
 class CompressorWeights(nn.Module):
@@ -36,9 +44,10 @@ class CompressedWeights(nn.Module):
 
     Attributes:
         down_proj: all that is projected from hidden states, in this order: query latent and shared row together,
-            values and gates of entries, the same of index keys, weights of the indexer's heads (`down_widths`).
+            values and gates of entries, the same of index keys, weights of the indexer's heads (`down_widths`). All but
+            the first two are published in bfloat16, so those are dequantized beside them.
         index_q_proj: the indexer's queries; their rotated columns come first, as in its keys.
-        o_a_proj: [groups, o_lora_rank, heads of a group x D].
+        o_a_proj: of each group of heads, from heads of a group x D to o_lora_rank.
     """
 
     def __init__(
@@ -61,7 +70,6 @@ class CompressedWeights(nn.Module):
         self.num_halves = 2 if kind.has_indexer else 1
         indexer = config.indexer
         new: dict[str, Any] = {"dtype": dtype, "device": device}
-        no_bias = {"bias": False, **new}
         self.down_widths = [config.q_lora_rank + config.head_dim]
         if kind.ratio:
             self.down_widths.append(2 * self.num_halves * config.head_dim)
@@ -70,16 +78,16 @@ class CompressedWeights(nn.Module):
             self.down_widths += [2 * self.num_halves * indexer.head_dim, indexer.num_heads]
             self.index_compressor = CompressorWeights(kind.ratio, self.num_halves, indexer.head_dim, device)
             index_width = indexer.num_heads * indexer.head_dim
-            self.index_q_proj = skip_init(nn.Linear, config.q_lora_rank, index_width, **no_bias)
-        self.down_proj = skip_init(nn.Linear, config.hidden_size, sum(self.down_widths), **no_bias)
+            self.index_q_proj = Linear(config.q_lora_rank, index_width, **new)
+        self.down_proj = Linear(config.hidden_size, sum(self.down_widths), **new)
         self.q_norm = nn.Parameter(torch.empty(config.q_lora_rank, dtype=torch.float32, device=device))
         self.kv_norm = nn.Parameter(torch.empty(config.head_dim, dtype=torch.float32, device=device))
-        self.q_b_proj = skip_init(nn.Linear, config.q_lora_rank, self.q_heads.count * config.head_dim, **no_bias)
+        self.q_b_proj = Linear(config.q_lora_rank, self.q_heads.count * config.head_dim, **new)
         self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32, device=device))
         group_width = config.num_heads // config.o_groups * config.head_dim
-        self.o_a_proj = nn.Parameter(torch.empty(self.num_groups, config.o_lora_rank, group_width, **new))
+        self.o_a_proj = GroupedLinear(self.num_groups, group_width, self.num_groups * config.o_lora_rank, **new)
         o_rank = config.o_groups * config.o_lora_rank
-        self.o_b_proj = skip_init(RowParallelLinear, o_rank, config.hidden_size, False, mesh.tp_group, **new)
+        self.o_b_proj = RowParallelLinear(o_rank, config.hidden_size, False, mesh.tp_group, **new)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Read this rank's part of every parameter.
@@ -89,10 +97,10 @@ class CompressedWeights(nn.Module):
         Raises:
             ValueError: a weight that is missing or has another shape than the config asks for.
         """
-        config, whole, hidden = self.config, slice(None), self.config.hidden_size
+        config, hidden = self.config, self.config.hidden_size
         rank, width = config.q_lora_rank, config.head_dim
         down = [
-            read_weight(weights, f"{name}.weight", (rows, hidden))
+            read_linear(weights, f"{name}.weight", (rows, hidden))
             for name, rows in (("q_a_proj", rank), ("kv_proj", width))
         ]
         if self.kind.ratio:
@@ -100,26 +108,25 @@ class CompressedWeights(nn.Module):
             self.compressor.load_weights(weights, "compressor.")
         if self.kind.has_indexer:
             down += self._load_indexer(weights)
-        fill(self.down_proj.weight, *down)
+        self.down_proj.load(*down)
         fill(self.q_norm, read_weight(weights, "q_a_norm.weight", (rank,)))
         fill(self.kv_norm, read_weight(weights, "kv_norm.weight", (width,)))
         q_shape = config.num_heads * width, rank
-        fill(self.q_b_proj.weight, read_weight(weights, "q_b_proj.weight", q_shape, self.q_heads.rows(width), whole))
+        self.q_b_proj.load(read_linear(weights, "q_b_proj.weight", q_shape, self.q_heads.rows(width)))
         own = slice(self.mesh.tp_rank * self.num_heads, (self.mesh.tp_rank + 1) * self.num_heads)
         fill(self.sinks, read_weight(weights, "sinks", (config.num_heads,), own))
         first = self.mesh.tp_rank * self.num_groups * config.o_lora_rank
         part = slice(first, first + self.num_groups * config.o_lora_rank)
         o_rank = config.o_groups * config.o_lora_rank
-        o_a = read_weight(weights, "o_a_proj.weight", (o_rank, self.o_a_proj.shape[2]), part, whole)
-        fill(self.o_a_proj, o_a.unflatten(0, (self.num_groups, -1)))
-        fill(self.o_b_proj.weight, read_weight(weights, "o_b_proj.weight", (hidden, o_rank), whole, part))
+        self.o_a_proj.load(read_linear(weights, "o_a_proj.weight", (o_rank, self.o_a_proj.in_features), part))
+        self.o_b_proj.load(read_linear(weights, "o_b_proj.weight", (hidden, o_rank), slice(None), part))
 
-    def _pairs(self, weights: Mapping[str, Weight], prefix: str, width: int) -> list[Tensor]:
+    def _pairs(self, weights: Mapping[str, Weight], prefix: str, width: int) -> list[AnyWeight]:
         """Read the projections of values and gates."""
         shape = self.num_halves * width, self.config.hidden_size
-        return [read_weight(weights, f"{prefix}{name}_proj.weight", shape) for name in ("kv", "gate")]
+        return [read_linear(weights, f"{prefix}{name}_proj.weight", shape) for name in ("kv", "gate")]
 
-    def _load_indexer(self, weights: Mapping[str, Weight]) -> list[Tensor]:
+    def _load_indexer(self, weights: Mapping[str, Weight]) -> list[AnyWeight]:
         """Read the indexer, and return its rows of the down-projection. Rotated columns are put first: kernels that
         write index keys expect them there.
         """
@@ -127,9 +134,19 @@ class CompressedWeights(nn.Module):
         width, rope = indexer.head_dim, self.config.rope_dim
         order = torch.arange(width).roll(rope)
         q_shape = indexer.num_heads * width, self.config.q_lora_rank
-        q = read_weight(weights, f"{prefix}q_b_proj.weight", q_shape)
-        fill(self.index_q_proj.weight, q.unflatten(0, (-1, width))[:, order].flatten(0, 1))
+        self.index_q_proj.load(_reorder(read_linear(weights, f"{prefix}q_b_proj.weight", q_shape), order))
         self.index_compressor.load_weights(weights, prefix, order)
-        pairs = [pair.unflatten(0, (-1, width))[:, order].flatten(0, 1) for pair in self._pairs(weights, prefix, width)]
+        pairs = [_reorder(pair, order) for pair in self._pairs(weights, prefix, width)]
         heads_shape = indexer.num_heads, self.config.hidden_size
-        return [*pairs, read_weight(weights, f"{prefix}scorer.weights_proj.weight", heads_shape)]
+        return [*pairs, read_linear(weights, f"{prefix}scorer.weights_proj.weight", heads_shape)]
+
+
+def _reorder(weight: AnyWeight, order: Tensor) -> AnyWeight:
+    """Return a matrix with the rows of every head in another order; in fp8 where a block's rows remain in it."""
+    if isinstance(weight, BlockFp8) and BLOCK % len(order) == 0:
+        return BlockFp8(_reorder_rows(weight.codes.view(torch.uint8), order).view(weight.codes.dtype), weight.scales)
+    return _reorder_rows(weight if isinstance(weight, Tensor) else dequantize(weight, torch.float32), order)
+
+
+def _reorder_rows(x: Tensor, order: Tensor) -> Tensor:
+    return x.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.attention.sparse.topk import candidate_width, choose_tokens, local_candidates
-from dcpmla.attention.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, SelectedTokens, SparseMetadata
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.comm.exchange import Exchange
-from dcpmla.config import DCPConfig, IndexerConfig
+from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 
 _WORKSPACE_BYTES = 128 << 20  # of scores, and of all ranks' candidates
 
@@ -87,3 +87,28 @@ class TokenSelector:
         """
         candidate_bytes = 8 * candidate_width(self.config.topk, num_columns) * self.dcp.decode_context_parallel_size
         return max(1, _WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
+
+
+def selected_rows(
+    kv_cache: Tensor, selection: SelectedTokens, workspace: Tensor | None
+) -> tuple[Tensor, DecodeMetadata]:
+    """Return the cache and metadata that `dcp_mla_decode` takes to attend to selected tokens: each query token is a
+    request, whose pages of one row are those selected for it.
+
+    Args:
+        kv_cache: [num_blocks, block_size, width], contiguous blocks.
+        selection: of the query tokens.
+        workspace: as in `DecodeMetadata`.
+    """
+    pages = kv_cache.view(-1, 1, kv_cache.shape[-1])
+    return pages, DecodeMetadata(selection.slots, selection.num_slots, None, 1, workspace)
+
+
+def prefers_mha(prefill: PrefillMetadata, config: MLAConfig) -> bool:
+    """Return whether masked MHA over all keys costs less than MQA over latents of the selected ones, in products of a
+    query and a key's columns. The same on all ranks: it follows from global lengths.
+    """
+    assert config.indexer is not None
+    mha = prefill.num_pairs * (config.qk_head_dim + config.v_head_dim)
+    mqa = prefill.queries.start[-1] * config.indexer.topk * (config.latent_dim + config.kv_lora_rank)
+    return mha <= mqa
