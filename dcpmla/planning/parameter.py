@@ -1,0 +1,141 @@
+"""Parameters of a model: how the runtime cuts them over ranks, and what they weigh."""
+
+import re
+from dataclasses import dataclass, replace
+from math import prod
+
+from dcpmla.parallel.linear import cut
+from dcpmla.parallel.quantized import BLOCK, FP4_GROUP
+
+PARTS = ("attention", "mlp", "experts", "embedding", "head", "rest")
+_NAMED = {
+    **{"embed_tokens": "embedding", "lm_head": "head"},
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
+}
+# Of DeepSeek-V4's one product of the hidden states: all but the query latent's part.
+_JOINED = re.compile(
+    r"\.self_attn\.(kv_proj|compressor\.(indexer\.)?(kv_proj|gate_proj|scorer\.weights_proj))\.weight$"
+)
+_FP8_SCALE_BYTES, _FP4_SCALE_BYTES = 4, 1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """All parameters of one name, layer numbers replaced by *, and one shape.
+
+    Attributes:
+        count: how many there are.
+        style: "column" (outputs cut), "row" (inputs cut, so a sum over the ranks follows) or "whole" (on every rank).
+        itemsize: bytes of an element that is not quantized.
+        codes: "fp8" or "fp4" where the checkpoint has it in blocks that the runtime can keep; else "".
+        num_pieces: equal parts of the dim that is cut, each of which is cut: gate and up of experts, shared experts.
+        in_blocks: True if cuts are moved to multiples of 128 where every rank gets some: those of a quantized model's
+            MLPs and experts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    count: int
+    style: str
+    itemsize: int
+    codes: str = ""
+    num_pieces: int = 1
+    in_blocks: bool = False
+
+    @property
+    def is_attention(self) -> bool:
+        return ".self_attn." in self.name
+
+    @property
+    def is_indexer(self) -> bool:
+        return ".indexer." in self.name
+
+    @property
+    def is_expert(self) -> bool:
+        return len(self.shape) == 3
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if hidden states or tokens are multiplied by it, or look it up."""
+        return len(self.shape) > 1 and not self.name.endswith((".position_bias", ".tid2eid"))
+
+    @property
+    def is_hyper_connection(self) -> bool:
+        return self.name.endswith("_hc.fn")
+
+    @property
+    def is_joined(self) -> bool:
+        """True if it is multiplied as a part of another one's product."""
+        return _JOINED.search(self.name) is not None
+
+    @property
+    def part(self) -> str:
+        """One of PARTS."""
+        if self.is_attention:
+            return "attention"
+        if self.is_expert or ".shared_experts." in self.name:
+            return "experts"
+        named = {
+            "embed_tokens": "embedding",
+            "lm_head": "head",
+            "gate_proj": "mlp",
+            "up_proj": "mlp",
+            "down_proj": "mlp",
+        }
+        return next((part for word, part in named.items() if f"{word}." in self.name), "rest")
+
+    def widened(self) -> "Parameter":
+        """Return the same without quantization."""
+        return replace(self, codes="", in_blocks=False)
+
+    def shard_shape(self, tensor_parallel_size: int, expert_parallel: bool = False) -> tuple[int, ...]:
+        """Return the shape on the rank that has most of it."""
+        shape = list(self.shape)
+        if self.is_expert and expert_parallel:
+            shape[0] //= tensor_parallel_size
+        elif self._dim is not None:
+            pieces = self._pieces(expert_parallel)
+            shape[self._dim] = pieces * self._largest_cut(shape[self._dim] // pieces, tensor_parallel_size)
+        return tuple(shape)
+
+    def stays_quantized(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
+        """Return whether the ranks cut it between blocks, so that they hold codes (`read_linear`). The gate and up of
+        an MLP, one above the other, must be whole blocks, and so must experts, which are stacked.
+        """
+        if not self.codes:
+            return False
+        shape, pieces = self.shard_shape(tensor_parallel_size, expert_parallel), self._pieces(expert_parallel)
+        rows, cols = shape[-2] // (pieces if self._dim == -2 else 1), shape[-1]
+        sizes = [cols]
+        if self.is_expert or self.name.endswith(("gate_proj.weight", "up_proj.weight")):
+            sizes.append(rows)
+        if self._dim is not None and shape != self.shape:
+            sizes += [shape[self._dim] // pieces, self.shape[self._dim] // pieces]
+        side = FP4_GROUP if self.codes == "fp4" else BLOCK
+        return all(size % side == 0 for size in sizes)
+
+    def shard_bytes(self, tensor_parallel_size: int, expert_parallel: bool = False) -> int:
+        """Return the bytes of one of them on the rank that has most of it, scales included."""
+        shape = self.shard_shape(tensor_parallel_size, expert_parallel)
+        if not self.stays_quantized(tensor_parallel_size, expert_parallel):
+            return prod(shape) * self.itemsize
+        if self.codes == "fp4":
+            return prod(shape) // 2 + prod(shape) // FP4_GROUP * _FP4_SCALE_BYTES
+        return prod(shape) + prod(shape[:-2]) * -(-shape[-2] // BLOCK) * (shape[-1] // BLOCK) * _FP8_SCALE_BYTES
+
+    @property
+    def _dim(self) -> int | None:
+        """The dim that is cut."""
+        if self.style == "whole" or (self.style == "row" and len(self.shape) == 1):
+            return None
+        return -2 if self.style == "column" and len(self.shape) > 1 else -1
+
+    def _pieces(self, expert_parallel: bool) -> int:
+        return 1 if expert_parallel and not self.is_expert else self.num_pieces  # shared experts are an MLP then
+
+    def _largest_cut(self, size: int, tensor_parallel_size: int) -> int:
+        """Return the last rank's part, the largest; of a head whose rows do not divide, all of it."""
+        if self.part == "head" and size % tensor_parallel_size:
+            return size
+        last = cut(size, tensor_parallel_size - 1, tensor_parallel_size, self.in_blocks)
+        return last.stop - last.start
