@@ -52,7 +52,8 @@ class Parts:
         """Return the head, its rows cut over the ranks where they divide."""
         vocab_size, hidden_size = self.model.lm_head.weight.shape
         name = "lm_head.weight" if "lm_head.weight" in self.weights else "model.embed_tokens.weight"
-        rows = self._cut(vocab_size) if vocab_size % self.mesh.tp_size == 0 else slice(0, vocab_size)
+        is_cut = vocab_size % self.mesh.tp_size == 0  # all ranks' logits are gathered, so there are as many of each
+        rows = cut(vocab_size, self.mesh.tp_rank, self.mesh.tp_size) if is_cut else slice(0, vocab_size)
         linear = Linear(hidden_size, rows.stop - rows.start, dtype=self.dtype, device=self.device)
         linear.load(read_linear(self.weights, name, (vocab_size, hidden_size), rows=rows))
         return VocabHead(linear, vocab_size, self.mesh.tp_group)
