@@ -22,6 +22,7 @@ from dcpmla.cache.latent import LatentCache
 from dcpmla.comm import nccl
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.transformers import load_config
+from dcpmla.parallel import collectives
 from dcpmla.planning.exchange import candidates_us, exchange_us
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine
 from dcpmla.planning.measured import predict_row, read_rows
@@ -108,7 +109,7 @@ def test_exchange_counts_what_the_code_does(
     num_heads, num_ranks, sent = 8, 4, dict.fromkeys(COLLECTIVES, 0)
     monkeypatch.setattr(dist, "get_world_size", lambda _: num_ranks)
     monkeypatch.setattr(dist, "get_rank", lambda _: 1)
-    monkeypatch.setattr(nccl, "_all_gather", lambda out, rows, group: sent.update(all_gather=out.nbytes))
+    monkeypatch.setattr(collectives, "_all_gather", lambda out, rows, group: sent.update(all_gather=out.nbytes))
     monkeypatch.setattr(nccl, "_reduce_scatter", lambda out, rows, group: sent.update(reduce_scatter=rows.nbytes))
     monkeypatch.setattr(dist, "all_to_all_single", lambda out, rows, group: sent.update(all_to_all=rows.nbytes))
     exchange = kind(None)  # type: ignore[arg-type]
@@ -189,7 +190,7 @@ def test_indexers_are_on_every_rank(v3: ModelSize) -> None:
 
 def test_cuts_through_fp8_blocks_are_weighed_as_bfloat16(v3: ModelSize) -> None:
     """2048 columns of an expert are 16 blocks: 16 ranks have one each, 32 ranks half of one. Experts whole over the
-    ranks, and a dense MLP of 144 blocks, keep theirs; q_b's 192 rows a head do where a rank has an even number.
+    ranks, a dense MLP of 144 blocks, and attention keep theirs.
     """
     wide = read_model(transformers.DeepseekV3Config(dtype="bfloat16"))
     for tp, cuts in ((1, False), (8, False), (16, False), (32, True), (64, True)):
@@ -199,7 +200,7 @@ def test_cuts_through_fp8_blocks_are_weighed_as_bfloat16(v3: ModelSize) -> None:
         assert plan.weight_bytes_per_rank == parts["total"]
         assert (parts["experts"] == wide_parts["experts"]) == cuts
         assert parts["attention"] < 0.51 * wide_parts["attention"]
-        assert parts["mlp"] < 0.51 * wide_parts["mlp"]
+        assert parts["mlp"] < 0.7 * wide_parts["mlp"]  # of 64 ranks some have three blocks, most have two
         spread = v3.weight_bytes(tp, expert_parallel=True)
         assert spread["experts"] < 0.51 * wide.weight_bytes(tp, expert_parallel=True)["experts"]
     many_heads = replace(v3, attention=replace(v3.attention, num_heads=384))
