@@ -272,7 +272,7 @@ class Engine:
             block_tables=[request.block_ids for request, _ in step.pieces],
             dcp=self.dcp,
             dcp_rank=self.mesh.dcp_rank,
-            device=self.model.device,
+            device=self.model.device if graph is None else "cpu",
             max_decode_query_len=0 if self._lacks_scales else 1,  # else a prompt of one token counts as a decode
             workspace=self._workspace,
             **self.cache.sizes.step_layout([request.state for request, _ in step.pieces]),
@@ -282,7 +282,9 @@ class Engine:
         if graph is None:
             logits = self.model.step(inputs.token_ids, metadata, self.cache, inputs.logits_at)
         else:
-            logits = graph.run(inputs.token_ids, metadata, self.cache)[inputs.logits_at]
+            logits = graph.run(inputs.token_ids, metadata, self.cache)
+            if len(inputs.ready) < len(step.pieces):
+                logits = logits[inputs.logits_at]
         for request, _ in step.pieces:
             self._remember(request)
         return inputs.ready, logits

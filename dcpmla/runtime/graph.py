@@ -95,7 +95,7 @@ class DecodeGraph:
 
         Args:
             inputs: [n, ...], n = metadata.num_tokens.
-            metadata: of n decodes of one token each.
+            metadata: of n decodes of one token each, built on the CPU: its numbers go to the GPU in one transfer.
             cache: the one it was made for.
         Returns:
             [n, ...] in static memory: good until the next run.

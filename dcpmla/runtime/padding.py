@@ -1,5 +1,7 @@
 """The static memory that a captured graph reads: the numbers of a decode step, padded to a batch size."""
 
+from typing import NamedTuple, Self
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,45 @@ from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
 from dcpmla.cache.compressed import AnyPlan, CompressedPlan
 
 _NO_SLOT = _NO_STATE = -1  # nothing is written for such a token
+_ALIGNMENT = 4  # words: columns begin at multiples of 16 bytes
+
+
+class _Numbers(NamedTuple):
+    """A step's integers as parts of one memory: columns for all rows, then the block table row by row, so that those of
+    a small batch are a front of it.
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    local_seq_lens: Tensor
+    seq_lens: Tensor
+    states: Tensor
+    block_table: Tensor
+
+    @classmethod
+    def of_padding(cls, memory: Tensor, max_num_seqs: int, max_blocks: int) -> Self:
+        """Lay out int32 [`size`], every row padding."""
+        words = _column_words(max_num_seqs)
+        positions, slots, lens, seq_lens, states, table = memory.zero_().split(
+            [2 * words, 2 * words, words, words, words, len(memory) - 7 * words]
+        )
+        return cls(
+            positions.view(torch.int64)[:max_num_seqs],
+            slots.fill_(_NO_SLOT).view(torch.int64)[:max_num_seqs],
+            lens[:max_num_seqs],
+            seq_lens[:max_num_seqs],
+            states.fill_(_NO_STATE)[:max_num_seqs],
+            table.view(-1, max_blocks),
+        )
+
+    @staticmethod
+    def size(batch_size: int, max_num_seqs: int, max_blocks: int) -> int:
+        """Return the words of a batch."""
+        return 7 * _column_words(max_num_seqs) + batch_size * max_blocks
+
+
+def _column_words(max_num_seqs: int) -> int:
+    return -(-max_num_seqs // _ALIGNMENT) * _ALIGNMENT
 
 
 class PaddedStep:
@@ -34,57 +75,59 @@ class PaddedStep:
     ) -> None:
         device = input_like.device
         self._inputs = torch.zeros(max_num_seqs, *input_like.shape, dtype=input_like.dtype, device=device)
-        self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._slot_mapping = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._local_seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        max_blocks = -(-max_model_len // sizes.block_tokens)
-        self._block_table = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        self._shape = max_num_seqs, -(-max_model_len // sizes.block_tokens)
+        self._memory = torch.empty(_Numbers.size(max_num_seqs, *self._shape), dtype=torch.int32, device=device)
         self._workspace = decode_workspace(device)
         self._max_model_len, self._sizes, self._dcp_rank = max_model_len, sizes, dcp_rank
-        self._states = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._request = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
-        self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.clear()
 
     def clear(self) -> None:
         """Make every row padding."""
-        self._pad(0, self._inputs.shape[0])
+        self._inputs.zero_()
+        self._numbers = _Numbers.of_padding(self._memory, *self._shape)
 
     @torch.inference_mode()  # inputs may have a gradient's history: static memory must not take it over
     def fill(self, inputs: Tensor, metadata: StepMetadata, batch_size: int) -> None:
-        """Copy a step's numbers, and pad them to batch_size rows.
+        """Copy a step's numbers, padded to batch_size rows: one transfer, and the inputs. Nothing waits for the device.
 
         Args:
             inputs: [n, ...], n = metadata.num_tokens.
-            metadata: of n decodes of one token each, none longer than max_model_len.
+            metadata: on the CPU, of n decodes of one token each, none longer than max_model_len.
         Raises:
             ValueError: anything else, or numbers of another dtype or device.
         """
-        decode = self._check(inputs, metadata)
-        num_tokens = metadata.num_tokens
-        self._inputs[:num_tokens].copy_(inputs)
-        self._positions[:num_tokens].copy_(metadata.positions)
-        self._slot_mapping[:num_tokens].copy_(metadata.slot_mapping)
-        self._local_seq_lens[:num_tokens].copy_(decode.local_seq_lens)
-        torch.add(metadata.positions, 1, out=self._seq_lens[:num_tokens])
+        decode, num_tokens = self._check(inputs, metadata), metadata.num_tokens
+        # Memory of its own, for the transfer of the step before may still read its own.
+        memory = torch.empty(
+            _Numbers.size(batch_size, *self._shape), dtype=torch.int32, pin_memory=self._memory.is_cuda
+        )
+        numbers = _Numbers.of_padding(memory, *self._shape)
+        numbers.positions[:num_tokens] = metadata.positions
+        numbers.slot_mapping[:num_tokens] = metadata.slot_mapping
+        numbers.local_seq_lens[:num_tokens] = decode.local_seq_lens
+        numbers.seq_lens[:num_tokens] = metadata.positions + 1
         if metadata.compressed is not None:
-            self._states[:num_tokens].copy_(metadata.compressed.states)
-        self._block_table[:num_tokens, : decode.block_table.shape[1]].copy_(decode.block_table)
-        self._pad(num_tokens, batch_size)
+            numbers.states[:num_tokens] = metadata.compressed.states
+        numbers.block_table[:num_tokens, : decode.block_table.shape[1]] = decode.block_table
+        self._memory[: len(memory)].copy_(memory, non_blocking=True)
+        self._inputs[:num_tokens].copy_(inputs)
+        self._inputs[num_tokens:batch_size].zero_()
 
     def rows(self, batch_size: int) -> tuple[Tensor, StepMetadata]:
         """Return the first rows, as a step's inputs [batch_size, ...] and metadata."""
+        numbers = self._numbers
         return (
             self._inputs[:batch_size],
             StepMetadata(
                 num_tokens=batch_size,
                 num_decode_tokens=batch_size,
                 num_blocks=0,  # a replay's own is checked when it is filled in
-                positions=self._positions[:batch_size],
-                slot_mapping=self._slot_mapping[:batch_size],
+                positions=numbers.positions[:batch_size],
+                slot_mapping=numbers.slot_mapping[:batch_size],
                 decode=DecodeMetadata(
-                    block_table=self._block_table[:batch_size],
-                    local_seq_lens=self._local_seq_lens[:batch_size],
+                    block_table=numbers.block_table[:batch_size],
+                    local_seq_lens=numbers.local_seq_lens[:batch_size],
                     query_start_loc=None,
                     max_query_len=1,
                     workspace=self._workspace,
@@ -98,33 +141,26 @@ class PaddedStep:
     def _sparse(self, batch_size: int) -> SparseMetadata | None:
         if isinstance(self._sizes, CompressedPlan) or not self._sizes.index_layers:
             return None
-        lens = self._seq_lens[:batch_size], self._local_seq_lens[:batch_size]
-        return SparseMetadata(self._block_table[:batch_size], self._request[:batch_size], *lens, self._max_model_len)
+        numbers = self._numbers
+        lens = numbers.seq_lens[:batch_size], numbers.local_seq_lens[:batch_size]
+        return SparseMetadata(numbers.block_table[:batch_size], self._request[:batch_size], *lens, self._max_model_len)
 
     def _compressed(self, batch_size: int) -> CompressedMetadata | None:
         if not isinstance(self._sizes, CompressedPlan):
             return None
-        seq_lens = self._seq_lens[:batch_size]
+        numbers = self._numbers
+        seq_lens = numbers.seq_lens[:batch_size]
         return CompressedMetadata(
             plan=self._sizes,
             dcp_rank=self._dcp_rank,
-            positions=self._positions[:batch_size],
+            positions=numbers.positions[:batch_size],
             request=self._request[:batch_size],
             first_position=seq_lens - 1,
             seq_lens=seq_lens,
-            states=self._states[:batch_size],
-            block_table=self._block_table[:batch_size],
+            states=numbers.states[:batch_size],
+            block_table=numbers.block_table[:batch_size],
             max_seq_len=self._max_model_len,
         )
-
-    def _pad(self, first: int, end: int) -> None:
-        # After a request's last block its row of the table may hold anything, so rows of padding stay as they are.
-        self._inputs[first:end].zero_()
-        self._positions[first:end].zero_()
-        self._slot_mapping[first:end].fill_(_NO_SLOT)
-        self._local_seq_lens[first:end].zero_()
-        self._seq_lens[first:end].zero_()
-        self._states[first:end].fill_(_NO_STATE)
 
     def _check(self, inputs: Tensor, metadata: StepMetadata) -> DecodeMetadata:
         decode, num_tokens = metadata.decode, metadata.num_tokens
@@ -137,7 +173,7 @@ class PaddedStep:
                 f"metadata has {num_tokens} query tokens of {decode.block_table.shape[0]} requests, at most "
                 f"{decode.max_query_len} each; a decode graph runs one a request"
             )
-        num_columns, max_blocks = decode.block_table.shape[1], self._block_table.shape[1]
+        num_columns, max_blocks = decode.block_table.shape[1], self._shape[1]
         if num_columns > max_blocks:
             raise ValueError(
                 f"metadata has a block table of {num_columns} columns; the decode graph is for at most {max_blocks}, "
@@ -147,16 +183,14 @@ class PaddedStep:
             raise ValueError(
                 f"inputs has shape {tuple(inputs.shape)}; expected {(num_tokens, *self._inputs.shape[1:])}"
             )
-        for name, given, static in (
-            ("inputs", inputs, self._inputs),
-            ("metadata.positions", metadata.positions, self._positions),
-            ("metadata.slot_mapping", metadata.slot_mapping, self._slot_mapping),
-            ("metadata.decode.local_seq_lens", decode.local_seq_lens, self._local_seq_lens),
-            ("metadata.decode.block_table", decode.block_table, self._block_table),
+        cpu = torch.device("cpu")
+        for name, given, dtype, device in (
+            ("inputs", inputs, self._inputs.dtype, self._inputs.device),
+            ("metadata.positions", metadata.positions, torch.int64, cpu),
+            ("metadata.slot_mapping", metadata.slot_mapping, torch.int64, cpu),
+            ("metadata.decode.local_seq_lens", decode.local_seq_lens, torch.int32, cpu),
+            ("metadata.decode.block_table", decode.block_table, torch.int32, cpu),
         ):
-            if (given.dtype, given.device) != (static.dtype, static.device):
-                raise ValueError(
-                    f"{name} is {given.dtype} on {given.device}; the decode graph's is {static.dtype} on "
-                    f"{static.device}"
-                )
+            if (given.dtype, given.device) != (dtype, device):
+                raise ValueError(f"{name} is {given.dtype} on {given.device}; a decode graph takes {dtype} on {device}")
         return decode

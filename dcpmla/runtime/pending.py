@@ -50,10 +50,12 @@ class StepInputs:
                 ready.append(request)
                 last_rows.append(len(token_ids) - 1)
         numbers = [np.asarray(rows, dtype=np.int64) for rows in (token_ids, last_rows, unknown, sources)]
-        inputs, logits_at, unknown_rows, source_rows = upload(numbers, device)
-        if unknown:
-            assert previous is not None
-            inputs.index_copy_(0, unknown_rows, previous.tokens.index_select(0, source_rows))
+        known, logits_at, unknown_rows, source_rows = upload(numbers, device)
+        if not unknown:
+            return cls(known, ready, logits_at)
+        assert previous is not None
+        sampled = previous.tokens.index_select(0, source_rows)
+        inputs = known.index_copy_(0, unknown_rows, sampled) if len(sampled) < len(known) else sampled
         return cls(inputs, ready, logits_at)
 
 
@@ -88,7 +90,7 @@ class PendingStep:
         # Copied in the order of the device's work, into pinned memory on a GPU: nobody waits here.
         self._on_host = tokens.to("cpu", non_blocking=True)
         self.logits = {
-            request: logits[row].to("cpu", non_blocking=True)
+            request: logits[row].to("cpu", non_blocking=True, copy=True)
             for request, row in self.rows.items()
             if request.keep_logits
         }

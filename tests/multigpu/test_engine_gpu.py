@@ -1,4 +1,4 @@
-"""The engine on a GPU: launching and collecting steps waits for nothing but their tokens; draws equal those of the CPU."""
+"""The engine on a GPU: launching and collecting steps waits for nothing but their tokens; draws as on the CPU."""
 
 from pathlib import Path
 

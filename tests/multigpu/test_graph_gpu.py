@@ -196,7 +196,7 @@ def one_rank_runs_out() -> str:
         DecodeGraph(runs_out, token, cache, mesh, 4, MAX_MODEL_LEN).capture()
     graph = DecodeGraph(adds, token, cache, mesh, 4, MAX_MODEL_LEN)
     graph.capture()
-    assert graph.run(token_ids, step_of([1, 2, 3], device="cuda"), cache).tolist() == [14, 16, 18]
+    assert graph.run(token_ids, step_of([1, 2, 3]), cache).tolist() == [14, 16, 18]
     graph.release()
     return str(failure.value)
 
@@ -214,17 +214,18 @@ def check_refusals(directory: Path) -> None:
     mesh, cache = init_mesh(1, 1), make_cache("cuda")
     graph = DecodeGraph(sums, torch.tensor(0, device="cuda"), cache, mesh, 6, MAX_MODEL_LEN)
     graph.capture()
-    token_ids, metadata = torch.tensor([7, 8, 9], device="cuda"), step_of([3, 4, 5], device="cuda")
-    assert torch.equal(graph.run(token_ids, metadata, cache), sums(token_ids, metadata, cache))
+    token_ids, metadata = torch.tensor([7, 8, 9], device="cuda"), step_of([3, 4, 5])
+    expected = sums(token_ids, step_of([3, 4, 5], device="cuda"), cache)
+    assert torch.equal(graph.run(token_ids, metadata, cache), expected)
     for match, arguments in {
-        "inputs is torch.int64 on cpu; the decode graph's is torch.int64 on cuda:0": (token_ids.cpu(), metadata, cache),
-        "positions is torch.int64 on cpu": (token_ids, step_of([3, 4, 5]), cache),
+        "inputs is torch.int64 on cpu; a decode graph takes torch.int64 on cuda:0": (token_ids.cpu(), metadata, cache),
+        "positions is torch.int64 on cuda:0": (token_ids, step_of([3, 4, 5], device="cuda"), cache),
         "cache is another one": (token_ids, metadata, make_cache("cuda")),
-        "metadata has prefills": (token_ids, step_of([3, 4, 5], [1, 1, 2], device="cuda"), cache),
+        "metadata has prefills": (token_ids, step_of([3, 4, 5], [1, 1, 2]), cache),
     }.items():
         with pytest.raises(ValueError, match=match):
             graph.run(*arguments)
-    assert torch.equal(graph.run(token_ids, metadata, cache), sums(token_ids, metadata, cache))
+    assert torch.equal(graph.run(token_ids, metadata, cache), expected)
     graph.release()
 
 

@@ -145,7 +145,7 @@ def test_refuses_other_memory() -> None:
     token_ids = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="cache is another one"):
         graph.run(token_ids, step_of([1]), make_cache())
-    with pytest.raises(ValueError, match=r"inputs is torch.int32 on cpu; the decode graph's is torch.int64 on cpu"):
+    with pytest.raises(ValueError, match=r"inputs is torch.int32 on cpu; a decode graph takes torch.int64 on cpu"):
         graph.run(token_ids.int(), step_of([1]), cache)
     with pytest.raises(ValueError, match=r"inputs has shape \(2,\); expected \(1,\)"):
         graph.run_eagerly(token_ids.new_zeros(2), step_of([1]), cache)
