@@ -8,6 +8,7 @@ BENCHMARKS = {  # modules of dcpmla.bench, each with its BENCHMARK
     "prefill": "prefill kernels on one GPU: new tokens over themselves, and over a context",
     "sparse": "sparse MLA's decode: selection, operation by operation, and attention to selected tokens, per DCP size",
     "output": "W_UV with a quantized output, as one kernel and as two",
+    "experts": "experts and router of a layer, per format of the weights, beside torch's grouped products",
     "exchange": "the exchange of a DCP group, per backend and number of tokens, checked against float64",
     "reduce": "a TP group's sum with residual and RMSNorm, per backend and number of tokens",
     "layer": "a decode step of attention layers, part by part, per DCP size: scaling over GPUs and hosts, crossovers",

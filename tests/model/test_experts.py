@@ -149,7 +149,7 @@ def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes
                 moved = on(device, case)
                 out = kernels.compute_experts(*moved[:3], *moved[3], limit)
                 assert torch.equal(out, kernels.compute_experts(*moved[:3], *moved[3], limit))
-                tolerance = 4e-3 if kind == "fp8" and dtype == torch.float32 else TOLERANCE[dtype]
+                tolerance = max(4e-3 if kind == "fp8" else 0, TOLERANCE[dtype])  # last bits of h move its codes
                 assert_near(out, brute_force(*case, limit, kind == "fp8"), tolerance)
         case = make_case(kind, 40, num_experts, 2, hidden, width, dtype)
         for nobody in (torch.full_like(case[1], -1), torch.full_like(case[1], num_experts)):

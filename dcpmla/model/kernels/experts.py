@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from dcpmla.attention.output.ops import quantize_fp8_groups
-from dcpmla.attention.triton.device import describe
+from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.cache.formats import FP8
 from dcpmla.model.kernels.blocks import assign_blocks, sum_routes
 from dcpmla.model.kernels.grouped import grouped_product_kernel
@@ -15,8 +15,12 @@ from dcpmla.parallel.quantized import BLOCK, AnyWeight
 
 
 class Tile(NamedTuple):
-    """A tile of one product: routes, rows of W (of each part), columns of W; warps and stages of a program; whether both
-    parts are one product.
+    """A tile of one product.
+
+    Attributes:
+        rows, columns, depth: routes, rows of W (of each part) and columns of W at a time; depth is of 16 bits or fewer.
+        num_warps, num_stages: of a program and of its pipeline.
+        is_stacked: both parts are one product.
     """
 
     rows: int
@@ -35,30 +39,29 @@ class Tiling(NamedTuple):
     down: Tile
 
 
+_RESERVED_BYTES = 4096  # of shared memory, for all but the tiles
 # Up to so many tokens are not sorted: each route is a block of its own, and the second product sums a token's.
 _FEW_TOKENS = 2
 _FEW = {
-    torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3), Tile(8, 64, 256, 4, 7)),
-    FP8: Tiling(1, Tile(16, 32, 128, 4, 5, True), Tile(16, 64, 128, 4, 9)),
-    torch.uint8: Tiling(1, Tile(16, 64, 128, 4, 4), Tile(16, 32, 128, 4, 7)),
+    torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
+    FP8: Tiling(1, Tile(16, 32, 128, 4, 10, True), Tile(16, 64, 128, 4, 9)),
+    torch.uint8: Tiling(1, Tile(16, 32, 256, 4, 3), Tile(16, 32, 256, 4, 5)),
 }
 # Smallest first. Measured on H200s.
 _TILINGS = {
     torch.bfloat16: (
         Tiling(8, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
-        Tiling(16, Tile(32, 64, 128, 4, 4), Tile(32, 64, 128, 4, 3)),
-        Tiling(128, Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4)),
+        Tiling(128, Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 3)),
         Tiling(float("inf"), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)),
     ),
     FP8: (
-        Tiling(8, Tile(16, 64, 128, 4, 5), Tile(16, 64, 128, 4, 3)),
-        Tiling(16, Tile(32, 64, 128, 4, 5), Tile(32, 64, 128, 4, 3)),
+        Tiling(8, Tile(16, 64, 128, 4, 5), Tile(16, 128, 128, 4, 3)),
         Tiling(128, Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 3)),
         Tiling(float("inf"), Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3)),
     ),
     torch.uint8: (
-        Tiling(16, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
-        Tiling(64, Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3)),
+        Tiling(24, Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3)),
+        Tiling(64, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
         Tiling(float("inf"), Tile(128, 64, 64, 8, 4), Tile(128, 128, 64, 8, 3)),
     ),
 }
@@ -114,13 +117,16 @@ def _multiply(
     is_gated = expert_weights is not None
     num_summed = top_k if routes is None and not is_gated else 1
     num_tiles = experts.numel() // num_summed if routes is None else routes.numel() // tile.rows
-    width, depth = codes.shape[2], x.shape[1]
-    per_code = 2 if codes.dtype == torch.uint8 else 1
+    width, k = codes.shape[2], x.shape[1]
     x, x_scales = quantize_fp8_groups(x, BLOCK, "row", False) if codes.dtype == FP8 else (x, None)
+    depth = tile.depth * 2 // max(2, x.itemsize)
+    codes_depth = depth // 2 if codes.dtype == torch.uint8 else depth
+    stage_bytes = tile.rows * depth * x.itemsize + (1 + is_gated) * tile.columns * codes_depth * codes.itemsize
+    most_stages = (shared_memory(x.device) - _RESERVED_BYTES) // stage_bytes
     grouped_product_kernel[(num_tiles * triton.cdiv(width, tile.columns),)](
         x,
         x_scales,
-        describe(codes, [1, 1 + tile.is_stacked, tile.columns, tile.depth // per_code]),
+        describe(codes, [1, 1 + tile.is_stacked, tile.columns, codes_depth]),
         scales,
         experts,
         routes,
@@ -131,10 +137,11 @@ def _multiply(
         NUM_SUMMED=num_summed,
         ROWS=tile.rows,
         BLOCK_ROWS=tile.rows if routes is None else routes.shape[1],
-        DEPTH=tile.depth,
+        DEPTH=depth,
         WIDTH=width,
-        K=depth,
+        K=k,
         GATED=is_gated,
-        STAGES=tile.num_stages,
+        # What is summed takes two stages of a loop for one of memory: ids of experts are loaded before their weights.
+        STAGES=max(1, min(tile.num_stages, most_stages * 2 if num_summed > 1 else most_stages)),
         num_warps=tile.num_warps,
     )

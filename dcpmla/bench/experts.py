@@ -1,0 +1,220 @@
+"""Measure the experts of a layer and their router on one device: ours and torch's grouped products, over weights in
+each format.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dcpmla.bench.decode_inputs import measure_ceilings
+from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.runner import Benchmark, Kept, leave_out
+from dcpmla.bench.timing import time_operation, time_with_result
+from dcpmla.cache.formats import FP8
+from dcpmla.cli.options import name_list, positive_list
+from dcpmla.job.join import Job
+from dcpmla.model.experts import ExpertWeights, compute_experts
+from dcpmla.model.router import Router, route, router_logits
+from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, AnyWeight, BlockFp8, GroupFp4, dequantize
+
+_CACHE_BYTES = 1 << 27  # calls rotate until so many bytes lie between two uses of the same weights: no L2 is larger
+_MOST_SETS = 16
+_SAMPLE_SECONDS = 0.5  # that the samples of one kernel may take
+_CHECKED_TOKENS = 4  # compared with float64
+_LARGEST_ERROR = {"bf16": 0.01, "fp8": 0.08, "fp4": 0.01}  # of fp8, the format of its activations makes almost all
+_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / FP4_GROUP}  # of one value
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The experts of a layer on one rank."""
+
+    hidden_size: int
+    width: int
+    num_experts: int
+    top_k: int
+    num_shared: int
+
+
+SHAPES = {
+    "v3-tp4-64": Shape(7168, 512, 64, 8, 1),
+    "v3-tp4": Shape(7168, 512, 256, 8, 1),
+    "v2-lite": Shape(2048, 1408, 64, 6, 2),
+    "v4-flash": Shape(4096, 2048, 256, 6, 0),
+}
+
+
+@dataclass(frozen=True)
+class ExpertsCase:
+    """Tokens of a step through the experts of a layer."""
+
+    geometry: str
+    weights: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.geometry}, {self.weights}, {self.tokens:,} tokens"
+
+
+class ExpertsInputs:
+    """Random tokens, and so many sets of random routes that the weights of one have left the L2 when it comes again."""
+
+    def __init__(self, case: ExpertsCase, weights: ExpertWeights, dtype: torch.dtype, device: torch.device) -> None:
+        shape = SHAPES[case.geometry]
+        self.shape, self.weights = shape, weights
+        self.x = torch.randn(case.tokens, shape.hidden_size, dtype=dtype, device=device)
+        self.gate = torch.randn(shape.num_experts, shape.hidden_size, dtype=dtype, device=device)
+        self.how = Router(scoring="sigmoid", top_k=shape.top_k, renormalize=True, num_shared=shape.num_shared)
+        logits = torch.randn(_MOST_SETS, case.tokens, shape.num_experts, device=device)
+        routes = [route(rows, None, self.how) for rows in logits]
+        num_values = 3 * shape.hidden_size * shape.width
+        num_hit = sum(len(ids.unique()) for ids, _ in routes) / len(routes)
+        self.bytes_read = int(num_hit * num_values * _WEIGHT_BYTES[case.weights])
+        self.flops = 2 * num_values * routes[0][0].numel()
+        num_sets = min(_MOST_SETS, -(-_CACHE_BYTES // self.bytes_read)) if device.type == "cuda" else 1
+        self.routes = routes[: max(num_sets, 4 if device.type == "cuda" else 1)]
+
+    def ours(self, index: int) -> Tensor:
+        return compute_experts(self.x, *self.routes[index % len(self.routes)], self.weights)
+
+    def router(self, _: int) -> object:
+        return route(router_logits(self.x, self.gate), None, self.how)
+
+    def grouped_mm(self, index: int) -> Tensor:
+        """Run torch's grouped products over the routes in the order of their experts."""
+        ids, expert_weights = self.routes[index % len(self.routes)]
+        gate_up, down = self.weights
+        assert isinstance(gate_up, Tensor)
+        assert isinstance(down, Tensor)
+        sorted_ids, order = ids.flatten().sort()
+        ends = torch.searchsorted(sorted_ids, torch.arange(len(down), device=ids.device), right=True, out_int32=True)
+        rows = functional.grouped_mm(self.x[order // ids.shape[1]], gate_up.transpose(1, 2), offs=ends)
+        gate, up = rows.chunk(2, -1)
+        rows = functional.grouped_mm(functional.silu(gate) * up, down.transpose(1, 2), offs=ends)
+        rows = torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, ids.shape)
+        return (rows * expert_weights[..., None]).sum(1).to(self.x.dtype)
+
+    def error(self, out: Tensor, index: int) -> float:
+        """Return the relative error (norms) of some tokens' rows against float64."""
+        ids, expert_weights = (part[:_CHECKED_TOKENS] for part in self.routes[index % len(self.routes)])
+        wanted = torch.zeros(len(ids), self.shape.hidden_size, dtype=torch.float64, device=out.device)
+        for token, row in enumerate(ids.tolist()):
+            for i, expert in enumerate(row):
+                gate_up, down = (dequantize(_one(weight, expert), torch.float32).double() for weight in self.weights)
+                gate, up = (gate_up @ self.x[token].double()).chunk(2)
+                wanted[token] += expert_weights[token, i] * (down @ (functional.silu(gate) * up))
+        return float((out[: len(ids)] - wanted).norm() / wanted.norm())
+
+
+class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
+    """Every kernel that takes a case, on the same inputs."""
+
+    ranks_of = "one"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        def add(option: str, choices: Sequence[str], what: str) -> None:
+            kind, every = partial(name_list, choices=choices, what=f"a {what}"), ",".join(choices)
+            parser.add_argument(option, type=kind, default=every, metavar="NAME,...", help=f"{what}s of {every}")
+
+        add("--shape", tuple(SHAPES), "shape")
+        add("--weights", tuple(_WEIGHT_BYTES), "format")
+        tokens = "1,8,32,128,512,8192"
+        parser.add_argument("--tokens", type=positive_list, default=tokens, metavar="T,...", help="of a step")
+
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        super().__init__(args, job)
+        self.ceilings = measure_ceilings(self.device, self.dtype)
+        self.kept: Kept[ExpertWeights] = Kept()
+
+    def cases(self) -> Iterator[ExpertsCase]:
+        """Yield cases, those over the same weights one after the other."""
+        for geometry in self.args.shape:
+            for weights in self.args.weights:
+                yield from (ExpertsCase(geometry, weights, tokens) for tokens in self.args.tokens)
+
+    def inputs(self, case: ExpertsCase) -> ExpertsInputs:
+        make = partial(_random_experts, case.weights, SHAPES[case.geometry], self.dtype, self.device)
+        return ExpertsInputs(case, self.kept.get((case.geometry, case.weights), make), self.dtype, self.device)
+
+    def measure(self, case: ExpertsCase, inputs: ExpertsInputs) -> list[Row]:
+        """Return a row for each kernel that takes the case."""
+        kernels = {"dcpmla": inputs.ours}
+        if case.weights == "bf16" and self.device.type == "cuda":
+            kernels["grouped_mm"] = inputs.grouped_mm
+        calls = len(inputs.routes)
+        router = time_operation(inputs.router, self.device, calls, _SAMPLE_SECONDS)
+        flops_per_second = (
+            self.ceilings.fp8_flops_per_second if case.weights == "fp8" else self.ceilings.flops_per_second
+        )
+        floor_us = max(inputs.bytes_read / self.ceilings.bytes_per_second, inputs.flops / flops_per_second) * 1e6
+        rows = []
+        for name, kernel in kernels.items():
+            try:
+                timing, out = time_with_result(kernel, self.device, calls, _SAMPLE_SECONDS)
+            except RuntimeError as error:  # torch's products take GPUs and widths of their own
+                if name == "dcpmla":
+                    raise
+                leave_out(f"{name} of {case}", error)
+                continue
+            rows.append(
+                {
+                    "kernel": name,
+                    **asdict(case),
+                    **asdict(inputs.shape),
+                    "dtype": dtype_name(self.dtype),
+                    "num_sets": calls,
+                    "in_graph": timing.in_graph,
+                    "median_us": round(timing.median_us, 2),
+                    "router_us": round(router.median_us, 2),
+                    "bytes_read": inputs.bytes_read,
+                    "floor_us": round(floor_us, 2),
+                    "floor_share": round(floor_us / timing.median_us, 4),
+                    "tflops": round(inputs.flops / timing.median_us / 1e6, 3),
+                    "error": finite(inputs.error(out, calls - 1)),
+                }
+            )
+        return rows
+
+    def line(self, rows: Sequence[Row]) -> str:
+        return "\n".join(map(_line, rows))
+
+
+def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
+    num_experts, hidden, width = shape.num_experts + shape.num_shared, shape.hidden_size, shape.width
+
+    def random(num_rows: int, num_cols: int) -> AnyWeight:
+        """Return random weights [E, N, K] of about K^-1/2."""
+        if kind == "bf16":
+            weights = torch.empty(num_experts, num_rows, num_cols, dtype=dtype, device=device)
+            return weights.normal_(std=num_cols**-0.5)
+        codes = torch.randint(256, (num_experts, num_rows, num_cols), dtype=torch.uint8, device=device)
+        if kind == "fp8":
+            codes[(codes & 127) == 127] = 0  # NaN
+            scales = torch.rand(num_experts, num_rows // BLOCK, num_cols // BLOCK, device=device)
+            return BlockFp8(codes.view(FP8), (scales + 0.5) * num_cols**-0.5 / 100)
+        shape = num_experts, num_rows, num_cols // FP4_GROUP
+        scales = torch.randint(118, 123, shape, dtype=torch.uint8, device=device)
+        return GroupFp4(codes[..., : num_cols // 2].contiguous(), scales)
+
+    return ExpertWeights(random(2 * width, hidden), random(hidden, width))
+
+
+def _one(weight: AnyWeight, expert: int) -> AnyWeight:
+    return weight[expert] if isinstance(weight, Tensor) else type(weight)(*(part[expert] for part in weight))
+
+
+def _line(row: Row) -> str:
+    case = ExpertsCase(row["geometry"], row["weights"], row["tokens"])
+    is_right = row["error"] is not None and row["error"] <= _LARGEST_ERROR[row["weights"]]
+    time = f"{row['median_us']:>10,.1f} us {row['floor_share']:>4.0%} of the floor {row['tflops']:>7,.1f} TFLOP/s"
+    wrong = "" if is_right else f"   WRONG: error {row['error']}"
+    return f"{case!s:<32} {row['kernel']:<10} {time}   router {row['router_us']:,.1f} us{wrong}"
+
+
+BENCHMARK = Experts
