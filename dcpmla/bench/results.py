@@ -53,7 +53,6 @@ FIELDS = {
     "block_size": "tokens of a cache block",
     "causal": "new tokens attend to themselves; else to a context",
     "dtype": "of what is not quantized",
-    "weights": "format of a model's linear layers and experts",
     "kv_cache_dtype": "format of the latent cache; `bf16`: rows that are not quantized",
     "decode_query_dtype": "`fp8`: e4m3 queries; `auto`: in `dtype`",
     "index_cache_dtype": "format of the index cache; `auto`: in `dtype`",
