@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize
 
-SCALED_MM_TOKENS = 256  # from which on cuBLAS is faster than the Triton kernel; measured on an H200
+SCALED_MM_SIZE = 3 << 17  # numbers of a result from which on cuBLAS is faster than the Triton kernel, on an H200
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -55,17 +55,15 @@ def fp8_linear(
     Source: DeepSeek-V3's report, section 3.3: tiles of 1 x 128 times blocks of 128 x 128, sums over 128 columns
         promoted to float32.
     """
-    if _runs_kernels(x, x_scales):
-        if (
-            len(x) >= SCALED_MM_TOKENS
-            and x.shape[1] == weight.shape[1]
-            and dtype == torch.bfloat16
-            and _has_scaled_mm(x.device)
-        ):
-            return _scaled_mm(x, x_scales, weight, weight_scale)
-        from dcpmla.parallel.kernels import linear as kernels  # triton is there on Linux only
+    if runs_fp8(x.device) and (x_scales is not None or x.dtype in _DTYPES):
+        from dcpmla.parallel.kernels import linear, quantize  # triton is there on Linux only
 
-        return kernels.fp8_linear(x, x_scales, weight, weight_scale, arrivals, dtype)
+        if x_scales is None:
+            x, x_scales = quantize.quantize_groups(x)
+        is_large = len(x) * len(weight) >= SCALED_MM_SIZE and x.shape[1] == weight.shape[1]
+        if is_large and dtype == torch.bfloat16 and _has_scaled_mm(x.device):
+            return _scaled_mm(x, x_scales, weight, weight_scale)
+        return linear.fp8_linear(x, x_scales, weight, weight_scale, arrivals, dtype)
     if x_scales is not None:
         x = (x.float().unflatten(-1, (-1, BLOCK)) * x_scales[..., None]).flatten(-2).to(dtype)
     values = dequantize(BlockFp8(weight, weight_scale), x.dtype)
@@ -120,18 +118,10 @@ def _has_scaled_mm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
 
 
-def _runs_kernels(x: Tensor, x_scales: Tensor | None) -> bool:
-    return runs_fp8(x.device) and (x_scales is not None or x.dtype in _DTYPES)
-
-
-def _scaled_mm(x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scale: Tensor) -> Tensor:
+def _scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """Compute `fp8_linear` in bfloat16 by cuBLAS, which takes whole fours of rows, and scales in columns of them."""
     num_tokens = len(x)
     padding = -num_tokens % 4
-    if x_scales is None:
-        from dcpmla.parallel.kernels import quantize as kernels
-
-        x, x_scales = kernels.quantize_groups(x)
     if padding:
         x = F.pad(x.view(torch.uint8), (0, 0, 0, padding)).view(x.dtype)
     if x_scales.stride() != (1, len(x)):

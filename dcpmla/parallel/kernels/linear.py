@@ -6,18 +6,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dcpmla.parallel.kernels.quantize import divide, group_scale, quantize_groups, to_fp8
 from dcpmla.parallel.quantized import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "x_scales_stride_group"])
+@triton.jit(do_not_specialize=["num_tokens", "x_scales_stride_block"])
 def linear_kernel(
-    x_ptr,
+    x_desc,
     x_scales_ptr,
-    weight_ptr,
+    weight_desc,
     weight_scales_ptr,
     out_ptr,
     partials_ptr,
@@ -26,12 +26,9 @@ def linear_kernel(
     num_rows,
     num_columns,
     group_rows,
-    x_stride,
     x_scales_stride_token,
-    x_scales_stride_group,
+    x_scales_stride_block,
     weight_scales_stride,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -40,31 +37,24 @@ def linear_kernel(
     The weight is the wide operand: a few tokens fill no tile of a matrix unit's tall side. With several parts, the
     last program to arrive at a tile sums all of them in their order, so the result does not depend on who that is.
     """
+    ROWS: tl.constexpr = weight_desc.block_shape[0]
+    TOKENS: tl.constexpr = x_desc.block_shape[0]
+    first_token, first_row = tl.program_id(0) * TOKENS, tl.program_id(1) * ROWS
     num_blocks = num_columns // _BLOCK
     part = tl.cdiv(num_blocks, SPLITS)
     first = tl.program_id(2) * part
-    first_x_block = tl.program_id(1) * ROWS // group_rows * num_blocks
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, _BLOCK)
-    is_row, is_token = row < num_rows, token < num_tokens
-    weight_ptr += row.to(tl.int64)[:, None] * num_columns + column[None, :]
-    weight_scales_ptr += row // _BLOCK * weight_scales_stride
-    x_ptr += token.to(tl.int64)[:, None] * x_stride + first_x_block * _BLOCK + column[None, :]
-    if x_scales_ptr is not None:
-        x_scales_ptr += token * x_scales_stride_token + first_x_block * x_scales_stride_group
+    first_x_block = first_row // group_rows * num_blocks
+    token = first_token + tl.arange(0, TOKENS)
+    is_token = token < num_tokens
+    x_scales_ptr += token * x_scales_stride_token + first_x_block * x_scales_stride_block
+    weight_scales_ptr += first_row // _BLOCK * weight_scales_stride
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for block in tl.range(first, tl.minimum(first + part, num_blocks), num_stages=STAGES):
-        weight = tl.load(weight_ptr + block * _BLOCK, mask=is_row[:, None])
-        weight_scale = tl.load(weight_scales_ptr + block, mask=is_row, other=0.0)
-        x = tl.load(x_ptr + block * _BLOCK, mask=is_token[:, None], other=0.0)
-        if x_scales_ptr is None:
-            x = x.to(tl.float32)
-            scale = group_scale(tl.max(tl.abs(x), 1))
-            x = to_fp8(divide(x, scale[:, None]))
-        else:
-            scale = tl.load(x_scales_ptr + block * x_scales_stride_group, mask=is_token, other=0.0)
-        acc += tl.dot(weight, x.T) * (weight_scale[:, None] * scale[None, :])
+        weight = weight_desc.load([first_row, block * _BLOCK])
+        x = x_desc.load([first_token, (first_x_block + block) * _BLOCK])
+        scale = tl.load(x_scales_ptr + block * x_scales_stride_block, mask=is_token, other=0.0)
+        scale *= tl.load(weight_scales_ptr + block)
+        acc += tl.dot(weight, x.T) * scale[None, :]
     is_last = True
     if SPLITS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -80,8 +70,10 @@ def linear_kernel(
             for split in tl.static_range(SPLITS):
                 acc += tl.load(partials_ptr + split * (ROWS * TOKENS), cache_modifier=".cg")
     if is_last:
+        row = first_row + tl.arange(0, ROWS)
         at = token.to(tl.int64)[:, None] * num_rows + row[None, :]
-        tl.store(out_ptr + at, acc.T.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_row[None, :])
+        is_stored = is_token[:, None] & (row < num_rows)[None, :]
+        tl.store(out_ptr + at, acc.T.to(out_ptr.dtype.element_ty), mask=is_stored)
 
 
 class Tiling(NamedTuple):
@@ -97,13 +89,12 @@ class Tiling(NamedTuple):
 
 
 FEWEST_ROWS = 64  # of any tiling
-MOST_IN_LOOP = 32  # tokens that every program quantizes for itself
 
 
 def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
     """Return the tiling for a product [num_tokens, width] x [num_rows, width]."""
     if num_tokens > BLOCK:
-        return Tiling(128, 128, 1, 8, 4)
+        return Tiling(64, 128, 1, 4, 4)
     tokens = max(16, triton.next_power_of_2(num_tokens))
     rows = FEWEST_ROWS if tokens <= 64 else 128
     num_tiles = triton.cdiv(num_rows, rows)
@@ -115,28 +106,25 @@ def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
 
 def fp8_linear(
     x: Tensor,
-    x_scales: Tensor | None,
+    x_scales: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
     arrivals: Tensor,
     dtype: torch.dtype,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Compute `fp8.fp8_linear` in one kernel; in two where many tokens are to be quantized first."""
+    """Compute `fp8.fp8_linear` of quantized rows in one kernel."""
     num_tokens, (num_rows, width) = len(x), weight.shape
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
     if num_tokens == 0:
         return out
     tiling = tiling or choose_tiling(num_tokens, num_rows, width)
-    if x_scales is None and num_tokens > MOST_IN_LOOP:
-        x, x_scales = quantize_groups(x)
-    x = x if x.stride(1) == 1 else x.contiguous()
     grid = triton.cdiv(num_tokens, tiling.tokens), triton.cdiv(num_rows, tiling.rows), tiling.splits
     num_partials = grid[0] * grid[1] * tiling.splits * tiling.rows * tiling.tokens if tiling.splits > 1 else 0
     linear_kernel[grid](
-        x,
+        _describe(x.contiguous(), tiling.tokens),
         x_scales,
-        weight,
+        _describe(weight, tiling.rows),
         weight_scale,
         out,
         torch.empty(num_partials, dtype=torch.float32, device=x.device),
@@ -145,13 +133,15 @@ def fp8_linear(
         num_rows,
         width,
         num_rows * width // x.shape[1],
-        x.stride(0),
-        *((0, 0) if x_scales is None else x_scales.stride()),
+        *x_scales.stride(),
         weight_scale.stride(0),
-        ROWS=tiling.rows,
-        TOKENS=tiling.tokens,
         SPLITS=tiling.splits,
         STAGES=tiling.num_stages,
         num_warps=tiling.num_warps,
     )
     return out
+
+
+def _describe(rows: Tensor, num_rows: int) -> TensorDescriptor:
+    """Describe contiguous rows for loads by TMA of so many rows of one block."""
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [num_rows, BLOCK])
