@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,8 +92,9 @@ def test_local_seq_lens_of_every_length(dcp_size: int, interleave: int) -> None:
     assert whole.tolist() == expected
     for rank in range(dcp_size):
         mine = ownership.local_seq_lens(torch.tensor(lengths), dcp_size, rank, interleave)
-        assert mine.dtype == torch.int32
-        assert mine.tolist() == [row[rank] for row in expected]
+        array = ownership.local_seq_lens(np.array(lengths), dcp_size, rank, interleave)
+        assert (mine.dtype, array.dtype) == (torch.int32, np.int32)
+        assert mine.tolist() == array.tolist() == [row[rank] for row in expected]
 
 
 def test_local_seq_lens_of_ints() -> None:

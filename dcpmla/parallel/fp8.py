@@ -124,7 +124,7 @@ def _scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scale: Tensor
     padding = -num_tokens % 4
     if padding:
         x = F.pad(x.view(torch.uint8), (0, 0, 0, padding)).view(x.dtype)
-    if x_scales.stride() != (1, len(x)):
+    if padding or x_scales.stride() != (1, len(x)):
         x_scales = F.pad(x_scales.t(), (0, padding)).contiguous().t()
     blocks = weight_scale.t()
     wanted = -(-len(blocks) // 4) * 4  # columns of a block row's scales

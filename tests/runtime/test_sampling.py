@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dcpmla.runtime.sampling import SamplingParams, _draw, new_generator, sample
+from dcpmla.runtime.sampling import SamplingParams, _draw, _nucleus, new_generator, sample
 
 VOCAB = 40
 
@@ -176,6 +176,20 @@ def test_ties() -> None:
         1,
         2,
     }
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000), st.floats(0.001, 0.999), st.sampled_from([3, 300, 5000]), st.booleans())
+def test_nucleus_is_that_of_a_stable_sort(seed: int, top_p: float, vocab: int, with_ties: bool) -> None:
+    """Whatever the values' signs and digits: also of logits that few bits tell apart, or none."""
+    logits = random_logits(2, seed, vocab)
+    logits = (2 * logits).round() / 2 if with_ties else logits * torch.tensor([[1e-6], [5.0]]) + 1
+    scores = logits.double() - logits.double().amax(-1, keepdim=True)
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.softmax(-1)
+    expected = torch.zeros(logits.shape, dtype=torch.bool).scatter_(-1, order, probs.cumsum(-1) - probs < top_p)
+    found = _nucleus(logits, scores, torch.full((2, 1), top_p, dtype=torch.float64))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.9, "top_k": 5}], ids=str)

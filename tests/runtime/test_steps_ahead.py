@@ -1,0 +1,107 @@
+"""Steps are launched before the tokens of the step before them are on the host, and nobody sees that they are."""
+
+from typing import Any
+
+import pytest
+
+from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.scheduler import Scheduler
+from tests.support.hash_model import BLOCK, EOS, HashModel, alone, alone_ignoring_eos, make_engine
+
+PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
+STOPPED = next([index] for index in range(EOS) if 3 <= len(alone([index], 12)) < 12)  # a prompt that comes to its end
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_a_step_is_launched_before_the_last_ones_tokens_are_read(
+    with_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = HashModel(), list[str]()
+    step, wait = model.step, PendingStep.wait
+    monkeypatch.setattr(model, "step", lambda *call: seen.append(f"launch {len(model.steps)}") or step(*call))
+    monkeypatch.setattr(PendingStep, "wait", lambda pending: seen.append("wait") or wait(pending))
+    engine = make_engine(num_blocks=9, model=model, with_graph=with_graph)
+    request = engine.add([1, 2, 3], PARAMS)
+    list(engine.run())
+    assert seen == ["launch 0", "launch 1", "wait", "launch 2", "wait", "launch 3", "wait", "wait"]
+    assert request.token_ids == alone_ignoring_eos([1, 2, 3], 4)
+
+
+def test_nothing_is_computed_past_a_known_end() -> None:
+    engine = make_engine(num_blocks=50)
+    requests = [
+        engine.add([index, 1, 2], SamplingParams(max_new_tokens=index + 1, ignore_eos=True)) for index in range(4)
+    ]
+    list(engine.run())
+    model: Any = engine.model
+    assert sum(map(sum, model.steps)) == sum(request.num_tokens - 1 for request in requests)
+
+
+def test_the_token_past_a_stop_is_thrown_away() -> None:
+    """The last step computes the token that stopped the request, and samples one that nobody gets."""
+    engine, given = make_engine(num_blocks=50), list[int]()
+    expected = alone(STOPPED, 12)
+    request = engine.add(
+        STOPPED, SamplingParams(max_new_tokens=50), on_token=lambda request, _: given.append(request.token_ids[-1])
+    )
+    assert list(engine.run()) == [request]
+    assert given == request.token_ids == expected
+    assert request.finish_reason == "stop"
+    model: Any = engine.model
+    assert sum(map(sum, model.steps)) == len(STOPPED) + len(expected)  # the stop token's row is one too many
+    assert engine.stats.num_new_tokens == len(expected)
+    assert (engine.allocator.num_free, engine.stats.num_steps) == (50, len(model.steps))
+
+
+def test_an_aborted_requests_token_under_way_is_thrown_away() -> None:
+    engine = make_engine(num_blocks=50)
+    gone, stays = (engine.add([index], PARAMS) for index in range(2))
+    engine.step()
+    assert (gone.num_in_flight, len(gone.token_ids)) == (1, 1)
+    engine.abort(gone)
+    assert list(engine.run()) == [stays]
+    assert (gone.token_ids, stays.token_ids) == (alone_ignoring_eos([0], 1), alone_ignoring_eos([1], 4))
+    assert engine.allocator.num_free == 50
+    engine.close()
+
+
+def test_an_engine_closes_with_a_step_under_way() -> None:
+    engine = make_engine(num_blocks=50, with_graph=True)
+    request = engine.add([1], PARAMS)
+    engine.step()
+    engine.close()
+    assert request.num_in_flight == 0
+
+
+def test_who_gives_way_keeps_the_token_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed anew once that token is known, and gets no other in its place."""
+    preempted: list[int] = []
+    free = Scheduler._free
+
+    def record(scheduler: Scheduler, request: Request) -> None:
+        if not request.finish_reason:
+            preempted.append(request.num_in_flight)
+        free(scheduler, request)
+
+    monkeypatch.setattr(Scheduler, "_free", record)
+    engine = make_engine(num_blocks=5)
+    params = SamplingParams(max_new_tokens=3 * BLOCK, ignore_eos=True, temperature=50.0, seed=3)
+    requests = [engine.add([index, 1, 2, 3], params, keep_logits=True) for index in range(3)]
+    list(engine.run())
+    assert 1 in preempted
+    for request in requests:
+        single = make_engine(num_blocks=5)
+        expected = single.add(request.prompt_token_ids, params)
+        list(single.run())
+        assert request.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_kept_logits_are_those_of_their_tokens(with_graph: bool) -> None:
+    engine = make_engine(num_blocks=50, with_graph=with_graph)
+    requests = [engine.add([index, *range(index)], PARAMS, keep_logits=True) for index in range(3)]
+    list(engine.run())
+    for request in requests:
+        assert [int(row.argmax()) for row in request.logits] == request.token_ids
