@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize
 
-SCALED_MM_SIZE = 3 << 17  # numbers of a result from which on cuBLAS is faster than the Triton kernel, on an H200
+# Rows, and numbers of a result, past which cuBLAS fills an H200 and is faster than the Triton kernel.
+SCALED_MM_TOKENS, SCALED_MM_SIZE = 128, 3 << 17
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -48,7 +49,7 @@ def fp8_linear(
         x_scales: float32 [T, G K / 128] of groups of 128 columns, or None.
         weight: e4m3 [N, K], contiguous; K is a multiple of 128, and so is N / G with several groups.
         weight_scale: float32 [ceil(N / 128), K / 128] with contiguous rows.
-        arrivals: int32, at least N / 64 zeros, and zeros afterwards: programs count their arrivals in it. One product
+        arrivals: int32, at least N / 32 zeros, and zeros afterwards: programs count their arrivals in it. One product
             at a time has it.
     Returns:
         [T, N] in dtype, sums in float32.
@@ -60,8 +61,9 @@ def fp8_linear(
 
         if x_scales is None:
             x, x_scales = quantize.quantize_groups(x)
-        is_large = len(x) * len(weight) >= SCALED_MM_SIZE and x.shape[1] == weight.shape[1]
-        if is_large and dtype == torch.bfloat16 and _has_scaled_mm(x.device):
+        is_large = len(x) > SCALED_MM_TOKENS or len(x) * len(weight) >= SCALED_MM_SIZE
+        is_plain = x.shape[1] == weight.shape[1] and dtype == torch.bfloat16 and len(weight) % 16 == 0
+        if is_large and is_plain and _has_scaled_mm(x.device):
             return _scaled_mm(x, x_scales, weight, weight_scale)
         return linear.fp8_linear(x, x_scales, weight, weight_scale, arrivals, dtype)
     if x_scales is not None:

@@ -102,7 +102,7 @@ class Linear(nn.Module):
         columns = self.in_features // BLOCK
         scales = torch.zeros(num_blocks, -(-columns // 4) * 4, device=device)  # as cuBLAS takes them
         self.weight_scale = scales[:, :columns]
-        self._arrivals = torch.zeros(2 * num_blocks, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(4 * num_blocks, dtype=torch.int32, device=device)
         self.takes_quantized = runs_fp8(device)
 
 

@@ -77,54 +77,50 @@ def linear_kernel(
 
 
 class Tiling(NamedTuple):
-    """A tiling of the product: rows and tokens of a tile, parts of the columns, warps of a program, stages of its
-    pipeline.
-    """
+    """A tiling of the product: tokens of a tile, parts of the columns."""
 
-    rows: int
     tokens: int
     splits: int
-    num_warps: int
-    num_stages: int
 
 
-FEWEST_ROWS = 64  # of any tiling
+_ROWS, _NUM_WARPS, _NUM_STAGES = 64, 4, 4  # of every program
+_PART = 7  # blocks that a part has at least
+_MOST_PROGRAMS = 1024
 
 
 def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
-    """Return the tiling for a product [num_tokens, width] x [num_rows, width]."""
+    """Return the tiling for a product [num_tokens, width] x [num_rows, width]. Measured on an H200.
+
+    Small tiles in many parts keep most loads in flight. A tile of 128 tokens is large enough to hide its loads by its
+    products, and costly to sum.
+    """
     if num_tokens > BLOCK:
-        return Tiling(64, 128, 1, 4, 4)
-    tokens = max(16, triton.next_power_of_2(num_tokens))
-    rows = FEWEST_ROWS if tokens <= 64 else 128
-    num_tiles = triton.cdiv(num_rows, rows)
+        return Tiling(BLOCK, 1)
+    tokens, most_programs = (16 if num_tokens <= 32 else 32), _MOST_PROGRAMS
+    if num_tokens > 64:
+        tokens, most_programs = BLOCK, _MOST_PROGRAMS // 4
+    num_tiles = triton.cdiv(num_rows, _ROWS) * triton.cdiv(num_tokens, tokens)
     splits = 1
-    while num_tiles * splits < 128 and splits < 8 and width // BLOCK >= 4 * splits:
+    while 2 * splits * _PART <= width // BLOCK and 2 * splits * num_tiles <= most_programs:
         splits *= 2
-    return Tiling(rows, tokens, splits, 4 if tokens <= 64 else 8, 5)
+    return Tiling(tokens, splits)
 
 
 def fp8_linear(
-    x: Tensor,
-    x_scales: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    arrivals: Tensor,
-    dtype: torch.dtype,
-    tiling: Tiling | None = None,
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Compute `fp8.fp8_linear` of quantized rows in one kernel."""
     num_tokens, (num_rows, width) = len(x), weight.shape
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
     if num_tokens == 0:
         return out
-    tiling = tiling or choose_tiling(num_tokens, num_rows, width)
-    grid = triton.cdiv(num_tokens, tiling.tokens), triton.cdiv(num_rows, tiling.rows), tiling.splits
-    num_partials = grid[0] * grid[1] * tiling.splits * tiling.rows * tiling.tokens if tiling.splits > 1 else 0
+    tokens, splits = choose_tiling(num_tokens, num_rows, width)
+    grid = triton.cdiv(num_tokens, tokens), triton.cdiv(num_rows, _ROWS), splits
+    num_partials = grid[0] * grid[1] * splits * _ROWS * tokens if splits > 1 else 0
     linear_kernel[grid](
-        _describe(x.contiguous(), tiling.tokens),
+        _describe(x.contiguous(), tokens),
         x_scales,
-        _describe(weight, tiling.rows),
+        _describe(weight, _ROWS),
         weight_scale,
         out,
         torch.empty(num_partials, dtype=torch.float32, device=x.device),
@@ -135,9 +131,9 @@ def fp8_linear(
         num_rows * width // x.shape[1],
         *x_scales.stride(),
         weight_scale.stride(0),
-        SPLITS=tiling.splits,
-        STAGES=tiling.num_stages,
-        num_warps=tiling.num_warps,
+        SPLITS=splits,
+        STAGES=_NUM_STAGES,
+        num_warps=_NUM_WARPS,
     )
     return out
 
