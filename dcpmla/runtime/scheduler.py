@@ -172,7 +172,6 @@ class Scheduler:
             and self.allocator.num_remembered == num_remembered
         ):
             return False  # not searched for at each step: its prompt may be long
-        assert not request.num_in_flight  # who gave way in this step finds no room in it
         # The last token is computed in any case: its logits are wanted.
         known, has_states = request.tokens(0, request.num_tokens - 1), self.allocator.states.num_states > 0
         found, remembered = self.allocator.find_with_state(known) if has_states else (self.allocator.find(known), None)
@@ -184,6 +183,7 @@ class Scheduler:
             self.allocator.free(found)
             self._refused = request, self.allocator.num_free, self.allocator.num_remembered
             return False
+        assert not request.num_in_flight  # who gave way in this step finds no room in it
         if has_states:
             request.state = self.allocator.states.take()  # there is one for each running request
             assert request.state is not None
