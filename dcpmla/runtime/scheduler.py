@@ -145,7 +145,8 @@ class Scheduler:
     def _admit(self, step: Step, now: float) -> None:
         while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if not self._take_blocks(request, step):
+            # Who gave way just now is computed anew once the token under way is known: else it would get another for it.
+            if request.num_in_flight or not self._take_blocks(request, step):
                 return
             self.running.append(self.waiting.popleft())
             step.add(request, self._piece(request))
@@ -183,7 +184,6 @@ class Scheduler:
             self.allocator.free(found)
             self._refused = request, self.allocator.num_free, self.allocator.num_remembered
             return False
-        assert not request.num_in_flight  # who gave way in this step finds no room in it
         if has_states:
             request.state = self.allocator.states.take()  # there is one for each running request
             assert request.state is not None
