@@ -145,7 +145,7 @@ class Scheduler:
     def _admit(self, step: Step, now: float) -> None:
         while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            # Who gave way just now is computed anew once the token under way is known: else it would get another for it.
+            # Who gave way just now is computed anew once its token under way is known: it would get that one twice.
             if request.num_in_flight or not self._take_blocks(request, step):
                 return
             self.running.append(self.waiting.popleft())
