@@ -75,8 +75,9 @@ def local_seq_lens(
     """
     _check_layout(dcp_size, interleave, dcp_rank)
     _check_non_negative("seq_lens", seq_lens)
-    if isinstance(seq_lens, np.ndarray):
-        return local_seq_lens(torch.from_numpy(seq_lens), dcp_size, dcp_rank, interleave).numpy()
+    if isinstance(seq_lens, np.ndarray) and dcp_rank is not None:
+        mine = (seq_lens % (dcp_size * interleave) - dcp_rank * interleave).clip(0, interleave)
+        return (seq_lens // (dcp_size * interleave) * interleave + mine).astype(np.int32)
     whole = seq_lens // (dcp_size * interleave) * interleave
     rest = seq_lens % (dcp_size * interleave)
     if isinstance(seq_lens, int) and dcp_rank is not None:

@@ -145,7 +145,8 @@ class Scheduler:
     def _admit(self, step: Step, now: float) -> None:
         while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if not self._take_blocks(request, step):
+            # Who gave way just now is computed anew once its token under way is known: it would get that one twice.
+            if request.num_in_flight or not self._take_blocks(request, step):
                 return
             self.running.append(self.waiting.popleft())
             step.add(request, self._piece(request))
@@ -172,7 +173,6 @@ class Scheduler:
             and self.allocator.num_remembered == num_remembered
         ):
             return False  # not searched for at each step: its prompt may be long
-        assert not request.num_in_flight  # who gave way in this step finds no room in it
         # The last token is computed in any case: its logits are wanted.
         known, has_states = request.tokens(0, request.num_tokens - 1), self.allocator.states.num_states > 0
         found, remembered = self.allocator.find_with_state(known) if has_states else (self.allocator.find(known), None)
