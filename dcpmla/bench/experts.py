@@ -47,6 +47,7 @@ SHAPES = {
     "v2-lite": Shape(2048, 1408, 64, 6, 2),
     "v4-flash": Shape(4096, 2048, 256, 6, 0),
 }
+_FORMATS = {"v4-flash": ("fp8", "fp4")}  # that are of use; of other shapes: bf16 and fp8
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
     def cases(self) -> Iterator[ExpertsCase]:
         """Yield cases, those over the same weights one after the other."""
         for geometry in self.args.shape:
-            for weights in self.args.weights:
+            formats = _FORMATS.get(geometry, ("bf16", "fp8"))
+            for weights in (weights for weights in self.args.weights if weights in formats):
                 yield from (ExpertsCase(geometry, weights, tokens) for tokens in self.args.tokens)
 
     def inputs(self, case: ExpertsCase) -> ExpertsInputs:

@@ -100,7 +100,8 @@ def check_shapes(model: Any, checkpoint: Checkpoint) -> None:
     if model.config.tie_word_embeddings:
         missing -= {"lm_head.weight"}
     if missing:
-        raise ValueError(f"checkpoint: {len(missing)} tensors are missing, the first is {min(missing)}")
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"checkpoint: tensor {min(missing)} is missing{more}")
 
 
 def _mixtures(model: Any) -> Iterator[tuple[str, Any]]:

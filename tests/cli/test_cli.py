@@ -363,12 +363,12 @@ def test_no_prompt(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (
             "model.layers.0.self_attn.q_b_proj.weight",
             torch.zeros(384, 24, dtype=torch.int8),
-            "tensor q_b_proj.weight has dtype torch.int8; attention weights may be float32, bfloat16, float16, or",
+            "tensor model.layers.0.self_attn.q_b_proj.weight has dtype I8, but there are no scales",
         ),
         (
             "model.layers.0.mlp.up_proj.weight",
             None,
-            "checkpoint: 1 tensors are missing, the first is model.layers.0.mlp.up_proj.weight",
+            "checkpoint: tensor model.layers.0.mlp.up_proj.weight is missing",
         ),
         (
             "model.norm.weight",

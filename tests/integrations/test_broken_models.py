@@ -43,7 +43,6 @@ ROPE_FIELDS = {"attention_factor": 1.0, "partial_rotary_factor": 1.0, "truncate"
 OTHERS = (
     "the model's config asks for",
     "is missing",
-    "tensors are missing",
     "is one too many",
     "leave room for a new one",
 )

@@ -44,7 +44,7 @@ _RESERVED_BYTES = 4096  # of shared memory, for all but the tiles
 _FEW_TOKENS = 2
 _FEW = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
-    FP8: Tiling(1, Tile(16, 32, 128, 4, 10, True), Tile(16, 64, 128, 4, 9)),
+    FP8: Tiling(1, Tile(16, 32, 128, 4, 7, True), Tile(16, 64, 128, 4, 9)),
     torch.uint8: Tiling(1, Tile(16, 32, 256, 4, 3), Tile(16, 32, 256, 4, 5)),
 }
 # Smallest first. Measured on H200s.

@@ -94,7 +94,6 @@ def grouped_product_kernel(
     K: tl.constexpr,
     GATED: tl.constexpr,
     STAGES: tl.constexpr,
-    UNROLL: tl.constexpr = 1,
 ):
     """Multiply rows of a block of routes by their expert's weights; one program per tile of rows and of W's.
 
@@ -129,7 +128,7 @@ def grouped_product_kernel(
     is_row, source = routes >= 0, routes // TOP_K
     acc = tl.zeros([w_desc.block_shape[1] * COLUMNS, ROWS] if TRANSPOSED else [ROWS, COLUMNS], tl.float32)
     up = acc
-    for step in tl.range(NUM_SUMMED * NUM_STEPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    for step in tl.range(NUM_SUMMED * NUM_STEPS, num_stages=STAGES):
         depth = step % NUM_STEPS * DEPTH
         if SUMS:
             # A route that is left out adds nothing: its weights lie past the end, and are zero without a read.
