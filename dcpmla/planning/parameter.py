@@ -60,6 +60,15 @@ class Parameter:
         return len(self.shape) > 1 and not self.name.endswith((".position_bias", ".tid2eid"))
 
     @property
+    def is_shared_expert(self) -> bool:
+        return ".shared_experts." in self.name
+
+    @property
+    def is_block_norm(self) -> bool:
+        """True of the norms before attention and before an MLP."""
+        return self.name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight"))
+
+    @property
     def is_hyper_connection(self) -> bool:
         return self.name.endswith("_hc.fn")
 
@@ -73,16 +82,9 @@ class Parameter:
         """One of PARTS."""
         if self.is_attention:
             return "attention"
-        if self.is_expert or ".shared_experts." in self.name:
+        if self.is_expert or self.is_shared_expert:
             return "experts"
-        named = {
-            "embed_tokens": "embedding",
-            "lm_head": "head",
-            "gate_proj": "mlp",
-            "up_proj": "mlp",
-            "down_proj": "mlp",
-        }
-        return next((part for word, part in named.items() if f"{word}." in self.name), "rest")
+        return next((part for word, part in _NAMED.items() if f"{word}." in self.name), "rest")
 
     def widened(self) -> "Parameter":
         """Return the same without quantization."""

@@ -8,7 +8,7 @@ from math import prod
 from dcpmla.cache.capacity import FORMATS
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
-from dcpmla.planning.exchange import candidates_us, exchange_us
+from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.reads import LayerReads, index_row_bytes, kv_row_bytes, layer_reads
@@ -17,7 +17,8 @@ from dcpmla.planning.weights import ModelSize
 PARTS = ("projections", "gather", "attention", "combine", "rest")
 SPARSE_PARTS = ("projections", "selection", *PARTS[1:])
 _ACTIVATION_BYTES = 2
-_MLP_KERNELS = 3  # activation, product with the gate, residual
+_MLP_KERNELS = 1  # activation
+_EXPERT_KERNELS = 4  # of a layer besides its two products: the gate's choice, routes in order, the sum over routes
 _HYPER_KERNELS = 24  # of a hyper-connection of DeepSeek-V4, in and out, besides its product and its iterations
 _SINKHORN_KERNELS = 6  # rows and columns: a sum, an epsilon, a quotient
 _SELECTION_KERNELS = 4  # queries prepared, keys scored, this rank's candidates, the choice among all ranks'
@@ -175,8 +176,9 @@ def _parameter_us(
 ) -> dict[str, float]:
     """Return the time that one parameter adds to a step, by part: its kernel, and the collective that its cut needs."""
     part = "projections" if parameter.is_attention else "rest"
-    if not parameter.is_matrix:  # norms are kernels; biases and corrections ride along with others
-        return {part: machine.kernel_us if parameter.name.endswith("norm.weight") else 0.0}
+    if not parameter.is_matrix:  # norms are kernels, but in the sums before them; biases ride along with others
+        is_kernel = parameter.name.endswith("norm.weight") and not (model.is_plain and parameter.is_block_norm)
+        return {part: machine.kernel_us if is_kernel else 0.0}
     if parameter.is_hyper_connection:
         num_kernels = hyper_connection_kernels(model.num_sinkhorn_iters)
         return {part: _matmul_us(machine, parameter, setting, batch) + num_kernels * machine.kernel_us}
@@ -189,16 +191,17 @@ def _parameter_us(
         if parameter.is_expert
         else _matmul_us(machine, parameter, setting, batch)
     )
-    if parameter.is_joined:
+    if parameter.is_joined or parameter.is_shared_expert:
         time -= machine.kernel_us  # the product that it is part of is a kernel
     if "kv_b_proj" in parameter.name:
         time += machine.kernel_us  # two products, W_UK into the query and W_UV after the merge
-    if parameter.style != "row":
+    if parameter.style != "row" or parameter.is_shared_expert:  # summed with the routed experts
         return {part: time}
-    all_reduce = _all_reduce_us(machine, parameter.shape[-2], setting, batch)
+    all_reduce = _all_reduce_us(machine, model, parameter.shape[-2], setting, batch)
     if parameter.is_attention:
         return {"projections": time, "rest": all_reduce}
-    return {"rest": time + all_reduce + _MLP_KERNELS * machine.kernel_us}
+    num_kernels = _EXPERT_KERNELS if parameter.is_expert else _MLP_KERNELS
+    return {"rest": time + all_reduce + num_kernels * machine.kernel_us}
 
 
 def _matmul_us(machine: Machine, parameter: Parameter, setting: Setting, num_rows: float, read: float = 1.0) -> float:
@@ -227,7 +230,13 @@ def _head_us(machine: Machine, parameter: Parameter, setting: Setting, batch: in
     )
 
 
-def _all_reduce_us(machine: Machine, width: int, setting: Setting, batch: int) -> float:
-    return machine.all_reduce_us(
-        batch * width * _ACTIVATION_BYTES, setting.tp, machine.num_nodes(setting.tp, setting.num_ranks)
-    )
+def _all_reduce_us(machine: Machine, model: ModelSize, width: int, setting: Setting, batch: int) -> float:
+    """Return the time of a sum over the TP group: in a whole model by `comm.reduce`, with the norm that follows where
+    `direct` has it; in a stack of attention layers by NCCL.
+    """
+    num_bytes, num_nodes = batch * width * _ACTIVATION_BYTES, machine.num_nodes(setting.tp, setting.num_ranks)
+    if not model.is_stack and auto_backend(machine, setting.tp, num_nodes) == "direct":
+        assert machine.direct is not None
+        # Past small batches a rank sums its part and stores the result: two trips of 1 / tp each.
+        return machine.direct.operation_us("combine", 2 * num_bytes * (1 - 1 / setting.tp))
+    return machine.all_reduce_us(num_bytes, setting.tp, num_nodes)

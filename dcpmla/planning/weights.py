@@ -62,6 +62,16 @@ class ModelSize:
         """The caches that it needs."""
         return ModelCaches(self.attention, self.num_attention_layers, self.num_index_layers)
 
+    @property
+    def is_plain(self) -> bool:
+        """True if every layer is norm, attention, norm and MLP or experts (`model.block.DecoderBlock`)."""
+        return not any(parameter.is_hyper_connection or ".mlps." in parameter.name for parameter in self.parameters)
+
+    @property
+    def is_stack(self) -> bool:
+        """True if it is attention layers alone."""
+        return all(parameter.is_attention for parameter in self.parameters)
+
     def weight_bytes(self, tensor_parallel_size: int, expert_parallel: bool = False) -> dict[str, int]:
         """Return the bytes of the fullest rank, by PARTS and in "total".
 
