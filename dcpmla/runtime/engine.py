@@ -1,12 +1,6 @@
-"""The engine: requests that come and go -> steps of decodes and prefill chunks -> tokens, texts, measurements.
+"""The engine: requests that come and go -> steps of decodes and prefill chunks -> tokens, texts, measurements."""
 
-While a step runs on the device, the next one is scheduled and launched: it reads the tokens of the first where they
-are, and the host looks at them meanwhile.
-"""
-
-import heapq
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +22,12 @@ from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.pending import PendingStep, StepInputs
 from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.sampling import SamplingParams, sample
-from dcpmla.runtime.scheduler import Scheduler, Step
+from dcpmla.runtime.scheduler import NOW, Arrivals, Scheduler, Step
 from dcpmla.runtime.stats import Stats
 from dcpmla.runtime.text import TextStream, Tokenizer
 
 _logger = logging.getLogger(__name__)
 _MAX_SLEEP = 1.0  # seconds; whoever watches the steps hears of an idle engine as often as that
-_NOW = -math.inf  # arrival time of a request that the next step dates
 
 
 class Model(Protocol):
@@ -102,8 +95,7 @@ class Engine:
         self._pending: PendingStep | None = None  # launched, its tokens not taken yet
         self._last_end = 0.0  # seconds on the host's clock (`time.perf_counter`) when tokens were taken last
         self._called: list[Request] = []  # in the last step: any rank's callback may have failed
-        self._arriving: list[tuple[float, int, Request]] = []  # a heap by arrival time, then the order of the calls
-        self._num_added = 0
+        self._arrivals = Arrivals()
         self._finished: deque[Request] = deque()  # not given to the caller yet
 
     def add(
@@ -139,24 +131,20 @@ class Engine:
             prompt_token_ids=token_ids,
             params=replace(params, max_new_tokens=min(params.max_new_tokens, self.max_model_len - len(token_ids))),
             request_id=request_id,
-            arrival_time=_NOW if arrival_time is None else arrival_time,
+            arrival_time=NOW if arrival_time is None else arrival_time,
             keep_logits=keep_logits,
             on_token=on_token,
             text_stream=TextStream(self.tokenizer, params.stop) if self.tokenizer is not None else None,
         )
         self.scheduler.check_fits(request)
-        heapq.heappush(self._arriving, (request.arrival_time, self._num_added, request))
-        self._num_added += 1
+        self._arrivals.add(request)
         return request
 
     def abort(self, request: Request) -> None:
         """End a request that is not finished: its tokens so far stay, its blocks are freed."""
         if request.finish_reason:
             return
-        if any(request is other for _, _, other in self._arriving):
-            self._arriving = [entry for entry in self._arriving if entry[2] is not request]
-            heapq.heapify(self._arriving)
-        else:
+        if not self._arrivals.remove(request):
             self.scheduler.remove(request)
         request.end("abort")
         request.finish_time = self.now
@@ -164,7 +152,7 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """Return whether any request is still to be served, or to be given to the caller."""
-        return bool(self._arriving or self.scheduler.waiting or self.scheduler.running or self._finished)
+        return bool(self._arrivals or self.scheduler.waiting or self.scheduler.running or self._finished)
 
     def run(self) -> Iterator[Request]:
         """Step until no request is left, and yield each one as it finishes.
@@ -222,17 +210,10 @@ class Engine:
             raise ValueError("prompt is a text, but the engine has no tokenizer; give token ids")
         return list(self.tokenizer(prompt)["input_ids"])
 
-    def _let_in(self) -> None:
-        while self._arriving and self._arriving[0][0] <= self.now:
-            _, _, request = heapq.heappop(self._arriving)
-            if request.arrival_time == _NOW:
-                request.arrival_time = self.now
-            self.scheduler.waiting.append(request)
-
     def _wait_for_arrival(self) -> None:
         self.on_step("waiting for the next request")
-        if self._arriving:
-            time.sleep(min(_MAX_SLEEP, max(0.0, self._arriving[0][0] - self.now)))
+        if self._arrivals:
+            time.sleep(min(_MAX_SLEEP, max(0.0, self._arrivals.next_time - self.now)))
 
     def _graph_of(self, step: Step) -> DecodeGraph | None:
         """Return the decode graph, if the step is one for it."""
@@ -244,7 +225,7 @@ class Engine:
 
     def _launch(self) -> PendingStep | None:
         """Schedule a step and start it, after the one under way; return None where there is nothing to compute."""
-        self._let_in()
+        self.scheduler.waiting += self._arrivals.take(self.now)
         step = self.scheduler.schedule(self.now)
         if not step.pieces:
             return None

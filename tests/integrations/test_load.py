@@ -137,9 +137,13 @@ class OddHashModel(HashModel):
 
 def serve_odd_logits(prompts: list[list[int]]) -> list[tuple[list[int], str | None]]:
     mesh = SimpleNamespace(tp_size=2, tp_rank=dist.get_rank(), dcp_size=1, dcp_rank=0, tp_group=dist.group.WORLD)
+    get_backend = dist.get_backend
+    dist.get_backend = lambda group: "nccl"  # so that the hosts get a group of their own
     engine = make_engine(num_blocks=12, max_num_batched_tokens=9, model=OddHashModel(), mesh=mesh)
+    dist.get_backend = get_backend
     requests = [engine.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in prompts]
     list(engine.run())
+    engine.close()
     return [(request.token_ids, request.finish_reason) for request in requests]
 
 
