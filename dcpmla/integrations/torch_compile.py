@@ -1,4 +1,4 @@
-"""A pass over the graphs of torch.compile that makes a quantization after attention part of W_UV's product.
+"""A pass over the graphs of torch.compile that makes a quantization after attention part of writing its output.
 
     compiled = torch.compile(model, options={"post_grad_custom_post_pass": OutputQuantFusion()})
 
@@ -8,6 +8,7 @@ around them (caches) and after them (code).
 """
 
 import logging
+import operator
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -18,14 +19,14 @@ from torch._inductor.pattern_matcher import (
     MULTIPLE,
     CallFunction,
     KeywordArg,
-    Match,
     PatternExpr,
     PatternMatcherPass,
     register_graph_pattern,
 )
 from torch.fx import Graph, Node, map_arg
 
-from dcpmla.attention.output import ops  # noqa: F401  (registers the operators)
+from dcpmla.attention.output import ops
+from dcpmla.attention.output.formats import NVFP4_GROUP
 from dcpmla.cache.formats import FP8, FP8_MAX
 
 _logger = logging.getLogger(__name__)
@@ -33,8 +34,10 @@ _aten, _prims, _ours = torch.ops.aten, torch.ops.prims, torch.ops.dcpmla
 
 
 class OutputQuantFusion(CustomGraphPass):
-    """A pass that replaces `project_values` and the quantization after it by the custom op that does both, in every
-    layer of a graph.
+    """A pass that lets attention's output be written quantized, in every layer of a graph that quantizes it afterwards.
+
+    In a step of decodes alone the output is `project_values`; it and the quantization become the custom op that does
+    both. In a step with prefills or padding its parts write rows of one result; they then write quantized rows.
 
     It knows `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output/ops.py`, and the first of
     them in plain torch: `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, also with a reshape
@@ -42,9 +45,9 @@ class OutputQuantFusion(CustomGraphPass):
 
     Results are those of the model without the pass, as far as `attention/output/ops.py` promises. So it leaves alone
     what rounds in another way (`values / scale`), values that something else reads too, and groups that would cross
-    heads. A step with prefills or padding has no `project_values`: its parts write rows of one result.
+    heads.
 
-    For each graph with `project_values` it logs in how many layers it did so; where in none, as a warning.
+    For each graph with attention's output it logs in how many layers it did so; where in none, as a warning.
     """
 
     def __init__(self) -> None:
@@ -61,19 +64,21 @@ class OutputQuantFusion(CustomGraphPass):
                 f"graph is a {type(graph).__name__}; OutputQuantFusion is for post_grad_custom_post_pass, which gives "
                 f"a torch.fx.Graph"
             )
-        num_projections = len(graph.find_nodes(op="call_function", target=_ours.project_values.default))
-        if not num_projections:
+        num_outputs = len(graph.find_nodes(op="call_function", target=_ours.project_values.default))
+        empties = graph.find_nodes(op="call_function", target=_aten.empty.memory_format)
+        num_outputs += sum(_is_write(user) for node in empties for user in node.users)
+        if not num_outputs:
             return
         num_fused = self._patterns.apply(graph)
         if num_fused:
             _logger.info(
-                "OutputQuantFusion: W_UV's product quantizes its result in %d of %d layers", num_fused, num_projections
+                "OutputQuantFusion: attention writes its output quantized in %d of %d layers", num_fused, num_outputs
             )
         else:
             _logger.warning(
-                "OutputQuantFusion: nothing to fuse in a graph with %d layers of attention: what follows each "
-                "project_values is not a quantization that the pass knows, or not that alone",
-                num_projections,
+                "OutputQuantFusion: nothing to fuse in a graph with %d layers of attention: what follows each output "
+                "is not a quantization that the pass knows, or not that alone",
+                num_outputs,
             )
 
     def uuid(self) -> bytes:
@@ -82,11 +87,10 @@ class OutputQuantFusion(CustomGraphPass):
 
 
 def _make_patterns() -> PatternMatcherPass:
-    """Return the patterns, their arguments named as the fused op's; `shape` is that of a reshape in between."""
+    """Return patterns of quantizations; `values` is what they take, `shape` that of a reshape in between."""
     patterns = PatternMatcherPass(pass_name="dcpmla_output_quant")
-    values = CallFunction(_ours.project_values.default, KeywordArg("out"), KeywordArg("w_uv"))
+    values, scale = KeywordArg("values"), KeywordArg("scale")
     shaped = _reshape(values)
-    scale = KeywordArg("scale")
     groups = map(KeywordArg, ("group_size", "scale_layout", "ue8m0"))
     for fused, pattern in [
         (_ours.project_values_fp8, CallFunction(_ours.quantize_fp8.default, values, scale)),
@@ -128,38 +132,122 @@ def _convert(x: PatternExpr, dtype: torch.dtype) -> PatternExpr:
     return CallFunction(_prims.convert_element_type.default, x, dtype)
 
 
-def _fits(fused: Any, match: Match) -> bool:
-    """Return whether the fused op takes these arguments, and so gives what the matched nodes give."""
+def _fits(fused: Any, match: Any) -> bool:
+    """Return whether attention's output is what is quantized, and rows can be written so, to the same result."""
+    values = match.kwargs["values"]
+    if len(values.users) != 1:
+        return False
     products = [node.meta["val"] for node in match.nodes if node.target is _aten.mul.Tensor]
     if products:  # plain torch multiplies in any dtype, by a scale of any shape and from anywhere
         scale = match.kwargs["scale"].meta["val"]
         if (
-            scale.ndim > 1
+            scale.ndim > len(match.kwargs.get("shape", values.meta["val"].shape))
             or scale.device != products[0].device
             or any(product.dtype != torch.float32 for product in products)
         ):
             return False
     try:
-        _value(fused, *_arguments(fused, match))
+        if values.target is _ours.project_values.default:
+            _value(fused, *_arguments(fused, match))
+            return True
+        writes = _writes(values)
+        for write in writes:
+            _check_write(write, match)
     except ValueError:  # such as groups that would cross heads
         return False
-    return True
+    return bool(writes)
 
 
-def _fuse(fused: Any, match: Match, **_: object) -> None:
-    node = match.output_node()
-    new = _insert(match.graph, fused, *_arguments(fused, match))
+def _fuse(fused: Any, match: Any, **_: object) -> None:
+    node, graph = match.output_node(), match.graph
+    if match.kwargs["values"].target is _ours.project_values.default:
+        new = _insert(graph, fused, *_arguments(fused, match))
+        leftovers = [match.kwargs["values"]]
+    else:
+        results = _write_quantized(match)
+        new, leftovers = results[0], _chain(match.kwargs["values"])
+        for user in list(node.users) if "scale" not in match.kwargs else []:  # one of two results
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
     if "shape" in match.kwargs:
-        new = _insert(match.graph, _aten.reshape.default, new, match.kwargs["shape"])
+        new = _insert(graph, _aten.reshape.default, new, match.kwargs["shape"])
     node.replace_all_uses_with(new)
     match.erase_nodes()
+    for leftover in leftovers:
+        graph.erase_node(leftover)
 
 
-def _arguments(fused: Any, match: Match) -> list[Any]:
-    return [match.kwargs[argument.name] for argument in fused._schema.arguments]
+def _arguments(fused: Any, match: Any) -> list[Any]:
+    """Return the fused op's arguments, from `project_values` and from what follows it."""
+    names = (argument.name for argument in _ours.project_values.default._schema.arguments)
+    found = {**match.kwargs, **dict(zip(names, match.kwargs["values"].args, strict=False))}
+    return [found.get(argument.name) for argument in fused._schema.arguments]
 
 
-def _insert(graph: Graph, target: Any, *args: Any) -> Node:
+def _is_write(node: Any) -> bool:
+    """Return whether a node writes some rows of a result, in the form that functionalization gives it."""
+    writers = _ours.project_rows_.default, _ours.write_rows_.default
+    return node.target is torch.ops.higher_order.auto_functionalized_v2 and node.args[0] in writers
+
+
+def _chain(values: Any) -> list[Any]:
+    """Return what makes a result, from the last to the first: (result, write), (result, write), .., new memory; an
+    empty list for values that come about otherwise, or that something else reads on the way.
+    """
+    nodes = []
+    while values.target is operator.getitem and _is_write(write := values.args[0]):
+        nodes += [values, write]
+        values = write.kwargs["_all_bases"][0]
+    nodes.append(values)
+    is_result = values.target is _aten.empty.memory_format and all(len(node.users) == 1 for node in nodes)
+    return nodes if is_result else []
+
+
+def _writes(values: Any) -> list[Any]:
+    """Return the writes of a result in their order."""
+    return _chain(values)[-2::-2]
+
+
+def _quantization(match: Any) -> tuple[int, str, Any, bool]:
+    """Return the group, the layout of scales, the scale given and whether scales are powers of two."""
+    known = match.kwargs
+    if "group_size" in known:
+        return known["group_size"], known["scale_layout"], None, known["ue8m0"]
+    if "global_scale" in known:
+        return NVFP4_GROUP, "", known["global_scale"], False
+    return 1, "", known["scale"], False
+
+
+def _check_write(write: Any, match: Any) -> None:
+    """Raise ValueError for a write that cannot be one of quantized rows."""
+    group, _, scale, _ = _quantization(match)
+    fakes = {name: arg.meta["val"] if isinstance(arg, Node) else arg for name, arg in write.kwargs.items()}
+    if write.args[0] is _ours.project_rows_.default:
+        ops.check_projection(fakes["out"], fakes["w_uv"], fakes["w_scales"], group)
+    else:
+        ops.check_rows(fakes["x"], group)
+    if scale is not None:
+        ops.check_scale("scale", scale.meta["val"], match.kwargs["values"].meta["val"].device)
+
+
+def _write_quantized(match: Any) -> tuple[Any, Any]:
+    """Insert writes of quantized rows in place of plain ones; return the values and the scales."""
+    graph, values = match.graph, match.kwargs["values"]
+    group, scale_layout, scale, ue8m0 = _quantization(match)
+    empty = _chain(values)[-1]
+    rows = _insert(graph, _ours.empty_rows.default, *empty.args[0], group, scale_layout, values.meta["val"].device)
+    results = _insert(graph, operator.getitem, rows, 0), _insert(graph, operator.getitem, rows, 1)
+    for write in _writes(values):
+        bases = list(results[:1] if group == 1 else results)
+        how = {"scale": scale, "ue8m0": ue8m0, "_scales_base_index": None if group == 1 else 1, "_all_bases": bases}
+        new = graph.call_function(write.target, write.args, {**write.kwargs, **how})
+        new.meta["val"] = None, *(base.meta["val"] for base in bases)
+        written = tuple(_insert(graph, operator.getitem, new, index + 1) for index in range(len(bases)))
+        results = written[0], written[-1]
+    return results
+
+
+def _insert(graph: Graph, target: Any, *args: Any) -> Any:
     node = graph.call_function(target, args)
     node.meta["val"] = _value(target, *args)
     return node

@@ -48,6 +48,7 @@ PLAIN: dict[str, Quantize] = {
         ((1.0 / scale[0]) * x.float()).clamp(max=448).clamp(min=-448).to(FP8)
     ],
     "inverse read elsewhere": lambda x, scale: [(x.float() * (inverse := 1 / scale)).clamp(-448, 448).to(FP8), inverse],
+    "scale of two dims": lambda x, scale: [plain_fp8(x, scale.view(1, 1))],
     "by head": lambda x, scale: [plain_fp8(x.view(-1, HEADS, V), scale).flatten(1)],
     "widened, then by head": lambda x, scale: [
         torch.clamp(x.float().view(-1, HEADS, V) * (1 / scale), -448, 448).to(FP8)
@@ -192,12 +193,12 @@ def test_in_inductor(device: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "dcpmla"):
         operators = run_layers(Layers([*quantizations, lambda x, _: [x]]).to(device), in_inductor=True)
     assert operators == {
-        "project_values_fp8": 8,
+        "project_values_fp8": 9,
         "project_values_fp8_groups": 2,
         "project_values_nvfp4": 1,
         "project_values": 1,
     }
-    assert_said(caplog, logging.INFO, "in 11 of 12 layers")
+    assert_said(caplog, logging.INFO, "in 12 of 13 layers")
 
 
 class Attention(nn.Module):
@@ -218,21 +219,25 @@ class Attention(nn.Module):
         return hidden_states
 
 
-def check_attention(batch: Batch) -> dict[str, int]:
-    """Return the projections of a compiled step."""
+def check_attention(batch: Batch, padding: int = 0) -> dict[str, int]:
+    """Return the operators that make and quantize outputs in a compiled step."""
     model, fusion = Attention(), Recorded()
     compiled = torch.compile(model, fullgraph=True, backend=as_in_inductor(fusion))
-    # Rows of padding would be joined with W_UV's. The cache is compared too.
-    got, wanted = (run_layer(model.layers[0], batch, lambda x, *step, f=f: f(x[:-2], *step)) for f in (compiled, model))
+    end = padding - 2  # run_layer's rows of padding. The cache is compared too
+    got, wanted = (
+        run_layer(model.layers[0], batch, lambda x, *step, f=f: f(x[: len(x) + end], *step)) for f in (compiled, model)
+    )
     assert_same(got, wanted)
-    return {name: count for name, count in fusion.operators.items() if name.startswith("project_")}
+    outputs = ("project_", "write_rows_", "empty_rows", "quantize_")
+    return {name: count for name, count in fusion.operators.items() if name.startswith(outputs)}
 
 
 def check_steps() -> None:
     assert check_attention(DECODES[0]) == {"project_values_fp8": 1, "project_values_fp8_groups": 1}
-    assert check_attention(MIXED) == {"project_rows_": 2}  # beside the rows of prefills
+    assert check_attention(MIXED) == {"empty_rows": 2, "project_rows_": 2, "write_rows_": 2}  # a prefill's rows
+    assert check_attention(DECODES[0], 2) == {"empty_rows": 2, "project_rows_": 2, "write_rows_": 2}  # padding
 
 
 def test_layers_of_attention() -> None:
-    """In a decode step all are fused; in a step with prefills none is."""
+    """All are fused: in a decode step with W_UV's product, in one with prefills or padding with each write of rows."""
     run_ranks(1, check_steps)

@@ -45,6 +45,29 @@ def project_rows_(
     _project(out, w_uv, w_scales, first_row, values, scales, scale, ue8m0)
 
 
+@torch.library.custom_op("dcpmla::empty_rows", mutates_args=())
+def empty_rows(num_rows: int, width: int, group: int, scale_layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return memory for quantized rows and their scales, for the operators that write rows into it.
+
+    Args:
+        group: columns that share a scale: 1 for fp8, whose scales are empty, 16 for nvfp4, 64 or 128.
+        scale_layout: of groups of 64 or 128.
+    """
+    return _empty_rows(num_rows, width, group, scale_layout, device)
+
+
+@empty_rows.register_fake
+def _empty_rows(
+    num_rows: int, width: int, group: int, scale_layout: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    if group == 1:
+        return torch.empty(num_rows, width, dtype=FP8, device=device), torch.empty(0, device=device)
+    if group == formats.NVFP4_GROUP:
+        return formats.empty_nvfp4(num_rows, width, device)
+    check_groups(group, scale_layout)
+    return formats.empty_fp8_groups(num_rows, width, group, scale_layout, device)
+
+
 @torch.library.custom_op("dcpmla::quantize_fp8", mutates_args=())
 def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Quantize x [T, N] to e4m3 [T, N]: x * (1 / scale), saturated.

@@ -1,0 +1,305 @@
+"""Layers with weights in block fp8: on a CPU exactly the layers of the dequantized weights; their kernels.
+
+Kernels run on a GPU, in Triton's interpreter without one.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dcpmla import DCPConfig, MLAAttention, MLAConfig, init_mesh
+from dcpmla.attention import layer as layer_module
+from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.attention.output import ops as output_ops
+from dcpmla.attention.output.quant import OutputQuant
+from dcpmla.comm.select import select_exchange
+from dcpmla.compressed_config import CompressedConfig
+from dcpmla.config import IndexerConfig
+from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.linear import Linear
+from dcpmla.parallel.quantized import BlockFp8, dequantize
+from tests.attention.test_compile import DECODES, MIXED, PREFILL, Batch, run_layer
+from tests.attention.test_compressed_layer import modules_of, tiny
+from tests.attention.test_output_formats import codes
+from tests.parallel.test_fp8_linear import blocks
+from tests.support.ranks import run_ranks
+from tests.support.shared_memory import run_interpreted
+
+CONFIG = MLAConfig(
+    hidden_size=256,
+    num_heads=4,
+    q_lora_rank=256,
+    kv_lora_rank=128,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    scale=192**-0.5,
+    attention_bias=True,
+)
+# Rounding rows to e4m3 changes numbers by 2^-5 at most, by a third of that in a norm; four products follow each other.
+TOLERANCE = 4e-2
+EXACT = 1e-12  # in float64: sums in another order, where memory lies otherwise
+
+
+class Stored:
+    """A matrix of a checkpoint in block fp8."""
+
+    def __init__(self, weight: BlockFp8) -> None:
+        self.weight, self.shape = weight, weight.codes.shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return dequantize(self.weight, torch.float32)[index]
+
+    def stored(self, rows: slice, cols: slice) -> BlockFp8 | Tensor:
+        first, last = (
+            [bound for bound, size in zip(bounds, self.shape, strict=True)]
+            for bounds in zip(
+                *(part.indices(size)[:2] for part, size in zip((rows, cols), self.shape, strict=True)), strict=True
+            )
+        )
+        if any(
+            start % 128 or (stop % 128 and stop < size)
+            for start, stop, size in zip(first, last, self.shape, strict=True)
+        ):
+            return self[rows, cols]
+        cuts = tuple(slice(start // 128, -(-stop // 128)) for start, stop in zip(first, last, strict=True))
+        return BlockFp8(self.weight.codes[rows, cols], self.weight.scales[cuts])
+
+
+def stored(weights: Mapping[str, Tensor], wide: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Replace matrices by random ones in block fp8, whose values have about the size of the former."""
+    found: dict[str, Any] = dict(weights)
+    for seed, (name, weight) in enumerate(weights.items()):
+        if weight.ndim == 2 and not name.endswith(wide):
+            made = blocks(*weight.shape, seed)
+            found[name] = Stored(BlockFp8(made.codes, made.scales / 2 / weight.shape[1] ** 0.5))
+    return found
+
+
+def dequantized(weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: weight[:, :] if isinstance(weight, Stored) else weight for name, weight in weights.items()}
+
+
+def checkpoint(config: MLAConfig) -> dict[str, Any]:
+    """Make a whole layer's weights in block fp8, but for the indexer's weights_proj."""
+    assert config.q_lora_rank is not None
+    heads, kv_width = config.num_heads, config.qk_nope_head_dim + config.v_head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_a_proj.weight": (config.q_lora_rank, config.hidden_size),
+        "kv_a_proj_with_mqa.weight": (config.latent_dim, config.hidden_size),
+        "q_b_proj.weight": (heads * config.qk_head_dim, config.q_lora_rank),
+        "kv_b_proj.weight": (heads * kv_width, config.kv_lora_rank),
+        "o_proj.weight": (config.hidden_size, heads * config.v_head_dim),
+        "q_a_layernorm.weight": (config.q_lora_rank,),
+        "kv_a_layernorm.weight": (config.kv_lora_rank,),
+        "q_a_proj.bias": (config.q_lora_rank,),
+        "kv_a_proj_with_mqa.bias": (config.latent_dim,),
+        "o_proj.bias": (config.hidden_size,),
+    }
+    if config.indexer is not None:
+        width, index_heads = config.indexer.head_dim, config.indexer.num_heads
+        shapes |= {
+            "indexer.wq_b.weight": (index_heads * width, config.q_lora_rank),
+            "indexer.wk.weight": (width, config.hidden_size),
+            "indexer.weights_proj.weight": (index_heads, config.hidden_size),
+            "indexer.k_norm.weight": (width,),
+            "indexer.k_norm.bias": (width,),
+        }
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return stored(weights, wide=("weights_proj.weight",))
+
+
+def layers(
+    config: MLAConfig, size: int, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[MLAAttention, MLAAttention]:
+    """Return a layer in fp8, and one of the dequantized weights."""
+    dcp = DCPConfig(
+        tensor_parallel_size=size,
+        decode_context_parallel_size=size,
+        dcp_comm_backend="ag_rs" if dtype == torch.float64 else "auto",
+        block_size=64 if device == "cuda" else 4,
+        **options,
+    )
+    mesh, weights = init_mesh(size, size), checkpoint(config)
+    exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
+    both = [MLAAttention(config, dcp, mesh, exchange, dtype, device).eval() for _ in range(2)]
+    both[0].load_weights(weights)
+    both[1].load_weights(dequantized(weights))
+    return both[0], both[1]
+
+
+def assert_equal_weights(in_fp8: nn.Module, plain: nn.Module, kept: set[str]) -> None:
+    """Compare values, and which linear layers hold codes."""
+    for name, module in plain.named_modules():
+        if isinstance(module, Linear):
+            mine = in_fp8.get_submodule(name)
+            assert isinstance(mine, Linear)
+            assert (mine.weight_scale is not None) == (name in kept), name
+            weight = mine.weight if mine.weight_scale is None else BlockFp8(mine.weight, mine.weight_scale)
+            assert torch.equal(dequantize(weight, module.weight.dtype), module.weight)
+
+
+def check_layers(size: int, batches: tuple[Batch, ...]) -> None:
+    """Compare outputs and caches, with each option that changes which heads a rank holds."""
+    layer_module.PROJECT_FIRST_TOKENS = 1
+    for q_replicate, project_first in ((False, False), (True, False), (False, True)):
+        options = {"dcp_q_replicate": q_replicate, "dcp_project_before_merge": project_first}
+        in_fp8, plain = layers(CONFIG, size, dtype=torch.float64, **options)
+        assert_equal_weights(in_fp8, plain, {"fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"})
+        for batch in batches:
+            for got, wanted in zip(run_layer(in_fp8, batch), run_layer(plain, batch), strict=True):
+                torch.testing.assert_close(got, wanted, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_are_those_of_dequantized_weights(size: int) -> None:
+    run_ranks(size, check_layers, size, (MIXED, DECODES[0], PREFILL))
+
+
+def check_uneven() -> None:
+    """Compare heads whose parts share blocks, and an indexer, whose wk lies beside a wide weight."""
+    indexer = IndexerConfig(num_heads=4, head_dim=128, topk=8, rope_interleaved=False)
+    config = dataclasses.replace(CONFIG, num_heads=2, qk_nope_head_dim=64, v_head_dim=192, indexer=indexer)
+    in_fp8, plain = layers(config, 1, dtype=torch.float64)
+    kept = {"fused_qkv_a_proj", "q_b_proj", "o_proj", "indexer.wq_b"}
+    assert_equal_weights(in_fp8, plain, kept)
+    for got, wanted in zip(run_layer(in_fp8, MIXED), run_layer(plain, MIXED), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=EXACT)
+
+
+def test_blocks_that_heads_share() -> None:
+    run_ranks(1, check_uneven)
+
+
+def check_quantized_output() -> None:
+    """Check that o_proj is handed quantized rows in decodes, prefills and mixed batches; zeros without a step."""
+    layer, _ = layers(CONFIG, 1)
+    taken = []
+    layer.o_proj.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    for batch in (MIXED, DECODES[0], PREFILL):
+        plain, _ = run_layer(layer, batch)
+        layer.o_proj.takes_quantized = True
+        got, _ = run_layer(layer, batch)
+        attended, _ = run_layer(layer, batch, layer.attend)
+        layer.o_proj.takes_quantized = False
+        assert isinstance(taken[-1], QuantizedRows)
+        values, scales = output_ops.quantize_fp8_groups(attended, 128, "tma", False)
+        assert torch.equal(codes(taken[-1].values[: len(values)]), codes(values))
+        assert torch.equal(taken[-1].scales[: len(values)], scales)
+        assert (got - plain).norm() < TOLERANCE * plain.norm()
+        assert not torch.equal(got, plain)
+    hidden = torch.zeros(5, 256)
+    assert torch.equal(layer(hidden, None, None), layer.o_proj.bias.expand(5, -1))
+    assert torch.equal(layer.partial(hidden, None, None), layer.o_proj.bias.expand(5, -1))
+    rows = layer.attend(hidden, None, None, OutputQuant(kind="fp8_groups"))
+    assert isinstance(rows, QuantizedRows)
+    assert rows.values.shape == (5, 512)
+    assert not codes(rows.values).any()
+
+
+def test_quantized_output() -> None:
+    run_ranks(1, check_quantized_output)
+
+
+def check_compressed() -> None:
+    """Compare the weights of DeepSeek-V4's layers, and what an output in groups gives after them."""
+    sizes = {"num_attention_heads": 4, "o_groups": 2, "index_n_heads": 4, "index_head_dim": 64, "hidden_size": 128}
+    hf_config = tiny(**sizes, head_dim=128, q_lora_rank=128, o_lora_rank=128)
+    config, dcp, mesh = CompressedConfig.from_hf(hf_config), DCPConfig(block_size=16), init_mesh(1, 1)
+    exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
+    wide = (
+        "gate_proj.weight",
+        "weights_proj.weight",
+        "position_bias",
+        "compressor.kv_proj.weight",
+        "indexer.kv_proj.weight",
+    )
+    for module, kind in zip(modules_of(hf_config), config.layer_kinds, strict=True):
+        weights = stored(module.state_dict(), wide)
+        both = []
+        for found in (weights, dequantized(weights)):
+            layer = CompressedAttention(config, kind, dcp, mesh, exchange, torch.float32, "cpu")
+            layer.load_weights(found)
+            both.append(layer)
+        kept = {"q_b_proj", "o_a_proj", "o_b_proj", "index_q_proj"} | (set() if kind.ratio else {"down_proj"})
+        assert_equal_weights(*both, kept)
+        out, lse, cos_sin = torch.randn(3, 4, 128), torch.randn(3, 4), torch.randn(3, 8)
+        plain = both[0].finish(out, lse, cos_sin, 5)
+        assert torch.equal(plain, both[1].finish(out, lse, cos_sin, 5))
+        both[0].o_a_proj.takes_quantized = True
+        got = both[0].finish(out, lse, cos_sin, 5)
+        assert (got - plain).norm() < TOLERANCE * plain.norm()
+        assert not torch.equal(got, plain)
+        assert torch.equal(both[0].attend(torch.zeros(5, 128), None, None), torch.zeros(5, 256))
+
+
+def test_compressed_layers() -> None:
+    run_ranks(1, check_compressed)
+
+
+def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int) -> None:
+    """Compare kernels with themselves: codes with scales give what their values give, to the bit."""
+    from dcpmla.attention.output import kernels as output_kernels
+    from dcpmla.attention.triton import projections as kernels
+
+    generator = torch.Generator().manual_seed(3)
+    made = [blocks(256, rank, seed) for seed in range(heads)]
+    both = BlockFp8(*(torch.stack(parts).to(device) for parts in zip(*made, strict=True)))
+    q = torch.randn(num_tokens, heads, 192, generator=generator).to(device, dtype)
+    out = torch.randn(num_tokens, heads, rank, generator=generator).to(device, dtype)
+    values = dequantize(both, dtype)
+    w_uk, w_uv = (
+        BlockFp8(both.codes[:, part], both.scales[:, at])
+        for part, at in ((slice(128), slice(1)), (slice(128, 256), slice(1, 2)))
+    )
+    absorbed = kernels.absorb_query(q, w_uk.codes, None, False, None, w_uk.scales)
+    assert torch.equal(absorbed, kernels.absorb_query(q, values[:, :128], None, False, None))
+    for quant in (OutputQuant(kind="fp8_groups"), OutputQuant(kind="fp8", scale=torch.ones(1, device=device)), None):
+        results = []
+        for weight, scales in ((w_uv.codes, w_uv.scales), (values[:, 128:], None)):
+            rows = torch.empty(num_tokens, heads * 128, dtype=dtype, device=device), None
+            rows = rows if quant is None else quant.empty(num_tokens, heads * 128, torch.device(device))
+            into = None if quant is None or quant.kind == "fp8" else rows[1]
+            output_kernels.project_rows(out, weight, 0, rows[0], into, quant and quant.scale, False, scales)
+            results.append(rows)
+        assert torch.equal(codes(results[0][0]), codes(results[1][0]))
+        if quant is not None:
+            assert torch.equal(results[0][1], results[1][1])
+
+
+def check_in_the_interpreter() -> None:
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    check_kernels("cpu", torch.float16, 3, 1, 128)
+
+
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_in_the_interpreter)
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    for num_tokens in (1, 17, 70, 300):
+        check_kernels("cuda", torch.bfloat16, num_tokens, 16, 512)
+
+
+def check_on_a_gpu() -> None:
+    config = dataclasses.replace(CONFIG, num_heads=8, kv_lora_rank=512)
+    for options in ({}, {"dcp_project_before_merge": True}):
+        in_fp8, plain = layers(config, 1, "cuda", torch.bfloat16, **options)
+        assert in_fp8.o_proj.takes_quantized
+        for batch in (MIXED, DECODES[0], ((0, 300), (200, 131))):
+            for got, wanted in zip(run_layer(in_fp8, batch), run_layer(plain, batch), strict=True):
+                assert (got.float() - wanted.float()).norm() < TOLERANCE * wanted.float().norm()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    run_ranks(1, check_on_a_gpu, device="cuda", timeout=300)
