@@ -188,6 +188,7 @@ def test_options_of_generate() -> None:
         ("--kv-cache-memory-bytes",),
         ("--gpu-memory-utilization",),
         ("--dtype",),
+        ("--expert-dtype",),
         ("--load-format",),
         ("--enforce-eager",),
         ("--device",),

@@ -40,6 +40,7 @@ _OPTION_RULES = {
     "enable_expert_parallel": FLAG,
     "enforce_eager": FLAG,
     "load_format": one_of(("auto", "dummy")),
+    "expert_dtype": one_of(("auto", "fp8")),
 }
 ENGINE_OPTIONS = tuple(_OPTION_RULES)  # load_engine's keywords that are for its user to choose
 
@@ -106,6 +107,7 @@ def load_engine(
     enable_expert_parallel: bool = False,
     enforce_eager: bool = False,
     load_format: str = "auto",
+    expert_dtype: str = "auto",
     on_step: Callable[[str], object] = lambda line: None,
 ) -> Engine:
     """Load the weights, allocate the cache, on GPUs capture decode graphs. Collective over the job, whose ranks
@@ -130,6 +132,8 @@ def load_engine(
         enable_prefix_caching: reuse the cached blocks of earlier requests that begin with the same tokens.
         enable_expert_parallel: spread experts whole over the ranks instead of cutting each.
         enforce_eager: no decode graphs.
+        expert_dtype: "auto" leaves experts as they are stored; "fp8" re-encodes those in 4 bits (DeepSeek-V4) without a
+            rounding: twice the memory, and faster products.
         load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights, for measuring.
         on_step: called with a line on what comes next, before each step.
     Raises:
@@ -156,6 +160,7 @@ def load_engine(
             device,
             enable_expert_parallel,
             load_format,
+            expert_dtype,
         )
     graphs = None
     if device.type == "cuda" and not enforce_eager:

@@ -26,6 +26,7 @@ class Parts:
         weights: the whole checkpoint.
         dtype: of what is not kept quantized.
         spreads_experts: each rank has its share of the experts whole, instead of a slice of every one.
+        expert_dtype: "auto" or "fp8" (`load_experts`).
     """
 
     model: Any
@@ -34,6 +35,7 @@ class Parts:
     dtype: torch.dtype
     device: torch.device
     spreads_experts: bool
+    expert_dtype: str
 
     def _cut(self, size: int) -> slice:
         in_blocks = getattr(self.model.config, "quantization_config", None) is not None
@@ -82,7 +84,7 @@ class Parts:
         parts = [ExpertPart(f"{name}.experts.{number}.", size, columns) for number in own]
         shared = self._shared_parts(name, module, weights, parts[0])
         gate = self._gate(name, module, len(shared))
-        experts = load_experts(weights, parts + shared, hidden_size, self.dtype, self.device)
+        experts = load_experts(weights, parts + shared, hidden_size, self.expert_dtype, self.dtype, self.device)
         has_mlp = hasattr(module, "shared_experts") and not shared
         adds_identity = getattr(module.experts, "zero_expert_num", 0) and tp_rank == 0
         return MoE(

@@ -110,6 +110,7 @@ def load_model(
     device: torch.device,
     enable_expert_parallel: bool = False,
     load_format: str = "auto",
+    expert_dtype: str = "auto",
 ) -> ShardedModel:
     """Load a checkpoint, every rank its own part. Collective over the job, whose ranks must be the TP group.
 
@@ -118,6 +119,7 @@ def load_model(
         dtype: to compute in; None takes the checkpoint's.
         enable_expert_parallel: each rank holds its share of the experts whole, instead of a slice of every one.
         load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights.
+        expert_dtype: "auto" leaves experts as they are stored, "fp8" re-encodes those in 4 bits without a rounding.
     Raises:
         ValueError: sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
     """
@@ -138,7 +140,7 @@ def load_model(
         raise ValueError(
             "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"
         )
-    parts = Parts(model, weights, mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1)
+    parts = Parts(model, weights, mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1, expert_dtype)
     layers = _AttentionLayers(config, dcp, mesh, selection, weights, dtype, device)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
     is_plain = all(is_plain_block(layer) for layer in model.model.layers)

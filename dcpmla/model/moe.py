@@ -14,7 +14,7 @@ from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.mlp import MLP
 from dcpmla.model.router import Router, route, router_logits
 from dcpmla.parallel.linear import Weight, fill, read_linear
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, dequantize
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, dequantize, to_block_fp8
 
 Gate = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
@@ -91,26 +91,24 @@ class ExpertPart(NamedTuple):
     size: int
     cut: slice
 
-    def read(
-        self, weights: Mapping[str, Weight], hidden_size: int, dtype: torch.dtype
-    ) -> tuple[AnyWeight, AnyWeight, AnyWeight]:
+    def read(self, weights: Mapping[str, Weight], hidden_size: int, dtype: torch.dtype) -> list[AnyWeight]:
         """Return gate, up and down, quantized where they are stored so and their blocks can be stacked."""
-        names = (f"{self.prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
         wide, tall = (self.size, hidden_size), (hidden_size, self.size)
-        gate, up, down = (
-            read_linear(weights, next(names), wide, rows=self.cut),
-            read_linear(weights, next(names), wide, rows=self.cut),
-            read_linear(weights, next(names), tall, cols=self.cut),
-        )
-        if all(isinstance(part, GroupFp4) or _has_whole_blocks(part) for part in (gate, up, down)):
-            return gate, up, down
-        return dequantize(gate, dtype), dequantize(up, dtype), dequantize(down, dtype)
+        parts = [
+            read_linear(weights, f"{self.prefix}gate_proj.weight", wide, rows=self.cut),
+            read_linear(weights, f"{self.prefix}up_proj.weight", wide, rows=self.cut),
+            read_linear(weights, f"{self.prefix}down_proj.weight", tall, cols=self.cut),
+        ]
+        if all(isinstance(part, GroupFp4) or _has_whole_blocks(part) for part in parts):
+            return parts
+        return [dequantize(part, dtype) for part in parts]
 
 
 def load_experts(
     weights: Mapping[str, Weight],
     parts: Sequence[ExpertPart],
     hidden_size: int,
+    expert_dtype: str,
     dtype: torch.dtype,
     device: torch.device,
 ) -> ExpertWeights:
@@ -118,16 +116,32 @@ def load_experts(
 
     Args:
         parts: this rank's, in the order of their ids.
+        expert_dtype: "auto", or "fp8" for the same values of experts in 4 bits: twice the memory, and faster products.
         dtype: of what is not kept quantized.
     Raises:
-        ValueError: a weight that is missing or has another shape, experts that are stored in several ways.
+        ValueError: a weight that is missing or has another shape, experts that are stored in several ways, or that
+            are not in 4 bits, or have no such values in fp8.
     """
     gate_up, down = (_Stack(len(parts), device) for _ in range(2))
     for index, part in enumerate(parts):
-        gate, up, down_proj = part.read(weights, hidden_size, dtype)
-        gate_up.put(index, gate, up)
-        down.put(index, down_proj)
+        matrices = part.read(weights, hidden_size, dtype)
+        if expert_dtype == "fp8":
+            matrices = [_as_fp8(matrix, part.prefix, device) for matrix in matrices]
+        gate_up.put(index, *matrices[:2])
+        down.put(index, matrices[2])
     return ExpertWeights(gate_up.finish(), down.finish())
+
+
+def _as_fp8(matrix: AnyWeight, prefix: str, device: torch.device) -> BlockFp8:
+    encoded = None
+    if isinstance(matrix, GroupFp4):
+        encoded = to_block_fp8(GroupFp4(matrix.codes.to(device), matrix.scales.to(device)))
+    if encoded is None or not _has_whole_blocks(encoded):
+        raise ValueError(
+            f"expert_dtype (--expert-dtype) is 'fp8', but the experts {prefix}* are not in 4 bits, or not of values "
+            f"that blocks in fp8 have; choose auto"
+        )
+    return encoded
 
 
 def _has_whole_blocks(part: AnyWeight) -> bool:

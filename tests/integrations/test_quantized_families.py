@@ -36,7 +36,7 @@ CASES = [  # family, how it is stored, what its experts are then
 
 
 def outcome(
-    directory: Path, tp: int, enable_expert_parallel: bool
+    directory: Path, tp: int, enable_expert_parallel: bool, expert_dtype: str = "auto"
 ) -> tuple[list[tuple[list[int], torch.Tensor]], set[str], int, int]:
     """On one rank: tokens and logits of each prompt, the kinds of experts, and the linear layers that keep codes or
     not.
@@ -45,7 +45,15 @@ def outcome(
     mesh = init_mesh(tp, tp)
     selection = select_exchange(dcp, mesh.dcp_group, cpu)
     model = load_model(
-        directory, load_config(directory), dcp, mesh, selection, torch.float32, cpu, enable_expert_parallel
+        directory,
+        load_config(directory),
+        dcp,
+        mesh,
+        selection,
+        torch.float32,
+        cpu,
+        enable_expert_parallel,
+        expert_dtype=expert_dtype,
     )
     cache = new_cache(model.plan_cache(dcp, [48] * 4, num_states=6), cpu)
     engine = Engine(model, cache, dcp, mesh, 48, 64, max_num_seqs=3)
@@ -82,11 +90,25 @@ def test_logits_on_two_ranks(family: str, scheme: str, experts: str, tmp_path: P
         assert num_quantized / num_linears >= (0.5 if experts != "Tensor" else 0)
 
 
-@pytest.mark.parametrize("scheme", ["block"])
-def test_experts_spread_over_ranks(scheme: str, tmp_path: Path) -> None:
-    save_wide("deepseek_v3", tmp_path / "wide")
+@pytest.mark.parametrize(
+    ("family", "scheme", "enable_expert_parallel", "expert_dtype"),
+    [("deepseek_v3", "block", True, "auto"), ("deepseek_v4", "published", False, "fp8")],
+    ids=["whole experts", "4 bits in 8"],
+)
+def test_other_experts(
+    family: str, scheme: str, enable_expert_parallel: bool, expert_dtype: str, tmp_path: Path
+) -> None:
+    save_wide(family, tmp_path / "wide")
     write_quantized(tmp_path / "wide", tmp_path / "stored", scheme)
     write_dequantized(tmp_path / "wide", tmp_path / "twin", scheme)
-    results = run_ranks(2, outcome, tmp_path / "stored", 2, True)
+    results = run_ranks(2, outcome, tmp_path / "stored", 2, enable_expert_parallel, expert_dtype)
     check(results, tmp_path / "twin")
     assert all(kinds == {"BlockFp8"} for _, kinds, *_ in results)
+
+
+def test_experts_that_are_not_in_4_bits_are_not_re_encoded(tmp_path: Path) -> None:
+    save_wide("deepseek_v3", tmp_path)
+    with pytest.raises(
+        AssertionError, match=r"expert_dtype \(--expert-dtype\) is 'fp8', but the experts model\.layers"
+    ):
+        run_ranks(1, outcome, tmp_path, 1, False, "fp8")
