@@ -37,6 +37,10 @@ class Parts:
     spreads_experts: bool
     expert_dtype: str
 
+    @property
+    def _swiglu_limit(self) -> float | None:
+        return getattr(self.model.config, "swiglu_limit", None)
+
     def _cut(self, size: int) -> slice:
         in_blocks = getattr(self.model.config, "quantization_config", None) is not None
         return cut(size, self.mesh.tp_rank, self.mesh.tp_size, in_blocks)
@@ -68,7 +72,7 @@ class Parts:
     def _dense(self, name: str, module: Any) -> MLP:
         size, hidden_size = module.gate_proj.weight.shape
         columns = self._cut(size)
-        mlp = MLP(hidden_size, columns.stop - columns.start, _swiglu_limit(module), self.dtype, self.device)
+        mlp = MLP(hidden_size, columns.stop - columns.start, self._swiglu_limit, self.dtype, self.device)
         mlp.load_weights(self.weights, f"{name}.", size, columns)
         return mlp
 
@@ -92,7 +96,7 @@ class Parts:
             experts,
             own.start,
             self._dense(f"{name}.shared_experts", module.shared_experts) if has_mlp else None,
-            _swiglu_limit(module.experts),
+            self._swiglu_limit,
             num_experts if adds_identity else None,
         )
 
@@ -142,10 +146,6 @@ class _TransformersGate(nn.Module):
     def forward(self, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         _, weights, expert_ids = self.gate(x, token_ids) if hasattr(self.gate, "tid2eid") else self.gate(x)
         return expert_ids.int(), weights.float()
-
-
-def _swiglu_limit(module: Any) -> float | None:
-    return getattr(module, "limit", None)
 
 
 # How the families choose experts; transformers' own gates choose in all others.

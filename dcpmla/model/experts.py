@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.cache.formats import FP8
-from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, AnyWeight, BlockFp8, GroupFp4, dequantize
+from dcpmla.parallel.fp8 import runs_fp8
+from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, AnyWeight, BlockFp8, GroupFp4, dequantize, unpack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FP8_CAPABILITY = (8, 9)  # of GPUs that multiply in e4m3
 
 
 class ExpertWeights(NamedTuple):
@@ -49,7 +49,7 @@ def compute_experts(
     _check(x, expert_ids, expert_weights, weights)
     if expert_ids.numel() == 0:
         return torch.zeros_like(x)
-    (gate_up, gate_up_scales), (down, down_scales) = map(_parts, weights)
+    (gate_up, gate_up_scales), (down, down_scales) = map(unpack, weights)
     return _compute(x, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, swiglu_limit)
 
 
@@ -64,16 +64,17 @@ def _compute(
     down_scales: Tensor | None,
     swiglu_limit: float | None,
 ) -> Tensor:
-    weights = ExpertWeights(_joined(gate_up, gate_up_scales), _joined(down, down_scales))
-    if _runs_triton(x, weights.gate_up):
+    if _runs_triton(x, gate_up):
         from dcpmla.model.kernels import experts  # triton is there on Linux only
 
+        weights = gate_up, gate_up_scales, down, down_scales
         return experts.compute_experts(x, expert_ids, expert_weights, *weights, swiglu_limit)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
-        if 0 <= expert < num_experts(weights):
+        if 0 <= expert < len(down):
             tokens, routes = (expert_ids == expert).nonzero(as_tuple=True)
-            gate_up_values, down_values = (dequantize(_one(weight, expert), torch.float32) for weight in weights)
+            gate_up_values = _values(gate_up, gate_up_scales, expert)
+            down_values = _values(down, down_scales, expert)
             gate, up = functional.linear(x[tokens].float(), gate_up_values).chunk(2, -1)
             if swiglu_limit is not None:
                 gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
@@ -87,32 +88,16 @@ def _(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _parts(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
-    return (weight, None) if isinstance(weight, Tensor) else weight
-
-
-def _joined(codes: Tensor, scales: Tensor | None) -> AnyWeight:
+def _values(codes: Tensor, scales: Tensor | None, expert: int) -> Tensor:
+    """Return one expert's matrix in float32."""
     if scales is None:
-        return codes
-    return GroupFp4(codes, scales) if codes.dtype == torch.uint8 else BlockFp8(codes, scales)
+        return codes[expert].float()
+    kind = GroupFp4 if codes.dtype == torch.uint8 else BlockFp8
+    return dequantize(kind(codes[expert], scales[expert]), torch.float32)
 
 
-def num_experts(weights: ExpertWeights) -> int:
-    """Return E."""
-    return len(_codes(weights.down))
-
-
-def _runs_triton(x: Tensor, weight: AnyWeight) -> bool:
-    can_fp8 = x.is_cuda and torch.cuda.get_device_capability(x.device) >= _FP8_CAPABILITY
-    return x.is_cuda and (can_fp8 or not isinstance(weight, BlockFp8))
-
-
-def _codes(weight: AnyWeight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.codes
-
-
-def _one(weight: AnyWeight, expert: int) -> AnyWeight:
-    return weight[expert] if isinstance(weight, Tensor) else type(weight)(*(part[expert] for part in weight))
+def _runs_triton(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cuda and (weight.dtype != FP8 or runs_fp8(x.device))
 
 
 def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertWeights) -> None:
@@ -140,7 +125,7 @@ def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: Exper
                 f"{name} is {_shape(name, weight, x.dtype)}; expected {expected[name]} of x {tuple(x.shape)} and down "
                 f"{_shape('down', weights.down, x.dtype)}"
             )
-    for tensor in (expert_ids, expert_weights, *map(_codes, weights)):
+    for tensor in (expert_ids, expert_weights, *(unpack(weight)[0] for weight in weights)):
         if tensor.device != x.device:
             raise ValueError(f"x is on {x.device}, but its experts, or what chooses them, on {tensor.device}")
 

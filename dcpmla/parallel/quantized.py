@@ -38,9 +38,9 @@ class GroupFp4(NamedTuple):
 AnyWeight = Tensor | BlockFp8 | GroupFp4
 
 
-def unpack(weight: Tensor | BlockFp8) -> tuple[Tensor, Tensor | None]:
+def unpack(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
     """Return a weight in the shape in which operators take it: itself and None, or codes and scales."""
-    return weight if isinstance(weight, BlockFp8) else (weight, None)
+    return (weight, None) if isinstance(weight, Tensor) else (weight.codes, weight.scales)
 
 
 def dequantize(weight: AnyWeight, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.cache.formats import FP8
 from dcpmla.model.kernels.blocks import assign_blocks, sum_routes
 from dcpmla.model.kernels.grouped import grouped_product_kernel
-from dcpmla.parallel.quantized import BLOCK, AnyWeight
+from dcpmla.parallel.quantized import BLOCK
 
 
 class Tile(NamedTuple):
@@ -71,17 +71,19 @@ def compute_experts(
     x: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    gate_up: AnyWeight,
-    down: AnyWeight,
+    gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor | None,
     swiglu_limit: float | None,
 ) -> Tensor:
     """Compute `model.experts.compute_experts` of at least one token and one route."""
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
     (num_tokens, top_k), num_routes = ids.shape, ids.numel()
-    gate_up_codes, gate_up_scales = _parts(gate_up)
-    down_codes, down_scales = _parts(down)
-    num_experts, width, hidden = len(down_codes), gate_up_codes.shape[1] // 2, down_codes.shape[1]
-    kind = gate_up_codes.dtype if gate_up_codes.dtype in _FEW else torch.bfloat16
+    if gate_up_scales is not None and down_scales is not None:
+        gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
+    num_experts, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
+    kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
     is_few = num_tokens <= _FEW_TOKENS
     if is_few:
         tiling, experts, routes = _FEW[kind], ids, None
@@ -90,15 +92,11 @@ def compute_experts(
         experts, routes = assign_blocks(ids, num_experts, max(tiling.gate_up.rows, tiling.down.rows))
 
     h = x.new_empty(num_routes, width)
-    codes = gate_up_codes.unflatten(1, (2, width))
+    codes = gate_up.unflatten(1, (2, width))
     _multiply(x, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, swiglu_limit)
     rows = x.new_empty(num_tokens if is_few else num_routes, hidden)
-    _multiply(h, down_codes.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k)
+    _multiply(h, down.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k)
     return rows if is_few else sum_routes(rows, ids, num_experts)
-
-
-def _parts(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
-    return (weight, None) if isinstance(weight, Tensor) else (weight.codes, weight.scales.contiguous())
 
 
 def _multiply(
