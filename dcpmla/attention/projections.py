@@ -10,6 +10,7 @@ from torch import Tensor
 from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8, to_fp8
 from dcpmla.cache.latent import write_latents
+from dcpmla.comm.reduce import rms_norm
 from dcpmla.parallel.fp8 import dequantize_blocks, runs_fp8
 
 
@@ -151,14 +152,6 @@ def project_into(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, values: Ten
 def values_of(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return a weight as it is, or the values of codes in e4m3 with their scales."""
     return weight if scales is None else dequantize_blocks(weight, scales, dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x [T, N] in float32 at least, rounded where transformers' models round: after the norm, and again after
-    the weight [N].
-    """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).to(x.dtype)
 
 
 def _runs_triton(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ BENCHMARKS = {  # modules of dcpmla.bench, each with its BENCHMARK
     "sparse": "sparse MLA's decode: selection, operation by operation, and attention to selected tokens, per DCP size",
     "output": "W_UV with a quantized output, as one kernel and as two",
     "exchange": "the exchange of a DCP group, per backend and number of tokens, checked against float64",
+    "reduce": "a TP group's sum with residual and RMSNorm, per backend and number of tokens",
     "layer": "a decode step of attention layers, part by part, per DCP size: scaling over GPUs and hosts, crossovers",
     "generate": "decode steps of a whole model, with and without CUDA graphs, per batch",
     "serve": "a synthetic load: how many requests fit, throughput and latencies, per DCP size",

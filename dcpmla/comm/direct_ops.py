@@ -14,8 +14,8 @@ from dcpmla.comm.kernels.landings import NUM_PROGRAMS, combine_kernel, gather_ke
 from dcpmla.comm.kernels.window import place_kernel
 from dcpmla.parallel.collectives import PeerFault
 
-_OPERATIONS = ("gather_heads", "combine", "gather_context", "gather_candidates")
-_CARRIERS = {2: torch.int16, 4: torch.int32}  # kernels move rows as integers
+OPERATIONS = ("gather_heads", "combine", "gather_context", "gather_candidates", "all_reduce", "add_norm")
+CARRIERS = {2: torch.int16, 4: torch.int32}  # kernels move rows as integers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes that a thread stores
 # Columns of an item, and how many items there may be; measured on H200s.
@@ -35,7 +35,7 @@ def raise_fault(fault: Tensor, timeout: float, group_name: str) -> None:
     """Raise PeerFault if a kernel has recorded that a rank did not come."""
     found = int(fault)
     if found:
-        epoch, peer, operation = found >> 32, (found >> 8) & 0xFF, _OPERATIONS[found & 0xFF]
+        epoch, peer, operation = found >> 32, (found >> 8) & 0xFF, OPERATIONS[found & 0xFF]
         ranks = dist.get_process_group_ranks(_group(group_name))
         raise PeerFault(
             f"{operation} failed on rank {dist.get_rank()} of the group {ranks}: nothing came from rank {ranks[peer]} "
@@ -84,7 +84,7 @@ def gather(
     size, row_width = len(addresses), num_heads * width
     gathered = q.new_empty(num_tokens, size * num_heads, width)
     rows = q.reshape(num_tokens, row_width)
-    rows = (rows if rows.stride(-1) == 1 else rows.contiguous()).view(_CARRIERS[q.element_size()])
+    rows = (rows if rows.stride(-1) == 1 else rows.contiguous()).view(CARRIERS[q.element_size()])
     words = size * -(-row_width // _NARROWEST)
     for tokens in _turns(num_tokens, size * row_width * q.element_size(), words, landing_bytes):
         tiling = choose_tiling(len(rows[tokens]), row_width, size, is_fp8)
@@ -99,15 +99,15 @@ def gather(
             rank,
             tiling.items,
             landing_bytes,
-            _milliseconds(timeout),
-            _OPERATIONS.index(operation),
+            milliseconds(timeout),
+            OPERATIONS.index(operation),
             WIDTH=row_width,
             SIZE=size,
             PEERS=triton.next_power_of_2(size),
             COLUMNS=tiling.columns,
             IS_FP8=is_fp8,
             PROGRAMS=NUM_PROGRAMS,
-            SHARE=_share(tiling.num_programs),
+            SHARE=share(tiling.num_programs),
             REPEAT=32 // triton.next_power_of_2(size),
             num_warps=1,
         )
@@ -174,7 +174,7 @@ def _launch_combine(
     size, (num_tokens, num_heads, width) = len(mailbox.addresses), merged.shape
     tiling = choose_tiling(num_tokens * num_heads, width, size, is_fp8)
     combine_kernel[(tiling.num_programs,)](
-        out.view(_CARRIERS[out.element_size()]),
+        out.view(CARRIERS[out.element_size()]),
         lse,
         merged,
         merged_lse,
@@ -188,7 +188,7 @@ def _launch_combine(
         dist.get_rank(_group(mailbox.group_name)),
         tiling.items,
         mailbox.landing_bytes,
-        _milliseconds(mailbox.timeout),
+        milliseconds(mailbox.timeout),
         WIDTH=width,
         SIZE=size,
         PEERS=triton.next_power_of_2(size),
@@ -196,7 +196,7 @@ def _launch_combine(
         IS_FP8=is_fp8,
         IS_SENT=is_sent,
         PROGRAMS=NUM_PROGRAMS,
-        SHARE=_share(tiling.num_programs),
+        SHARE=share(tiling.num_programs),
         REPEAT=32 // triton.next_power_of_2(size),
         num_warps=1,
     )
@@ -227,7 +227,7 @@ def place(
     num_items = -(-num_rows * columns // _PLACED) * (width // columns)
     num_programs = min(max(1, num_items), _PLACE_PROGRAMS)
     place_kernel[(num_programs,)](
-        rows.contiguous().view(_CARRIERS[rows.element_size()]),
+        rows.contiguous().view(CARRIERS[rows.element_size()]),
         targets,
         addresses,
         state,
@@ -236,8 +236,8 @@ def place(
         rank,
         window_at,
         flags_at,
-        _milliseconds(timeout),
-        OPERATION=_OPERATIONS.index(operation),
+        milliseconds(timeout),
+        OPERATION=OPERATIONS.index(operation),
         WIDTH=width,
         SIZE=len(addresses),
         PEERS=triton.next_power_of_2(len(addresses)),
@@ -245,7 +245,7 @@ def place(
         COLUMNS=columns,
         THREADS=_PLACE_THREADS,
         PROGRAMS=NUM_PROGRAMS,
-        SHARE=_share(num_programs),
+        SHARE=share(num_programs),
         num_warps=_PLACE_THREADS // 32,
     )
 
@@ -297,10 +297,10 @@ def _turns(num_tokens: int, token_bytes: int, token_words: int, landing_bytes: i
         yield slice(first, min(first + at_once, num_tokens))
 
 
-def _share(num_programs: int) -> int:
+def share(num_programs: int) -> int:
     """Return how many counters each program of a launch has, as a power of two."""
     return triton.next_power_of_2(-(-NUM_PROGRAMS // num_programs))
 
 
-def _milliseconds(seconds: float) -> int:
+def milliseconds(seconds: float) -> int:
     return min(int(seconds * 1e3), 2**31 - 1)  # 24 days

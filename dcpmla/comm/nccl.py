@@ -13,11 +13,10 @@ from torch.distributed import _functional_collectives as functional
 
 from dcpmla.comm.exchange import pairs
 from dcpmla.merge import merge_partials, partial_weights, weigh_partial
-from dcpmla.parallel.collectives import named
+from dcpmla.parallel.collectives import all_gather, named
 
 _ROW_ALIGNMENT = 16  # elements: what Triton must know of a stride to load more than one of them at a time
-# torch 2.13 renamed the collectives over one tensor, and warns about the only names that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# See `parallel.collectives.all_gather`.
 _start_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -32,10 +31,10 @@ class _CollectiveExchange:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def gather_heads(self, q: Tensor) -> Tensor:
-        return self._all_gather(pairs(q), "gather_heads").transpose(0, 1).flatten(1, 2).view(q.dtype)
+        return all_gather(pairs(q), self.group, "gather_heads").transpose(0, 1).flatten(1, 2).view(q.dtype)
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
-        return self._all_gather(candidates, "gather_candidates").transpose(0, 1)
+        return all_gather(candidates, self.group, "gather_candidates").transpose(0, 1)
 
     def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> None:
         return None
@@ -60,13 +59,6 @@ class _CollectiveExchange:
     def check(self) -> None:
         pass  # a collective that fails ends its rank, or raises where it is made
 
-    def _all_gather(self, tensor: Tensor, operation: str) -> Tensor:
-        """Gather a tensor [...] of each rank: return [W, ...]."""
-        gathered = tensor.new_empty(self.size, *tensor.shape)
-        with named(operation, self.group):
-            _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
-        return gathered
-
 
 class AllGatherReduceScatter(_CollectiveExchange):
     """Exchange `ag_rs`: all-gather of LSEs, then reduce-scatter of the weighted rows over the heads, in float32."""
@@ -74,7 +66,7 @@ class AllGatherReduceScatter(_CollectiveExchange):
     name = "ag_rs"
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        shares, merged_lse = weigh_rows(out, self._all_gather(lse, "combine"), self.rank)
+        shares, merged_lse = weigh_rows(out, all_gather(lse, self.group, "combine"), self.rank)
         merged = torch.empty_like(shares[0])
         with named("combine", self.group):
             _reduce_scatter(merged, shares.flatten(0, 1), group=self.group)

@@ -1,6 +1,8 @@
 """The choice of a group's exchange."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.comm.reach import reach
 from dcpmla.config import DCPConfig
+
+Direct = TypeVar("Direct")
 
 
 @dataclass(frozen=True)
@@ -43,27 +47,23 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Ch
         return ChosenExchange(AllGatherReduceScatter(dcp_group), "asked for")
     if backend == "a2a":
         return ChosenExchange(AllToAll(dcp_group), "asked for")
-    obstacle = _obstacle(dcp_group, device)
     is_fp8 = dcp.dcp_exchange_dtype == "fp8"
-    if not obstacle and is_fp8 and torch.cuda.get_device_capability(device) < (8, 9):
-        raise ValueError(
-            "dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which needs GPUs of compute capability 8.9; "
-            "choose auto"
-        )
-    if not obstacle:
+
+    def new_direct() -> Exchange:
         from dcpmla.comm.direct import DirectExchange  # triton is there on Linux only
 
-        try:
-            direct = DirectExchange(dcp_group, device, timeout=dcp.exchange_timeout, is_fp8=is_fp8)
-            return ChosenExchange(
-                direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink"
+        if is_fp8 and torch.cuda.get_device_capability(device) < (8, 9):
+            raise ValueError(
+                "dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', which needs GPUs of compute capability 8.9; "
+                "choose auto"
             )
-        except RuntimeError as error:
-            if "overlapping devices" not in str(
-                error
-            ):  # what torch finds on all ranks alike: it takes GPUs of one number for the same
-                raise
-            obstacle = "torch has no symmetric memory for ranks that each see one GPU (CUDA_VISIBLE_DEVICES)"
+        return DirectExchange(dcp_group, device, timeout=dcp.exchange_timeout, is_fp8=is_fp8)
+
+    direct, obstacle = direct_where_reached(dcp_group, device, new_direct)
+    if direct is not None:
+        return ChosenExchange(
+            direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink"
+        )
     if backend == "direct":
         raise ValueError(
             f"dcp_comm_backend (--dcp-comm-backend) is 'direct', but {obstacle}; choose auto, ag_rs or a2a"
@@ -76,7 +76,22 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Ch
     return ChosenExchange(AllToAll(dcp_group), f"auto: {obstacle}; one collective a combine where ag_rs needs two")
 
 
-def _obstacle(group: ProcessGroup, device: torch.device) -> str:
-    """Find what `direct` lacks, "" for nothing. Collective over the group."""
+def direct_where_reached(
+    group: ProcessGroup, device: torch.device, new_direct: Callable[[], Direct]
+) -> tuple[Direct | None, str]:
+    """Build what stores into the GPU memory of all ranks of a group, where they reach it. Collective over the group.
+
+    Returns:
+        What new_direct returns, and ""; elsewhere None, and a short phrase for people that says what `direct` lacks.
+    """
     size = dist.get_world_size(group)
-    return reach(group, device) or (f"the group has {size} ranks, more than 8" if size > 8 else "")
+    obstacle = reach(group, device) or (f"the group has {size} ranks, more than 8" if size > 8 else "")
+    if obstacle:
+        return None, obstacle
+    try:
+        return new_direct(), ""
+    except RuntimeError as error:
+        # What torch finds on all ranks alike: it takes GPUs of one number for the same.
+        if "overlapping devices" not in str(error):
+            raise
+        return None, "torch has no symmetric memory for ranks that each see one GPU (CUDA_VISIBLE_DEVICES)"

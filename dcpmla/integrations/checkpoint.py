@@ -7,9 +7,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
-from dcpmla.integrations.quantization import StoredTensor, check_has_values, quantized_matrix
+from dcpmla.integrations.quantization import FLOATS, StoredTensor, check_has_values, quantized_matrix
 from dcpmla.parallel.linear import Weight
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the name of the weight; a value is its code's times the scale
@@ -59,6 +60,12 @@ class Checkpoint:
     def names(self) -> KeysView[str]:
         """The names of all tensors."""
         return self._files.keys()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first weight that has floating-point numbers; bfloat16 where none has."""
+        stored = (StoredTensor(*self._files[name]).dtype for name in self._weights)
+        return next((FLOATS[name] for name in stored if name in FLOATS), torch.bfloat16)
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the shapes of tensors, and of their scales, with a model's, by name. No values are read.

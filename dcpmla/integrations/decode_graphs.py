@@ -8,7 +8,7 @@ import torch
 
 from dcpmla.cache.compressed import AnyCache, new_cache
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.transformers import ShardedModel
+from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph
 
@@ -40,7 +40,7 @@ class GraphMaker:
             return None
         model = self._model
         token = torch.zeros((), dtype=torch.int64, device=model.device)
-        graph = DecodeGraph(model.decode, token, cache, self._dcp, self._mesh, self._max_num_seqs, longest)
+        graph = DecodeGraph(model.decode, token, cache, self._mesh, self._max_num_seqs, longest)
         try:
             graph.capture()
         except CannotCapture as reason:

@@ -21,7 +21,8 @@ from dcpmla.config import MODEL_DTYPES, DCPConfig
 from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, optional, whole
 from dcpmla.hf_config import check_index_options, read_attention
 from dcpmla.integrations.decode_graphs import GraphMaker
-from dcpmla.integrations.transformers import ShardedModel, find_model, load_config, load_model
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.integrations.transformers import find_model, load_config, load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.engine import Engine

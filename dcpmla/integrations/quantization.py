@@ -10,10 +10,11 @@ from torch import Tensor
 from dcpmla.parallel.linear import QuantizedWeight
 from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, AnyWeight, BlockFp8, GroupFp4, dequantize, from_e8m0
 
-_E4M3 = "F8_E4M3"  # names of dtypes as safetensors has them
+# Names of dtypes as safetensors has them.
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_E4M3 = "F8_E4M3"
 _TWO_CODES = ("I8", "U8")  # e2m1 in the halves of a byte
 _EXPONENTS = ("F8_E8M0", "U8")  # scales 2^(byte - 127)
-_FLOATS = ("F32", "BF16", "F16")
 
 
 class StoredTensor:
@@ -54,15 +55,15 @@ def quantized_matrix(name: str, codes: StoredTensor, scales: StoredTensor, block
     Raises:
         ValueError: codes or scales of another shape or dtype.
     """
-    if codes.dtype == _E4M3 and scales.dtype in _FLOATS + _EXPONENTS:
+    if codes.dtype == _E4M3 and scales.dtype in (*FLOATS, *_EXPONENTS):
         return _Fp8Matrix(name, codes, scales, codes.shape, block)
     if codes.dtype in _TWO_CODES and scales.dtype in _EXPONENTS and 2 * codes.shape[-1:].numel() % FP4_GROUP == 0:
         shape = torch.Size([*codes.shape[:1], *(2 * size for size in codes.shape[1:])])
         return _Fp4Matrix(name, codes, scales, shape, (1, FP4_GROUP))
     raise ValueError(
         f"checkpoint: tensor {name} of dtype {codes.dtype} and shape {tuple(codes.shape)} has scales of dtype "
-        f"{scales.dtype}; codes may be {_E4M3} with scales of {', '.join(_FLOATS + _EXPONENTS)}, or two of e2m1 a byte "
-        f"({', '.join(_TWO_CODES)}) in whole groups of {FP4_GROUP} with scales of {', '.join(_EXPONENTS)}"
+        f"{scales.dtype}; codes may be {_E4M3} with scales of {', '.join((*FLOATS, *_EXPONENTS))}, or two of e2m1 a "
+        f"byte ({', '.join(_TWO_CODES)}) in whole groups of {FP4_GROUP} with scales of {', '.join(_EXPONENTS)}"
     )
 
 

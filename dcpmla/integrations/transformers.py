@@ -1,13 +1,13 @@
-"""transformers models with their self-attention over a sharded latent cache (tested with transformers 5.17 to 5.23).
+"""From a transformers config and a checkpoint to a sharded model (tested with transformers 5.17 to 5.23).
 
-transformers loads the model and cuts MLPs and experts (skeleton.py). Self-attention is left out of that: each MLA
-module is replaced by a `MLAAttention` that reads its own slices of the checkpoint. Tokens go through the model flat,
-[1, T].
+transformers gives configs, shapes and rotary embeddings (skeleton.py); whatever has matrices is computed by this
+package, and reads its own slices of the checkpoint (parts.py). Decoder layers of norm, attention, norm and MLP run as
+`Decoder`; LongCat's and DeepSeek-V4's run as transformers' modules around our parts, with tokens flat, [1, T].
 """
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +15,25 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from torch import Tensor, nn
-from transformers.utils import is_kernels_available
+from torch import nn
+from tqdm import tqdm
 
 from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import with_angles
 from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.rope import query_factor
 from dcpmla.attention.scales import missing_scales
-from dcpmla.attention.step import SelectedTokens, StepMetadata
-from dcpmla.cache.compressed import AnyCache, AnyPlan, plan_compressed
-from dcpmla.cache.latent import LatentCache
-from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.reduce import Reduce, select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.compressed_config import CompressedConfig
-from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.config import DCPConfig
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, check_model_type, read_attention, skips_topk
 from dcpmla.hf_quantization import scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import module_name
 from dcpmla.integrations.config_checks import check_config, check_generation_config, check_raw_config, reason
-from dcpmla.integrations.experts import experts_of
-from dcpmla.integrations.skeleton import Placeholder, load_skeleton
-from dcpmla.integrations.static_experts import static_experts
+from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.sharded_model import AnyAttention, FeedForward, SelfAttention, ShardedModel, TransformersLayers
+from dcpmla.integrations.skeleton import build_skeleton, is_attention, is_feed_forward, is_plain_block
+from dcpmla.model.block import Decoder, DecoderBlock
 from dcpmla.parallel.mesh import DCPMesh
 
 _logger = logging.getLogger(__name__)
@@ -54,169 +50,7 @@ _CLASS_PREFIXES = {
     "glm_moe_dsa": "GlmMoeDsa",
     "deepseek_v4": "DeepseekV4",
 }
-_ALL_ROWS = 0  # transformers' logits_to_keep for logits of every token
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no code, no pickles
-
-
-class ShardedModel:
-    """A causal language model whose attention runs under TP x DCP.
-
-    Attributes:
-        attention_config: of every layer.
-        num_attention_layers: caches that a step needs (two a decoder layer in LongCat).
-        index_layers: those of them that have an index cache: the layers of sparse MLA that select by themselves.
-        eos_token_ids, vocab_size, dtype, device: of the model.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        attention_config: MLAConfig | CompressedConfig,
-        num_attention_layers: int,
-        index_layers: Sequence[int],
-        exchange: Exchange,
-        device: torch.device,
-    ) -> None:
-        self._model, self._exchange = model, exchange
-        self.attention_config, self.num_attention_layers = attention_config, num_attention_layers
-        self.index_layers = tuple(index_layers)
-        self.eos_token_ids = _eos_token_ids(model)
-        self.vocab_size: int = model.config.vocab_size
-        self.dtype: torch.dtype = model.dtype
-        self.device = device
-        # A 4-dim mask counts as made by the caller: it keeps transformers from building a [T, T] one that nothing
-        # reads.
-        self._no_mask = torch.empty(1, 1, 0, 0, device=device)
-        self._experts = list(experts_of(model))
-
-    def plan_cache(self, dcp: DCPConfig, seq_lens: list[int], num_states: int) -> AnyPlan:
-        """Return the sizes of a cache for sequences of the given final lengths at once.
-
-        Args:
-            num_states: of requests, where the model's caches have states.
-        """
-        config = self.attention_config
-        if isinstance(config, CompressedConfig):
-            return plan_compressed(config, dcp, seq_lens, self.dtype, num_states)
-        return LatentCache.plan(config, dcp, self.num_attention_layers, seq_lens, self.dtype, self.index_layers)
-
-    @torch.inference_mode()
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor) -> Tensor:
-        """Run one step of a flat batch. Collective over the TP group.
-
-        Args:
-            token_ids: [T] int64, T = metadata.num_tokens.
-            cache: written at the step's slots and read.
-            logits_at: [n] int64, rows of the batch whose next-token logits are wanted.
-        Returns:
-            [n, vocab] float32, the same on every rank.
-        """
-        return self._forward(token_ids, metadata.positions, metadata, cache, logits_at)
-
-    @torch.inference_mode()
-    def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
-        """Run one step for a `DecodeGraph`: all rows' logits, and no look at results from the host. Collective over the
-        TP group.
-
-        Args:
-            token_ids: [T] int64, one of each request.
-        Returns:
-            [T, vocab] float32, the same on every rank.
-        """
-        with static_experts(self._experts):
-            return self._forward(token_ids, metadata.positions, metadata, cache, _ALL_ROWS)
-
-    def check(self) -> None:
-        """Raise what the exchange found in steps whose results have come to the host (`Exchange.check`)."""
-        self._exchange.check()
-
-    @torch.inference_mode()
-    def profile(self, num_tokens: int, num_logits: int = 1) -> None:
-        """Run dummy tokens without a cache, so that the allocator's peak shows what the largest step needs.
-        Collective over the TP group.
-
-        Every token is the same one, so all go to the same experts: no step of that many tokens loads an expert more.
-        Attention claims its memory and computes nothing (`MLAAttention.claim_memory`).
-
-        Args:
-            num_logits: rows whose logits a step may want, one for each request.
-        """
-        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        positions, indexer = torch.arange(num_tokens, device=self.device), self.attention_config.indexer
-        selection = None if indexer is None else SelectedTokens.empty(num_tokens, indexer.topk, self.device)
-        self._forward(token_ids, positions, None, None, torch.zeros(num_logits, dtype=torch.int64, device=self.device))
-        del selection  # a step's own, held during the whole pass
-
-    def _forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        metadata: StepMetadata | None,
-        cache: AnyCache | None,
-        logits_at: Tensor | int,
-    ) -> Tensor:
-        if metadata is not None:
-            metadata = self._prepare(metadata)
-        logits = self._model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            attention_mask=self._no_mask,
-            use_cache=False,
-            logits_to_keep=logits_at,
-            step=metadata,
-            latent_cache=cache,
-        ).logits
-        return logits[0].float()
-
-    def _prepare(self, metadata: StepMetadata) -> StepMetadata:
-        """Return a step with what all layers share."""
-        config = self.attention_config
-        if isinstance(config, CompressedConfig):
-            return with_angles(metadata, self._cos_sin_of_layers)
-        factor = query_factor(metadata.positions, config.llama_4_scaling, self.dtype)
-        metadata = metadata.with_positions(self._cos_sin(metadata.positions), factor)
-        return metadata if config.indexer is None else metadata.with_selection(config.indexer.topk)
-
-    def _cos_sin_of_layers(self, positions: Tensor, is_compressed: bool) -> Tensor:
-        """Return `_cos_sin` for one of the two kinds of layers of DeepSeek-V4."""
-        return self._cos_sin(positions, layer_type="compress" if is_compressed else "main")
-
-    def _cos_sin(self, positions: Tensor, **how: str) -> Tensor:
-        """Return the angles [T, R] float32 of `apply_rope` at positions [T], by the model's own rotary embedding (YaRN
-        and all other kinds).
-        """
-        like = torch.empty(0, dtype=torch.float32, device=self.device)
-        rotary: Any = self._model.model.rotary_emb(like, positions[None], **how)
-        if isinstance(rotary, Tensor):  # DeepSeek-V2 rotates complex numbers
-            return torch.cat([rotary[0].real, rotary[0].imag], -1)
-        # Each angle once: most models repeat them for the second half.
-        half = self.attention_config.rope_dim // 2
-        return torch.cat([part[0, :, :half] for part in rotary], -1)
-
-
-class _ShardedSelfAttention(nn.Module):
-    """A layer of this package's attention in the shape of the call that transformers' decoder layers make.
-
-    Args:
-        layer: its number in a `LatentCache`.
-        num_results: that the decoder layer takes: GLM-5's hand a selection on from layer to layer; here the step has
-            it.
-    """
-
-    def __init__(self, attention: MLAAttention | CompressedAttention, layer: int, num_results: int) -> None:
-        super().__init__()
-        self.attention, self.layer, self.num_results = attention, layer, num_results
-
-    def forward(
-        self, hidden_states: Tensor, *, step: StepMetadata | None, latent_cache: AnyCache | None, **_: object
-    ) -> tuple[Tensor | None, ...]:
-        if step is None or latent_cache is None:  # a profile
-            self.attention.claim_memory(hidden_states.shape[1])
-            out = torch.zeros_like(hidden_states)
-        else:
-            cache: Any = latent_cache[self.layer]  # as the layer's kind of attention takes it
-            out = self.attention(hidden_states[0], cache, step)[None]
-        return out, *(None,) * (self.num_results - 1)
 
 
 def find_model(model: str) -> Path:
@@ -250,11 +84,6 @@ def load_config(directory: Path) -> Any:
     check_model_type(model_type)
     try:
         check_raw_config(raw)
-        quantization = raw.get("quantization_config")
-        if quantization and quantization.get("quant_method") == "fp8" and not is_kernels_available():
-            # transformers takes its fp8 matrix products from the package `kernels`; without it MLPs are dequantized
-            # like attention.
-            quantization["dequantize"] = True
         config = getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
         check_config(config)
     except Exception as error:  # transformers checks fields with exceptions of many kinds
@@ -286,53 +115,138 @@ def load_model(
     attention_config.heads_per_rank(mesh.tp_size)
     rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else str
     checkpoint = Checkpoint(directory, scale_block(getattr(config, "quantization_config", None)), rename)
-    model = load_skeleton(directory, checkpoint, config, mesh, dtype, device, enable_expert_parallel)
-    _check_norms(model)
-    placeholders = [name for name, module in model.named_modules() if isinstance(module, Placeholder)]
-    missing: set[str] = set()
-    index_layers = []
-    for layer, name in enumerate(placeholders):
-        weights = checkpoint.weights(f"{name}.")
-        missing |= missing_scales(weights, dcp)
-        attention: MLAAttention | CompressedAttention
-        where = dcp, mesh, selection.exchange, model.dtype, device
-        if isinstance(attention_config, CompressedConfig):
-            attention = CompressedAttention(attention_config, attention_config.layer_kinds[layer], *where)
+    model = build_skeleton(config, checkpoint)
+    dtype = dtype or config.dtype or checkpoint.dtype
+    if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):
+        raise ValueError(
+            "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"
+        )
+    parts = Parts(model, checkpoint.weights(""), mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1)
+    layers = _AttentionLayers(config, dcp, mesh, selection, checkpoint, dtype, device)
+    reduce = select_reduce(mesh.tp_group, device)
+    is_plain = all(is_plain_block(layer) for layer in model.model.layers)
+    hidden_states = (_load_decoder if is_plain else _load_around)(model, parts, layers.load, reduce)
+    parts.load("model.rotary_emb", model.model.rotary_emb)
+    head = parts.head()
+    layers.warn_of_missing_scales()
+    checks = selection.exchange.check, reduce.check
+    return ShardedModel(
+        hidden_states.eval(),
+        head,
+        model.model.rotary_emb,
+        attention_config,
+        layers.count,
+        layers.with_index,
+        checks,
+        _eos_token_ids(directory, config),
+        dtype,
+        device,
+    )
+
+
+LoadAttention = Callable[[str], tuple[AnyAttention, int]]
+
+
+def _load_decoder(model: Any, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> nn.Module:
+    """Load the layers of a model of plain blocks."""
+    names = [f"model.layers.{number}" for number in range(len(model.model.layers))]
+    norms = [parts.vector(f"{name}.input_layernorm.weight") for name in names] + [parts.vector("model.norm.weight")]
+    eps = model.config.rms_norm_eps
+    blocks = []
+    for name, output_norm in zip(_progress(names, parts.mesh), norms[1:], strict=True):
+        attention, _ = load_attention(f"{name}.self_attn")
+        assert isinstance(attention, MLAAttention)
+        attention_norm = parts.vector(f"{name}.post_attention_layernorm.weight")
+        blocks.append(DecoderBlock(attention, parts.mlp(f"{name}.mlp"), attention_norm, output_norm, eps, reduce))
+    return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, eps)
+
+
+def _load_around(model: Any, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> nn.Module:
+    """Load our parts into transformers' layers, and what is left of these."""
+    replaced: tuple[str, ...] = ()
+    for name, module in _progress(list(model.model.named_modules(prefix="model")), parts.mesh):
+        if name.startswith(replaced):
+            continue
+        if is_attention(module):
+            model.set_submodule(name, SelfAttention(*load_attention(name), reduce))
+        elif is_feed_forward(module):
+            model.set_submodule(name, FeedForward(parts.mlp(name), reduce))
         else:
-            attention = MLAAttention(attention_config, *where, skips_topk(config, layer))
+            parts.load(name, module)
+            continue
+        replaced += (f"{name}.",)
+    _check_norms(model, parts.dtype, parts.device)
+    return TransformersLayers(model.model, parts.device)
+
+
+def _progress(names: list[Any], mesh: DCPMesh) -> Any:
+    """Return the names with a bar for the first rank, where somebody is watching."""
+    return tqdm(names, desc="loading weights", unit="layer", disable=None if mesh.tp_rank == 0 else True)
+
+
+class _AttentionLayers:
+    """A model's layers of attention as they are loaded, in the order of their calls."""
+
+    def __init__(
+        self,
+        config: Any,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        selection: ChosenExchange,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._config, self._dcp, self._mesh, self._checkpoint = config, dcp, mesh, checkpoint
+        self._attention_config = read_attention(config)
+        self._where = dcp, mesh, selection.exchange, dtype, device
+        self._missing: set[str] = set()
+        self.count = 0
+        self.with_index: list[int] = []
+
+    def load(self, name: str) -> tuple[AnyAttention, int]:
+        """Load the next layer, and return it with its number."""
+        weights, layer, config = self._checkpoint.weights(f"{name}."), self.count, self._attention_config
+        self._missing |= missing_scales(weights, self._dcp)
+        attention: AnyAttention
+        if isinstance(config, CompressedConfig):
+            attention = CompressedAttention(config, config.layer_kinds[layer], *self._where)
+        else:
+            attention = MLAAttention(config, *self._where, skips_topk(self._config, layer))
         try:
             attention.load_weights(weights)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         if isinstance(attention, MLAAttention) and attention.indexer is not None:
-            index_layers.append(layer)
-        num_results = 3 if config.model_type == "glm_moe_dsa" else 2
-        model.set_submodule(name, _ShardedSelfAttention(attention.eval(), layer, num_results))
-    if missing and mesh.tp_rank == 0:
-        _logger.warning(
-            "the checkpoint has no %s, so 1 is taken: e4m3 saturates at 448 and loses what is smaller than 0.001 "
-            "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
-            " and no ".join(sorted(missing)),
-        )
-    return ShardedModel(model, attention_config, len(placeholders), index_layers, selection.exchange, device)
+            self.with_index.append(layer)
+        self.count += 1
+        return attention, layer
+
+    def warn_of_missing_scales(self) -> None:
+        if self._missing and self._mesh.tp_rank == 0:
+            _logger.warning(
+                "the checkpoint has no %s, so 1 is taken: e4m3 saturates at 448 and loses what is smaller than 0.001 "
+                "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
+                " and no ".join(sorted(self._missing)),
+            )
 
 
-def _check_norms(model: Any) -> None:
+def _check_norms(model: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError where transformers' norms give another dtype than the model's matrices take (DeepSeek-V4's did,
     in bfloat16, in transformers 5.17).
     """
-    like = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
-    found = model.model.norm(like).dtype
-    if found != model.dtype:
+    found = model.model.norm(torch.zeros(1, model.config.hidden_size, dtype=dtype, device=device)).dtype
+    if found != dtype:
         raise ValueError(
-            f"dtype (--dtype) is {model.dtype}, but the norms of transformers {transformers.__version__} give {found} "
+            f"dtype (--dtype) is {dtype}, but the norms of transformers {transformers.__version__} give {found} "
             f"in this model; install transformers 5.23, or choose float32"
         )
 
 
-def _eos_token_ids(model: Any) -> frozenset[int]:
+def _eos_token_ids(directory: Path, config: Any) -> frozenset[int]:
     """Return the end-of-sequence tokens of the generation config, else of the model's config."""
-    generation = getattr(model, "generation_config", None)
-    eos: int | Sequence[int] | None = getattr(generation, "eos_token_id", None)
-    eos = model.config.eos_token_id if eos is None else eos
+    eos = None
+    if (directory / "generation_config.json").is_file():
+        eos = transformers.GenerationConfig.from_pretrained(str(directory)).eos_token_id
+    eos = config.eos_token_id if eos is None else eos
     return frozenset([eos] if isinstance(eos, int) else eos or [])

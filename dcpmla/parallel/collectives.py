@@ -5,8 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# torch 2.13 renamed the collectives over one tensor, and warns about the only names that 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # gloo raises plain RuntimeErrors; its source path or its wording tells them from others.
 _GLOO = re.compile(r"gloo|pair closure|connection (closed|reset)|broken pipe", re.IGNORECASE)
 
@@ -29,6 +32,14 @@ def named(operation: str, group: ProcessGroup) -> Iterator[None]:
             f"{operation} failed on rank {dist.get_rank()} of the group {ranks}: another rank is missing, stuck or late"
         )
         raise
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup, operation: str) -> Tensor:
+    """Gather a tensor [...] of each of W ranks: return [W, ...]. Collective over the group."""
+    gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+    with named(operation, group):
+        _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=group)
+    return gathered
 
 
 def is_failed_collective(error: BaseException) -> bool:

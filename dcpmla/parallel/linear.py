@@ -167,6 +167,16 @@ def shard(size: int, group: ProcessGroup) -> slice:
     return slice(dist.get_rank(group) * part, (dist.get_rank(group) + 1) * part)
 
 
+def cut(size: int, rank: int, num_ranks: int, in_blocks: bool = False) -> slice:
+    """Return a rank's part of a dim, as even as it can be.
+
+    Args:
+        in_blocks: cut between the blocks of quantized weights, where there is one for every rank.
+    """
+    unit = BLOCK if in_blocks and size % BLOCK == 0 and size // BLOCK >= num_ranks else 1
+    return slice(size // unit * rank // num_ranks * unit, size // unit * (rank + 1) // num_ranks * unit)
+
+
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:
     """Read a slice of a named weight's values, of a quantized one in float32; all of it without an index.
 

@@ -1,4 +1,8 @@
-"""The engine: requests that come and go -> steps of decodes and prefill chunks -> tokens, texts, measurements."""
+"""The engine: requests that come and go -> steps of decodes and prefill chunks -> tokens, texts, measurements.
+
+While a step runs on the device, the next one is scheduled and launched: it reads the tokens of the first where they
+are, and the host looks at them meanwhile.
+"""
 
 import heapq
 import logging
@@ -21,6 +25,7 @@ from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.agreement import Agreement
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.pending import PendingStep, StepInputs
 from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.sampling import SamplingParams, sample
 from dcpmla.runtime.scheduler import Scheduler, Step
@@ -50,6 +55,10 @@ class Engine:
 
     Ranks decide alike without talking: once a step they agree on the first rank's choice of tokens, its clock, and
     whose callbacks failed (`Agreement`).
+
+    A step is launched before the tokens of the one before it are on the host. So a request that is added joins the
+    next step but one, and one that ends before its last possible token has been computed once more than needed; that
+    token is thrown away.
 
     Args:
         cache: its blocks are handed out to requests as they run.
@@ -88,8 +97,10 @@ class Engine:
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
-        self._agreement = Agreement(mesh, model.device)
+        self._agreement = Agreement(mesh)
         self.now = 0.0  # seconds on the first rank's clock when the last step ended
+        self._pending: PendingStep | None = None  # launched, its tokens not taken yet
+        self._last_end = 0.0  # seconds on the host's clock (`time.perf_counter`) when tokens were taken last
         self._called: list[Request] = []  # in the last step: any rank's callback may have failed
         self._arriving: list[tuple[float, int, Request]] = []  # a heap by arrival time, then the order of the calls
         self._num_added = 0
@@ -167,7 +178,9 @@ class Engine:
                 yield self._finished.popleft()
 
     def step(self) -> list[Request]:
-        """Run one step of the batch and return the requests that it finished. Collective over the TP group."""
+        """Take the tokens of one step, launch the next, and return the requests that are finished. Collective over the
+        TP group.
+        """
         self._advance()
         finished = list(self._finished)
         self._finished.clear()
@@ -175,8 +188,12 @@ class Engine:
 
     def close(self) -> None:
         """Free the decode graph. To be called before the process groups are destroyed (see `DecodeGraph.release`)."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
         if self.graph is not None:
             self.graph.release()
+        self._agreement.close()
 
     def restart_clock(self) -> None:
         """Set the engine's clock to 0: arrival times count from here."""
@@ -184,25 +201,17 @@ class Engine:
         self.now = 0.0
 
     def _advance(self) -> None:
-        if not self.scheduler.running:
-            self._agree(torch.empty(0, dtype=torch.int64))  # the clock went on while nothing was computed
-        self._let_in()
-        step = self.scheduler.schedule(self.now)
-        if not step.pieces:
+        if self._pending is None:
+            self._agree()  # the clock went on while nothing was computed
+            self._pending = self._launch()
+        if self._pending is None:
             self._wait_for_arrival()
             return
-        self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
-        started, is_prefill = time.perf_counter(), any(num > 1 or not request.token_ids for request, num in step.pieces)
-        num_tokens, graph = sum(num for _, num in step.pieces), self._graph_of(step)
-        as_graph = f"; decode graph of {graph.batch_size(num_tokens)} requests" if graph else ""
-        self.on_step(
-            f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps} "
-            f"({len(step.pieces)} requests, {num_tokens} tokens{as_graph})"
-        )
-        requests, token_ids, logits = self._compute(step, graph)
-        pieces = self._append(requests, token_ids, logits)
-        self.stats.count_step(is_prefill, num_tokens, time.perf_counter() - started)
-        self._call_back(pieces)
+        pending, self._pending = self._pending, self._launch()
+        self._collect(pending)
+        if self._pending is not None and not (self.scheduler.running or self.scheduler.waiting):
+            self._collect(self._pending)  # its requests have ended, and nothing comes after it
+            self._pending = None
 
     def cache_use(self) -> float:
         """Return the part of the cache's blocks that running requests hold, in [0, 1]."""
@@ -233,10 +242,28 @@ class Engine:
             return None
         return self.graph
 
-    def _compute(self, step: Step, graph: DecodeGraph | None) -> tuple[list[Request], list[int], Tensor]:
-        """Compute a step's tokens, and return the requests that have all theirs computed, a new token for each, and the
-        logits of these.
-        """
+    def _launch(self) -> PendingStep | None:
+        """Schedule a step and start it, after the one under way; return None where there is nothing to compute."""
+        self._let_in()
+        step = self.scheduler.schedule(self.now)
+        if not step.pieces:
+            return None
+        self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
+        started = time.perf_counter()
+        is_prefill = any(num > 1 or not request.num_new_tokens for request, num in step.pieces)
+        num_tokens, graph = sum(num for _, num in step.pieces), self._graph_of(step)
+        as_graph = f"; decode graph of {graph.batch_size(num_tokens)} requests" if graph else ""
+        self.on_step(
+            f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps + (self._pending is not None)} "
+            f"({len(step.pieces)} requests, {num_tokens} tokens{as_graph})"
+        )
+        ready, logits = self._compute(step, graph)
+        generators = [request.generator if request.params.temperature else None for request in ready]
+        tokens = self._agreement.choose(sample(logits, [request.params for request in ready], generators))
+        return PendingStep(ready, tokens, logits, is_prefill, num_tokens, started)
+
+    def _compute(self, step: Step, graph: DecodeGraph | None) -> tuple[list[Request], Tensor]:
+        """Compute a step's tokens; return the requests that have all theirs computed, and the logits of these."""
         for copy in step.copies:
             self._copy_state(*copy)
         metadata = StepMetadata.build(
@@ -251,51 +278,52 @@ class Engine:
             **self.cache.sizes.step_layout([request.state for request, _ in step.pieces]),
         )
         self._lacks_scales = False
-        token_ids: list[int] = []
-        last_rows, ready = [], []
-        for request, num_tokens in step.pieces:
-            token_ids += request.tokens(request.num_computed_tokens, request.num_computed_tokens + num_tokens)
-            request.num_computed_tokens += num_tokens
-            if not request.num_pending_tokens:
-                ready.append(request)
-                last_rows.append(len(token_ids) - 1)
-        device = self.model.device
-        new_tokens, logits_at = (
-            torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (token_ids, last_rows)
-        )
+        inputs = StepInputs.of(step, self._pending, self.model.device)
         if graph is None:
-            logits = self.model.step(new_tokens, metadata, self.cache, logits_at)
+            logits = self.model.step(inputs.token_ids, metadata, self.cache, inputs.logits_at)
         else:
-            logits = graph.run(new_tokens, metadata, self.cache)[logits_at]
+            logits = graph.run(inputs.token_ids, metadata, self.cache)[inputs.logits_at]
         for request, _ in step.pieces:
-            copied = self.scheduler.remember(request)
-            if copied is not None:
-                self._copy_state(*copied)
-        generators = [request.generator if request.params.temperature else None for request in ready]
-        tokens = sample(logits, [request.params for request in ready], generators)
-        return ready, self._agree(tokens), logits
+            self._remember(request)
+        return inputs.ready, logits
+
+    def _remember(self, request: Request) -> None:
+        copied = self.scheduler.remember(request)
+        if copied is not None:
+            self._copy_state(*copied)
 
     def _copy_state(self, source: int, target: int) -> None:
         assert isinstance(self.cache, CompressedCache)  # only its plan has states
         self.cache.copy_state(source, target)
 
-    def _append(
-        self, requests: Sequence[Request], token_ids: Sequence[int], logits: Tensor
-    ) -> list[tuple[Request, str]]:
-        """Give each request that has not failed its token, finish those that end with it, and return each with the text
+    def _collect(self, pending: PendingStep) -> None:
+        """Wait for a step, take its tokens, and tell of them."""
+        tokens = pending.wait()
+        self.model.check()
+        self._agree()
+        pieces = self._append(tokens, pending)
+        ended = time.perf_counter()
+        self.stats.count_step(pending.is_prefill, pending.num_tokens, ended - max(pending.started, self._last_end))
+        self._last_end = ended
+        self._call_back(pieces)
+
+    def _append(self, tokens: Sequence[tuple[Request, int]], pending: PendingStep) -> list[tuple[Request, str]]:
+        """Give each request that has not ended its token, finish those that end with it, and return each with the text
         that became certain.
         """
         pieces = []
-        for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
+        for request, token_id in tokens:
             if request.finish_reason:
                 continue
             if request.keep_logits:
-                request.logits.append(logits[row].cpu())
+                request.logits.append(pending.logits[request])
             if request.first_token_time is None:
                 request.first_token_time = self.now
             pieces.append((request, request.append(token_id, self.model.eos_token_ids)))
             if request.finish_reason:
                 self._finish(request)
+            else:
+                self._remember(request)  # with this token a block may be known that the step under way fills
         self.stats.num_new_tokens += len(pieces)
         return pieces
 
@@ -321,15 +349,12 @@ class Engine:
         self._finished.append(request)
         self.stats.count_finished(request)
 
-    def _agree(self, tokens: Tensor) -> list[int]:
-        """Take the first rank's tokens [n] int64 and its clock, and end requests whose callbacks failed on any rank.
+    def _agree(self) -> None:
+        """Take the first rank's clock, and end requests whose callbacks failed on any rank.
 
-        No rank gets here, and none goes on, where the step failed on any.
+        No rank gets here, and none goes on, where the step that it waited for failed on any.
         """
-        if tokens.is_cuda:
-            torch.cuda.current_stream().synchronize()  # also where no request has a token yet
-        self.model.check()
-        agreed = self._agreement.reach(tokens, [request.error is not None for request in self._called])
+        agreed = self._agreement.reach([request.error is not None for request in self._called])
         self.now = agreed.now
         for request, has_failed in zip(self._called, agreed.failed, strict=True):
             if has_failed and not request.finish_reason:
@@ -337,4 +362,3 @@ class Engine:
                 request.end("error")
                 self._finish(request)
         self._called = []
-        return agreed.token_ids

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.compressed import AnyCache
-from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.padding import PaddedStep
@@ -43,7 +42,6 @@ class DecodeGraph:
             ranks.
         input_like: [...], shape, dtype and device of one request's input: a token id, or a row of hidden states.
         cache: written and read by the step; its tensors must keep their addresses.
-        dcp: layout of the cache.
         mesh: groups of this rank.
         max_num_seqs: requests of the largest batch.
         max_model_len: longest sequence, which bounds the block table.
@@ -61,7 +59,6 @@ class DecodeGraph:
         step: DecodeStep,
         input_like: Tensor,
         cache: AnyCache,
-        dcp: DCPConfig,
         mesh: DCPMesh,
         max_num_seqs: int,
         max_model_len: int,

@@ -1,5 +1,6 @@
 """A request on its way through the engine."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +30,8 @@ class Request:
             None before.
         error: what on_token raised, on this rank or (a RuntimeError says so) on another.
         state: where its state is, in a cache that has states; None while it does not run.
-        num_computed_tokens: whose latents are in the cache.
+        num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet.
+        num_computed_tokens: whose latents are in the cache, or are being written by a step under way.
         num_cached_tokens: of the prompt, that an earlier request had computed.
         num_preemptions: how often its blocks were taken away, so that it was computed again.
     """
@@ -50,8 +52,9 @@ class Request:
     first_token_time: float | None = None
     finish_time: float | None = None
 
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: "array[int]" = field(default_factory=lambda: array("q"))
     state: int | None = None
+    num_in_flight: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_remembered_blocks: int = 0
@@ -73,12 +76,23 @@ class Request:
         return len(self.prompt_token_ids) + self.params.max_new_tokens - 1
 
     @property
-    def num_tokens(self) -> int:
+    def num_known_tokens(self) -> int:
+        """Tokens whose ids the host knows."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
+    def num_new_tokens(self) -> int:
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.token_ids) + self.num_in_flight
+
+    @property
     def num_pending_tokens(self) -> int:
-        """Known tokens that are not computed yet."""
+        """Tokens that are not computed yet, without the last one of all, which never is."""
+        if self.num_new_tokens == self.params.max_new_tokens:
+            return 0
         return self.num_tokens - self.num_computed_tokens
 
     def tokens(self, start: int, end: int) -> list[int]:

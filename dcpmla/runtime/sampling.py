@@ -4,13 +4,16 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, number, option_label, tuple_of, whole
+from dcpmla.upload import upload
 
 _MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small compared with the logits of a large batch
-
+_DIGITS = (21, 1 << 11), (10, 1 << 11), (0, 1 << 10)  # of a rank of 32 bits: their lowest bits and numbers of values
+_ONE = float(1 << 44)  # the mass of the best token, of which others have a part
 
 _RULES = {
     "max_new_tokens": whole(1),
@@ -86,7 +89,7 @@ def new_generator(seed: int) -> torch.Generator:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Choose a token for each row, whatever the other rows are.
+    """Choose a token for each row, whatever the other rows are. Nothing waits for the device.
 
     Args:
         logits: [n, vocab] float32.
@@ -101,7 +104,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
     for start in range(0, len(drawn), _MAX_ROWS):
         rows = drawn[start : start + _MAX_ROWS]
         uniforms = [torch.rand((), dtype=torch.float64, generator=generators[row]).item() for row in rows]
-        tokens[rows] = _draw(logits[rows], [params[row] for row in rows], uniforms)
+        (at,) = upload([np.asarray(rows)], logits.device)
+        tokens.index_copy_(0, at, _draw(logits.index_select(0, at), [params[row] for row in rows], uniforms))
     return tokens
 
 
@@ -110,33 +114,62 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[f
 
     In this order a small change of the logits moves every boundary between tokens a little, and seldom past the number.
     """
+    columns = [[param.temperature, param.top_p, number] for param, number in zip(params, uniforms, strict=True)]
+    numbers, top_k = upload([np.array(columns), np.array([[param.top_k] for param in params])], logits.device)
+    temperature, top_p, uniform = numbers.split(1, dim=-1)
     scores = logits.double()
     scores -= scores.amax(-1, keepdim=True)  # before the division: a tiny temperature may overflow, to -inf only
-    scores /= _column([param.temperature for param in params], scores)
-    limited = [row for row, param in enumerate(params) if param.top_k or param.top_p < 1]
-    if limited:
-        scores[limited] = _keep_best(scores[limited], [params[row] for row in limited])
+    scores /= temperature
+    most = min(max(param.top_k for param in params), logits.shape[-1])
+    if most:
+        best = logits.topk(most).values.gather(-1, (top_k.clamp(max=most) - 1).clamp(min=0))
+        scores = scores.where((logits >= best) | (top_k == 0), -torch.inf)  # all that tie with the last one
+    if any(param.top_p < 1 for param in params):
+        scores = scores.where(_nucleus(logits, scores, top_p), -torch.inf)
     cumulative = scores.softmax(-1).cumsum(-1)
-    targets = _column(uniforms, scores) * cumulative[:, -1:]
+    targets = uniform * cumulative[:, -1:]
     last = logits.shape[-1] - 1  # where a row of NaN ends up: not outside the vocabulary
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1).clamp(max=last)
 
 
-def _keep_best(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return the scores with -inf for tokens outside of top-k, and outside of top-p among those left.
+def _nucleus(logits: Tensor, scores: Tensor, top_p: Tensor) -> Tensor:
+    """Return which tokens top-p keeps; of those with equal logits the ones with the lowest ids.
 
-    Top-k keeps all that tie with its last token; top-p takes tokens of equal score by their ids.
+    Found without sorting, from the logits' order as whole numbers; masses of probability are whole numbers, too, so
+    that no sum depends on its order. (A vocabulary of 2^18 tokens has room.)
+
+    Args:
+        logits: [n, vocab] float32.
+        scores: [n, vocab] float64, in the same order and at most 0; -inf for tokens that are left out already.
+        top_p: [n, 1] float64.
     """
-    vocab = scores.shape[-1]
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    kth = torch.tensor([min(param.top_k or vocab, vocab) - 1 for param in params], device=scores.device)
-    ordered.masked_fill_(ordered < ordered.gather(-1, kth[:, None]), -torch.inf)
-    probs = ordered.softmax(-1)
-    before = probs.cumsum(-1).roll(1, -1)
-    before[:, 0] = 0
-    ordered.masked_fill_(before >= _column([param.top_p for param in params], scores), -torch.inf)
-    return ordered.new_empty(ordered.shape).scatter_(-1, order, ordered)
+    bits = (logits + 0.0).view(torch.int32).long()  # the zeros are equal
+    ranks = torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)  # 0 for the greatest float32
+    masses = (scores.exp() * _ONE).long()
+    wanted = (masses.sum(-1, keepdim=True) * top_p).ceil().long()
+    last, mass_before = _find_last(ranks, masses, wanted)
+    is_last = ranks == last
+    mass_before = mass_before + (is_last.cumsum(-1) - 1) * masses  # of a token with the last rank
+    return (ranks < last) | (is_last & (mass_before < wanted)) | (top_p >= 1)
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _find_last(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the rank at which the weights of the lowest ranks reach a sum, digit by digit.
+
+    Args:
+        ranks: [n, vocab] int64 in [0, 2^32).
+        weights: [n, vocab] int64, not negative.
+        wanted: [n, 1] int64, at most the sum of all.
+    Returns:
+        [n, 1] int64 the rank; [n, 1] int64 the sum before it.
+    """
+    last, before = torch.zeros_like(wanted), torch.zeros_like(wanted)
+    for shift, size in _DIGITS:
+        digits = ranks >> shift & (size - 1)
+        sums = weights.new_zeros(len(ranks), size).scatter_add_(-1, digits, weights)
+        reached = sums.cumsum(-1)
+        digit = (reached < wanted - before).sum(-1, keepdim=True).clamp(max=size - 1)
+        last += digit << shift
+        before += (reached - sums).gather(-1, digit)
+        weights = weights.where(digits == digit, 0)
+    return last, before

@@ -1,9 +1,11 @@
 """The choice of tokens that the next step computes, and of the blocks that they go to.
 
 Every rank runs its own scheduler and comes to the same decisions: they depend on nothing but the requests, the
-tokens so far and the engine's clock, which are the same on all ranks.
+tokens so far and the engine's clock, which are the same on all ranks. A token that is being sampled counts like one
+that is known: no decision but the search for remembered blocks looks at ids.
 """
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -98,7 +100,7 @@ class Scheduler:
         return step
 
     def remember(self, request: Request) -> tuple[int, int] | None:
-        """Let the request's full, computed blocks be found by requests that start with the same tokens.
+        """Let the request's full, computed blocks, of known tokens, be found by requests that start with the same ones.
 
         Returns:
             The copy of its state to make for that, (source, target), before the next step; None for none.
@@ -106,13 +108,14 @@ class Scheduler:
         if not self.enable_prefix_caching:
             return None
         block_tokens, blocks = self.allocator.block_tokens, request.block_ids
-        for index in range(request.num_remembered_blocks, request.num_computed_tokens // block_tokens):
+        num_known = min(request.num_computed_tokens, request.num_known_tokens)
+        for index in range(request.num_remembered_blocks, num_known // block_tokens):
             tokens = request.tokens(index * block_tokens, (index + 1) * block_tokens)
             self.allocator.remember(blocks[index], blocks[index - 1] if index else None, tokens)
             request.num_remembered_blocks += 1
-        if request.state is None or request.num_computed_tokens % block_tokens:
-            return None
-        target = self.allocator.remember_state(blocks[request.num_computed_tokens // block_tokens - 1])
+        if request.state is None or num_known % block_tokens or num_known < request.num_computed_tokens:
+            return None  # the state is the one after all tokens computed
+        target = self.allocator.remember_state(blocks[num_known // block_tokens - 1])
         return None if target is None else (request.state, target)
 
     def remove(self, request: Request) -> None:
@@ -139,7 +142,7 @@ class Scheduler:
     def _admit(self, step: Step, now: float) -> None:
         while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if not self._take_blocks(request, step):
+            if request.num_in_flight or not self._take_blocks(request, step):  # who gave way waits for its own token
                 return
             self.running.append(self.waiting.popleft())
             step.add(request, self._piece(request))
@@ -182,7 +185,7 @@ class Scheduler:
             assert request.state is not None
             if remembered is not None:
                 step.copies.append((remembered, request.state))
-        request.block_ids = found + self.allocator.allocate(num_new)
+        request.block_ids = array("q", found + self.allocator.allocate(num_new))
         request.num_remembered_blocks = len(found)
         request.num_computed_tokens = len(found) * self.allocator.block_tokens
         return True
@@ -191,7 +194,7 @@ class Scheduler:
         """Take a block for the next token, if it needs one; return False if the request had to give up its own."""
         while len(request.block_ids) < self._num_blocks(request.num_computed_tokens + 1):
             if self.allocator.num_free:
-                request.block_ids += self.allocator.allocate(1)
+                request.block_ids.extend(self.allocator.allocate(1))
             else:
                 youngest = self.running.pop()
                 self._free(youngest)
@@ -203,7 +206,7 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         self.allocator.free(request.block_ids)
-        request.block_ids = []
+        request.block_ids = array("q")
         if request.state is not None:
             self.allocator.states.free(request.state)
             request.state = None

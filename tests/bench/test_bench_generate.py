@@ -71,9 +71,7 @@ def test_both_modes_in_one_run(
     def build(*arguments: Any) -> Any:
         engine, selection = build_engine(*arguments)
         token = torch.tensor(0)
-        engine.graph = DecodeGraph(
-            engine.model.decode, token, engine.cache, engine.dcp, engine.mesh, 3, engine.max_model_len
-        )
+        engine.graph = DecodeGraph(engine.model.decode, token, engine.cache, engine.mesh, 3, engine.max_model_len)
         enter = engine.on_step
         engine.on_step = lambda line: (
             (enter(line), decodes.append((line.partition("(")[2][:10], "graph" in line))) if line[0] == "d" else None

@@ -63,9 +63,7 @@ def test_a_capture_that_fails_leaves_no_graphs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         "torch.distributed.all_gather_object", lambda reasons, reason, group: reasons.__setitem__(0, reason)
     )
-    graph: Any = DecodeGraph(
-        HashModel().decode, torch.tensor(0), make_cache(), DCPConfig(block_size=BLOCK), MESH, 3, 20
-    )
+    graph: Any = DecodeGraph(HashModel().decode, torch.tensor(0), make_cache(), MESH, 3, 20)
     graph._device, graph._warm_up, graph._host_sync = torch.device("cuda"), lambda *_: None, lambda *_: ""
     for without_memory, sizes in ((2, [3, 2]), (0, [3, 2, 1])):
         tried: list[int] = []

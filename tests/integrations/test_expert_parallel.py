@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.model.moe import MoE
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
+from dcpmla.parallel.quantized import dequantize
 from tests.integrations.test_checkpoint import save_fp8
 from tests.support.models import FAMILIES, VOCAB_SIZE, random_model, save_tiny, tiny_config
 from tests.support.ranks import run_ranks
@@ -84,17 +86,23 @@ def generate(model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh) -> Generated:
     return [(ids[length:], rows) for ids, length, rows in zip(tokens, PROMPT_LENS, of_prompts, strict=True)]
 
 
-def held(model: ShardedModel) -> dict[str, Tensor]:
-    """Return this rank's part of every parameter outside attention."""
-    parameters = {
-        name: parameter.detach() for name, parameter in model._model.named_parameters() if ".self_attn." not in name
-    }
-    return {name: (part.to_local() if isinstance(part, DTensor) else part).cpu() for name, part in parameters.items()}
+Held = list[tuple[Tensor, Tensor, Tensor, int]]  # of each mixture: gate_up, down, the gate's weight, shared columns
+
+
+def held(model: ShardedModel) -> Held:
+    """Return this rank's part of every mixture of experts."""
+    mixtures = [module for module in model.hidden_states.modules() if isinstance(module, MoE)]
+    values = []
+    for moe in mixtures:
+        gate_up, down = (dequantize(weight, torch.float32) for weight in moe.experts)
+        columns = 0 if moe.shared is None else moe.shared.down_proj.in_features
+        values.append((gate_up.cpu(), down.cpu(), moe.gate.weight.detach().cpu(), columns))
+    return values
 
 
 def run(
     directory: Path, layouts: list[DCPConfig], enable_expert_parallel: bool = True, device_type: str = "cpu"
-) -> tuple[list[Generated], dict[str, Tensor]]:
+) -> tuple[list[Generated], Held]:
     loaded = [(*load(directory, dcp, enable_expert_parallel, device_type), dcp) for dcp in layouts]
     return [generate(model, dcp, mesh) for model, mesh, dcp in loaded], held(loaded[0][0])
 
@@ -107,21 +115,20 @@ def check_generated(generated: Generated, reference: Any, where: str) -> None:
         assert tokens == expected.argmax(-1).tolist(), where
 
 
-def check_held(parts: list[dict[str, Tensor]], reference: Any, num_experts: int) -> None:
-    """Whole experts in order, every expert on one rank; dense and shared MLPs are slices, routers are everywhere."""
-    num_own, num_checked = num_experts // len(parts), 0
-    for name, whole in reference.named_parameters():
-        if ".experts." in name:
-            whole = whole[:num_experts]  # transformers has weights for zero experts, which are the identity
-            for rank, part in enumerate(parts):
-                assert part[name].shape[0] == num_own, f"{name} on rank {rank}"
-                assert torch.equal(part[name], whole[rank * num_own : (rank + 1) * num_own]), f"{name} on rank {rank}"
-            num_checked += 1
-        elif "_proj" in name and ".self_attn." not in name:
-            assert sum(part[name].numel() for part in parts) == whole.numel(), f"{name} is not cut"
-        elif "gate.weight" in name or "classifier" in name:
-            assert all(torch.equal(part[name], whole) for part in parts), f"{name} is not whole"
-    assert num_checked
+def check_held(parts: list[Held], reference: Any, num_experts: int) -> None:
+    """Whole experts in order, every expert on one rank; shared MLPs are cut, gates are everywhere."""
+    num_own = num_experts // len(parts)
+    mixtures = [module for module in reference.modules() if hasattr(module, "experts")]
+    assert len(mixtures) == len(parts[0]) > 0
+    for index, mixture in enumerate(mixtures):
+        gate = mixture.router.classifier if hasattr(mixture, "router") else mixture.gate
+        for rank, (gate_up, down, weight, _) in enumerate(part[index] for part in parts):
+            own = slice(rank * num_own, (rank + 1) * num_own)
+            assert torch.equal(gate_up, mixture.experts.gate_up_proj[own]), f"gate_up of layer {index} on rank {rank}"
+            assert torch.equal(down, mixture.experts.down_proj[own]), f"down of layer {index} on rank {rank}"
+            assert torch.equal(weight, gate.weight), f"gate of layer {index} on rank {rank}"
+        if hasattr(mixture, "shared_experts"):
+            assert sum(part[index][3] for part in parts) == mixture.shared_experts.down_proj.in_features
 
 
 @pytest.mark.parametrize(
@@ -179,7 +186,7 @@ def test_one_rank_holds_all_experts(tmp_path: Path) -> None:
     reference = save("longcat_flash", tmp_path)
     ((generated, parts),) = run_ranks(1, run, tmp_path, [layout(1, 1)])
     check_generated(generated[0], reference, "one rank")
-    assert parts["model.layers.0.mlp.experts.down_proj"].shape[0] == NUM_EXPERTS
+    assert len(parts[0][1]) == NUM_EXPERTS
 
 
 def test_fp8_checkpoint(tmp_path: Path) -> None:
@@ -187,7 +194,7 @@ def test_fp8_checkpoint(tmp_path: Path) -> None:
     results = run_ranks(2, run, tmp_path, [layout(2, 2)])
     for generated, _ in results:
         check_generated(generated[0], reference, "fp8")
-    assert all(parts["model.layers.1.mlp.experts.down_proj"].shape[0] == 2 for _, parts in results)
+    assert all(len(parts[0][1]) == 2 for _, parts in results)
 
 
 def message_of(function: Callable[..., Any], *args: Any) -> str:
@@ -216,30 +223,14 @@ def test_mistakes_are_named(changes: dict[str, int], tp: int, expected: str, tmp
         assert message == f"enable_expert_parallel ({expected}"
 
 
-def implementation_of(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> str:
-    return load(directory, dcp, enable_expert_parallel)[0]._model.config._experts_implementation
-
-
-@pytest.mark.parametrize(
-    ("width", "enable_expert_parallel", "expected"),
-    [(48, False, "grouped_mm"), (48, True, "grouped_mm"), (44, False, "eager"), (44, True, "grouped_mm")],
-)
-def test_experts_are_computed_in_groups(
-    width: int, enable_expert_parallel: bool, expected: str, tmp_path: Path
-) -> None:
-    """Not one after the other, unless slices are too narrow for that: 22 floats are no whole number of 16 bytes."""
-    save("mistral4", tmp_path, moe_intermediate_size=width)
-    assert run_ranks(2, implementation_of, tmp_path, layout(2, 1), enable_expert_parallel) == [expected] * 2
-
-
 def profile(directory: Path, dcp: DCPConfig) -> tuple[int, list[int]]:
     """Tokens that the experts of one layer see in a dummy run, and the shapes of all logits that it wants."""
     model, _ = load(directory, dcp, enable_expert_parallel=False)
     seen: list[int] = []
     rows: list[int] = []
-    experts = next(module for name, module in model._model.named_modules() if name.endswith(".experts"))
+    experts = next(module for module in model.hidden_states.modules() if isinstance(module, MoE))
     experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
-    model._model.lm_head.register_forward_hook(lambda _, __, logits: rows.append(logits.shape[1]))
+    model.head.register_forward_hook(lambda _, __, logits: rows.append(logits.shape[0]))
     model.profile(50, num_logits=7)
     return seen[0], rows
 

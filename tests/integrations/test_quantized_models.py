@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, LatentCache, MLAAttention, init_mesh
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
@@ -61,7 +62,7 @@ def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
     for rows in cache.layers:
         rows.view(torch.uint8).fill_(0xFF)
     graph = DecodeGraph(
-        model.decode, torch.zeros((), dtype=torch.int64), cache, dcp, mesh, 3, 64
+        model.decode, torch.zeros((), dtype=torch.int64), cache, mesh, 3, 64
     )  # runs the padded step, without a GPU
     engine = Engine(model, cache, dcp, mesh, 64, CHUNK, max_num_seqs=3, graph=graph)
     params, generator = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True), torch.Generator().manual_seed(1)
@@ -83,7 +84,7 @@ def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
 
 
 def scales_of(model: ShardedModel) -> list[float]:
-    layers = [module for module in model._model.modules() if isinstance(module, MLAAttention)]
+    layers = [module for module in model.hidden_states.modules() if isinstance(module, MLAAttention)]
     return [float(scale) for layer in layers for scale in (layer.kv_scale, layer.q_scale) if scale is not None]
 
 

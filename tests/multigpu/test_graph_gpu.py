@@ -123,10 +123,10 @@ def fail_to_capture(directory: Path) -> list[str]:
 
     for step in (reads_back, takes_too_much):
         with pytest.raises(CannotCapture) as failure:
-            DecodeGraph(step, token, cache, dcp, mesh, 2, 60).capture()
+            DecodeGraph(step, token, cache, mesh, 2, 60).capture()
         messages.append(str(failure.value))
         torch.cuda.empty_cache()  # fails if a capture was aborted
-    graph = DecodeGraph(model.decode, token, cache, dcp, mesh, 2, 60)
+    graph = DecodeGraph(model.decode, token, cache, mesh, 2, 60)
     graph.capture()
     torch.randn(3, device=model.device).sum().item()  # random numbers and host syncs work as before
     assert graph.is_captured
@@ -158,7 +158,7 @@ def break_off() -> list[str]:
 
     for step in (takes_too_much, waits):
         with pytest.raises(RuntimeError) as failure:
-            DecodeGraph(step, token, cache, DCPConfig(block_size=4), init_mesh(1, 1), 2, 16).capture()
+            DecodeGraph(step, token, cache, init_mesh(1, 1), 2, 16).capture()
         assert not isinstance(failure.value, CannotCapture)
         messages.append(f"{type(failure.value).__name__}: {failure.value}")
     return messages
@@ -178,7 +178,7 @@ def one_rank_runs_out() -> str:
     """
     from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, step_of
 
-    dcp, mesh, cache = DCPConfig(block_size=4, tensor_parallel_size=2), init_mesh(2, 1), make_cache("cuda")
+    mesh, cache = init_mesh(2, 1), make_cache("cuda")
     token, token_ids = torch.tensor(0, device="cuda"), torch.tensor([7, 8, 9], device="cuda")
 
     def adds(inputs: Tensor, *_: object) -> Tensor:
@@ -193,8 +193,8 @@ def one_rank_runs_out() -> str:
         return out
 
     with pytest.raises(CannotCapture) as failure:  # it keeps the frames of the capture alive
-        DecodeGraph(runs_out, token, cache, dcp, mesh, 4, MAX_MODEL_LEN).capture()
-    graph = DecodeGraph(adds, token, cache, dcp, mesh, 4, MAX_MODEL_LEN)
+        DecodeGraph(runs_out, token, cache, mesh, 4, MAX_MODEL_LEN).capture()
+    graph = DecodeGraph(adds, token, cache, mesh, 4, MAX_MODEL_LEN)
     graph.capture()
     assert graph.run(token_ids, step_of([1, 2, 3], device="cuda"), cache).tolist() == [14, 16, 18]
     graph.release()
@@ -211,8 +211,8 @@ def test_one_rank_runs_out_of_memory() -> None:
 def check_refusals(directory: Path) -> None:
     from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, step_of, sums
 
-    dcp, mesh, cache = DCPConfig(block_size=4), init_mesh(1, 1), make_cache("cuda")
-    graph = DecodeGraph(sums, torch.tensor(0, device="cuda"), cache, dcp, mesh, 6, MAX_MODEL_LEN)
+    mesh, cache = init_mesh(1, 1), make_cache("cuda")
+    graph = DecodeGraph(sums, torch.tensor(0, device="cuda"), cache, mesh, 6, MAX_MODEL_LEN)
     graph.capture()
     token_ids, metadata = torch.tensor([7, 8, 9], device="cuda"), step_of([3, 4, 5], device="cuda")
     assert torch.equal(graph.run(token_ids, metadata, cache), sums(token_ids, metadata, cache))

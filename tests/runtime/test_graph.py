@@ -55,7 +55,7 @@ def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
 
 
 def make_graph(step: Any = sums, cache: LatentCache | None = None) -> DecodeGraph:
-    return DecodeGraph(step, torch.tensor(0), cache or make_cache(), DCP, MESH, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    return DecodeGraph(step, torch.tensor(0), cache or make_cache(), MESH, MAX_NUM_SEQS, MAX_MODEL_LEN)
 
 
 def test_sizes_are_those_of_vllm() -> None:
@@ -158,7 +158,7 @@ def test_refuses_other_memory() -> None:
     with pytest.raises(ValueError, match="cache is another one"):
         graph.run(token_ids, step_of([1]), cache)
     with pytest.raises(ValueError, match="max_num_seqs is 0"):
-        DecodeGraph(sums, token_ids[0], cache, DCP, MESH, 0, 1)
+        DecodeGraph(sums, token_ids[0], cache, MESH, 0, 1)
     with pytest.raises(ValueError, match="only steps on a GPU can be captured"):
         graph.capture()
     assert not graph.is_captured
@@ -207,7 +207,7 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def reasons() -> list[str]:
     """Give reasons of the last rank alone, then of all but the first, then of none."""
     graph, rank, found = (
-        DecodeGraph(sums, torch.tensor(0), make_cache(), DCP, init_mesh(3, 1), 1, 1),
+        DecodeGraph(sums, torch.tensor(0), make_cache(), init_mesh(3, 1), 1, 1),
         dist.get_rank(),
         [],
     )
@@ -238,7 +238,7 @@ def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     engine.graph = None
     list(engine.run())
     of_graph, of_engine = made
-    assert [decode and id(decode.workspace) for decode in used] == [None, id(of_graph), *[id(of_engine)] * 4]
+    assert [decode and id(decode.workspace) for decode in used] == [None, *[id(of_graph)] * 2, *[id(of_engine)] * 3]
     assert step_of([1]).decode.workspace is made[2]  # type: ignore[union-attr]
 
 
@@ -274,7 +274,7 @@ def test_engine_says_which_graph_runs() -> None:
 
 def test_batches_beyond_the_largest_run_eagerly() -> None:
     engine = make_engine(num_blocks=20, max_num_seqs=3, with_graph=True)
-    engine.graph = DecodeGraph(HashModel().decode, torch.tensor(0), engine.cache, engine.dcp, MESH, 2, 200)
+    engine.graph = DecodeGraph(HashModel().decode, torch.tensor(0), engine.cache, MESH, 2, 200)
     sizes = []
     engine.on_step = lambda line: sizes.append("graph" in line)
     requests = [engine.add([1, 2, 3], SamplingParams(max_new_tokens=num_new, ignore_eos=True)) for num_new in (3, 4, 4)]

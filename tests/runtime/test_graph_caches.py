@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from dcpmla import DCPConfig, MLAAttention, init_mesh
 from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
@@ -82,7 +83,7 @@ def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int]
     for memory in cache.tensors:
         memory.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen
     token = torch.zeros((), dtype=torch.int64, device=model.device)
-    graph = DecodeGraph(model.decode, token, cache, dcp, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    graph = DecodeGraph(model.decode, token, cache, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
     if how == "captured":
         graph.capture() if model.device.type == "cuda" else capture(graph)
     engine = Engine(
@@ -101,7 +102,7 @@ def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int]
 
 
 def scales_of(model: ShardedModel) -> list[float]:
-    layers = [module for module in model._model.modules() if isinstance(module, MLAAttention)]
+    layers = [module for module in model.hidden_states.modules() if isinstance(module, MLAAttention)]
     return [float(scale) for layer in layers for scale in (layer.kv_scale, layer.q_scale) if scale is not None]
 
 

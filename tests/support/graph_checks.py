@@ -19,7 +19,8 @@ from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 from dcpmla.integrations.loading import load_engine, open_model
-from dcpmla.integrations.transformers import ShardedModel, load_config, load_model
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.runtime.graph import DecodeGraph, DecodeStep
 from dcpmla.runtime.sampling import SamplingParams
@@ -118,7 +119,7 @@ def check_rows(
     """Replays against the padded step (bit for bit, results and caches) and against the bare one (exact_to), over
     poisoned caches.
     """
-    graph = DecodeGraph(step, input_like, cache, dcp, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    graph = DecodeGraph(step, input_like, cache, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
     skew()
     if input_like.is_cuda:
         graph.capture()

@@ -132,11 +132,7 @@ def make_engine(
     cache.layers[0].fill_(torch.nan)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs))
     model = model or HashModel()
-    graph = (
-        DecodeGraph(model.decode, torch.tensor(0), cache, dcp, mesh, max_num_seqs, max_model_len)
-        if with_graph
-        else None
-    )
+    graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, max_num_seqs, max_model_len) if with_graph else None
     return Engine(model, cache, dcp, mesh, max_model_len, max_num_batched_tokens, max_num_seqs, tokenizer, graph=graph)
 
 

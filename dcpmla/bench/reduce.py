@@ -1,0 +1,147 @@
+"""Measure the sum that ends half a decoder block, with residual and RMSNorm, per backend and tokens, and check it."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dcpmla.bench.exchange_inputs import row_error
+from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.runner import Benchmark, Kept
+from dcpmla.bench.timing import calls_per_sample, largest, time_operation
+from dcpmla.cli.options import positive, positive_list
+from dcpmla.comm.reduce import CollectiveReduce, add_norm, rms_norm, select_reduce
+from dcpmla.job.join import Job
+from dcpmla.parallel.mesh import init_mesh
+
+_EPS = 1e-6
+# NCCL rounds a sum of bfloat16 at every rank; the norm is rounded twice more.
+_LARGEST_ERRORS = {"bfloat16": 0.02, "float32": 1e-5}
+
+AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """One backend, tokens of a step."""
+
+    exchange: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"add_norm {self.exchange} of {self.tokens:,} tokens"
+
+
+class ReduceInputs:
+    """Sets of random rows, one for each timed call and one more: partial ones of this rank, residuals of all ranks."""
+
+    def __init__(self, num_calls: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        def draw(seed: int, *sizes: int) -> Tensor:
+            generator = torch.Generator(device).manual_seed(seed)
+            return torch.randn(sizes, generator=generator, dtype=dtype, device=device)
+
+        self.partials_of: Callable[[int], Tensor] = lambda rank: draw(1 + rank, num_calls + 1, *shape)
+        self.partials, self.residuals = self.partials_of(dist.get_rank()), draw(0, num_calls + 1, *shape)
+        self.weight = draw(0, shape[1])
+
+    def run(self, add_norm: AddNorm, index: int) -> None:
+        """Run one timed call; collectives leave their sum in the set."""
+        add_norm(self.partials[index], self.residuals[index], self.weight, _EPS)
+
+    def error(self, add_norm: AddNorm) -> float:
+        """Return the largest error of a call on the last set, relative to its row. Collective over the job."""
+        normed, residual = add_norm(self.partials[-1].clone(), self.residuals[-1], self.weight, _EPS)
+        answer = self.residuals[-1].double()
+        for rank in range(dist.get_world_size()):
+            answer += self.partials_of(rank)[-1]
+        wanted = rms_norm(answer, self.weight.double(), _EPS)
+        return max(row_error(normed, wanted), row_error(residual, answer))
+
+
+class SymmMemReduce:
+    """torch's own sums over symmetric memory, then the norm's kernel.
+
+    Args:
+        memory: symmetric, for as many elements as the largest partial rows have.
+        is_two_shot: each rank sums a part of the elements, else all.
+    """
+
+    def __init__(self, memory: Tensor, group: ProcessGroup, is_two_shot: bool) -> None:
+        self._memory, self._group_name, self._is_two_shot = memory, group.group_name, is_two_shot
+
+    def add_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Compute `Reduce.add_norm`."""
+        memory = self._memory[: partial.numel()].view_as(partial)
+        if self._is_two_shot:
+            memory.copy_(partial)
+            summed = torch.ops.symm_mem.two_shot_all_reduce_(memory, "sum", self._group_name)
+        else:
+            summed = torch.ops.symm_mem.one_shot_all_reduce_copy(memory, partial, "sum", self._group_name)
+        return add_norm(summed, residual, weight, eps)
+
+
+class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
+    """Every backend on the same rows."""
+
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        super().__init__(args, job)
+        num_ranks, device = job.ranks.num_ranks, self.device
+        group = init_mesh(num_ranks, 1).tp_group
+        self.kept: Kept[ReduceInputs] = Kept()  # the same for all backends
+        selected = select_reduce(group, device)
+        self.backends: dict[str, AddNorm] = {selected.name: selected.add_norm}
+        if selected.name == "direct":
+            memory = symmetric_memory.empty(max(args.tokens) * args.row_width, dtype=self.dtype, device=device)
+            self._handle = symmetric_memory.rendezvous(memory, group.group_name)
+            for name in ("one_shot", "two_shot"):
+                theirs = SymmMemReduce(memory, group, is_two_shot=name == "two_shot")
+                self.backends[f"symm_mem_{name}"] = theirs.add_norm
+        self.backends["collective"] = CollectiveReduce(group).add_norm  # last: it adds to the rows
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        tokens = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
+        add("--tokens", type=positive_list, default=tokens, metavar="T,...", help="of a step")
+        add("--row-width", type=positive, default=7168, metavar="N", help="the model's hidden size")
+
+    def cases(self) -> Iterator[Reduced]:
+        yield from (Reduced(name, tokens) for tokens in self.args.tokens for name in self.backends)
+
+    def inputs(self, case: Reduced) -> ReduceInputs:
+        shape = case.tokens, self.args.row_width
+        return self.kept.get(shape, lambda: ReduceInputs(calls_per_sample(self.device), shape, self.dtype, self.device))
+
+    def measure(self, case: Reduced, inputs: ReduceInputs) -> list[Row]:
+        backend = self.backends[case.exchange]
+        error = inputs.error(backend)
+        timing = time_operation(partial(inputs.run, backend), self.device)
+        return [
+            {
+                "operation": "add_norm",
+                "exchange": case.exchange,
+                "tokens": case.tokens,
+                "row_width": self.args.row_width,
+                "tp": self.job.ranks.num_ranks,
+                "gpus_per_node": self.job.ranks.num_local_ranks,
+                "dtype": dtype_name(self.dtype),
+                "in_graph": timing.in_graph,
+                "median_us": round(timing.median_us, 2),
+                "error": finite(largest(error, self.device)),
+            }
+        ]
+
+    def line(self, rows: Sequence[Row]) -> str:
+        (row,) = rows
+        is_right = row["error"] is not None and row["error"] <= _LARGEST_ERRORS[row["dtype"]]
+        load = f"{row['tp']} ranks, {row['tokens']:>6,} tokens of {row['row_width']}"
+        return f"{row['exchange']:<18} {load} {row['median_us']:>10,.1f} us{'' if is_right else '  WRONG'}"
+
+
+BENCHMARK = ReduceBenchmark

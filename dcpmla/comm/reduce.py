@@ -1,0 +1,138 @@
+"""Sums over the ranks of a tensor-parallel group, with what follows them in a decoder block: residual and RMSNorm."""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dcpmla.comm.select import direct_where_reached
+from dcpmla.parallel.collectives import named
+
+
+class Reduce(Protocol):
+    """Sums of what the ranks of a TP group hold. Every rank makes the same calls with the same shapes, in the same
+    order, on one stream; results have the same bits on all ranks.
+    """
+
+    name: str
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """Return the sum [T, N] of all ranks' partial rows [T, N], which are given up: it may lie where they did."""
+
+    def add_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Add all ranks' partial rows to the residual, and norm that.
+
+        Args:
+            partial: [T, N], this rank's part of what attention or an MLP adds; it is given up, as in `all_reduce`.
+            residual: [T, N] in the same dtype, the same on all ranks.
+            weight: [N], of the norm.
+        Returns:
+            `rms_norm` of the new residual, and the new residual [T, N]: the sum, rounded once.
+        Raises:
+            ValueError: shapes or dtypes that do not belong together.
+        """
+
+    def check(self) -> None:
+        """Raise the fault that a kernel has found. To be called when results are on the host, before they are used.
+
+        Raises:
+            PeerFault: a rank did not send its part in time; the results of all sums since then are invalid.
+        """
+
+
+class CollectiveReduce:
+    """Sums by one collective: NCCL, which rounds each addition to the dtype, or gloo, in float32 at least. A group of
+    one rank sums nothing.
+    """
+
+    name = "collective"
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group, self.size = group, dist.get_world_size(group)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return self._sum(partial, "all_reduce").to(partial.dtype)
+
+    def add_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        check_rows(partial, residual, weight)
+        return add_norm(self._sum(partial, "add_norm"), residual, weight, eps)
+
+    def check(self) -> None:
+        pass  # a collective that fails ends its rank, or raises where it is made
+
+    def _sum(self, partial: Tensor, operation: str) -> Tensor:
+        if self.size == 1:
+            return partial
+        partial = partial.contiguous() if partial.is_cuda else partial.to(_wide(partial.dtype))
+        with named(operation, self.group):
+            dist.all_reduce(partial, group=self.group)
+        return partial
+
+
+def select_reduce(tp_group: ProcessGroup, device: torch.device, timeout: float = 60.0) -> Reduce:
+    """Build the sums for a TP group: `direct` where all ranks reach each other over NVLink, else collectives.
+
+    Collective over the group, and the same on all its ranks.
+
+    Args:
+        timeout: seconds for which `direct` waits for a peer.
+    """
+
+    def new_direct() -> Reduce:
+        from dcpmla.comm.direct_reduce import DirectReduce  # triton is there on Linux only
+
+        return DirectReduce(tp_group, device, timeout=timeout)
+
+    if dist.get_world_size(tp_group) == 1:
+        return CollectiveReduce(tp_group)
+    direct, _ = direct_where_reached(tp_group, device, new_direct)
+    return direct or CollectiveReduce(tp_group)
+
+
+def check_rows(partial: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """Check the arguments of `Reduce.add_norm`.
+
+    Raises:
+        ValueError: shapes or dtypes that do not belong together.
+    """
+    if partial.dim() != 2 or residual.shape != partial.shape or residual.dtype != partial.dtype:
+        raise ValueError(
+            f"residual is {residual.dtype} {tuple(residual.shape)}; "
+            f"expected [T, N] as partial, {partial.dtype} {tuple(partial.shape)}"
+        )
+    if weight.shape != partial.shape[1:]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; rows of partial have {partial.shape[1]} columns")
+
+
+@torch.library.custom_op("dcpmla::add_norm", mutates_args=())
+def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add rows [T, N] to the residual [T, N], in float32 at least, and norm that; on a GPU in one kernel.
+
+    Returns:
+        `rms_norm` of the new residual, and the new residual, rounded to its dtype.
+    """
+    if residual.is_cuda and residual.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        from dcpmla.comm.kernels import reduce as kernels
+
+        return kernels.add_norm(partial.contiguous(), residual.contiguous(), weight, eps)
+    new_residual = (residual.to(_wide(residual.dtype)) + partial).to(residual.dtype)
+    return rms_norm(new_residual, weight, eps), new_residual
+
+
+@add_norm.register_fake
+def _(partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize x [T, N] in float32 at least, rounded where transformers' models round: after the norm, and again after
+    the weight [N].
+    """
+    wide = x.to(_wide(x.dtype))
+    return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).to(x.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,190 @@
+"""The parts of a model that this package computes, each from transformers' module of it and a checkpoint's slices."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcpmla.config import divisors
+from dcpmla.integrations.skeleton import load_module
+from dcpmla.model.block import VocabHead
+from dcpmla.model.mlp import MLP
+from dcpmla.model.moe import ExpertPart, Gate, MoE, TopKGate, load_experts, unstack_experts
+from dcpmla.model.router import Router
+from dcpmla.parallel.linear import Linear, Weight, cut, read_linear, read_weight
+from dcpmla.parallel.mesh import DCPMesh
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A maker of loaded modules.
+
+    Attributes:
+        model: transformers', without weights.
+        weights: the whole checkpoint.
+        dtype: of what is not kept quantized.
+        spreads_experts: each rank has its share of the experts whole, instead of a slice of every one.
+    """
+
+    model: Any
+    weights: Mapping[str, Weight]
+    mesh: DCPMesh
+    dtype: torch.dtype
+    device: torch.device
+    spreads_experts: bool
+
+    def _cut(self, size: int) -> slice:
+        in_blocks = getattr(self.model.config, "quantization_config", None) is not None
+        return cut(size, self.mesh.tp_rank, self.mesh.tp_size, in_blocks)
+
+    def vector(self, name: str) -> Tensor:
+        """Return a whole tensor of the model, in its dtype."""
+        shape = tuple(self.model.get_parameter(name).shape)
+        return read_weight(self.weights, name, shape).to(self.device, self.dtype)
+
+    def load(self, name: str, module: nn.Module) -> None:
+        """Give a module of transformers' its own values, not those of modules in it."""
+        load_module(module, self.weights, f"{name}.", self.model, self.dtype, self.device)
+
+    def head(self) -> VocabHead:
+        """Return the head, its rows cut over the ranks where they divide."""
+        vocab_size, hidden_size = self.model.lm_head.weight.shape
+        name = "lm_head.weight" if "lm_head.weight" in self.weights else "model.embed_tokens.weight"
+        rows = self._cut(vocab_size) if vocab_size % self.mesh.tp_size == 0 else slice(0, vocab_size)
+        linear = Linear(hidden_size, rows.stop - rows.start, dtype=self.dtype, device=self.device)
+        linear.load(read_linear(self.weights, name, (vocab_size, hidden_size), rows=rows))
+        return VocabHead(linear, vocab_size, self.mesh.tp_group)
+
+    def mlp(self, name: str) -> MLP | MoE:
+        """Return an MLP or a mixture of experts."""
+        module = self.model.get_submodule(name)
+        return self._moe(name, module) if hasattr(module, "experts") else self._dense(name, module)
+
+    def _dense(self, name: str, module: Any) -> MLP:
+        size, hidden_size = module.gate_proj.weight.shape
+        columns = self._cut(size)
+        mlp = MLP(hidden_size, columns.stop - columns.start, _swiglu_limit(module), self.dtype, self.device)
+        mlp.load_weights(self.weights, f"{name}.", size, columns)
+        return mlp
+
+    def _moe(self, name: str, module: Any) -> MoE:
+        tp_rank, tp_size = self.mesh.tp_rank, self.mesh.tp_size
+        num_experts, hidden_size, size = module.experts.down_proj.shape
+        check_experts(num_experts, size, tp_size, self.spreads_experts)
+        weights = unstack_experts(self.weights, f"{name}.experts.", num_experts)
+        own, columns = range(num_experts), self._cut(size)
+        if self.spreads_experts:
+            own = range(tp_rank * num_experts // tp_size, (tp_rank + 1) * num_experts // tp_size)
+            columns = slice(0, size)
+        parts = [ExpertPart(f"{name}.experts.{number}.", size, columns) for number in own]
+        shared = self._shared_parts(name, module, weights, parts[0])
+        gate = self._gate(name, module, len(shared))
+        experts = load_experts(weights, parts + shared, hidden_size, self.dtype, self.device)
+        has_mlp = hasattr(module, "shared_experts") and not shared
+        adds_identity = getattr(module.experts, "zero_expert_num", 0) and tp_rank == 0
+        return MoE(
+            gate,
+            experts,
+            own.start,
+            self._dense(f"{name}.shared_experts", module.shared_experts) if has_mlp else None,
+            _swiglu_limit(module.experts),
+            num_experts if adds_identity else None,
+        )
+
+    def _shared_parts(
+        self, name: str, module: Any, weights: Mapping[str, Weight], expert: ExpertPart
+    ) -> list[ExpertPart]:
+        """Return the shared MLP as further experts, where it has their width, their cut and their format."""
+        has_shared = hasattr(module, "shared_experts") and self.model.config.model_type in _ROUTERS
+        if not has_shared or self.spreads_experts:
+            return []
+        whole, hidden_size = module.shared_experts.gate_proj.weight.shape
+        if whole % expert.size:
+            return []
+        columns = expert.cut
+        parts = [
+            ExpertPart(f"{name}.shared_experts.", whole, slice(start + columns.start, start + columns.stop))
+            for start in range(0, whole, expert.size)
+        ]
+        routed, shared = (part.read(weights, hidden_size, self.dtype) for part in (expert, parts[0]))
+        return parts if [type(weight) for weight in routed] == [type(weight) for weight in shared] else []
+
+    def _gate(self, name: str, module: Any, num_shared: int) -> Gate:
+        config = self.model.config
+        if config.model_type not in _ROUTERS:
+            for part, submodule in module.gate.named_modules(prefix=f"{name}.gate"):
+                self.load(part, submodule)
+            return _TransformersGate(module.gate)
+        weight, bias = f"{name}.gate.weight", f"{name}.gate.e_score_correction_bias"
+        if config.model_type == "longcat_flash":
+            weight, bias = f"{name}.router.classifier.weight", f"{name}.router.e_score_correction_bias"
+        values = None
+        if bias in self.weights:
+            values = read_weight(self.weights, bias, tuple(self.model.get_buffer(bias).shape))
+            values = values.to(self.device, torch.float32)
+        return TopKGate(self.vector(weight), values, read_router(config, num_shared))
+
+
+class _TransformersGate(nn.Module):
+    """A gate of transformers' as `MoE` calls one: DeepSeek-V4's, which scores in a way of its own, and in its first
+    layers chooses by token ids.
+    """
+
+    def __init__(self, gate: Any) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        _, weights, expert_ids = self.gate(x, token_ids) if hasattr(self.gate, "tid2eid") else self.gate(x)
+        return expert_ids.int(), weights.float()
+
+
+def _swiglu_limit(module: Any) -> float | None:
+    return getattr(module, "limit", None)
+
+
+# How the families choose experts; transformers' own gates choose in all others.
+_SIGMOID = {"scoring": "sigmoid", "group_score": "top2_sum"}
+_ROUTERS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"scoring": "softmax", "group_score": "max"},
+    "deepseek_v3": _SIGMOID,
+    "deepseek_v32": _SIGMOID,
+    "glm4_moe_lite": _SIGMOID,
+    "glm_moe_dsa": _SIGMOID,
+    "mistral4": {"scoring": "softmax", "group_score": "top2_sum"},
+    "longcat_flash": {"scoring": "softmax", "group_score": "max"},
+}
+
+
+def read_router(config: Any, num_shared: int) -> Router:
+    """Return how a model chooses experts, from its transformers config.
+
+    Args:
+        num_shared: further experts that every token goes through.
+    """
+    has_groups = hasattr(config, "n_group") and getattr(config, "topk_method", "") != "greedy"
+    renormalizes = config.model_type not in ("deepseek_v2", "longcat_flash") and config.norm_topk_prob
+    return Router(
+        **_ROUTERS[config.model_type],
+        num_groups=config.n_group if has_groups else 1,
+        topk_groups=config.topk_group if has_groups else 1,
+        top_k=config.num_experts_per_tok,
+        renormalize=renormalizes,
+        routed_scaling_factor=config.routed_scaling_factor,
+        num_shared=num_shared,
+    )
+
+
+def check_experts(num_experts: int, size: int, tp_size: int, spreads_experts: bool) -> None:
+    """Raise ValueError where experts cannot be cut or spread evenly; other layers may be cut unevenly."""
+    if spreads_experts and num_experts % tp_size:
+        raise ValueError(
+            f"enable_expert_parallel (--enable-expert-parallel): {num_experts} experts cannot be spread over "
+            f"{tp_size} ranks; tensor_parallel_size (-tp) must be one of {', '.join(map(str, divisors(num_experts)))}"
+        )
+    if not spreads_experts and size % tp_size:
+        raise ValueError(
+            f"tensor_parallel_size (-tp) is {tp_size}; it must divide the experts' intermediate size {size}"
+        )

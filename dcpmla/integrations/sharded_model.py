@@ -1,0 +1,210 @@
+"""A model under TP x DCP as the engine runs it, and transformers' decoder layers around this package's parts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.attention.compressed.step import with_angles
+from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.rope import query_factor
+from dcpmla.attention.step import SelectedTokens, StepMetadata
+from dcpmla.cache.compressed import AnyCache, AnyPlan, plan_compressed
+from dcpmla.cache.latent import LatentCache
+from dcpmla.comm.reduce import Reduce
+from dcpmla.compressed_config import CompressedConfig
+from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.model.block import VocabHead
+from dcpmla.model.mlp import MLP
+from dcpmla.model.moe import MoE
+
+AnyAttention = MLAAttention | CompressedAttention
+
+
+class ShardedModel:
+    """A causal language model whose attention runs under TP x DCP.
+
+    Args:
+        hidden_states: hidden_states(token_ids [T], step, cache) -> [T, hidden], normalized; step and cache are None
+            where only memory is claimed.
+        head: head(hidden states [n, hidden]) -> logits [n, vocab] float32.
+        rotary: transformers' rotary embedding.
+        checks: raise what exchanges and reductions found in steps whose results have come to the host.
+    Attributes:
+        attention_config: of every layer.
+        num_attention_layers: caches that a step needs (two a decoder layer in LongCat).
+        index_layers: those of them that have an index cache: the layers of sparse MLA that select by themselves.
+        eos_token_ids, vocab_size, dtype, device: of the model.
+    """
+
+    def __init__(
+        self,
+        hidden_states: nn.Module,
+        head: VocabHead,
+        rotary: Any,
+        attention_config: MLAConfig | CompressedConfig,
+        num_attention_layers: int,
+        index_layers: Sequence[int],
+        checks: Sequence[Callable[[], None]],
+        eos_token_ids: frozenset[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.hidden_states, self.head, self._rotary, self._checks = hidden_states, head, rotary, checks
+        self.attention_config, self.num_attention_layers = attention_config, num_attention_layers
+        self.index_layers = tuple(index_layers)
+        self.eos_token_ids, self.vocab_size, self.dtype, self.device = eos_token_ids, head.vocab_size, dtype, device
+
+    def plan_cache(self, dcp: DCPConfig, seq_lens: list[int], num_states: int) -> AnyPlan:
+        """Return the sizes of a cache for sequences of the given final lengths at once.
+
+        Args:
+            num_states: of requests, where the model's caches have states.
+        """
+        config = self.attention_config
+        if isinstance(config, CompressedConfig):
+            return plan_compressed(config, dcp, seq_lens, self.dtype, num_states)
+        return LatentCache.plan(config, dcp, self.num_attention_layers, seq_lens, self.dtype, self.index_layers)
+
+    @torch.inference_mode()
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor) -> Tensor:
+        """Run one step of a flat batch. Collective over the TP group.
+
+        Args:
+            token_ids: [T] int64, T = metadata.num_tokens.
+            cache: written at the step's slots and read.
+            logits_at: [n] int64, rows of the batch whose next-token logits are wanted.
+        Returns:
+            [n, vocab] float32, the same on every rank.
+        """
+        return self._forward(token_ids, metadata, cache, logits_at)
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
+        """Run one step for a `DecodeGraph`: all rows' logits, and no look at results from the host. Collective over the
+        TP group.
+
+        Args:
+            token_ids: [T] int64, one of each request.
+        Returns:
+            [T, vocab] float32, the same on every rank.
+        """
+        return self._forward(token_ids, metadata, cache, None)
+
+    def check(self) -> None:
+        """Raise what exchanges found in steps whose results have come to the host (`Exchange.check`)."""
+        for check in self._checks:
+            check()
+
+    @torch.inference_mode()
+    def profile(self, num_tokens: int, num_logits: int = 1) -> None:
+        """Run dummy tokens without a cache, so that the allocator's peak shows what the largest step needs.
+        Collective over the TP group.
+
+        Every token is the same one, so all go to the same experts: no step of that many tokens loads an expert more.
+        Attention claims its memory and computes nothing (`MLAAttention.claim_memory`).
+
+        Args:
+            num_logits: rows whose logits a step may want, one for each request.
+        """
+        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        indexer = self.attention_config.indexer
+        selection = None if indexer is None else SelectedTokens.empty(num_tokens, indexer.topk, self.device)
+        self._forward(token_ids, None, None, torch.zeros(num_logits, dtype=torch.int64, device=self.device))
+        del selection  # a step's own, held during the whole pass
+
+    def _forward(
+        self, token_ids: Tensor, metadata: StepMetadata | None, cache: AnyCache | None, logits_at: Tensor | None
+    ) -> Tensor:
+        """Return the logits of the rows at logits_at; of all rows without it."""
+        if metadata is not None:
+            metadata = self._prepare(metadata)
+        hidden_states = self.hidden_states(token_ids, metadata, cache)
+        logits: Tensor = self.head(hidden_states if logits_at is None else hidden_states[logits_at])
+        return logits
+
+    def _prepare(self, metadata: StepMetadata) -> StepMetadata:
+        """Return a step with what all layers share."""
+        config = self.attention_config
+        if isinstance(config, CompressedConfig):
+            return with_angles(metadata, self._cos_sin_of_layers)
+        factor = query_factor(metadata.positions, config.llama_4_scaling, self.dtype)
+        metadata = metadata.with_positions(self._cos_sin(metadata.positions), factor)
+        return metadata if config.indexer is None else metadata.with_selection(config.indexer.topk)
+
+    def _cos_sin_of_layers(self, positions: Tensor, is_compressed: bool) -> Tensor:
+        """Return `_cos_sin` for one of the two kinds of layers of DeepSeek-V4."""
+        return self._cos_sin(positions, layer_type="compress" if is_compressed else "main")
+
+    def _cos_sin(self, positions: Tensor, **how: str) -> Tensor:
+        """Return the angles [T, R] float32 of `apply_rope` at positions [T], by the model's own rotary embedding (YaRN
+        and all other kinds).
+        """
+        like = torch.empty(0, dtype=torch.float32, device=self.device)
+        rotary: Any = self._rotary(like, positions[None], **how)
+        if isinstance(rotary, Tensor):  # DeepSeek-V2 rotates complex numbers
+            return torch.cat([rotary[0].real, rotary[0].imag], -1)
+        # Each angle once: most models repeat them for the second half.
+        half = self.attention_config.rope_dim // 2
+        return torch.cat([part[0, :, :half] for part in rotary], -1)
+
+
+class TransformersLayers(nn.Module):
+    """transformers' decoder layers around parts of this package.
+
+    Args:
+        model: transformers' model without its head.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        # A 4-dim mask counts as made by the caller: it keeps transformers from building a [T, T] one that nothing
+        # reads.
+        self._no_mask = torch.empty(1, 1, 0, 0, device=device)
+        self._nowhere = torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+    def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: AnyCache | None) -> Tensor:
+        """Do what `Decoder.forward` does."""
+        out: Tensor = self.model(
+            input_ids=token_ids[None],
+            position_ids=self._nowhere,  # attention has the step's own
+            attention_mask=self._no_mask,
+            use_cache=False,
+            step=step,
+            latent_cache=cache,
+        ).last_hidden_state
+        return out[0]
+
+
+class SelfAttention(nn.Module):
+    """A layer of this package's attention in the shape of the call that transformers' decoder layers make.
+
+    Args:
+        layer: its number in a `LatentCache`.
+    """
+
+    def __init__(self, attention: AnyAttention, layer: int, reduce: Reduce) -> None:
+        super().__init__()
+        self.attention, self.layer, self.reduce = attention, layer, reduce
+
+    def forward(
+        self, hidden_states: Tensor, *, step: StepMetadata | None, latent_cache: AnyCache | None, **_: object
+    ) -> tuple[Tensor, None]:
+        cache: Any = None if latent_cache is None else latent_cache[self.layer]  # as the layer's kind takes it
+        return self.reduce.all_reduce(self.attention.partial(hidden_states[0], cache, step))[None], None
+
+
+class FeedForward(nn.Module):
+    """An MLP or experts in the shape of the call that transformers' decoder layers make."""
+
+    def __init__(self, mlp: MLP | MoE, reduce: Reduce) -> None:
+        super().__init__()
+        self.mlp, self.reduce = mlp, reduce
+
+    def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        x = hidden_states[0]
+        partial = self.mlp(x, None if input_ids is None else input_ids[0]) if isinstance(self.mlp, MoE) else self.mlp(x)
+        return self.reduce.all_reduce(partial)[None]

@@ -1,0 +1,172 @@
+"""Routed experts: a token's weighted sum over the experts that its router chose, with weights as they are shipped."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dcpmla.cache.formats import FP8
+from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, AnyWeight, BlockFp8, GroupFp4, dequantize
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FP8_CAPABILITY = (8, 9)  # of GPUs that multiply in e4m3
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of a rank's E experts (or of its slices of them), both in one format.
+
+    Attributes:
+        gate_up: [E, 2 I, H]: rows 0 to I - 1 of an expert are the gate, I to 2 I - 1 what it gates; in the model's
+            dtype, BlockFp8 (I and H multiples of 128) or GroupFp4 (of 32).
+        down: [E, H, I].
+    """
+
+    gate_up: AnyWeight
+    down: AnyWeight
+
+
+def compute_experts(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertWeights, swiglu_limit: float | None = None
+) -> Tensor:
+    """Return each token's weighted sum over its experts of down(silu(gate) * up).
+
+    GPUs multiply block fp8 in e4m3: x and silu(gate) * up are quantized in groups of 128
+    (`attention/output/formats.py: write_fp8_groups`). Elsewhere, and for 4 bits, weights are dequantized as they are
+    used. Equal inputs give equal bits. Nothing is read back to the host on a GPU.
+
+    Args:
+        x: [T, H], bfloat16, float16 or float32.
+        expert_ids: int32 [T, k]; ids outside [0, E) count for nothing: another rank's, LongCat's zero experts.
+        expert_weights: float32 [T, k].
+        swiglu_limit: DeepSeek-V4: gates are at most this, what they gate lies between its negative and this.
+    Returns:
+        [T, H] in x's dtype. Sums are in float32; silu(gate) * up, which takes the expert's weight, is rounded to x's
+        dtype, and with more than a few tokens so is what an expert gives, before the sum over experts.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not belong together.
+    """
+    _check(x, expert_ids, expert_weights, weights)
+    if expert_ids.numel() == 0:
+        return torch.zeros_like(x)
+    (gate_up, gate_up_scales), (down, down_scales) = map(_parts, weights)
+    return _compute(x, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, swiglu_limit)
+
+
+@torch.library.custom_op("dcpmla::experts", mutates_args=())
+def _compute(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor | None,
+    swiglu_limit: float | None,
+) -> Tensor:
+    weights = ExpertWeights(_joined(gate_up, gate_up_scales), _joined(down, down_scales))
+    if _runs_triton(x, weights.gate_up):
+        from dcpmla.model.kernels import experts  # triton is there on Linux only
+
+        return experts.compute_experts(x, expert_ids, expert_weights, *weights, swiglu_limit)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in expert_ids.unique().tolist():
+        if 0 <= expert < num_experts(weights):
+            tokens, routes = (expert_ids == expert).nonzero(as_tuple=True)
+            gate_up_values, down_values = (dequantize(_one(weight, expert), torch.float32) for weight in weights)
+            gate, up = functional.linear(x[tokens].float(), gate_up_values).chunk(2, -1)
+            if swiglu_limit is not None:
+                gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
+            h = functional.silu(gate) * up * expert_weights[tokens, routes, None]
+            out.index_add_(0, tokens, functional.linear(h.to(x.dtype).float(), down_values))
+    return out.to(x.dtype)
+
+
+@_compute.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _parts(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
+    return (weight, None) if isinstance(weight, Tensor) else weight
+
+
+def _joined(codes: Tensor, scales: Tensor | None) -> AnyWeight:
+    if scales is None:
+        return codes
+    return GroupFp4(codes, scales) if codes.dtype == torch.uint8 else BlockFp8(codes, scales)
+
+
+def num_experts(weights: ExpertWeights) -> int:
+    """Return E."""
+    return len(_codes(weights.down))
+
+
+def _runs_triton(x: Tensor, weight: AnyWeight) -> bool:
+    can_fp8 = x.is_cuda and torch.cuda.get_device_capability(x.device) >= _FP8_CAPABILITY
+    return x.is_cuda and (can_fp8 or not isinstance(weight, BlockFp8))
+
+
+def _codes(weight: AnyWeight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.codes
+
+
+def _one(weight: AnyWeight, expert: int) -> AnyWeight:
+    return weight[expert] if isinstance(weight, Tensor) else type(weight)(*(part[expert] for part in weight))
+
+
+def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertWeights) -> None:
+    if x.ndim != 2 or x.dtype not in _DTYPES:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; expected [T, H] of bfloat16, float16 or float32")
+    if expert_ids.dtype != torch.int32 or expert_ids.ndim != 2 or len(expert_ids) != len(x):
+        raise ValueError(
+            f"expert_ids is {expert_ids.dtype} {tuple(expert_ids.shape)}; expected int32 [{len(x)}, k], a row a token"
+        )
+    if expert_weights.dtype != torch.float32 or expert_weights.shape != expert_ids.shape:
+        raise ValueError(
+            f"expert_weights is {expert_weights.dtype} {tuple(expert_weights.shape)}; expected float32 of "
+            f"{tuple(expert_ids.shape)}, as expert_ids"
+        )
+    if type(weights.gate_up) is not type(weights.down) and not isinstance(weights.gate_up, Tensor):
+        raise ValueError(
+            f"gate_up is {type(weights.gate_up).__name__}, down {type(weights.down).__name__}; expected one format"
+        )
+    hidden = x.shape[1]
+    num_experts, _, width = _shape("down", weights.down, x.dtype)
+    expected = {"gate_up": (num_experts, 2 * width, hidden), "down": (num_experts, hidden, width)}
+    for name, weight in zip(expected, weights, strict=True):
+        if _shape(name, weight, x.dtype) != expected[name]:
+            raise ValueError(
+                f"{name} is {_shape(name, weight, x.dtype)}; expected {expected[name]} of x {tuple(x.shape)} and down "
+                f"{_shape('down', weights.down, x.dtype)}"
+            )
+    for tensor in (expert_ids, expert_weights, *map(_codes, weights)):
+        if tensor.device != x.device:
+            raise ValueError(f"x is on {x.device}, but its experts, or what chooses them, on {tensor.device}")
+
+
+def _shape(name: str, weight: AnyWeight, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return [E, N, K] of a weight.
+
+    Raises:
+        ValueError: dtypes or scales that its format does not have.
+    """
+    if isinstance(weight, Tensor):
+        if weight.dtype != dtype or weight.ndim != 3:
+            raise ValueError(f"{name} is {weight.dtype} {tuple(weight.shape)}; expected [E, N, K] of {dtype}, as x")
+        num_experts, num_rows, num_cols = weight.shape
+        return num_experts, num_rows, num_cols
+    (num_experts, num_rows, num_cols), scales = weight.codes.shape, weight.scales
+    if isinstance(weight, GroupFp4):
+        num_cols *= 2
+        dtypes, groups, multiple = (torch.uint8, torch.uint8), (num_rows, num_cols // FP4_GROUP), FP4_GROUP
+    else:
+        dtypes, groups, multiple = (FP8, torch.float32), (num_rows // BLOCK, num_cols // BLOCK), BLOCK
+    if num_rows % multiple or num_cols % multiple:
+        raise ValueError(f"{name} has {num_rows} x {num_cols} values an expert; scales need multiples of {multiple}")
+    if (weight.codes.dtype, scales.dtype) != dtypes or scales.shape != (num_experts, *groups):
+        raise ValueError(
+            f"{name} has codes {weight.codes.dtype} {tuple(weight.codes.shape)} and scales {scales.dtype} "
+            f"{tuple(scales.shape)}; expected {dtypes[0]} and {dtypes[1]} {(num_experts, *groups)}"
+        )
+    return num_experts, num_rows, num_cols

@@ -1,0 +1,1 @@
+"""Triton kernels of decoder blocks, with their launchers."""

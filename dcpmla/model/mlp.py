@@ -1,0 +1,78 @@
+"""MLPs cut over the TP group: dense ones, and those that every token goes through beside its experts."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dcpmla.parallel.linear import Linear, Weight, read_linear
+
+
+@torch.library.custom_op("dcpmla::swiglu", mutates_args=())
+def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
+    """Return silu(gate) * up [T, I] of gate_up [T, 2 I], in float32 at least, rounded once.
+
+    Args:
+        limit: gates are at most this, what they gate lies between its negative and this (DeepSeek-V4).
+    """
+    if gate_up.is_cuda and gate_up.dtype != torch.float64:
+        from dcpmla.model.kernels import swiglu as kernels  # triton is there on Linux only
+
+        return kernels.swiglu(gate_up, limit)
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+@swiglu.register_fake
+def _(gate_up: Tensor, limit: float | None) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+class MLP(nn.Module):
+    """This rank's columns of down(silu(gate) * up).
+
+    Args:
+        hidden_size, size: inputs and this rank's intermediate columns.
+        swiglu_limit: bound of gate and up (DeepSeek-V4); None for none.
+        dtype, device: of the parameters; they hold nothing until `load_weights`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        size: int,
+        swiglu_limit: float | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.swiglu_limit = swiglu_limit
+        self.gate_up_proj = Linear(hidden_size, 2 * size, dtype=dtype, device=device)
+        self.down_proj = Linear(size, hidden_size, dtype=dtype, device=device)
+
+    def load_weights(self, weights: Mapping[str, Weight], prefix: str, size: int, cut: slice) -> None:
+        """Read this rank's part of gate_proj, up_proj and down_proj.
+
+        Args:
+            prefix: of their names in weights.
+            size: intermediate columns of the whole MLP.
+            cut: those of this rank.
+        Raises:
+            ValueError: a weight that is missing or has another shape.
+        """
+        hidden_size = self.gate_up_proj.in_features
+        self.gate_up_proj.load(
+            *(
+                read_linear(weights, f"{prefix}{name}.weight", (size, hidden_size), rows=cut)
+                for name in ("gate_proj", "up_proj")
+            )
+        )
+        self.down_proj.load(read_linear(weights, f"{prefix}down_proj.weight", (hidden_size, size), cols=cut))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's share [T, hidden] of the MLP's output for x [T, hidden], to be summed over the ranks."""
+        out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x), self.swiglu_limit))
+        return out

@@ -1,0 +1,202 @@
+"""Mixtures of experts: gates, and routed and shared experts as one partial sum over the TP group.
+
+Experts are cut like an MLP's columns, or with expert parallelism spread whole over the ranks. Either way every rank
+sees all tokens and routes them alike, and what it returns is a share of a sum over the ranks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dcpmla.model.experts import ExpertWeights, compute_experts
+from dcpmla.model.mlp import MLP
+from dcpmla.model.router import Router, route, router_logits
+from dcpmla.parallel.linear import Weight, fill, read_linear
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, dequantize
+
+Gate = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+class TopKGate(nn.Module):
+    """The choice of each token's experts by a linear layer's scores.
+
+    Args:
+        weight: [E, hidden].
+        bias: float32 [E], added to the scores for the choice alone; None for none.
+        router: how experts are chosen and weighed.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, router: Router) -> None:
+        super().__init__()
+        self.weight, self.bias, self.router = nn.Parameter(weight, requires_grad=False), bias, router
+
+    def forward(self, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return expert ids [T, k] int32 and weights [T, k] float32 for x [T, hidden]."""
+        return route(router_logits(x, self.weight), self.bias, self.router)
+
+
+class MoE(nn.Module):
+    """This rank's part of a layer's experts.
+
+    Args:
+        gate: gate(x [T, hidden], token_ids) -> expert ids [T, k] int32, weights [T, k] float32.
+        experts: the experts, or slices of experts, of this rank; the first has the id first_expert.
+        shared: an MLP that all tokens go through, where it is not among the experts.
+        num_experts: from this id on experts are the identity (LongCat's zero experts), which this rank adds; None where
+            it does not.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        experts: ExpertWeights,
+        first_expert: int,
+        shared: MLP | None,
+        swiglu_limit: float | None,
+        num_experts: int | None,
+    ) -> None:
+        super().__init__()
+        self.gate, self.experts, self.first_expert, self.shared = gate, experts, first_expert, shared
+        self.swiglu_limit, self.num_experts = swiglu_limit, num_experts
+
+    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Return this rank's share [T, hidden] of the layer's output for x [T, hidden], to be summed over the ranks.
+
+        Args:
+            token_ids: [T] int64, for gates that read them.
+        """
+        expert_ids, expert_weights = self.gate(x, token_ids)
+        own_ids = expert_ids - self.first_expert if self.first_expert else expert_ids
+        out = compute_experts(x, own_ids, expert_weights, self.experts, self.swiglu_limit)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        if self.num_experts is not None:
+            share = expert_weights.masked_fill(expert_ids < self.num_experts, 0).sum(-1, keepdim=True)
+            out = out + x * share.to(x.dtype)
+        return out
+
+
+class ExpertPart(NamedTuple):
+    """Columns of an MLP that are one expert of a rank.
+
+    Attributes:
+        prefix: of its weights' names.
+        size: intermediate columns of the whole MLP.
+        cut: those of this expert.
+    """
+
+    prefix: str
+    size: int
+    cut: slice
+
+    def read(
+        self, weights: Mapping[str, Weight], hidden_size: int, dtype: torch.dtype
+    ) -> tuple[AnyWeight, AnyWeight, AnyWeight]:
+        """Return gate, up and down, quantized where they are stored so and their blocks can be stacked."""
+        names = (f"{self.prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
+        wide, tall = (self.size, hidden_size), (hidden_size, self.size)
+        gate, up, down = (
+            read_linear(weights, next(names), wide, rows=self.cut),
+            read_linear(weights, next(names), wide, rows=self.cut),
+            read_linear(weights, next(names), tall, cols=self.cut),
+        )
+        if all(isinstance(part, GroupFp4) or _has_whole_blocks(part) for part in (gate, up, down)):
+            return gate, up, down
+        return dequantize(gate, dtype), dequantize(up, dtype), dequantize(down, dtype)
+
+
+def load_experts(
+    weights: Mapping[str, Weight],
+    parts: Sequence[ExpertPart],
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ExpertWeights:
+    """Read experts, one after the other, as they are stored.
+
+    Args:
+        parts: this rank's, in the order of their ids.
+        dtype: of what is not kept quantized.
+    Raises:
+        ValueError: a weight that is missing or has another shape, experts that are stored in several ways.
+    """
+    gate_up, down = (_Stack(len(parts), device) for _ in range(2))
+    for index, part in enumerate(parts):
+        gate, up, down_proj = part.read(weights, hidden_size, dtype)
+        gate_up.put(index, gate, up)
+        down.put(index, down_proj)
+    return ExpertWeights(gate_up.finish(), down.finish())
+
+
+def _has_whole_blocks(part: AnyWeight) -> bool:
+    return isinstance(part, BlockFp8) and all(size % BLOCK == 0 for size in part.codes.shape)
+
+
+class _Stack:
+    """Matrices of one kind in a device's memory, one after the other."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count, self._device = count, device
+        self._kind: type = Tensor
+        self._tensors: list[Tensor] = []  # one; codes and scales of quantized matrices
+
+    def put(self, index: int, *parts: AnyWeight) -> None:
+        """Fill a matrix with parts that lie one above the other."""
+        if not self._tensors:
+            self._kind = type(parts[0])
+            for rows in _components(parts):
+                shape = self._count, sum(len(part) for part in rows), rows[0].shape[1]
+                self._tensors.append(torch.empty(shape, dtype=rows[0].dtype, device=self._device))
+        if any(type(part) is not self._kind for part in parts):
+            raise ValueError(
+                f"checkpoint: experts of one layer must be stored alike; some are {self._kind.__name__}, others are "
+                f"{', '.join(sorted({type(part).__name__ for part in parts}))}"
+            )
+        for stack, rows in zip(self._tensors, _components(parts), strict=True):
+            fill(stack[index], *rows)
+
+    def finish(self) -> AnyWeight:
+        return self._tensors[0] if self._kind is Tensor else self._kind(*self._tensors)
+
+
+def _components(parts: Sequence[AnyWeight]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the parts' tensors; of quantized ones first the codes, then the scales."""
+    return zip(*((part,) if isinstance(part, Tensor) else part for part in parts), strict=True)
+
+
+def unstack_experts(weights: Mapping[str, Weight], prefix: str, num_experts: int) -> Mapping[str, Weight]:
+    """Return weights with a layer's experts by their numbers, where a checkpoint has all of them in one tensor (as
+    transformers saves Mistral-4's).
+
+    Args:
+        prefix: of the experts' names.
+    """
+    if f"{prefix}down_proj" not in weights:
+        return weights
+    gate_up, down = weights[f"{prefix}gate_up_proj"], weights[f"{prefix}down_proj"]
+    size = down.shape[-1]
+    single = {}
+    for number in range(num_experts):
+        single[f"{prefix}{number}.gate_proj.weight"] = _Matrix(gate_up, number, slice(0, size))
+        single[f"{prefix}{number}.up_proj.weight"] = _Matrix(gate_up, number, slice(size, 2 * size))
+        single[f"{prefix}{number}.down_proj.weight"] = _Matrix(down, number, slice(0, down.shape[1]))
+    return {**weights, **single}
+
+
+class _Matrix:
+    """Rows of one matrix of a stack [E, N, K]."""
+
+    def __init__(self, stack: Weight, number: int, rows: slice) -> None:
+        self._stack, self._number, self._rows = stack, number, rows
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self._rows.stop - self._rows.start, self._stack.shape[2]))
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        rows, cols = (*index, slice(None))[:2] if isinstance(index, tuple) else (index, slice(None))
+        start, stop, _ = rows.indices(self.shape[0])
+        rows = slice(self._rows.start + start, self._rows.start + stop)
+        return self._stack[self._number : self._number + 1, rows, cols][0]

@@ -1,0 +1,123 @@
+"""Routers of mixture-of-experts layers: which experts a token takes, with what weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SCORINGS = ("sigmoid", "softmax")
+_GROUP_SCORES = ("max", "top2_sum")
+_FEW_TOKENS = 8  # whose logits our kernel computes; more go to a matrix product
+_EPSILON = 1e-20  # of renormalization, as transformers has it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """A family's way from logits to experts.
+
+    DeepSeek-V3, V3.2, Kimi-K2, GLM: sigmoid, top2_sum; DeepSeek-V2: softmax, max; Mistral-4: softmax, top2_sum;
+    LongCat: softmax, one group.
+
+    Attributes:
+        scoring: "sigmoid" or "softmax" of the logits.
+        top_k: experts of a token.
+        num_groups, topk_groups: experts come from the best topk_groups of num_groups groups of equal size; 1, 1: none.
+        group_score: of a group: "max", its best, or "top2_sum", the sum of its two best.
+        renormalize: weights are divided by their sum.
+        routed_scaling_factor: what weights are multiplied by at last.
+        num_shared: shared experts, with ids from E on, which every token takes with weight 1.
+    Raises:
+        ValueError: a choice that is none, or more groups chosen than there are.
+    """
+
+    scoring: str
+    top_k: int
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: str = "max"
+    renormalize: bool = False
+    routed_scaling_factor: float = 1.0
+    num_shared: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("scoring", _SCORINGS), ("group_score", _GROUP_SCORES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        if not 1 <= self.topk_groups <= self.num_groups:
+            raise ValueError(f"topk_groups is {self.topk_groups}; expected 1 to num_groups, which is {self.num_groups}")
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T [T, E] in float32: products of 16 bits are exact there, so that transformers, which widens both
+    first, has the same but for the order of the sum.
+
+    Args:
+        x: [T, H]; weight: [E, H], in x's dtype.
+    """
+    if not x.is_cuda or x.dtype == torch.float32:
+        return x.float() @ weight.float().T
+    if len(x) <= _FEW_TOKENS:
+        from dcpmla.model.kernels import router  # triton is there on Linux only
+
+        return router.router_logits(x, weight)
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts.
+
+    Experts are chosen by score + bias and weighted by score. Of equal ones the lower id is first, of groups likewise.
+    An expert whose score is NaN comes last, together with those of groups that were not chosen: ids are valid and
+    distinct whatever the logits are.
+
+    Args:
+        logits: float32 [T, E].
+        bias: float32 [E], added for the choice alone; None: no bias.
+    Returns:
+        expert_ids int32 and expert_weights float32, both [T, top_k + num_shared]: the best first, shared ones last.
+    Raises:
+        ValueError: shapes or dtypes that do not belong together, more experts to choose than there are.
+    Source: the routers of transformers' models of these families.
+    """
+    num_experts = _check(logits, bias, how)
+    if logits.is_cuda:
+        from dcpmla.model.kernels import router
+
+        return router.route(logits, bias, how)
+    scores = logits.sigmoid() if how.scoring == "sigmoid" else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    choice = choice.masked_fill(choice.isnan(), -torch.inf)
+    if how.topk_groups < how.num_groups:
+        groups = choice.unflatten(1, (how.num_groups, -1))
+        group_scores = groups.amax(-1) if how.group_score == "max" else groups.topk(2).values.sum(-1)
+        is_chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
+            1, _best(group_scores, how.topk_groups), True
+        )
+        choice = groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
+    ids = _best(choice, how.top_k)
+    weights = scores.gather(1, ids)
+    if how.renormalize:
+        weights = weights / (weights.sum(1, keepdim=True) + _EPSILON)
+    shared = torch.arange(num_experts, num_experts + how.num_shared).expand(len(logits), -1)
+    weights = torch.cat([weights * how.routed_scaling_factor, weights.new_ones(shared.shape)], 1)
+    return torch.cat([ids, shared], 1).int(), weights
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _check(logits: Tensor, bias: Tensor | None, how: Router) -> int:
+    if logits.dtype != torch.float32 or logits.ndim != 2:
+        raise ValueError(f"logits is {logits.dtype} {tuple(logits.shape)}; expected float32 [T, E]")
+    num_experts = logits.shape[1]
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (num_experts,)):
+        raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}; expected float32 [{num_experts}]")
+    per_group, rest = divmod(num_experts, how.num_groups)
+    if rest or (how.group_score == "top2_sum" and how.topk_groups < how.num_groups and per_group < 2):
+        raise ValueError(
+            f"num_groups is {how.num_groups}; it must divide {num_experts} experts, into groups of 2 for top2_sum"
+        )
+    if how.top_k > num_experts:
+        raise ValueError(f"top_k is {how.top_k}, of {num_experts} experts")
+    return num_experts

@@ -1,0 +1,137 @@
+"""Sums over a TP group on GPUs: the norm's kernel alone, NCCL, and `direct` with its sizes, graphs and faults."""
+
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpmla.comm.reduce import CollectiveReduce, add_norm, select_reduce
+from dcpmla.parallel.collectives import PeerFault
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("triton")
+
+from dcpmla.comm import direct_reduce  # noqa: E402
+from dcpmla.comm.direct_reduce import DirectReduce  # noqa: E402
+from tests.support.direct_checks import assert_same_bits  # noqa: E402
+from tests.support.reduce_checks import EPS, check_memory, check_sums, draw  # noqa: E402
+
+NUM_GPUS = [
+    pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}"))
+    for number, needed in ((2, 2), (3, 4), (4, 4), (8, 8))
+]
+
+
+def here() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_kernel_alone(dtype: torch.dtype) -> None:
+    """It rounds where torch's operations round."""
+    for num_tokens, width in itertools.product((0, 1, 300), (64, 1000, 7168, 16384)):
+        partial, residual = torch.randn(2, num_tokens, width, device="cuda").to(dtype)
+        weight = torch.randn(width, device="cuda").to(dtype)
+        got = add_norm(partial, residual, weight, EPS)
+        wanted = add_norm(partial.cpu(), residual.cpu(), weight.cpu(), EPS)
+        assert torch.equal(got[1].cpu(), wanted[1])
+        tolerance = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(got[0].cpu(), wanted[0], atol=1e-6, rtol=tolerance)
+
+
+def check_sizes() -> None:
+    """Sum rows of models' widths, in one trip, in two, and as it is chosen, also past a landing."""
+    reduce, choose = select_reduce(dist.group.WORLD, here()), direct_reduce.is_one_shot
+    assert isinstance(reduce, DirectReduce)
+    for seed, (is_one_shot, num_tokens, width) in enumerate(
+        itertools.product((True, False, None), (0, 1, 2, 7, 33, 256, 700), (2048, 7168, 1416))
+    ):
+        direct_reduce.is_one_shot = choose if is_one_shot is None else lambda *_: is_one_shot  # noqa: B023
+        check_sums(reduce, (num_tokens, width), torch.bfloat16, seed, here(), is_odd=num_tokens == 7)
+        if num_tokens == 33:
+            for dtype in (torch.float16, torch.float32):
+                check_sums(reduce, (num_tokens, width), dtype, seed, here(), is_odd=True)
+    direct_reduce.is_one_shot = choose
+    check_sums(reduce, (8192, 4096), torch.bfloat16, 0, here())
+    check_memory(reduce)
+    check_sums(CollectiveReduce(dist.group.WORLD), (33, 7168), torch.float32, 0, here())
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_sizes(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_sizes, device="cuda", timeout=300)
+
+
+def check_graphs() -> None:
+    """Mix replays with eager calls before and after them, an odd number of sums apart."""
+    reduce, rank = DirectReduce(dist.group.WORLD, here()), dist.get_rank()
+    direct_reduce._ONE_SHOT_BYTES = 100_000
+
+    def run(held: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        results = [result for inputs in held for result in reduce.add_norm(*inputs, EPS)]
+        return [*results, reduce.all_reduce(held[0][0])]
+
+    def draw_own(seed: int) -> list[tuple[Tensor, ...]]:
+        drawn = [draw(num_tokens, 7168, torch.bfloat16, seed, here()) for num_tokens in (1, 40, 256)]
+        return [(partials[rank], residual, weight) for partials, residual, weight in drawn]
+
+    held = draw_own(0)
+    run(held)  # compiles before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outcomes = run(held)
+    for seed in range(1, 4):
+        given = draw_own(seed)
+        wanted = run(given)
+        for inputs, new in zip(held, given, strict=True):
+            for tensor, value in zip(inputs, new, strict=True):
+                tensor.copy_(value)
+        graph.replay()
+        reduce.all_reduce(held[seed % 2][0])
+        assert_same_bits(tuple(outcomes), tuple(wanted))
+    check_memory(reduce)
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_graphs(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_graphs, device="cuda")
+
+
+def check_missing_rank() -> None:
+    """Leave the last rank out: the others report it once, also in a graph, and have a working GPU."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows, weight = torch.ones(4, 7168, dtype=torch.bfloat16, device="cuda"), torch.ones(7168, device="cuda")
+    reduce = DirectReduce(dist.group.WORLD, here(), timeout=3.0)
+    reduce.add_norm(rows, rows, weight, EPS)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        reduce.add_norm(rows, rows, weight, EPS)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == size - 1:
+        return
+    assert 3.0 <= seconds(graph.replay) < 10.0
+    for again in (reduce.check, lambda: reduce.all_reduce(rows)):
+        with pytest.raises(PeerFault, match=f"add_norm failed on rank {rank} .* from rank {size - 1} for 3 s"):
+            again()
+    assert seconds(graph.replay) < 1.0
+    assert torch.ones(3, device="cuda").sum() == 3
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.monotonic()
+    call()
+    torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_missing_rank(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_missing_rank, device="cuda")
