@@ -17,7 +17,7 @@ from torch.nn import functional
 from dcpmla.attention.output.formats import write_fp8_groups
 from dcpmla.cache.formats import FP8
 from dcpmla.model.experts import ExpertWeights, compute_experts
-from dcpmla.parallel.quantized import AnyWeight, BlockFp8, GroupFp4, dequantize
+from dcpmla.parallel.quantized import AnyWeight, BlockFp8, GroupFp4, dequantize, unpack
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
@@ -133,6 +133,14 @@ def test_as_transformers() -> None:
         torch.testing.assert_close(compute_experts(x, ids, expert_weights, weights, limit), wanted)
 
 
+def compute_by_kernels(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, limit: float | None
+) -> Tensor:
+    from dcpmla.model.kernels import experts as kernels
+
+    return kernels.compute_experts(x, ids, weights, *unpack(gate_up), *unpack(down), limit)
+
+
 def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     """Check over new memory that holds NaN."""
     torch.use_deterministic_algorithms(True)  # fills it
@@ -144,7 +152,6 @@ def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes
 
 def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     """Check few and many tokens; one expert for all of a token's routes, experts that few tokens take, or none."""
-    from dcpmla.model.kernels import experts as kernels
 
     num_experts, top_k, hidden, width = 5, 3, sizes[-2], sizes[-1]
     for kind in kinds:
@@ -156,8 +163,8 @@ def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], size
             ids[0], ids[-1, 0] = 4, -(2**31)  # one expert three times
             for limit in (None, 0.4) if num_tokens == sizes[0] else (None,):
                 moved = on(device, case)
-                out = kernels.compute_experts(*moved[:3], *moved[3], limit)
-                assert torch.equal(out, kernels.compute_experts(*moved[:3], *moved[3], limit))
+                out = compute_by_kernels(*moved[:3], *moved[3], limit)
+                assert torch.equal(out, compute_by_kernels(*moved[:3], *moved[3], limit))
                 tolerance = max(4e-3 if kind == "fp8" else 0, TOLERANCE[dtype])  # last bits of h move its codes
                 assert_near(out, brute_force(*case, limit, kind == "fp8"), tolerance)
         case = make_case(kind, 40, num_experts, 2, hidden, width, dtype)
@@ -165,7 +172,7 @@ def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], size
             for num_tokens in (2, 40):
                 x, _, expert_weights, weights = on(device, case)
                 ids = nobody[:num_tokens].to(device)
-                out = kernels.compute_experts(x[:num_tokens], ids, expert_weights[:num_tokens], *weights, None)
+                out = compute_by_kernels(x[:num_tokens], ids, expert_weights[:num_tokens], *weights, None)
                 assert not out.any()
 
 
