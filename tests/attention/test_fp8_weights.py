@@ -276,7 +276,7 @@ def check_in_the_interpreter() -> None:
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    check_kernels("cpu", torch.float16, 3, 1, 128)
+    check_kernels("cpu", torch.float16, 3, 1, 256)
 
 
 def test_kernels_in_the_interpreter() -> None:
