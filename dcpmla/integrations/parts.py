@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcpmla.config import divisors
 from dcpmla.integrations.skeleton import load_module
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, MoE, TopKGate, load_experts, unstack_experts
 from dcpmla.model.router import Router
-from dcpmla.parallel.linear import Linear, Weight, cut, read_linear, read_weight
+from dcpmla.parallel.linear import Linear, Weight, check_experts, cut, read_linear, read_weight
 from dcpmla.parallel.mesh import DCPMesh
 
 
@@ -178,16 +177,3 @@ def read_router(config: Any, num_shared: int) -> Router:
         routed_scaling_factor=config.routed_scaling_factor,
         num_shared=num_shared,
     )
-
-
-def check_experts(num_experts: int, size: int, tp_size: int, spreads_experts: bool) -> None:
-    """Raise ValueError where experts cannot be cut or spread evenly; other layers may be cut unevenly."""
-    if spreads_experts and num_experts % tp_size:
-        raise ValueError(
-            f"enable_expert_parallel (--enable-expert-parallel): {num_experts} experts cannot be spread over "
-            f"{tp_size} ranks; tensor_parallel_size (-tp) must be one of {', '.join(map(str, divisors(num_experts)))}"
-        )
-    if not spreads_experts and size % tp_size:
-        raise ValueError(
-            f"tensor_parallel_size (-tp) is {tp_size}; it must divide the experts' intermediate size {size}"
-        )

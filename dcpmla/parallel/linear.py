@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from dcpmla.config import divisors
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, fp8_linear, multiply_groups, runs_fp8
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, dequantize
@@ -175,6 +176,19 @@ def cut(size: int, rank: int, num_ranks: int, in_blocks: bool = False) -> slice:
     """
     unit = BLOCK if in_blocks and size % BLOCK == 0 and size // BLOCK >= num_ranks else 1
     return slice(size // unit * rank // num_ranks * unit, size // unit * (rank + 1) // num_ranks * unit)
+
+
+def check_experts(num_experts: int, size: int, tp_size: int, spreads_experts: bool) -> None:
+    """Raise ValueError where experts cannot be cut or spread evenly; other layers may be cut unevenly."""
+    if spreads_experts and num_experts % tp_size:
+        raise ValueError(
+            f"enable_expert_parallel (--enable-expert-parallel): {num_experts} experts cannot be spread over "
+            f"{tp_size} ranks; tensor_parallel_size (-tp) must be one of {', '.join(map(str, divisors(num_experts)))}"
+        )
+    if not spreads_experts and size % tp_size:
+        raise ValueError(
+            f"tensor_parallel_size (-tp) is {tp_size}; it must divide the experts' intermediate size {size}"
+        )
 
 
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:

@@ -14,9 +14,10 @@ from torch import nn
 
 from dcpmla.cache.capacity import ModelCaches
 from dcpmla.compressed_config import CompressedConfig
-from dcpmla.config import MLAConfig, divisors
+from dcpmla.config import MLAConfig
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, num_index_layers, read_attention
 from dcpmla.hf_quantization import scale_block
+from dcpmla.parallel.linear import check_experts
 from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.parameter import PARTS, Parameter
 
@@ -99,16 +100,7 @@ class ModelSize:
         for parameter in self.parameters:
             if parameter.is_expert and parameter.style == "row":
                 num_experts, _, size = parameter.shape
-                if expert_parallel and num_experts % tensor_parallel_size:
-                    raise ValueError(
-                        f"tensor_parallel_size (-tp) is {tensor_parallel_size}; with --enable-expert-parallel it must "
-                        f"be one of {', '.join(map(str, divisors(num_experts)))}, for {num_experts} experts"
-                    )
-                if not expert_parallel and size % tensor_parallel_size:
-                    raise ValueError(
-                        f"tensor_parallel_size (-tp) is {tensor_parallel_size}; "
-                        f"it must divide the experts' intermediate size {size}"
-                    )
+                check_experts(num_experts, size, tensor_parallel_size, expert_parallel)
 
     def widened(self) -> "ModelSize":
         """Return the model without quantization."""
