@@ -8,24 +8,33 @@ import torch
 from torch import Tensor
 
 from dcpmla.parallel.linear import Weight
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize
+from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, BlockFp8, GroupFp4, dequantize
 
 _STD = 0.02  # of weights, as models are initialized
+_FP4_SCALE = 120  # e8m0: e2m1's values lie within 6 x 2^-7
 # Linear layers that are published in block fp8, in models that have any.
 _QUANTIZED = re.compile(r"\.layers\..*(_proj|\.w[qko](_[ab])?)\.weight$")
+_ROUTED = re.compile(r"\.experts\.\d+\.")
 _NOT_QUANTIZED = re.compile(r"\.(weights_proj|compressor)\b")
 
 
 def dummy_weights(
-    shapes: Mapping[str, tuple[int, ...]], is_fp8: bool, dtype: torch.dtype, device: torch.device
+    shapes: Mapping[str, tuple[int, ...]],
+    is_fp8: bool,
+    has_fp4_experts: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Mapping[str, Weight]:
     """Return weights by their names: matrices around 0, norms of 1, biases of 0. A slice is the same on all ranks.
 
     Args:
         is_fp8: linear layers are e4m3 with a scale per block, as DeepSeek-V3's are published.
+        has_fp4_experts: routed experts are e2m1 with a scale per group, as DeepSeek-V4's are.
     """
 
     def new(name: str, shape: tuple[int, ...]) -> Weight:
+        if has_fp4_experts and _ROUTED.search(name):
+            return _DummyFp4(name, shape, dtype, device)
         if is_fp8 and len(shape) == 2 and _QUANTIZED.search(name) and not _NOT_QUANTIZED.search(name):
             return _DummyFp8(name, shape, dtype, device)
         return _DummyWeight(name, shape, dtype, device)
@@ -68,3 +77,14 @@ class _DummyFp8(_DummyWeight):
         bounds = [(*part.indices(size)[:2], size) for part, size in zip((rows, cols), self.shape, strict=True)]
         is_on_grid = all(start % BLOCK == 0 and (end % BLOCK == 0 or end == size) for start, end, size in bounds)
         return weight if is_on_grid else dequantize(weight, self._dtype)
+
+
+class _DummyFp4(_DummyWeight):
+    """A matrix in e2m1, its columns cut between groups."""
+
+    def stored(self, rows: slice, cols: slice) -> GroupFp4:
+        drawn = self._draw((rows, cols))
+        codes = drawn[:, ::2].contiguous().view(torch.uint8)[:, ::2].contiguous()  # any bits are codes
+        num_groups = drawn.shape[1] // FP4_GROUP
+        scales = torch.full((len(drawn), num_groups), _FP4_SCALE, dtype=torch.uint8, device=self._device)
+        return GroupFp4(codes, scales)

@@ -130,7 +130,8 @@ def load_model(
     quantization = getattr(config, "quantization_config", None)
     if load_format == "dummy":
         dtype = dtype or config.dtype or torch.bfloat16
-        weights = dummy_weights(published_shapes(model), quantization is not None, dtype, device)
+        has_fp4_experts = getattr(config, "expert_dtype", None) == "fp4"
+        weights = dummy_weights(published_shapes(model), quantization is not None, has_fp4_experts, dtype, device)
     else:
         rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else str
         checkpoint = Checkpoint(directory, scale_block(quantization), rename)

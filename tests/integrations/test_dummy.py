@@ -1,0 +1,72 @@
+"""Random weights instead of a checkpoint's: models generate, ranks agree, formats are those of the config."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.dummy import dummy_weights
+from dcpmla.integrations.loading import load_engine
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.model.moe import MoE
+from dcpmla.parallel.linear import Linear, read_linear
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.parallel.quantized import BlockFp8, dequantize
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.quantized_models import SCHEMES, save_wide
+from tests.support.ranks import run_ranks
+
+
+def outcome(directory: Path) -> tuple[list[list[int]], set[str], bool]:
+    """On one rank: tokens of two prompts, the kinds of experts, whether any linear layer keeps codes."""
+    dcp, cpu = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4), torch.device("cpu")
+    mesh = init_mesh(2, 2)
+    chosen = select_exchange(dcp, mesh.dcp_group, cpu)
+    engine = load_engine(str(directory), dcp, mesh, chosen, cpu, seq_lens=[12, 20], load_format="dummy")
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    requests = [engine.add(list(range(1, length)), params) for length in (5, 12)]
+    list(engine.run())
+    assert isinstance(engine.model, ShardedModel)
+    modules = list(engine.model.hidden_states.modules())
+    experts = {type(weight).__name__ for moe in modules if isinstance(moe, MoE) for weight in moe.experts}
+    keeps_codes = any(module.weight_scale is not None for module in modules if isinstance(module, Linear))
+    return [request.token_ids for request in requests], experts, keeps_codes
+
+
+FP8 = {"quantization_config": SCHEMES["block"].config}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "experts"),
+    [
+        ("deepseek_v3", FP8, "BlockFp8"),
+        ("deepseek_v4", {}, "Tensor"),
+        ("deepseek_v4", FP8 | {"expert_dtype": "fp4"}, "GroupFp4"),
+    ],
+)
+def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: str, tmp_path: Path) -> None:
+    save_wide(family, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    first, second = run_ranks(2, outcome, tmp_path)
+    assert first[0] == second[0]
+    assert first[1:] == second[1:] == ({experts}, bool(fields))
+
+
+def test_slices_are_cut_as_they_are_stored() -> None:
+    shapes = {"model.layers.0.mlp.up_proj.weight": (320, 256), "model.layers.0.mlp.gate.weight": (8, 256)}
+    weights = dummy_weights(shapes, True, False, torch.bfloat16, torch.device("cpu"))
+    name, gate = shapes
+    kept, cut = (read_linear(weights, name, shapes[name], rows=rows) for rows in (slice(128, 320), slice(64, 128)))
+    assert isinstance(kept, BlockFp8)
+    assert (kept.codes.shape, kept.scales.shape) == ((192, 256), (2, 2))
+    assert isinstance(cut, torch.Tensor)
+    assert cut.dtype == torch.bfloat16
+    again = read_linear(weights, name, shapes[name], rows=slice(128, 320))
+    assert torch.equal(dequantize(again, torch.float32), dequantize(kept, torch.float32))
+    assert isinstance(read_linear(weights, gate, shapes[gate]), torch.Tensor)
