@@ -58,7 +58,7 @@ class StepBuilder:
             local = block_table[:num_decodes, :decode_columns], local_seq_lens[:num_decode_tokens]
             decode = self._decode(query_lens[:num_decodes], *local, workspace)
         if num_decodes < len(query_lens):
-            prefill = self._prefill(query_lens[num_decodes:], seq_lens[num_decodes:], table[num_decodes:])
+            prefill = self.prefill(query_lens[num_decodes:], seq_lens[num_decodes:], table[num_decodes:])
         if is_sparse:
             request_there, seen = of_sparse
             sparse = SparseMetadata(block_table, request_there, seen, local_seq_lens, max(seq_lens))
@@ -99,7 +99,16 @@ class StepBuilder:
             workspace=decode_workspace(self.device) if workspace is None else workspace,
         )
 
-    def _prefill(self, query_lens: Sequence[int], seq_lens: Sequence[int], table: np.ndarray) -> PrefillMetadata:
+    def prefill(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], table: np.ndarray | Tensor
+    ) -> PrefillMetadata:
+        """Lay out the prefills of a step.
+
+        Args:
+            table: [num_prefills, max_blocks] integers, on the host, or on the device: read there, without a wait.
+        Raises:
+            ValueError: more prefills than the context workspace has room for.
+        """
         new = np.asarray(query_lens)
         context_lens = np.asarray(seq_lens) - new
         chunk = _chunk_tokens(int((context_lens > 0).sum()), self.dcp)
@@ -114,14 +123,14 @@ class StepBuilder:
             num_pairs=int((new * context_lens + new * (new + 1) // 2).sum()),
         )
 
-    def _chunk(self, begin: np.ndarray, end: np.ndarray, table: np.ndarray) -> ContextChunk:
+    def _chunk(self, begin: np.ndarray, end: np.ndarray, table: np.ndarray | Tensor) -> ContextChunk:
         """Return the chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned."""
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        block_size, lens = self.dcp.block_size, end - begin
+        lens = end - begin
         # Rank 0 owns the first group of an aligned chunk, so no rank has more of it: all ranks pad to rank 0's rows.
         padded_lens = -(-lens // (size * interleave)) * interleave
         padded_start = np.asarray(_starts(padded_lens))
-        local_slots, orders = [], []
+        local, orders = [], []
         for request, length in enumerate(lens):
             position = np.arange(begin[request], end[request])
             first = begin[request] // size
@@ -129,16 +138,24 @@ class StepBuilder:
             index = ownership.local_index(position, size, interleave) - first
             orders.append(owner * padded_start[-1] + padded_start[request] + index)
             # Padding reads whatever lies after the last token in its block; `order` never points at it.
-            local = first + np.arange(padded_lens[request] if length else 0)
-            local_slots.append(table[request, local // block_size] * block_size + local % block_size)
+            local.append(first + np.arange(padded_lens[request] if length else 0))
+        requests = np.repeat(np.arange(len(lens)), [len(tokens) for tokens in local])
         order = torch.from_numpy(np.concatenate(orders))
         return ContextChunk(
-            local_slots=self._upload(np.concatenate(local_slots)),
+            local_slots=self._local_slots(table, requests, np.concatenate(local)),
             order=self._upload(order.numpy()),
             tokens=self._upload(tokens_of_rows(order, int(padded_start[-1]), self.dcp_rank).numpy()),
             keys=self._segments(lens),
             first_position=self._upload(begin.astype(np.int32)),
         )
+
+    def _local_slots(self, table: np.ndarray | Tensor, requests: np.ndarray, tokens: np.ndarray) -> Tensor:
+        """Return the slots [N] int64 of local tokens [N] of requests [N]."""
+        columns, offsets = tokens // self.dcp.block_size, tokens % self.dcp.block_size
+        if isinstance(table, np.ndarray):
+            return self._upload(table[requests, columns] * self.dcp.block_size + offsets)
+        rows, columns_there, offsets_there = upload([requests, columns, offsets], self.device)
+        return table[rows, columns_there].long() * self.dcp.block_size + offsets_there
 
     def _segments(self, lens: Sequence[int] | np.ndarray) -> Segments:
         start = _starts(lens)

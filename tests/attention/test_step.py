@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.build import context_workspace_tokens
+from dcpmla.attention.build import StepBuilder, context_workspace_tokens
 from dcpmla.attention.step import ContextChunk, PrefillMetadata
 from tests.test_ownership import deal, deal_slots
 
@@ -286,6 +286,26 @@ def test_a_chunk_by_hand() -> None:
         assert chunk.order.tolist() == [0, 3, 1, 4, 2]
         assert chunk.tokens.tolist() == ([0, 2, 4] if step is even else [1, 3, -1])
         assert chunk.keys.start == (0, 5)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (3, 4)])
+def test_prefills_over_a_table_on_the_device(layout: tuple[int, int]) -> None:
+    size, interleave = layout
+    dcp = DCPConfig(
+        tensor_parallel_size=size,
+        decode_context_parallel_size=size,
+        cp_kv_cache_interleave_size=interleave,
+        block_size=4,
+        context_workspace_tokens=48,
+    )
+    tables = [[7, 3, 5, 11, *range(20, 40)], [0] * 24, [2, 9, *range(40, 62)]]
+    lens = [3, 2, 1], [40, 2, 17]
+    for rank in range(size):
+        expected = StepMetadata.build(*lens, tables, dcp, rank, max_decode_query_len=0).prefill
+        found = StepBuilder(dcp, rank, "cpu").prefill(*lens, torch.tensor(tables, dtype=torch.int32))
+        assert expected is not None
+        assert len(expected.context_chunks) > 1
+        assert str(found) == str(expected)
 
 
 def test_sparse_steps_upload_tables_and_lengths_once() -> None:
