@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.sglang_tree import STUBS, VERSION, sglang_path
+from tests.engines.sglang_tree import STUBS, sglang_path
 from tests.support.launchers import environment
 from tests.support.models import random_model
 

@@ -110,8 +110,8 @@ class Backend(AttentionBackend):
     def forward_extend(
         self, q: Tensor, k: None, v: None, layer: Any, forward_batch: Any, save_kv_cache: bool = False
     ) -> Tensor:
-        """Attend from the prepared tokens' queries [T, h, P + R] to themselves and to what all ranks have cached: return
-        [T, h V]. Collective.
+        """Attend from the prepared tokens' queries [T, h, P + R] to themselves and to all ranks' tokens before them:
+        return [T, h V]. Collective.
         """
         kv_c, k_pe, up_projection = self.new_tokens
         rows = slice(0, q.shape[0])  # SGLang leaves padding out

@@ -15,9 +15,9 @@ from dcpmla.ownership import local_seq_lens
 class MetadataBuilder:
     """Block tables and lengths of one rank.
 
-    SGLang numbers slots over all ranks of a DCP group ("widened"): slot s is on rank s % W, as its row s // W, and pages
-    begin at multiples of page_size W. So a page's number is its first slot over that, the same on all ranks, and tokens
-    are dealt one by one (I = 1).
+    SGLang numbers slots over all ranks of a DCP group ("widened"): slot s is on rank s % W, as its row s // W, and
+    pages begin at multiples of page_size W. So a page's number is its first slot over that, the same on all ranks, and
+    tokens are dealt one by one (I = 1).
 
     Args:
         dcp: with SGLang's page size as block_size.
