@@ -133,7 +133,7 @@ class StepBuilder:
         padded_lens = -(-lens // (size * interleave)) * interleave
         padded_start = np.asarray(_starts(padded_lens))
         indices, orders = [], []
-        for request, length in enumerate(lens):
+        for request in range(len(lens)):
             position = np.arange(begin[request], end[request])
             first = begin[request] // size
             owner = ownership.owner_rank(position, size, interleave)

@@ -228,7 +228,7 @@ def check_prefills(batch: Batch, steps: list[StepMetadata]) -> None:
 
 
 def check_tables_on_the_device(batch: Batch, steps: list[StepMetadata]) -> None:
-    """An engine's own table, int32 and a part of a wider one, gives the same slots."""
+    """Compare with the slots of an engine's own table, int32 and a part of a wider one."""
     first = batch.num_decodes
     requests = batch.query_lens[first:], batch.seq_lens[first:]
     table = torch.from_numpy(pad_table(batch.block_tables, batch.seq_lens, batch.dcp)).to(torch.int32)
