@@ -48,13 +48,14 @@ def run(llm: LLM, requests: list[list[int]], aborted: int | None = None) -> list
     engine, ended = llm.llm_engine, {}
     CALLS["runs"] += 1
     names = [f"{CALLS['runs']}-{index}" for index in range(len(requests))]
-    ids = {name: engine.add_request(name, {"prompt_token_ids": tokens}, params) for name, tokens in zip(names, requests, strict=True)}
+    for name, tokens in zip(names, requests, strict=True):
+        engine.add_request(name, {"prompt_token_ids": tokens}, params)
     step = 0
     while engine.has_unfinished_requests():
         ended |= {output.request_id: output for output in engine.step() if output.finished}
         step += 1
-        if step == 8 and aborted is not None:
-            engine.abort_request([ids[names[aborted]] or names[aborted]])
+        if step == 4 and aborted is not None:
+            engine.abort_request([names[aborted]])
     return [ended.get(name) for name in names]
 
 
@@ -81,7 +82,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     llm = LLM(
         model=directory,
         skip_tokenizer_init=True,
-        tensor_parallel_size=dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]),
+        tensor_parallel_size=2,
         distributed_executor_backend="external_launcher",
         dtype="float32",
         max_model_len=1024,
@@ -103,7 +104,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
             "cached": [output.num_cached_tokens for output in outputs],
             "ended": sum(output is not None for output in outputs),
         }
-    outputs = run(llm, requests, aborted=0)
+    outputs = run(llm, requests, aborted=1)
     report["aborted"] = {
         "error": largest_error(model, requests, outputs),
         "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in outputs),

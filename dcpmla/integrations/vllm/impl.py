@@ -40,7 +40,9 @@ class DCPMLAImpl(MLACommonImpl):
         self.dtype, self.w_kv_b = act_dtype, None
         if self.kv_b_proj.weight.dtype != act_dtype:
             sizes = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim, self.v_head_dim
-            self.w_kv_b = torch.cat(split_kv_b_proj(self.kv_b_proj, act_dtype, *sizes), -1).permute(1, 2, 0).contiguous()
+            self.w_kv_b = (
+                torch.cat(split_kv_b_proj(self.kv_b_proj, act_dtype, *sizes), -1).permute(1, 2, 0).contiguous()
+            )
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
@@ -103,11 +105,13 @@ class DCPMLAImpl(MLACommonImpl):
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
-        **more: Any,
+        *more: Any,
+        **named: Any,
     ) -> None:
         """Write the latents that this rank owns: on a GPU by vLLM's kernel."""
         if kv_cache.is_cuda:
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, **more)
+            known = kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
+            super().do_kv_cache_update(*known, *more, **named)
         elif kv_cache.numel():
             is_fp8 = kv_cache_dtype.startswith("fp8")
             rows = len(slot_mapping)

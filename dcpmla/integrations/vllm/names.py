@@ -64,5 +64,5 @@ METHODS = {
     },
 }
 
-# vLLM's own symmetric memory for what this package's exchange does: allocated, some of it with multicast, though unused.
+# vLLM's own symmetric memory for what this exchange does: allocated, some of it with multicast, though unused.
 UNUSED_MEMORY = ("VLLM_USE_DIRECT_DCP_Q_GATHER", "VLLM_USE_DIRECT_DCP_A2A", "VLLM_USE_DIRECT_DCP_KV_GATHER")
