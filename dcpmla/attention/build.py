@@ -102,10 +102,12 @@ class StepBuilder:
     def prefill(
         self, query_lens: Sequence[int], seq_lens: Sequence[int], table: np.ndarray | Tensor
     ) -> PrefillMetadata:
-        """Lay out the prefills of a step.
+        """Lay out a step's prefills, without waiting for the device.
 
         Args:
-            table: [num_prefills, max_blocks] integers, on the host, or on the device: read there, without a wait.
+            query_lens, seq_lens: [num_prefills] new tokens of each request, and its tokens after this step.
+            table: [num_prefills, max_blocks] block ids of each request, enough for seq_lens: on the host, or int32 on
+                the device, where an engine keeps its own.
         Raises:
             ValueError: more prefills than the context workspace has room for.
         """
@@ -130,32 +132,31 @@ class StepBuilder:
         # Rank 0 owns the first group of an aligned chunk, so no rank has more of it: all ranks pad to rank 0's rows.
         padded_lens = -(-lens // (size * interleave)) * interleave
         padded_start = np.asarray(_starts(padded_lens))
-        local, orders = [], []
-        for request, length in enumerate(lens):
+        indices, orders = [], []
+        for request in range(len(lens)):
             position = np.arange(begin[request], end[request])
             first = begin[request] // size
             owner = ownership.owner_rank(position, size, interleave)
             index = ownership.local_index(position, size, interleave) - first
             orders.append(owner * padded_start[-1] + padded_start[request] + index)
             # Padding reads whatever lies after the last token in its block; `order` never points at it.
-            local.append(first + np.arange(padded_lens[request] if length else 0))
-        requests = np.repeat(np.arange(len(lens)), [len(tokens) for tokens in local])
+            indices.append(first + np.arange(padded_lens[request]))
         order = torch.from_numpy(np.concatenate(orders))
         return ContextChunk(
-            local_slots=self._local_slots(table, requests, np.concatenate(local)),
+            local_slots=self._slots_of(table, np.repeat(np.arange(len(lens)), padded_lens), np.concatenate(indices)),
             order=self._upload(order.numpy()),
             tokens=self._upload(tokens_of_rows(order, int(padded_start[-1]), self.dcp_rank).numpy()),
             keys=self._segments(lens),
             first_position=self._upload(begin.astype(np.int32)),
         )
 
-    def _local_slots(self, table: np.ndarray | Tensor, requests: np.ndarray, tokens: np.ndarray) -> Tensor:
-        """Return the slots [N] int64 of local tokens [N] of requests [N]."""
-        columns, offsets = tokens // self.dcp.block_size, tokens % self.dcp.block_size
-        if isinstance(table, np.ndarray):
-            return self._upload(table[requests, columns] * self.dcp.block_size + offsets)
-        rows, columns_there, offsets_there = upload([requests, columns, offsets], self.device)
-        return table[rows, columns_there].long() * self.dcp.block_size + offsets_there
+    def _slots_of(self, table: np.ndarray | Tensor, request: np.ndarray, index: np.ndarray) -> Tensor:
+        """Return the slots [N] int64 of this rank's tokens with these local indices [N], each of a request [N]."""
+        column, offset = np.divmod(index, self.dcp.block_size)
+        if isinstance(table, Tensor):
+            rows, columns, offsets = upload([request, column, offset], self.device)
+            return table[rows, columns].to(torch.int64) * self.dcp.block_size + offsets
+        return self._upload(table[request, column] * self.dcp.block_size + offset)
 
     def _segments(self, lens: Sequence[int] | np.ndarray) -> Segments:
         start = _starts(lens)
