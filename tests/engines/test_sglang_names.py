@@ -28,7 +28,7 @@ FUNCTIONS = {
         "MLATokenToKVPool.get_key_buffer": ["layer_id"],
         "MLATokenToKVPool.set_mla_kv_buffer": ["layer", "loc_info", "cache_k_nope", "cache_k_rope"],
     },
-    "runtime_context.py": {"get_parallel": [], "get_spec": []},
+    "runtime_context.py": {"attention_backends": [], "get_parallel": [], "get_spec": []},
     "models/deepseek_v2.py": {"DeepseekV2ForCausalLM.prepare_context_parallel_metadata_for_dcp": ["seq_lens"]},
 }
 # What else is read or set, where SGLang does.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import attention_backends, get_parallel, get_spec
 from torch import Tensor
 
 from dcpmla.attention.decode import dcp_mla_decode
@@ -14,6 +14,7 @@ from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.sglang import NAME
 from dcpmla.integrations.sglang.metadata import MetadataBuilder
 
 FP8 = torch.float8_e4m3fn
@@ -145,6 +146,7 @@ def check(runner: Any, parallel: Any) -> None:
     """Raise ValueError, in one line, for what the backend does not run."""
     pool = runner.token_to_kv_pool
     for wrong, found, allowed in (
+        (set(attention_backends()) != {NAME}, "prefill or decode has another one", "give one backend for both"),
         (parallel.attn_dcp_size == 1, "--dcp-size is 1", "it shards the cache: give --dcp-size 2 or more"),
         (not hasattr(pool, "kv_lora_rank"), "the model has no MLA", "it runs MLA models"),
         (getattr(pool, "use_dsa", False), "the model's attention is sparse", "it runs dense MLA models"),
@@ -154,7 +156,7 @@ def check(runner: Any, parallel: Any) -> None:
         (pool.dtype == torch.float8_e5m2, "--kv-cache-dtype is fp8_e5m2", "it takes auto, bf16 and fp8_e4m3"),
     ):
         if wrong:
-            raise ValueError(f"--attention-backend dcpmla: {found}; {allowed}")
+            raise ValueError(f"--attention-backend {NAME}: {found}; {allowed}")
 
 
 def take_over(model: Any) -> None:

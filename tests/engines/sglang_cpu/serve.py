@@ -1,8 +1,9 @@
-"""SGLang's engine over batches of prompts: `serve.py job.json result.json`."""
+"""SGLang's engine over batches of prompts, a request aborted before the last: `serve.py job.json result.json`."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -13,6 +14,8 @@ def main() -> None:
     engine = sglang.Engine(**asked["engine"])
     served = []
     for prompts in asked["batches"]:
+        if len(served) == len(asked["batches"]) - 1:
+            assert abort(engine, prompts[-1]) == "abort"
         params = {"max_new_tokens": asked["max_new_tokens"], "temperature": 0, "ignore_eos": True}
         served.append(engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True))
     outputs = [
@@ -28,6 +31,16 @@ def main() -> None:
     ]
     result.write_text(json.dumps(outputs))
     engine.shutdown()
+
+
+def abort(engine: Any, prompt: list[int]) -> str:
+    """Abort a request after its first token; return how it is said to have finished."""
+    params = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+    stream = engine.generate(input_ids=prompt, sampling_params=params, stream=True, rid="aborted")
+    next(stream)
+    engine.tokenizer_manager.abort_request("aborted")
+    *_, last = stream
+    return last["meta_info"]["finish_reason"]["type"]
 
 
 if __name__ == "__main__":
