@@ -25,6 +25,8 @@ def _define_ops() -> torch.library.Library:
         "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
         "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
         "silu_and_mul(Tensor(a!) result, Tensor input) -> ()": _silu_and_mul,
+        "rejection_greedy_sample_kernel_impl(Tensor(a!) tokens, Tensor ends, Tensor drafts, Tensor chosen, "
+        "Tensor bonus, Tensor? is_greedy, int most) -> ()": _accept_drafts,
     }
     for schema, run in ops.items():
         library.define(schema)
@@ -35,6 +37,18 @@ def _define_ops() -> torch.library.Library:
 def _silu_and_mul(result: Tensor, x: Tensor) -> None:
     gate, up = x.chunk(2, -1)
     result.copy_(F.silu(gate) * up)
+
+
+def _accept_drafts(
+    tokens: Tensor, ends: Tensor, drafts: Tensor, chosen: Tensor, bonus: Tensor, is_greedy: Tensor | None, most: int
+) -> None:
+    """Write each request's tokens: the model's choices up to the first that is not the draft's, or all and one more."""
+    start = 0
+    for row, (end, last) in enumerate(zip(ends.tolist(), bonus.flatten().tolist(), strict=True)):
+        wrong = (drafts[start:end] != chosen[start:end]).nonzero().flatten().tolist()
+        accepted = chosen[start:end].tolist() + [last] if not wrong else chosen[start : start + wrong[0] + 1].tolist()
+        tokens[row, : len(accepted)] = tokens.new_tensor(accepted)
+        start = end
 
 
 def patch() -> None:
