@@ -26,6 +26,7 @@ def run_engine(model: Path, folder: Path, mode: str, **options: Any) -> tuple[di
         "DCPMLA_VLLM": mode,
         "CUDA_VISIBLE_DEVICES": "-1",
         "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles some functions of its sampler, whatever enforce_eager says
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -2,7 +2,10 @@
 platform lack for these tests. Entry points of vLLM find it (`tests.engines.trees`).
 """
 
+import sys
+from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,7 +55,12 @@ def _accept_drafts(
 
 
 def patch() -> None:
-    """Let vLLM's CPU platform shard a cache, cut prompts into chunks and reuse prefixes, for backends that can."""
+    """Let vLLM's CPU platform shard a cache, cut prompts into chunks and reuse prefixes, for backends that can; and
+    draft by n-grams without a compiler.
+    """
+    plain = SimpleNamespace(jit=_undecorated, njit=_undecorated, prange=range)
+    plain.get_num_threads, plain.set_num_threads = (lambda: 1), (lambda number: None)
+    sys.modules["numba"] = plain  # type: ignore[assignment]
     from vllm.platforms.cpu import CpuPlatform
     from vllm.utils import cpu_triton_utils
 
@@ -66,6 +74,10 @@ def patch() -> None:
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _undecorated(*_: Any, **__: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda function: function
 
 
 def slot_mapping(
