@@ -1,6 +1,7 @@
 """A real vLLM engine in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints what it saw as a line of JSON."""
 
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ from vllm import LLM, SamplingParams
 
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm import impl
+from dcpmla.integrations.vllm.exchange import install
 
 VOCABULARY, NEW_TOKENS = 512, 8
 CALLS: Counter[str] = Counter()
@@ -25,6 +27,8 @@ def count(owner: Any, name: str) -> None:
 
     def counted(*args: Any, **options: Any) -> Any:
         CALLS[name] += 1
+        if name == "dcp_mla_decode" and args[2].max_query_len > 1:
+            CALLS["several tokens"] += 1
         return original(*args, **options)
 
     setattr(owner, name, counted)
@@ -110,6 +114,9 @@ def main(directory: str, options: dict[str, Any]) -> None:
         "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in outputs),
     }
     report["calls"] = dict(CALLS)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    (manager, *_) = (layer.dcp_manager for layer in layers if hasattr(layer, "dcp_manager"))
+    report["exchange alone"] = {"error": max(exchange_alone(manager, is_base_e) for is_base_e in (True, False))}
     AllToAll.combine = without_merge
     few = requests[:1] + requests[-2:]
     report["without merge"] = {"error": largest_error(model, few, run(llm, few))}
@@ -118,6 +125,25 @@ def main(directory: str, options: dict[str, Any]) -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # vLLM's threads wait for requests
+
+
+def exchange_alone(manager: Any, is_base_e: bool) -> float:
+    """Return the largest error of vLLM's `dcp_manager` with this package's exchange in it (DCPMLA_VLLM=exchange)."""
+    install()
+    rank, size, heads = dist.get_rank(), dist.get_world_size(), 8
+    torch.manual_seed(rank)
+    q, out, lse = torch.randn(3, heads // size, 16), torch.randn(3, heads, 16), torch.randn(3, heads)
+    lse[rank] = [math.inf, math.nan][rank]  # a kernel without keys
+    ranks: list[Any] = [None] * size
+    dist.all_gather_object(ranks, (q, out, lse))
+    queries, outs, lses = (torch.stack(each).double() for each in zip(*ranks, strict=True))
+    weights = lses.where(lses < math.inf, -math.inf).softmax(0)[..., None]
+    mine = slice(rank * heads // size, (rank + 1) * heads // size)
+    combine = manager._init_combine(heads // size, 16, torch.float32, is_base_e, False)
+    got = combine(out, lse if is_base_e else lse / math.log(2), seq_lens=None, query_start_loc=None)
+    gathered = manager._init_query_gather(heads // size, 16, torch.float32)(q)
+    assert torch.equal(gathered.double(), queries.transpose(0, 1).flatten(1, 2))
+    return float((got - (weights * outs).sum(0)[:, mine]).abs().max())
 
 
 def without_merge(self: AllToAll, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

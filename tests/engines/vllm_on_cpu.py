@@ -2,7 +2,10 @@
 platform lack for these tests. Entry points of vLLM find it (`tests.engines.trees`).
 """
 
+import sys
+from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ def _define_ops() -> torch.library.Library:
         "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
         "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
         "silu_and_mul(Tensor(a!) result, Tensor input) -> ()": _silu_and_mul,
+        "rejection_greedy_sample_kernel_impl(Tensor(a!) tokens, Tensor ends, Tensor drafts, Tensor chosen, "
+        "Tensor bonus, Tensor? is_greedy, int most) -> ()": _accept_drafts,
     }
     for schema, run in ops.items():
         library.define(schema)
@@ -37,8 +42,25 @@ def _silu_and_mul(result: Tensor, x: Tensor) -> None:
     result.copy_(F.silu(gate) * up)
 
 
+def _accept_drafts(
+    tokens: Tensor, ends: Tensor, drafts: Tensor, chosen: Tensor, bonus: Tensor, is_greedy: Tensor | None, most: int
+) -> None:
+    """Write each request's tokens: the model's choices up to the first that is not the draft's, or all and one more."""
+    start = 0
+    for row, (end, last) in enumerate(zip(ends.tolist(), bonus.flatten().tolist(), strict=True)):
+        wrong = (drafts[start:end] != chosen[start:end]).nonzero().flatten().tolist()
+        accepted = chosen[start:end].tolist() + [last] if not wrong else chosen[start : start + wrong[0] + 1].tolist()
+        tokens[row, : len(accepted)] = tokens.new_tensor(accepted)
+        start = end
+
+
 def patch() -> None:
-    """Let vLLM's CPU platform shard a cache, cut prompts into chunks and reuse prefixes, for backends that can."""
+    """Let vLLM's CPU platform shard a cache, cut prompts into chunks and reuse prefixes, for backends that can; and
+    draft by n-grams without a compiler.
+    """
+    plain = SimpleNamespace(jit=_undecorated, njit=_undecorated, prange=range)
+    plain.get_num_threads, plain.set_num_threads = (lambda: 1), (lambda number: None)
+    sys.modules["numba"] = plain  # type: ignore[assignment]
     from vllm.platforms.cpu import CpuPlatform
     from vllm.utils import cpu_triton_utils
 
@@ -52,6 +74,10 @@ def patch() -> None:
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _undecorated(*_: Any, **__: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda function: function
 
 
 def slot_mapping(

@@ -15,7 +15,7 @@ from dcpmla.integrations.vllm.names import UNUSED_MEMORY, MLACommonImpl, get_cur
 
 
 class DCPMLAImpl(MLACommonImpl):
-    """What vLLM's `MLAAttention` calls. The metadata builder sets `exchange` before the first step.
+    """The attention that vLLM's `MLAAttention` calls. The metadata builder sets `exchange` before the first step.
 
     Raises:
         ValueError: the layer or the job asks for what is not supported.

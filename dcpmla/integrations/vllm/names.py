@@ -1,5 +1,5 @@
-"""What the plug-in uses of vLLM's inside, all of it: the names that a new version may move. tests/engines looks for
-every one of them in each version that the plug-in is tested with.
+"""All that the plug-in uses of vLLM's inside: the names that a new version may move. tests/engines looks for every one
+of them in each version that the plug-in is tested with.
 """
 
 from vllm.config import get_current_vllm_config
