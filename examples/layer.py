@@ -1,15 +1,21 @@
-"""The attention layer alone, with random weights: a prompt, then decode steps, over a cache sharded by all ranks.
+"""The attention layer in an engine of one's own: a prompt, then decode steps, with random weights.
 
     torchrun --standalone --nproc-per-node 4 examples/layer.py
 
-or, as one process, `python examples/layer.py`. Any number of ranks that divides the heads prints the same numbers.
+or, as one process, `python examples/layer.py`. Groups, projections, cache memory and block tables are the engine's; the
+layer brings attention, the exchange and a step's layout. Any number of ranks that divides the heads prints the same.
 """
 
 from datetime import timedelta
+from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch.nn import functional as F
 
-from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh, select_exchange
+from dcpmla import DCPConfig, DCPMesh, MLAAttention, MLAConfig, StepMetadata, select_exchange
+from dcpmla.attention.modules import MLAModules
+from dcpmla.cache.latent import LayerCache
 from dcpmla.job.bootstrap import distributed, read_launcher
 
 CONFIG = MLAConfig(
@@ -22,29 +28,45 @@ CONFIG = MLAConfig(
     v_head_dim=32,
     scale=48**-0.5,
 )
-SHAPES = {"q_a_proj": (96, 256), "q_a_layernorm": (96,), "q_b_proj": (8 * 48, 96), "kv_a_proj_with_mqa": (80, 256)}
-SHAPES |= {"kv_a_layernorm": (64,), "kv_b_proj": (8 * 64, 64), "o_proj": (256, 8 * 32)}
-PROMPT_LEN, SEQ_LEN = 40, 48
+SHAPES = {"q_a": (96, 256), "q_a_norm": (96,), "q_b": (8 * 48, 96), "kv_a": (80, 256), "kv_a_norm": (64,)}
+SHAPES |= {"kv_b": (8 * 64, 64), "o": (256, 8 * 32)}
+PROMPT_LEN, SEQ_LEN, BLOCK_SIZE = 40, 48, 4
+
+
+def my_modules(group: dist.ProcessGroup, device: torch.device) -> MLAModules:
+    """Draw all heads' weights, the same on all ranks, and return the projections of this rank's heads."""
+    torch.manual_seed(0)
+    w = {name: (torch.randn(shape) / 10).to(device) for name, shape in SHAPES.items()}
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    q_b, kv_b, o = w["q_b"].chunk(size)[rank], w["kv_b"].chunk(size)[rank], w["o"].chunk(size, dim=1)[rank]
+
+    def o_proj(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(out := F.linear(x, o), group=group)
+        return out
+
+    down = partial(F.linear, weight=torch.cat([w["q_a"], w["kv_a"]]))
+    norms = {"q_a_layernorm": w["q_a_norm"], "kv_a_layernorm": w["kv_a_norm"]}
+    return MLAModules(down_proj=down, q_proj=partial(F.linear, weight=q_b), w_kv_b=kv_b, o_proj=o_proj, **norms)
 
 
 @torch.inference_mode()
 def main() -> None:
     ranks = read_launcher("auto")
     with distributed(ranks, timedelta(minutes=10)):
-        mesh = init_mesh(ranks.num_ranks, ranks.num_ranks)
-        dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size)
-        chosen = select_exchange(dcp, mesh.dcp_group, ranks.device)
-        layer = MLAAttention(CONFIG, dcp, mesh, chosen.exchange, torch.float32, ranks.device)
-        torch.manual_seed(0)  # all ranks draw the same weights, and take their slices
-        layer.load_weights({f"{name}.weight": torch.randn(shape) / 10 for name, shape in SHAPES.items()})
-        plan = LatentCache.plan(CONFIG, dcp, num_layers=1, seq_lens=[SEQ_LEN], dtype=torch.float32)
-        cache, blocks = LatentCache(plan, ranks.device), list(range(plan.num_blocks))
-        hidden_states = torch.randn(SEQ_LEN, CONFIG.hidden_size).to(ranks.device)
+        group, size, device = dist.new_group(), ranks.num_ranks, ranks.device
+        mesh = DCPMesh(tp_group=group, dcp_group=group)
+        dcp = DCPConfig(tensor_parallel_size=size, decode_context_parallel_size=size, block_size=BLOCK_SIZE)
+        exchange = select_exchange(dcp, group, device).exchange
+        modules = my_modules(group, device)
+        layer = MLAAttention(CONFIG, dcp, mesh, exchange, torch.float32, device, modules=modules)
+        block_table = list(reversed(range(-(-SEQ_LEN // (BLOCK_SIZE * size)))))  # the same ids on all ranks
+        cache = LayerCache(torch.empty(len(block_table), BLOCK_SIZE, CONFIG.latent_dim, device=device))
+        hidden_states = torch.randn(SEQ_LEN, CONFIG.hidden_size).to(device)
         angles = torch.arange(SEQ_LEN)[:, None] / 10_000 ** (torch.arange(8) / 8)
-        cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(ranks.device)
+        cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(device)
         for start, end in [(0, PROMPT_LEN), *((pos, pos + 1) for pos in range(PROMPT_LEN, SEQ_LEN))]:
-            step = StepMetadata.build([end - start], [end], [blocks], dcp, mesh.dcp_rank, ranks.device)
-            out = layer(hidden_states[start:end], cache[0], step.with_positions(cos_sin[start:end]))
+            step = StepMetadata.build([end - start], [end], [block_table], dcp, mesh.dcp_rank, device)
+            out = layer(hidden_states[start:end], cache, step.with_positions(cos_sin[start:end]))
             if ranks.is_first:
                 print(f"tokens {start} to {end}: {[round(value, 3) for value in out[-1, :4].tolist()]}")
 

@@ -27,7 +27,7 @@ assert pathlib.Path(dcpmla.__file__).is_relative_to(sys.prefix), dcpmla.__file__
 assert dcpmla.__version__ == importlib.metadata.version("dcpmla")
 for name in dcpmla.__all__:
     getattr(dcpmla, name)
-(command,) = importlib.metadata.distribution("dcpmla").entry_points
+(command,) = importlib.metadata.distribution("dcpmla").entry_points.select(group="console_scripts")
 assert command.name == "dcpmla" and callable(command.load())
 """
 

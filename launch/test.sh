@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Lint, types, the package as a wheel, and every test that this machine can run.
+# Lint, types, the package as a wheel, and every test that this machine can run; test_engines.sh runs the plug-ins'.
 set -euo pipefail
 . "$(dirname "$0")/setup.sh" '[dev]'
 ruff check .
 mypy
 python launch/check_package.py
 # Two workers: many tests wait for processes of their own, or leave a core idle.
-exec python -m pytest --numprocesses 2 --dist worksteal "$@"
+exec python -m pytest --numprocesses 2 --dist worksteal --ignore tests/engines "$@"

@@ -58,7 +58,7 @@ class StepBuilder:
             local = block_table[:num_decodes, :decode_columns], local_seq_lens[:num_decode_tokens]
             decode = self._decode(query_lens[:num_decodes], *local, workspace)
         if num_decodes < len(query_lens):
-            prefill = self._prefill(query_lens[num_decodes:], seq_lens[num_decodes:], table[num_decodes:])
+            prefill = self.prefill(query_lens[num_decodes:], seq_lens[num_decodes:], table[num_decodes:])
         if is_sparse:
             request_there, seen = of_sparse
             sparse = SparseMetadata(block_table, request_there, seen, local_seq_lens, max(seq_lens))
@@ -99,7 +99,18 @@ class StepBuilder:
             workspace=decode_workspace(self.device) if workspace is None else workspace,
         )
 
-    def _prefill(self, query_lens: Sequence[int], seq_lens: Sequence[int], table: np.ndarray) -> PrefillMetadata:
+    def prefill(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], table: np.ndarray | Tensor
+    ) -> PrefillMetadata:
+        """Lay out a step's prefills, without waiting for the device.
+
+        Args:
+            query_lens, seq_lens: [num_prefills] new tokens of each request, and its tokens after this step.
+            table: [num_prefills, max_blocks] block ids of each request, enough for seq_lens: on the host, or int32 on
+                the device, where an engine keeps its own.
+        Raises:
+            ValueError: more prefills than the context workspace has room for.
+        """
         new = np.asarray(query_lens)
         context_lens = np.asarray(seq_lens) - new
         chunk = _chunk_tokens(int((context_lens > 0).sum()), self.dcp)
@@ -114,31 +125,38 @@ class StepBuilder:
             num_pairs=int((new * context_lens + new * (new + 1) // 2).sum()),
         )
 
-    def _chunk(self, begin: np.ndarray, end: np.ndarray, table: np.ndarray) -> ContextChunk:
+    def _chunk(self, begin: np.ndarray, end: np.ndarray, table: np.ndarray | Tensor) -> ContextChunk:
         """Return the chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned."""
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        block_size, lens = self.dcp.block_size, end - begin
+        lens = end - begin
         # Rank 0 owns the first group of an aligned chunk, so no rank has more of it: all ranks pad to rank 0's rows.
         padded_lens = -(-lens // (size * interleave)) * interleave
         padded_start = np.asarray(_starts(padded_lens))
-        local_slots, orders = [], []
-        for request, length in enumerate(lens):
+        indices, orders = [], []
+        for request in range(len(lens)):
             position = np.arange(begin[request], end[request])
             first = begin[request] // size
             owner = ownership.owner_rank(position, size, interleave)
             index = ownership.local_index(position, size, interleave) - first
             orders.append(owner * padded_start[-1] + padded_start[request] + index)
             # Padding reads whatever lies after the last token in its block; `order` never points at it.
-            local = first + np.arange(padded_lens[request] if length else 0)
-            local_slots.append(table[request, local // block_size] * block_size + local % block_size)
+            indices.append(first + np.arange(padded_lens[request]))
         order = torch.from_numpy(np.concatenate(orders))
         return ContextChunk(
-            local_slots=self._upload(np.concatenate(local_slots)),
+            local_slots=self._slots_of(table, np.repeat(np.arange(len(lens)), padded_lens), np.concatenate(indices)),
             order=self._upload(order.numpy()),
             tokens=self._upload(tokens_of_rows(order, int(padded_start[-1]), self.dcp_rank).numpy()),
             keys=self._segments(lens),
             first_position=self._upload(begin.astype(np.int32)),
         )
+
+    def _slots_of(self, table: np.ndarray | Tensor, request: np.ndarray, index: np.ndarray) -> Tensor:
+        """Return the slots [N] int64 of this rank's tokens with these local indices [N], each of a request [N]."""
+        column, offset = np.divmod(index, self.dcp.block_size)
+        if isinstance(table, Tensor):
+            rows, columns, offsets = upload([request, column, offset], self.device)
+            return table[rows, columns].to(torch.int64) * self.dcp.block_size + offsets
+        return self._upload(table[request, column] * self.dcp.block_size + offset)
 
     def _segments(self, lens: Sequence[int] | np.ndarray) -> Segments:
         start = _starts(lens)

@@ -10,6 +10,7 @@ from dcpmla.attention.backends import PREFILL_BACKENDS, check_backends, select_b
 from dcpmla.attention.calls import PrefillCall, Segments, decode_workspace
 from dcpmla.attention.checks import check_cache, check_selection, check_step
 from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.modules import MLAModules
 from dcpmla.attention.output.quant import OutputQuant, quant_for
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.prefill import dcp_mla_prefill
@@ -76,6 +77,7 @@ class MLAAttention(AttentionWeights):
         dtype, device: of the parameters; they hold nothing until `load_weights`.
         skip_topk: the layer has no indexer of its own, and attends to what a layer before it selected (IndexCache,
             GLM-5).
+        modules: an engine's own projections and norms; nothing is to be loaded then, but an indexer's weights.
     Attributes:
         indexer: None in a dense layer, and with skip_topk.
         kv_scale, q_scale: float32 [1] of an fp8 cache, of fp8 queries (`dcpmla.attention.scales`); None without.
@@ -94,12 +96,13 @@ class MLAAttention(AttentionWeights):
         dtype: torch.dtype,
         device: torch.device | str,
         skip_topk: bool = False,
+        modules: MLAModules | None = None,
     ) -> None:
         cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
         cache_width = row_width(cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
         check_device(cache_dtype, torch.device(device))
         check_backends(dcp)
-        super().__init__(config, dcp, mesh, dtype, device)
+        super().__init__(config, dcp, mesh, dtype, device, modules)
         self.exchange, self.cache_dtype, self.cache_width = exchange, cache_dtype, cache_width
         self._lacks_scales = dcp.calculate_kv_scales
         has_indexer = config.indexer is not None and not skip_topk

@@ -15,13 +15,15 @@ from dcpmla.cache.latent import dequantize_rows, read_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
 
+UpProjection = Callable[[Tensor], Tensor]  # kv_c [S, L] -> [S, h (P + V)], each head's k_nope, then its values
+
 
 def dcp_mla_prefill(
     q: Tensor,
     kv_c: Tensor,
     k_pe: Tensor,
     kv_cache: Tensor,
-    w_kv_b: Tensor,
+    w_kv_b: Tensor | UpProjection,
     prefill: PrefillMetadata,
     scale: float,
     exchange: Exchange,
@@ -41,7 +43,7 @@ def dcp_mla_prefill(
         q: [T, h, P + R], rotated.
         kv_c, k_pe: [T, L] after its norm, [T, R] rotated: the new tokens' own latents.
         kv_cache: [num_blocks, block_size, width], this rank's tokens in one of the formats of `dcpmla.cache.formats`.
-        w_kv_b: [h, P + V, L], the up-projection of this rank's heads, W_UK over W_UV.
+        w_kv_b: [h, P + V, L], the up-projection of this rank's heads, W_UK over W_UV; or what applies it.
         kv_scale: float32 of one element, of an fp8 cache, and for that alone.
         positions: [T, topk] int32, those that each token attends to (`SelectedTokens.positions`), none after its own;
             None for all.
@@ -66,7 +68,7 @@ def dcp_mla_prefill(
         kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
         # Keys and values, the largest tensors of a step, live no longer than this call.
-        k_nope, v = up_project(kv_c, w_kv_b, q.shape[-1] - k_pe.shape[-1])
+        k_nope, v = up_project(kv_c, w_kv_b, q.shape[1], q.shape[-1] - k_pe.shape[-1])
         mask = None
         if positions is not None:
             mask = selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
@@ -91,17 +93,19 @@ def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype:
     return dequantize_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
 
 
-def up_project(kv_c: Tensor, w_kv_b: Tensor, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
+def up_project(
+    kv_c: Tensor, w_kv_b: Tensor | UpProjection, num_heads: int, qk_nope_head_dim: int
+) -> tuple[Tensor, Tensor]:
     """Make the nope part of keys, and values, of this rank's heads from latents.
 
     Args:
         kv_c: [S, L].
-        w_kv_b: [h, P + V, L] with P = qk_nope_head_dim.
+        w_kv_b: [h, P + V, L] with h = num_heads and P = qk_nope_head_dim; or what applies it.
     Returns:
         k_nope [S, h, P] and v [S, h, V], views of one [S, h, P + V].
     """
-    kv = F.linear(kv_c, w_kv_b.flatten(0, 1)).unflatten(-1, w_kv_b.shape[:2])
-    k_nope, v = kv.tensor_split((qk_nope_head_dim,), -1)
+    kv = w_kv_b(kv_c) if callable(w_kv_b) else F.linear(kv_c, w_kv_b.flatten(0, 1))
+    k_nope, v = kv.unflatten(-1, (num_heads, -1)).tensor_split((qk_nope_head_dim,), -1)
     return k_nope, v
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
 from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, values_like
@@ -60,9 +61,20 @@ class AttentionWeights(nn.Module):
 
     kv_scale: Tensor | None
     q_scale: Tensor | None
+    q_proj: Linear
+    kv_a_proj: Linear
+    fused_qkv_a_proj: Linear
+    q_b_proj: Linear
+    o_proj: RowParallelLinear
 
     def __init__(
-        self, config: MLAConfig, dcp: DCPConfig, mesh: DCPMesh, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: MLAConfig,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        modules: MLAModules | None = None,
     ) -> None:
         super().__init__()
         check_mesh(dcp, mesh)
@@ -75,6 +87,27 @@ class AttentionWeights(nn.Module):
         self.register_buffer(
             "q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False
         )
+        self._is_given = modules is not None
+        if modules is None:
+            self._make(config, mesh, dtype, device)
+        else:
+            modules.check(config, self.kv_heads.count)
+            self._take(modules)
+
+    def _take(self, modules: MLAModules) -> None:
+        """Compute with what an engine gives."""
+        down_proj, query_proj = GivenLinear(modules.down_proj), GivenLinear(modules.q_proj)
+        if modules.q_a_layernorm is None:
+            self.kv_a_proj, self.q_proj = down_proj, query_proj
+        else:
+            self.fused_qkv_a_proj, self.q_b_proj = down_proj, query_proj
+            self.q_a_layernorm = given_norm(modules.q_a_layernorm, self.config.rms_norm_eps)
+        self.kv_a_layernorm = given_norm(modules.kv_a_layernorm, self.config.rms_norm_eps)
+        self.kv_b_proj = given_weight(modules.w_kv_b, modules.kv_a_layernorm.dtype)
+        self.o_proj = GivenLinear(modules.o_proj)
+
+    def _make(self, config: MLAConfig, mesh: DCPMesh, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Make parameters that `load_weights` fills."""
         new: dict[str, Any] = {"dtype": dtype, "device": device}
         hidden, q_dim = config.hidden_size, self.q_heads.count * config.qk_head_dim
         if config.q_lora_rank is None:
@@ -131,11 +164,20 @@ class AttentionWeights(nn.Module):
 
         Args:
             weights: whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the
-                slices that this rank needs are read. Scales by the names of `dcpmla.attention.scales`, 1 without.
+                slices that this rank needs are read, and none with modules. Scales by the names of
+                `dcpmla.attention.scales`, 1 without.
         Raises:
             ValueError: a weight that is missing or has another shape than the config asks for; a scale that is not a
                 finite number above 0.
         """
+        if not self._is_given:
+            self._load_parameters(weights)
+        if self.kv_scale is not None and self.dcp.kv_cache_scale is None:
+            self.kv_scale.fill_(read_scale(weights, KV_SCALE_NAMES))
+        if self.q_scale is not None:
+            self.q_scale.fill_(read_scale(weights, Q_SCALE_NAMES))
+
+    def _load_parameters(self, weights: Mapping[str, Weight]) -> None:
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
         kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim
@@ -157,10 +199,6 @@ class AttentionWeights(nn.Module):
         self.kv_b_proj.load(kv_b)
         o_part = slice(None), shard(o_cols, tp_group)
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), *o_part))
-        if self.kv_scale is not None and self.dcp.kv_cache_scale is None:
-            self.kv_scale.fill_(read_scale(weights, KV_SCALE_NAMES))
-        if self.q_scale is not None:
-            self.q_scale.fill_(read_scale(weights, Q_SCALE_NAMES))
         if config.attention_bias:
             fill(down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
             fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))

@@ -74,14 +74,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.weight_scale is None:
-            return F.linear(_plain(x), self.weight, self.bias)
+            return F.linear(plain(x), self.weight, self.bias)
         out = self.product(x)
         return out if self.bias is None else out + self.bias
 
     def product(self, x: Tensor | QuantizedRows, rows: slice = slice(None)) -> Tensor:
         """Return rows x [.., in] times the weight, or times some rows of it, without the bias."""
         if self.weight_scale is None:
-            return F.linear(_plain(x), self.weight[rows])
+            return F.linear(plain(x), self.weight[rows])
         start, stop, _ = rows.indices(self.out_features)
         if start % BLOCK:  # rows that begin inside a block
             return self.product(x)[..., rows]
@@ -123,7 +123,7 @@ class GroupedLinear(Linear):
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.weight_scale is None:
-            return multiply_groups(_plain(x), self.weight.unflatten(0, (self.num_groups, -1)))
+            return multiply_groups(plain(x), self.weight.unflatten(0, (self.num_groups, -1)))
         return self.product(x)
 
     def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
@@ -260,7 +260,8 @@ def values_like(weight: AnyWeight, like: Tensor) -> Tensor:
     return weight
 
 
-def _plain(x: Tensor | QuantizedRows) -> Tensor:
+def plain(x: Tensor | QuantizedRows) -> Tensor:
+    """Return rows that are not quantized; raise ValueError for others, whose layer has no fp8 weight."""
     if isinstance(x, QuantizedRows):
         raise ValueError("x is quantized, but the weight is not; pass rows in the weight's dtype")
     return x

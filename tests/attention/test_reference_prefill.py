@@ -261,6 +261,19 @@ class Watched(LocalExchange):
         self.done.append(f"{what}, {sum(result() is not None for result in self.results)} alive")
 
 
+def test_an_up_projection_of_one_s_own() -> None:
+    dcp = DCPConfig(block_size=4, context_workspace_tokens=16)
+    step = StepMetadata.build([3], [40], [list(range(10))], dcp, 0).prefill
+    assert step is not None
+    latents, cache, w_kv_b = torch.randn(3, L + R), torch.randn(10, 4, L + R), torch.randn(2, P + V, L)
+    rows = torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache
+    outs = [
+        dcp_mla_prefill(*rows, up, step, SCALE, LocalExchange())[0]
+        for up in (w_kv_b, lambda kv_c: kv_c @ w_kv_b.flatten(0, 1).T)
+    ]
+    torch.testing.assert_close(*outs)
+
+
 def test_chunks_begin_ahead_and_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gather runs under the attention before it; of keys and values, and of gathered rows, one chunk's are there at a
     time.

@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.build import context_workspace_tokens
+from dcpmla.attention.build import StepBuilder, context_workspace_tokens, pad_table
 from dcpmla.attention.step import ContextChunk, PrefillMetadata
 from tests.test_ownership import deal, deal_slots
 
@@ -226,12 +227,28 @@ def check_prefills(batch: Batch, steps: list[StepMetadata]) -> None:
             assert starts[0] == 0
 
 
+def check_tables_on_the_device(batch: Batch, steps: list[StepMetadata]) -> None:
+    """Compare with the slots of an engine's own table, int32 and a part of a wider one."""
+    first = batch.num_decodes
+    requests = batch.query_lens[first:], batch.seq_lens[first:]
+    table = torch.from_numpy(pad_table(batch.block_tables, batch.seq_lens, batch.dcp)).to(torch.int32)
+    wider = torch.cat([table, torch.full_like(table, -7)], 1)[:, : table.shape[1]]
+    for rank, step in enumerate(steps):
+        if step.prefill is not None:
+            prefill = StepBuilder(batch.dcp, rank, "cpu").prefill(*requests, wider[first:])
+            slots = [chunk.local_slots for chunk in prefill.context_chunks]
+            expected = [chunk.local_slots for chunk in step.prefill.context_chunks]
+            assert [each.dtype for each in slots] == [torch.int64] * len(expected)
+            assert list(map(Tensor.tolist, slots)) == list(map(Tensor.tolist, expected))
+
+
 def check(batch: Batch) -> list[StepMetadata]:
     steps = batch.build()
     check_tokens(batch, steps)
     check_decodes(batch, steps)
     check_prefills(batch, steps)
     check_chunks(batch, steps)
+    check_tables_on_the_device(batch, steps)
     return steps
 
 
@@ -264,6 +281,20 @@ def test_shapes_that_broke_others(
 ) -> None:
     for step in check(make_batch(requests, *layout, workspace)):
         assert (None if step.prefill is None else len(step.prefill.context_chunks)) == num_chunks
+
+
+@pytest.mark.gpu
+def test_tables_on_the_device_wait_for_nothing() -> None:
+    """A step's prefills are laid out while the device works: no copy to the host, and none that waits."""
+    table = torch.arange(2 * 8, dtype=torch.int32, device="cuda").view(2, 8)
+    builder = StepBuilder(DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=16), 1, "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        (chunk,) = builder.prefill([3, 9], [100, 240], table).context_chunks
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    on_host = StepBuilder(builder.dcp, 1, "cpu").prefill([3, 9], [100, 240], table.cpu()).context_chunks[0]
+    assert chunk.local_slots.tolist() == on_host.local_slots.tolist()
 
 
 def test_a_chunk_by_hand() -> None:

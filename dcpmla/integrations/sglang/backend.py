@@ -1,0 +1,167 @@
+"""The attention backend that SGLang calls: a step's metadata once, then each layer's decode or prefill."""
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import attention_backends, get_parallel, get_spec
+from torch import Tensor
+
+from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.prefill import dcp_mla_prefill
+from dcpmla.cache.latent import write_latents
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.sglang import NAME
+from dcpmla.integrations.sglang.metadata import MetadataBuilder
+
+FP8 = torch.float8_e4m3fn
+
+logger = logging.getLogger(__name__)
+
+
+class Backend(AttentionBackend):
+    """Attention of one rank's layers over latents that SGLang caches for its DCP group.
+
+    SGLang's layers call it as they do without DCP, with this rank's heads; gathers and merges happen inside.
+
+    Args:
+        runner: SGLang's ModelRunner, its model loaded and its cache allocated.
+    Raises:
+        ValueError: an option or a model that it does not run.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        parallel = get_parallel()
+        check(runner, parallel)
+        self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+        self.kv_index_translator = runner.kv_index_translator
+        self.page_size, self.device = runner.page_size, torch.device(runner.device)
+        dcp = DCPConfig(
+            tensor_parallel_size=parallel.attn_tp_size,
+            decode_context_parallel_size=parallel.attn_dcp_size,
+            block_size=self.page_size,
+        )
+        chosen = select_exchange(dcp, parallel.dcp_group.device_group, self.device)
+        self.exchange = chosen.exchange
+        logger.info("dcpmla: exchange %s (%s), pages of %d tokens", self.exchange.name, chosen.reason, self.page_size)
+        pool = self.token_to_kv_pool
+        width = pool.kv_lora_rank + pool.qk_rope_head_dim
+        self.exchange.reserve_context(dcp.context_workspace_tokens, width, pool.dtype, self.device)
+        self.kv_scale = torch.ones(1, device=self.device) if pool.dtype == FP8 else None  # SGLang casts, scale 1
+        self.builder = MetadataBuilder(dcp, parallel.attn_dcp_rank, self.req_to_token_pool.req_to_token)
+        take_over(runner.model)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Lay out prefills, after the exchanges of the step before have been found sound."""
+        self.exchange.check()
+        if forward_batch.forward_mode.is_extend():
+            self.prefill = self.builder.prefill(forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Lay out decodes by operations on the device, which a graph records and replays."""
+        if forward_batch.forward_mode.is_decode():
+            self.decode = self.builder.decode(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Do nothing: a graph's metadata lies in its own memory."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1  # padding reads the first token of SGLang's spare page
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> Tensor:
+        """Attend from absorbed queries [T, h (L + R)] to all ranks' tokens: return [T, h L]. Collective.
+
+        Args:
+            k: [T, 1, L + R], the new tokens' latents.
+            layer: SGLang's RadixAttention.
+        """
+        rank = self.token_to_kv_pool.kv_lora_rank
+        if save_kv_cache:
+            self._write(layer, k[..., :rank], k[..., rank:], forward_batch)
+        q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        cache = self._cache(layer)
+        out, _ = dcp_mla_decode(q, cache, self.decode, layer.scaling, self.exchange, rank, kv_scale=self.kv_scale)
+        return out.flatten(1)
+
+    def prepare_prefill_qkv(
+        self, q: Tensor, q_pe: Tensor, kv_a: Tensor, k_pe: Tensor, positions: Tensor, layer: Any, forward_batch: Any
+    ) -> tuple[Tensor, None, None]:
+        """Rotate and cache new tokens, and keep what `forward_extend` makes their keys and values from.
+
+        Args:
+            q, q_pe: [T, h, P + R], and its last R columns, not rotated.
+            kv_a, k_pe: [T, L] after its norm, [T, 1, R] not rotated.
+            layer: SGLang's DeepseekV2AttentionMLA.
+        Returns:
+            q rotated, and no keys and values.
+        """
+        if layer.rotary_emb is not None:
+            q_pe, k_pe = layer.rotary_emb(positions, q_pe, k_pe)
+            q[..., layer.qk_nope_head_dim :] = q_pe
+        self._write(layer.attn_mha, kv_a.unsqueeze(1), k_pe, forward_batch)
+        self.new_tokens = kv_a, k_pe[:, 0], lambda kv_c: layer.kv_b_proj(kv_c)[0]
+        return q, None, None
+
+    def forward_extend(
+        self, q: Tensor, k: None, v: None, layer: Any, forward_batch: Any, save_kv_cache: bool = False
+    ) -> Tensor:
+        """Attend from the prepared tokens' queries [T, h, P + R] to themselves and to all ranks' tokens before them:
+        return [T, h V]. Collective.
+        """
+        kv_c, k_pe, up_projection = self.new_tokens
+        rows = slice(0, q.shape[0])  # SGLang leaves padding out
+        out, _ = dcp_mla_prefill(
+            q,
+            kv_c[rows],
+            k_pe[rows],
+            self._cache(layer),
+            up_projection,
+            self.prefill,
+            layer.scaling,
+            self.exchange,
+            self.kv_scale,
+        )
+        return out.flatten(1)
+
+    def _cache(self, layer: Any) -> Tensor:
+        """Return a layer's cache [pages, page_size, L + R] on this rank."""
+        rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        return rows.view(-1, self.page_size, rows.shape[-1])
+
+    def _write(self, layer: Any, kv_c: Tensor, k_pe: Tensor, forward_batch: Any) -> None:
+        """Cache the new tokens [T, 1, L] and [T, 1, R] that are this rank's."""
+        if kv_c.is_cuda:
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), kv_c, k_pe)
+        else:  # where SGLang's kernel does not run
+            write_latents(self._cache(layer), kv_c[:, 0], k_pe[:, 0], self.builder.slots(forward_batch), self.kv_scale)
+
+
+def check(runner: Any, parallel: Any) -> None:
+    """Raise ValueError, in one line, for what the backend does not run."""
+    pool = runner.token_to_kv_pool
+    for wrong, found, allowed in (
+        (set(attention_backends()) != {NAME}, "prefill or decode has another one", "give one backend for both"),
+        (parallel.attn_dcp_size == 1, "--dcp-size is 1", "it shards the cache: give --dcp-size 2 or more"),
+        (not hasattr(pool, "kv_lora_rank"), "the model has no MLA", "it runs MLA models"),
+        (getattr(pool, "use_dsa", False), "the model's attention is sparse", "it runs dense MLA models"),
+        (get_spec().speculative_algorithm is not None, "speculative decoding is on", "leave it off"),
+        (runner.kv_index_translator.is_translating, "--enable-unified-memory is on", "leave it off"),
+        (parallel.dcp_replicate_q_proj, "--dcp-replicate-q-proj is on", "leave it off"),
+        (pool.dtype == torch.float8_e5m2, "--kv-cache-dtype is fp8_e5m2", "it takes auto, bf16 and fp8_e4m3"),
+    ):
+        if wrong:
+            raise ValueError(f"--attention-backend {NAME}: {found}; {allowed}")
+
+
+def take_over(model: Any) -> None:
+    """Have the model's attention layers call the backend as they do without DCP, and lay out nothing for DCP."""
+    for module in model.modules():
+        if hasattr(module, "attn_mqa_for_dcp_decode"):
+            module.dcp_size = 1
+    model.prepare_context_parallel_metadata_for_dcp = lambda *_: None

@@ -1,0 +1,56 @@
+"""The plug-in for vLLM, found by the entry point `vllm.general_plugins`. Nothing else imports this package.
+
+It has the attention of dense MLA models, its exchange included (`backend`), or the exchange alone, under vLLM's own
+kernels (`exchange`). What it uses of vLLM's inside is listed in `names`.
+"""
+
+import logging
+import os
+
+FIRST_VERSION, END_VERSION = (0, 32), (0, 34)  # vLLM's versions that tests/engines runs with
+MODES = ("custom", "default", "exchange", "off")
+CHOSEN_BY_VLLM = ("FLASH_ATTN_MLA", "CPU_MLA")  # what vLLM takes for dense MLA on Hopper, and on CPUs
+BACKEND = "dcpmla.integrations.vllm.backend.DCPMLABackend"
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register what `DCPMLA_VLLM` asks for. vLLM calls this in each of its processes, maybe more than once.
+
+    - custom (the default): `--attention-backend CUSTOM` is this package's.
+    - default: so are the backends that vLLM chooses by itself on Hopper and on CPUs.
+    - exchange: vLLM's attention, with the queries gathered and the partial outputs merged by this package's exchange.
+    - off: nothing.
+
+    Raises:
+        ValueError: another mode.
+    """
+    mode = os.environ.get("DCPMLA_VLLM", "custom")
+    if mode not in MODES:
+        raise ValueError(f"DCPMLA_VLLM is {mode!r}; choose one of {', '.join(MODES)}")
+    if mode == "off" or not _knows_version():
+        return
+    if mode == "exchange":
+        from dcpmla.integrations.vllm.exchange import install
+
+        install()
+        return
+    # Not from `names`, which imports layers: vLLM calls this before it has read its options.
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for name in ("CUSTOM", *(CHOSEN_BY_VLLM if mode == "default" else ())):
+        register_backend(AttentionBackendEnum[name], BACKEND)
+
+
+def _knows_version() -> bool:
+    """Return whether this is a version that the plug-in is tested with; warn where it is not."""
+    import vllm
+
+    known = FIRST_VERSION <= vllm.__version_tuple__[:2] < END_VERSION
+    if not known:
+        first, end = (".".join(map(str, version)) for version in (FIRST_VERSION, END_VERSION))
+        logger.warning(
+            "dcpmla is tested with vLLM >=%s,<%s; this is %s, which goes on without it", first, end, vllm.__version__
+        )
+    return known

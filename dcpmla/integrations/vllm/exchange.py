@@ -1,0 +1,63 @@
+"""The exchange over vLLM's DCP group: for the plug-in's backend, or alone, under vLLM's own attention kernels."""
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.vllm.names import MLADCPManager
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def exchange_of(group: ProcessGroup, device: torch.device) -> Exchange:
+    """Return the exchange of a DCP group, one for all layers and all models of a process. Collective at first."""
+    size = dist.get_world_size(group)
+    dcp = DCPConfig(tensor_parallel_size=size, decode_context_parallel_size=size)
+    chosen = select_exchange(dcp, group, device)
+    if dist.get_rank(group) == 0:
+        logger.warning("dcpmla: exchange %s (%s)", chosen.exchange.name, chosen.reason)
+    return chosen.exchange
+
+
+def install() -> None:
+    """Have vLLM gather queries and merge partial outputs by this package's exchange, whichever kernel attends."""
+    MLADCPManager._init_query_gather = _query_gather
+    MLADCPManager._init_combine = _combine
+
+
+def _query_gather(manager: Any, *_: object, **__: object) -> Callable[[Tensor], Tensor]:
+    if manager.padded_num_heads is not None:
+        raise ValueError(
+            "DCPMLA_VLLM is 'exchange', but the attention backend pads the number of heads; choose another "
+            "--attention-backend"
+        )
+    return exchange_of(manager.group.device_group, manager.device).gather_heads
+
+
+def _combine(
+    manager: Any, num_heads: int, head_dim: int, dtype: torch.dtype, is_lse_base_on_e: bool, use_pcp: bool
+) -> Callable[..., Tensor]:
+    if use_pcp or manager.num_ubatches > 1:
+        raise ValueError(
+            "DCPMLA_VLLM is 'exchange', which does neither prefill context parallelism nor micro-batches (--enable-dbo)"
+        )
+    exchange = exchange_of(manager.group.device_group, manager.device)
+
+    def combine(out: Tensor, lse: Tensor, **_: Tensor) -> Tensor:
+        # Kernels mark a query without keys by +inf or NaN, too; some take logarithms to base 2.
+        lse = lse.float().where(lse < math.inf, -math.inf)
+        exchange.check()
+        return exchange.combine(out, (lse if is_lse_base_on_e else lse * math.log(2)).contiguous())[0]
+
+    return combine

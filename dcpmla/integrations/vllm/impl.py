@@ -1,0 +1,135 @@
+"""The attention of one of vLLM's MLA layers: decode, prefill, the cache write."""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.prefill import dcp_mla_prefill
+from dcpmla.cache.formats import FP8
+from dcpmla.cache.latent import write_latents
+from dcpmla.comm.exchange import Exchange
+from dcpmla.integrations.vllm.names import UNUSED_MEMORY, MLACommonImpl, get_current_vllm_config, split_kv_b_proj
+
+
+class DCPMLAImpl(MLACommonImpl):
+    """The attention that vLLM's `MLAAttention` calls. The metadata builder sets `exchange` before the first step.
+
+    Raises:
+        ValueError: the layer or the job asks for what is not supported.
+    """
+
+    can_return_lse_for_decode = True
+    supports_dcp = True
+    lse_base_on_e = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
+    exchange: Exchange
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _check(get_current_vllm_config().parallel_config, options)
+        for name in UNUSED_MEMORY:  # vLLM's manager of the exchange, made after this, allocates it
+            os.environ.setdefault(name, "0")
+        self.dtype = torch.get_default_dtype()
+        self.w_kv_b: Tensor | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take over W_UK and W_UV: vLLM's tensor, or the values of a quantized one."""
+        self.dtype, self.w_kv_b = act_dtype, None
+        if self.kv_b_proj.weight.dtype != act_dtype:
+            sizes = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim, self.v_head_dim
+            self.w_kv_b = (
+                torch.cat(split_kv_b_proj(self.kv_b_proj, act_dtype, *sizes), -1).permute(1, 2, 0).contiguous()
+            )
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with absorbed queries of decodes: this rank's heads, or those of all ranks (--dcp-q-replicate).
+
+        Returns:
+            out [T, h, L] and lse [T, h] of this rank's heads over all ranks' tokens.
+        """
+        q = torch.cat(q, -1) if isinstance(q, tuple) else q
+        is_fp8 = q.dtype == FP8
+        return dcp_mla_decode(
+            q,
+            kv_c_and_k_pe_cache,
+            attn_metadata.decode.step,
+            self.scale,
+            self.exchange,
+            self.kv_lora_rank,
+            q_is_replicated=q.shape[1] != self.num_heads,
+            kv_scale=layer._k_scale if kv_c_and_k_pe_cache.dtype == FP8 else None,
+            q_scale=layer._q_scale if is_fp8 else None,
+            dtype=self.dtype if is_fp8 else None,
+        )
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Attend from prefills to themselves and to their cached context: fills output [T, h V]."""
+        if output_scale is not None:
+            raise ValueError("output_scale is given; the attention of prefills does not quantize its output")
+        w_kv_b = self.w_kv_b
+        if w_kv_b is None:
+            w_kv_b = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_lora_rank)
+        out, _ = dcp_mla_prefill(
+            q,
+            kv_c_normed,
+            k_pe.squeeze(1),
+            kv_c_and_k_pe_cache,
+            w_kv_b,
+            attn_metadata.prefill.step,
+            self.scale,
+            self.exchange,
+            k_scale if kv_c_and_k_pe_cache.dtype == FP8 else None,
+        )
+        output.copy_(out.flatten(1))
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        """Write the latents that this rank owns: on a GPU by vLLM's kernel."""
+        if kv_cache.is_cuda:
+            known = kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
+            super().do_kv_cache_update(*known, *more, **named)
+        elif kv_cache.numel():
+            is_fp8 = kv_cache_dtype.startswith("fp8")
+            rows = len(slot_mapping)
+            write_latents(
+                kv_cache.view(FP8) if is_fp8 else kv_cache,
+                kv_c_normed[:rows],
+                k_pe[:rows].squeeze(1),
+                slot_mapping,
+                k_scale if is_fp8 else None,
+            )
+
+
+def _check(parallel: Any, options: dict[str, Any]) -> None:
+    """Raise ValueError for what the backend cannot do; vLLM's own checks refuse sparse models."""
+    if parallel.prefill_context_parallel_size > 1:
+        raise ValueError("dcpmla's backend does no prefill context parallelism; choose another --attention-backend")
+    if parallel.use_ubatching:
+        raise ValueError("dcpmla's backend does no micro-batches (--enable-dbo); choose another --attention-backend")
+    for name in ("sliding_window", "alibi_slopes", "logits_soft_cap"):
+        if options.get(name):
+            raise ValueError(f"dcpmla's backend has no {name}; choose another --attention-backend")

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# The plug-ins inside the engines that they are for: real ones, on CPUs. Each engine's Python is unpacked from its wheel into a cache outside the
+# checkout (DCPMLA_ENGINES_CACHE); where it cannot be had, its tests are skipped, and the end says why.
+set -euo pipefail
+. "$(dirname "$0")/setup.sh" '[dev]'
+exec python -m pytest tests/engines -rs --timeout 900 "$@"

@@ -1,0 +1,1 @@
+"""Other engines, real ones, with this package in them. `launch/test_engines.sh` runs these tests."""

@@ -1,0 +1,43 @@
+"""The model that engines run: dense, of DeepSeek-V3's kind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10000.0}
+ROPE |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a dense DeepSeek-V3 of two layers, with what vLLM asks of a config, and widths that it has for MLA."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=96,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
+        rope_parameters=ROPE,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    )
+    directory = tmp_path_factory.mktemp("model")
+    model = DeepseekV3ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.float().save_pretrained(directory)
+    return directory

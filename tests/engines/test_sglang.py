@@ -1,0 +1,166 @@
+"""SGLang's own engine over our backend, TP 2 x DCP 2 on CPUs: transformers' tokens and logprobs."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.engines.sglang_tree import STUBS, sglang_path
+from tests.support.launchers import environment
+from tests.support.models import random_model
+
+ROOT = Path(__file__).parents[2]
+CPU = ROOT / "tests" / "engines" / "sglang_cpu"
+NUM_NEW, CHUNK = 6, 64
+CONFIG = transformers.DeepseekV3Config(
+    vocab_size=192,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    first_k_dense_replace=2,  # SGLang's experts need its compiled kernels
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=24,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    max_position_embeddings=512,
+    initializer_range=0.2,
+    bos_token_id=0,
+    eos_token_id=191,
+    rope_parameters={  # the only RoPE for MLA that SGLang has on CPUs
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+)
+FOR_SGLANG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # asked for, not saved
+ENGINE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "dcpmla",
+    "tp_size": 2,
+    "dcp_size": 2,
+    "chunked_prefill_size": CHUNK,
+    "max_total_tokens": 4096,
+    "mem_fraction_static": 0.05,
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "grammar_backend": "none",
+    "log_level": "warning",
+}
+
+
+def prompts_of(*lens: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lens))
+    return [torch.randint(1, 190, (length,), generator=generator).tolist() for length in lens]
+
+
+# Pieces of prompts, what is cached of a prompt, many at once; the second batch finds the first one's prefixes.
+MIXED, MANY = prompts_of(1, 5, 33, 150, 300), prompts_of(*range(2, 22))
+BATCHES = [MIXED, MIXED, MANY]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Save a tiny model; return its directory, and transformers' model."""
+    directory = tmp_path_factory.mktemp("model")
+    model = random_model(CONFIG)
+    model.save_pretrained(directory)
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | FOR_SGLANG))
+    return directory, model
+
+
+@torch.no_grad()
+def expected(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """Return transformers' greedy tokens and their logprobs."""
+    tokens, logprobs = list(prompt), []
+    for _ in range(NUM_NEW):
+        logprob, token = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1).max(-1)
+        tokens.append(int(token))
+        logprobs.append(float(logprob))
+    return tokens[len(prompt) :], logprobs
+
+
+def install(site: Path) -> None:
+    """Write what pip would of our entry points, and those of the tests' plug-in."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+    of_tests = {"tests": "tests.engines.sglang_cpu.plugin:register"}
+    for name, points in (("dcpmla", declared), ("dcpmla_tests", of_tests)):
+        folder = site / f"{name}-0.0.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.0\n")
+        lines = "".join(f"{key} = {value}\n" for key, value in points.items())
+        (folder / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{lines}")
+
+
+def serve(
+    directory: Path, where: Path, batches: list[list[list[int]]], options: dict[str, Any], **variables: str
+) -> tuple[list[list[dict[str, Any]]], Counter[str]]:
+    """Return what SGLang generates for batches of prompts, and how often our functions were called on a rank."""
+    site, calls, job, result = (where / name for name in ("site", "calls", "job.json", "result.json"))
+    install(site)
+    calls.touch()
+    engine = ENGINE | {"model_path": str(directory)} | options
+    job.write_text(json.dumps({"engine": engine, "batches": batches, "max_new_tokens": NUM_NEW}))
+    cores = sorted(os.sched_getaffinity(0))
+    env = environment() | {
+        "PYTHONPATH": os.pathsep.join(map(str, [site, CPU, *sglang_path(), ROOT])),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+        "SGLANG_TEST_STUBS": STUBS,
+        "SGLANG_TEST_CALLS": str(calls),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, str(CPU / "serve.py"), str(job), str(result)]
+    done = subprocess.run(
+        command, env=env | variables, cwd=where, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert result.is_file(), done.stdout[-2000:] + done.stderr[-6000:]
+    counted = Counter(calls.read_text().split())
+    return json.loads(result.read_text()), Counter({name: number // 2 for name, number in counted.items()})
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_what_transformers_generates(model: tuple[Path, Any], tmp_path: Path, page_size: int) -> None:
+    served, calls = serve(model[0], tmp_path, BATCHES, {"page_size": page_size})
+    for prompts, requests in zip(BATCHES, served, strict=True):
+        for prompt, request in zip(prompts, requests, strict=True):
+            tokens, logprobs = expected(model[1], prompt)
+            assert request["tokens"] == tokens
+            torch.testing.assert_close(request["logprobs"], logprobs, atol=1e-4, rtol=0)
+    cached = [request["cached"] for request in served[1]]
+    assert cached[-1] >= 300 - CHUNK > cached[0]  # the second time, from the cache of both ranks
+    assert calls["dcp_mla_decode"] == calls["gather_heads"] == calls["combine"] >= 2 * 3 * (NUM_NEW - 1)
+    assert calls["dcp_mla_prefill"] >= 2 * 3 * 2
+    assert calls["start_context"] >= 2 * 3
+
+
+def test_a_merge_left_out_is_seen(model: tuple[Path, Any], tmp_path: Path) -> None:
+    """The tests of this file can fail."""
+    prompts = prompts_of(33)
+    served, calls = serve(model[0], tmp_path, [prompts], {}, SGLANG_TEST_BREAK="1")
+    tokens, logprobs = expected(model[1], prompts[0])
+    (request,) = served[0]
+    assert request["tokens"][0] == tokens[0]  # a prefill merges nothing across ranks
+    assert calls["dcp_mla_decode"]
+    assert max(abs(a - b) for a, b in zip(request["logprobs"], logprobs, strict=True)) > 0.01

@@ -1,0 +1,80 @@
+"""The names of SGLang that the plug-in takes, in every release that it says it runs with: what moved is named here."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from dcpmla.integrations.sglang import SUPPORTED
+from tests.engines.sglang_tree import VERSION, sglang_path
+
+# File under sglang/srt -> functions, and the arguments that they must take, in this order, after self.
+FUNCTIONS = {
+    "layers/attention/attention_registry.py": {"register_attention_backend": ["name"]},
+    "models/deepseek_common/attention_backend_handler.py": {
+        "AttentionBackendRegistry.register": ["backend_name", "handler_func"]
+    },
+    "layers/attention/base_attn_backend.py": {
+        "AttentionBackend.init_forward_metadata_out_graph": ["forward_batch", "in_capture"],
+        "AttentionBackend.init_forward_metadata_in_graph": ["forward_batch"],
+        "AttentionBackend.init_cuda_graph_state": ["max_bs", "max_num_tokens"],
+        "AttentionBackend.get_cuda_graph_seq_len_fill_value": [],
+        "AttentionBackend.forward_decode": ["q", "k", "v", "layer", "forward_batch", "save_kv_cache"],
+        "AttentionBackend.forward_extend": ["q", "k", "v", "layer", "forward_batch", "save_kv_cache"],
+    },
+    "mem_cache/memory_pool.py": {
+        "KVWriteLoc.for_batch": ["forward_batch"],
+        "MLATokenToKVPool.get_key_buffer": ["layer_id"],
+        "MLATokenToKVPool.set_mla_kv_buffer": ["layer", "loc_info", "cache_k_nope", "cache_k_rope"],
+    },
+    "runtime_context.py": {"attention_backends": [], "get_parallel": [], "get_spec": []},
+    "models/deepseek_v2.py": {"DeepseekV2ForCausalLM.prepare_context_parallel_metadata_for_dcp": ["seq_lens"]},
+}
+# What else is read or set, where SGLang does.
+LINES = {
+    "arg_groups/choices.py": [r"^add_attention_backend_choices = ATTENTION_BACKEND_CHOICES\.extend$"],
+    "plugins/__init__.py": [r'^GENERAL_PLUGINS_GROUP = "sglang\.srt\.plugins"$'],
+    "layers/attention/attention_registry.py": [r"^ATTENTION_BACKENDS = \{\}"],
+    "models/deepseek_common/attention_forward_methods/forward_methods.py": [r"^    MHA = ", r"^    MLA = "],
+    "models/deepseek_common/attention_forward_methods/forward_mha.py": [
+        r"q=q,\s+q_pe=q_pe,\s+kv_a=kv_a,\s+k_pe=k_pe,\s+positions=positions,\s+layer=self,\s+forward_batch=forward_batch,"
+    ],
+    "models/deepseek_common/attention_forward_methods/forward_mla.py": [r"^        if self\.dcp_size == 1:"],
+    "models/deepseek_v2.py": [r"self\.dcp_size = \(", r"self\.attn_mqa_for_dcp_decode = RadixAttention\("],
+    "model_executor/runner/eager_runner.py": [r"model_runner\.model\.prepare_context_parallel_metadata_for_dcp\("],
+    "model_executor/runner/decode_cuda_graph_runner.py": [r"attn_backend\.init_forward_metadata_in_graph\("],
+    "mem_cache/kv_index_translator.py": [r"self\.is_translating = "],
+}
+
+
+def functions_of(path: Path) -> dict[str, list[str]]:
+    """Return the functions and methods of a file, each with its positional arguments but self and cls."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        members = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        for member in members:
+            if isinstance(member, ast.FunctionDef):
+                names = [argument.arg for argument in member.args.args]
+                found[prefix + member.name] = [name for name in names if name not in ("self", "cls")]
+    return found
+
+
+@pytest.mark.parametrize("release", SUPPORTED)
+def test_what_the_plug_in_takes_is_there(release: str) -> None:
+    tree = Path(sglang_path(release)[0]) / "sglang" / "srt"
+    moved = []
+    for file, wanted in FUNCTIONS.items():
+        found = functions_of(tree / file) if (tree / file).is_file() else {}
+        for name, arguments in wanted.items():
+            if name not in found or found[name][: len(arguments)] != arguments:
+                moved.append(f"{file}: {name}({', '.join(arguments)}), found {found.get(name)}")
+    for file, lines in LINES.items():
+        text = (tree / file).read_text() if (tree / file).is_file() else ""
+        moved += [f"{file}: {line}" for line in lines if not re.search(line, text, re.MULTILINE)]
+    assert not moved, "\n".join(moved)
+
+
+def test_the_release_of_the_tests_is_supported() -> None:
+    assert VERSION in SUPPORTED

@@ -1,0 +1,177 @@
+"""vLLM with this package's attention and exchange, on CPUs: its real engine, two ranks, against transformers."""
+
+import ast
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcpmla.integrations.vllm import CHOSEN_BY_VLLM, END_VERSION, FIRST_VERSION
+from tests.engines.trees import entry_points, metadata, packages, vllm_tree
+from tests.support.launchers import ROOT, Ended, run_together, torchrun
+
+PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm"
+
+VERSIONS = ("0.32.0", "0.33.0")  # of vLLM; the engine runs with the last
+
+
+def run_engine(model: Path, folder: Path, mode: str, **options: Any) -> tuple[dict[str, Any], str]:
+    """Run `vllm_cases.py` on two ranks: return what it reports, and what it wrote to stderr."""
+    paths = ROOT, vllm_tree(VERSIONS[-1]), entry_points(folder), packages()
+    variables = {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "DCPMLA_VLLM": mode,
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles some functions of its sampler, whatever enforce_eager says
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    program = [ROOT / "tests" / "engines" / "vllm_cases.py", model, json.dumps(options)]
+    (ended,) = run_together([(torchrun(program, 2), variables)], timeout=500)
+    return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize(
+    ("interleave", "options"),
+    [pytest.param(1, {}, id="one token"), pytest.param(16, {"speculative_config": DRAFTS}, id="a block, with drafts")],
+)
+def test_decode_context_parallel_matches_transformers(
+    model: Path, tmp_path: Path, interleave: int, options: dict[str, Any]
+) -> None:
+    """TP 2 x DCP 2: prompts of 1 to 300 tokens, 20 at once, in chunks of at most 100 tokens; again, from the prefix
+    cache; and once more with a request aborted.
+    """
+    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": interleave}
+    report, stderr = run_engine(model, tmp_path, "default", **layout, **options)
+    for turn, ended in (("first", 20), ("again", 20), ("aborted", 19)):
+        assert report[turn]["ended"] == ended, turn
+        assert report[turn]["error"] < 1e-4, turn
+    assert set(report["first"]["cached"]) == {0}
+    assert max(report["again"]["cached"]) >= 256
+    calls = report["calls"]
+    assert calls["dcp_mla_decode"] == calls["gather_heads"] == calls["combine"] > 40
+    assert (calls.get("several tokens", 0) > 10) == bool(options)
+    assert calls["dcp_mla_prefill"] > 40
+    assert calls["start_context"] > 10
+    assert report["exchange alone"]["error"] < 1e-5
+    assert report["without merge"]["error"] > 0.1, "the merge decides nothing: the test would not see that it is wrong"
+    assert "dcpmla: exchange a2a" in stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_name_is_there(version: str) -> None:
+    """All that the plug-in imports from vLLM, and the methods that it replaces or overrides, in vLLM's own files."""
+    tree = vllm_tree(version)
+    imported = {name: module for path in PLUG_IN.glob("*.py") for module, name in imports_from_vllm(path)}
+    assert len(imported) > 10
+    moved = [f"{module}.{name}" for name, module in imported.items() if name not in definitions(tree, module)]
+    assert not moved, f"vLLM {version} has moved {moved}"
+    members = {
+        target.id
+        for node in definitions(tree, imported["AttentionBackendEnum"])["AttentionBackendEnum"].body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    assert {"CUSTOM", *CHOSEN_BY_VLLM} <= members
+    for owner, methods in read_methods().items():
+        lacking = {
+            name: sorted(set(arguments) - arguments_of(tree, imported[owner], owner, name))
+            for name, arguments in methods.items()
+        }
+        assert not any(lacking.values()), f"vLLM {version}: methods of {owner} lack {lacking}"
+
+
+def imports_from_vllm(path: Path) -> list[tuple[str, str]]:
+    """Return (module, name) of each name that a file imports from vLLM."""
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
+        for alias in node.names
+    ]
+
+
+def definitions(tree: Path, module: str) -> dict[str, Any]:
+    """Return what a module of a tree defines or imports at its top, by name: the node of each."""
+    path = tree / module.replace(".", "/")
+    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    found: dict[str, Any] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {alias.asname or alias.name: node for alias in node.names}
+    return found
+
+
+def read_methods() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return `names.METHODS` with the names of its classes, from its text: vLLM cannot be imported here."""
+    for node in ast.parse((PLUG_IN / "names.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            return {key.id: ast.literal_eval(value) for key, value in pairs if isinstance(key, ast.Name)}
+    raise AssertionError("names.py has no METHODS")
+
+
+def arguments_of(tree: Path, module: str, owner: str, method: str) -> set[str]:
+    """Return the arguments of a method of a class or of the first class above it that has the method."""
+    classes = definitions(tree, module) | definitions(tree, "vllm.v1.attention.backend")
+    queue = [owner]
+    while queue:
+        node = classes.get(queue.pop(0))
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for member in node.body:
+            if isinstance(member, ast.FunctionDef) and member.name == method:
+                return {argument.arg for argument in [*member.args.args, *member.args.kwonlyargs]}
+        bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+        queue += [base.id for base in bases if isinstance(base, ast.Name)]
+    return set()
+
+
+def test_the_versions_tested_are_those_declared() -> None:
+    (requirement,) = metadata()["optional-dependencies"]["vllm"]
+    first, end = (".".join(map(str, version)) for version in (FIRST_VERSION, END_VERSION))
+    assert requirement == f"vllm>={first},<{end}"
+    minors = [tuple(map(int, version.split(".")[:2])) for version in VERSIONS]
+    assert minors[0] == FIRST_VERSION
+    assert (minors[-1][0], minors[-1][1] + 1) == END_VERSION
+
+
+def register(version: str, **variables: str) -> Ended:
+    """Call the plug-in's `register` with a vLLM that is nothing but its version."""
+    program = f"""
+import sys, types
+vllm = types.ModuleType("vllm")
+vllm.__version__, vllm.__version_tuple__ = {version!r}, tuple(map(int, {version!r}.split(".")))
+sys.modules["vllm"] = vllm
+from dcpmla.integrations.vllm import register
+register()
+"""
+    return run_together([([sys.executable, "-c", program], variables)], check=False)[0]
+
+
+def test_an_unknown_version_is_left_alone() -> None:
+    ended = register("0.99.1")
+    assert ended.returncode == 0
+    assert ended.stderr == "dcpmla is tested with vLLM >=0.32,<0.34; this is 0.99.1, which goes on without it\n"
+    assert register("0.99.1", DCPMLA_VLLM="off").stderr == ""
+    assert "No module named 'vllm.v1'" in register("0.33.5").stderr, "a known one is not"
+
+
+def test_an_unknown_mode_is_a_mistake() -> None:
+    assert (
+        "ValueError: DCPMLA_VLLM is 'on'; choose one of custom, default, exchange, off"
+        in register("0.33.0", DCPMLA_VLLM="on").stderr
+    )

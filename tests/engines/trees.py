@@ -1,0 +1,92 @@
+"""The Python files of an engine, unpacked from its wheel into a cache outside the checkout, and the packages that it
+imports. Nothing of it is installed: tests put it on PYTHONPATH.
+"""
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launchers import ROOT
+
+PLATFORM = ("--python-version=3.12", "--implementation=cp", "--abi=abi3", "--platform=manylinux_2_28_x86_64")
+_SECONDS = 400  # of a download
+_ENTRY_POINTS = """
+[vllm.general_plugins]
+dcpmla = {plug_in}
+on_cpu = tests.engines.vllm_on_cpu:patch
+[vllm.platform_plugins]
+on_cpu = tests.engines.vllm_on_cpu:platform
+"""
+
+
+def cache() -> Path:
+    """Return the folder where trees are kept from run to run."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("DCPMLA_ENGINES_CACHE") or Path(home) / "dcpmla" / "engines")
+
+
+def vllm_tree(version: str) -> Path:
+    """Return the folder with a version of vLLM, without its compiled parts; skip the test where it cannot be had."""
+    return once(cache() / f"vllm-{version}", lambda folder: _unpack(f"vllm=={version}", folder))
+
+
+def packages(engine: str = "vllm") -> Path:
+    """Return the folder with what an engine imports and this project does not; skip the test where it cannot be had."""
+    listed = Path(__file__).with_name(f"{engine}_packages.txt")
+    words = listed.read_text().split()
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    name = f"packages-{python}-{zlib.crc32(' '.join(words).encode()):08x}"
+    return once(cache() / name, lambda folder: pip("install", "--no-deps", "--target", folder, "-r", listed))
+
+
+def entry_points(folder: Path) -> Path:
+    """Write the metadata by which vLLM finds this package's plug-in, as pyproject.toml declares it, and the CPU."""
+    dist_info = folder / "dcpmla_engine_tests-0.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: dcpmla-engine-tests\nVersion: 0\n")
+    plug_in = metadata()["entry-points"]["vllm.general_plugins"]["dcpmla"]
+    (dist_info / "entry_points.txt").write_text(_ENTRY_POINTS.format(plug_in=plug_in))
+    return folder
+
+
+def metadata() -> dict[str, Any]:
+    """Return what pyproject.toml declares."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """Fill a folder that does not exist yet, all of it or nothing; skip the test where that fails."""
+    if folder.is_dir():
+        return folder
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        fill(unfinished)
+    except (subprocess.SubprocessError, OSError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        pytest.skip(f"{folder.name} cannot be had: {reason[-1] if reason else error}")
+    unfinished.rename(folder)
+    return folder
+
+
+def _unpack(requirement: str, folder: Path) -> None:
+    pip("download", "--no-deps", "--only-binary=:all:", *PLATFORM, "--dest", folder, requirement)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith((".so", "/vllm-rs"))]
+        archive.extractall(folder, names)
+    wheel.unlink()
+
+
+def pip(*arguments: object) -> None:
+    """Run pip; raise CalledProcessError, with what it wrote, where it fails."""
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *map(str, arguments)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)

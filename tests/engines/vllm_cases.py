@@ -1,0 +1,156 @@
+"""A real vLLM engine in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints what it saw as a line of JSON."""
+
+import json
+import math
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+
+from dcpmla.comm.nccl import AllToAll
+from dcpmla.integrations.vllm import impl
+from dcpmla.integrations.vllm.exchange import install
+
+VOCABULARY, NEW_TOKENS = 512, 8
+CALLS: Counter[str] = Counter()
+
+
+def count(owner: Any, name: str) -> None:
+    """Count the calls of a function."""
+    original = getattr(owner, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        CALLS[name] += 1
+        if name == "dcp_mla_decode" and args[2].max_query_len > 1:
+            CALLS["several tokens"] += 1
+        return original(*args, **options)
+
+    setattr(owner, name, counted)
+
+
+def prompts() -> list[list[int]]:
+    """Return 20 prompts of 1 to 300 tokens, some of which begin alike."""
+    generator = torch.Generator().manual_seed(1)
+    draw = torch.randint(2, VOCABULARY, (20, 300), generator=generator).tolist()
+    lengths = [300, 1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200]
+    return [[7], *(tokens[:length] for tokens, length in zip(draw, lengths, strict=False))][:19] + [
+        draw[0][:150] + draw[19][:60]
+    ]
+
+
+def run(llm: LLM, requests: list[list[int]], aborted: int | None = None) -> list[Any]:
+    """Return what each request ended with, after all of them were added at once; one is aborted on the way."""
+    params = SamplingParams(
+        max_tokens=NEW_TOKENS, temperature=0, detokenize=False, ignore_eos=True, logprobs=VOCABULARY
+    )
+    engine, ended = llm.llm_engine, {}
+    CALLS["runs"] += 1
+    names = [f"{CALLS['runs']}-{index}" for index in range(len(requests))]
+    for name, tokens in zip(names, requests, strict=True):
+        engine.add_request(name, {"prompt_token_ids": tokens}, params)
+    step = 0
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+        if step == 4 and aborted is not None:
+            engine.abort_request([names[aborted]])
+    return [ended.get(name) for name in names]
+
+
+@torch.inference_mode()
+def largest_error(model: Any, requests: list[list[int]], outputs: list[Any]) -> float:
+    """Return the largest difference of any logprob from transformers'."""
+    worst = 0.0
+    for tokens, output in zip(requests, outputs, strict=True):
+        if output is None or output.outputs[0].finish_reason == "abort":
+            continue
+        new = list(output.outputs[0].token_ids)
+        expected = model(torch.tensor([tokens + new])).logits[0].log_softmax(-1)
+        for index, found in enumerate(output.outputs[0].logprobs):
+            got = torch.tensor([found[token].logprob for token in range(VOCABULARY)])
+            worst = max(worst, float((got - expected[len(tokens) - 1 + index]).abs().max()))
+    return worst
+
+
+def main(directory: str, options: dict[str, Any]) -> None:
+    count(impl, "dcp_mla_decode")
+    count(impl, "dcp_mla_prefill")
+    for name in ("gather_heads", "combine", "start_context"):
+        count(AllToAll, name)
+    llm = LLM(
+        model=directory,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=2,
+        distributed_executor_backend="external_launcher",
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=20,
+        max_num_batched_tokens=100,
+        enforce_eager=True,
+        compilation_config={"custom_ops": ["none"]},
+        num_gpu_blocks_override=256,
+        max_logprobs=VOCABULARY,
+        seed=0,
+        **options,
+    )
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    requests, report = prompts(), {}
+    for turn in ("first", "again"):
+        outputs = run(llm, requests)
+        report[turn] = {
+            "error": largest_error(model, requests, outputs),
+            "cached": [output.num_cached_tokens for output in outputs],
+            "ended": sum(output is not None for output in outputs),
+        }
+    outputs = run(llm, requests, aborted=1)
+    report["aborted"] = {
+        "error": largest_error(model, requests, outputs),
+        "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in outputs),
+    }
+    report["calls"] = dict(CALLS)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    (manager, *_) = (layer.dcp_manager for layer in layers if hasattr(layer, "dcp_manager"))
+    report["exchange alone"] = {"error": max(exchange_alone(manager, is_base_e) for is_base_e in (True, False))}
+    AllToAll.combine = without_merge
+    few = requests[:1] + requests[-2:]
+    report["without merge"] = {"error": largest_error(model, few, run(llm, few))}
+    if dist.get_rank() == 0:
+        print(json.dumps(report), flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads wait for requests
+
+
+def exchange_alone(manager: Any, is_base_e: bool) -> float:
+    """Return the largest error of vLLM's `dcp_manager` with this package's exchange in it (DCPMLA_VLLM=exchange)."""
+    install()
+    rank, size, heads = dist.get_rank(), dist.get_world_size(), 8
+    torch.manual_seed(rank)
+    q, out, lse = torch.randn(3, heads // size, 16), torch.randn(3, heads, 16), torch.randn(3, heads)
+    lse[rank] = [math.inf, math.nan][rank]  # a kernel without keys
+    ranks: list[Any] = [None] * size
+    dist.all_gather_object(ranks, (q, out, lse))
+    queries, outs, lses = (torch.stack(each).double() for each in zip(*ranks, strict=True))
+    weights = lses.where(lses < math.inf, -math.inf).softmax(0)[..., None]
+    mine = slice(rank * heads // size, (rank + 1) * heads // size)
+    combine = manager._init_combine(heads // size, 16, torch.float32, is_base_e, False)
+    got = combine(out, lse if is_base_e else lse / math.log(2), seq_lens=None, query_start_loc=None)
+    gathered = manager._init_query_gather(heads // size, 16, torch.float32)(q)
+    assert torch.equal(gathered.double(), queries.transpose(0, 1).flatten(1, 2))
+    return float((got - (weights * outs).sum(0)[:, mine]).abs().max())
+
+
+def without_merge(self: AllToAll, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return this rank's heads over its own tokens alone."""
+    rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+    return out.chunk(size, 1)[rank].contiguous(), lse.chunk(size, 1)[rank].contiguous()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

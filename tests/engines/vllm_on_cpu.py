@@ -1,0 +1,109 @@
+"""vLLM on a CPU from its Python files alone, with decode context parallelism: what its compiled parts and its CPU
+platform lack for these tests. Entry points of vLLM find it (`tests.engines.trees`).
+"""
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dcpmla import ownership
+
+
+def platform() -> str:
+    """Return the path of vLLM's CPU platform, after the compiled ops that a dense model needs are defined in torch."""
+    _define_ops()
+    return "vllm.platforms.cpu.CpuPlatform"
+
+
+@cache
+def _define_ops() -> torch.library.Library:
+    library = torch.library.Library("_C", "FRAGMENT")
+    ops = {
+        "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
+        "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
+        "silu_and_mul(Tensor(a!) result, Tensor input) -> ()": _silu_and_mul,
+        "rejection_greedy_sample_kernel_impl(Tensor(a!) tokens, Tensor ends, Tensor drafts, Tensor chosen, "
+        "Tensor bonus, Tensor? is_greedy, int most) -> ()": _accept_drafts,
+    }
+    for schema, run in ops.items():
+        library.define(schema)
+        library.impl(schema.split("(")[0], run, "CompositeExplicitAutograd")
+    return library  # ops live as long as it does
+
+
+def _silu_and_mul(result: Tensor, x: Tensor) -> None:
+    gate, up = x.chunk(2, -1)
+    result.copy_(F.silu(gate) * up)
+
+
+def _accept_drafts(
+    tokens: Tensor, ends: Tensor, drafts: Tensor, chosen: Tensor, bonus: Tensor, is_greedy: Tensor | None, most: int
+) -> None:
+    """Write each request's tokens: the model's choices up to the first that is not the draft's, or all and one more."""
+    start = 0
+    for row, (end, last) in enumerate(zip(ends.tolist(), bonus.flatten().tolist(), strict=True)):
+        wrong = (drafts[start:end] != chosen[start:end]).nonzero().flatten().tolist()
+        accepted = chosen[start:end].tolist() + [last] if not wrong else chosen[start : start + wrong[0] + 1].tolist()
+        tokens[row, : len(accepted)] = tokens.new_tensor(accepted)
+        start = end
+
+
+def patch() -> None:
+    """Let vLLM's CPU platform shard a cache, cut prompts into chunks and reuse prefixes, for backends that can; and
+    draft by n-grams without a compiler.
+    """
+    plain = SimpleNamespace(jit=_undecorated, njit=_undecorated, prange=range)
+    plain.get_num_threads, plain.set_num_threads = (lambda: 1), (lambda number: None)
+    sys.modules["numba"] = plain  # type: ignore[assignment]
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._compute_slot_mapping_kernel_impl = slot_mapping
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        kept = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        original(cls, vllm_config)
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _undecorated(*_: Any, **__: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda function: function
+
+
+def slot_mapping(
+    num_tokens: int,
+    max_num_tokens: int,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    block_table_stride: int,
+    slot_mapping: Tensor,
+    KV_CACHE_BLOCK_SIZE: int,
+    TOTAL_CP_WORLD_SIZE: int = 1,
+    TOTAL_CP_RANK: int = 0,
+    CP_KV_CACHE_INTERLEAVE_SIZE: int = 1,
+    PAD_ID: int = -1,
+    BLOCK_SIZE: int = 1024,
+) -> None:
+    """Compute what vLLM's kernel of this name does on GPUs."""
+    request = torch.repeat_interleave(query_start_loc.diff().long())
+    slots = ownership.slot_mapping(
+        positions[: len(request)].long(),
+        block_table[request],
+        KV_CACHE_BLOCK_SIZE,
+        TOTAL_CP_WORLD_SIZE,
+        TOTAL_CP_RANK,
+        CP_KV_CACHE_INTERLEAVE_SIZE,
+    )
+    slot_mapping[: len(request)] = slots
+    slot_mapping[len(request) : max_num_tokens] = PAD_ID
