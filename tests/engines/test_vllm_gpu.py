@@ -3,6 +3,7 @@ our backend and from vLLM's own.
 """
 
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +35,8 @@ NO_MULTICAST = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "VL
 def first_logprobs(model: Path, **options: object) -> list[float]:
     """Return the logprob of each prompt's first new token: later ones follow tokens that bfloat16 may change."""
     command = [sys.executable, "-c", PROGRAM, model, json.dumps(options)]
-    (ended,) = run_together([(command, NO_MULTICAST)], timeout=500)
+    variables = NO_MULTICAST | {"PYTHONPATH": os.pathsep.join(sys.path)}  # wherever vLLM is
+    (ended,) = run_together([(command, variables)], timeout=500)
     return [each[0] for each in json.loads(ended.stdout.splitlines()[-1])]
 
 

@@ -14,6 +14,7 @@ from dcpmla import ownership
 from dcpmla.attention.build import StepBuilder, context_workspace_tokens
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step import DecodeMetadata
+from dcpmla.cache.formats import FP8
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.vllm.exchange import exchange_of
@@ -94,6 +95,9 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
             self.rank, self.exchange = group.rank_in_group, exchange_of(group.device_group, torch.device(device))
         self.steps = StepBuilder(self.dcp, self.rank, device)
         self.workspace = decode_workspace(device)
+        is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
+        row = kv_cache_spec.head_size, FP8 if is_fp8 else vllm_config.model_config.dtype
+        self.exchange.reserve_context(num_tokens, *row, torch.device(device))
         max_query_len = self.reorder_batch_threshold
         self.token_lens = torch.zeros(max_num_seqs * max_query_len, dtype=torch.int32, device=device)
         for name in layer_names:
