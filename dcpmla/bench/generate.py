@@ -98,7 +98,7 @@ class Generate(Benchmark[Batch, None]):
         engine.graph = self.graph if case.mode == "graph" else None
         seconds = largest(statistics.median(self._decode_seconds(case.size)), engine.model.device)
         row = {
-            "weights": "fp8" if is_quantized(self._model) else dtype_name(engine.model.dtype),
+            "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
             "model": Path(args.model).name,  # where it lies is nobody's business
             "tp": engine.mesh.tp_size,
             "dcp": engine.mesh.dcp_size,
@@ -108,7 +108,7 @@ class Generate(Benchmark[Batch, None]):
             **{name: getattr(args, name) for name in _OPTIONS},
             "mode": case.mode,
             "batch": case.size,
-            "median_us": round(seconds * 1e6, 1),
+            "step_us": round(seconds * 1e6, 1),
             "tokens_per_second": round(case.size / seconds, 1),
         }
         if case.mode == "graph":
@@ -151,14 +151,14 @@ class Generate(Benchmark[Batch, None]):
 
     def line(self, rows: Sequence[Row]) -> str:
         (row,) = rows
-        time, rate = f"{row['median_us'] / 1e3:>10.3f} ms", f"{row['tokens_per_second']:>10,.0f} tok/s"
+        time, rate = f"{row['step_us'] / 1e3:>10.3f} ms", f"{row['tokens_per_second']:>10,.0f} tok/s"
         device = f"  device {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
         layer = f", a layer of experts {row['us_per_moe_layer']:>7.1f} us" if row.get("us_per_moe_layer") else ""
         return f"batch {row['batch']:>5}  {row['mode']:<5}  {time}  {rate}{device}{layer}"
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield how much faster graphs are, for each batch."""
-        times = {(row["batch"], row["mode"]): row["median_us"] for row in rows}
+        times = {(row["batch"], row["mode"]): row["step_us"] for row in rows}
         for batch in dict.fromkeys(row["batch"] for row in select(rows, mode="graph")):
             if (batch, "eager") in times:
                 yield f"batch {batch:>5}  graphs {times[batch, 'eager'] / times[batch, 'graph']:.2f} x as fast"
@@ -179,7 +179,7 @@ def plot_batches(path: Path, rows: Sequence[Row]) -> None:
     for mode in dict.fromkeys(row["mode"] for row in rows):
         points = sorted(select(rows, mode=mode), key=lambda row: row["batch"])
         batches = [row["batch"] for row in points]
-        times.plot(batches, [row["median_us"] / 1e3 for row in points], "o-", label=mode)
+        times.plot(batches, [row["step_us"] / 1e3 for row in points], "o-", label=mode)
         rates.plot(batches, [row["tokens_per_second"] for row in points], "o-", label=mode)
     for axes, label in ((times, "time per token, ms"), (rates, "tokens/s")):
         axes.set_xlabel("batch")

@@ -59,7 +59,8 @@ FIELDS = {
     "num_sets": "sets of inputs that calls rotate through",
     # what was found
     "in_graph": "whether a CUDA graph was timed, or calls one by one",
-    "device_us": "of `median_us`, a decode step's time on the device alone, its graph replayed without an engine",
+    "step_us": "time of an engine's decode step: the median, the slowest rank's",
+    "device_us": "of `step_us`, a decode step's time on the device alone, its graph replayed without an engine",
     "us_per_moe_layer": "time on the device of a block of attention and experts, in steps of such blocks alone",
     "num_kernels": "kernels of a step",
     "prefill_*": "the same for the prefill of one prompt of `input_len` tokens, at most `max_num_batched_tokens`",
@@ -78,7 +79,7 @@ FIELDS = {
     "error": "largest relative difference to float64; null: not finite",
     "lse_error": "largest difference of an LSE to float64; null: not finite",
     "different": "share of bytes or selected tokens that differ from the reference's",
-    "tokens_per_second": "`batch` / `median_us`",
+    "tokens_per_second": "`batch` / `step_us`",
     # a load that was served
     "request_rate": "requests a second of the Poisson process, or `inf`",
     "seconds": "from the load's beginning to the end of its last request",

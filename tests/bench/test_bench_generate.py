@@ -45,7 +45,7 @@ def test_without_graphs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (content["commit"], content["machine"]) == ("abc", "1 x CPU")
     assert [(row["mode"], row["batch"]) for row in content["rows"]] == [("eager", 3), ("eager", 1)]
     for row in content["rows"]:
-        assert row["tokens_per_second"] * row["median_us"] == pytest.approx(row["batch"] * 1e6, rel=0.05)
+        assert row["tokens_per_second"] * row["step_us"] == pytest.approx(row["batch"] * 1e6, rel=0.05)
         expected = {
             "model": model.name,
             "tp": 1,
@@ -88,7 +88,7 @@ def test_both_modes_in_one_run(
     table = [line.split() for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith(("1 ", "3 "))]
     by_batch = {(row["mode"], row["batch"]): row for row in rows}
     for batch, eager, graph, ratio, _ in table:
-        both = [by_batch[mode, int(batch)]["median_us"] for mode in ("eager", "graph")]
+        both = [by_batch[mode, int(batch)]["step_us"] for mode in ("eager", "graph")]
         assert [eager, graph] == [f"{us / 1e3:.3f}" for us in both]
         assert ratio == f"{both[0] / both[1]:.2f}"
 
@@ -96,7 +96,7 @@ def test_both_modes_in_one_run(
 def test_plot_of_both_modes(tmp_path: Path) -> None:
     base = {"model": "m", "tp": 8, "dcp": 8, "dtype": "bfloat16", "input_len": 512}
     modes = [(mode, batch) for mode in ("graph", "eager") for batch in (1, 2, 4)]
-    rows = [base | {"mode": mode, "batch": batch, "median_us": 9.0, "tokens_per_second": 3.0} for mode, batch in modes]
+    rows = [base | {"mode": mode, "batch": batch, "step_us": 9.0, "tokens_per_second": 3.0} for mode, batch in modes]
     plot_batches(tmp_path / "out.svg", rows)
     assert all(label in (tmp_path / "out.svg").read_text() for label in ("graph", "eager", "m, tp 8, dcp 8"))
 
