@@ -298,6 +298,8 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, _ = q.shape
     out = q.new_empty(num_tokens, num_heads, VALUE.value)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
+    if num_tokens == 0:
+        return out, lse
     num_reqs = len(queries.start_loc) - 1
     num_groups = triton.cdiv(num_heads, MAX_SIDE_BY_SIDE)
     prefill_kernel[(triton.cdiv(num_heads, num_groups), num_tokens // QUERIES.value + num_reqs, num_groups)](
