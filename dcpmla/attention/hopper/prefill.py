@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.hopper.compat import aggregate, barrier, reinterpret, tma_load
-from dcpmla.attention.hopper.pipeline import LN2, LOG2E, exp2, new_barriers_of, stage_of
+from dcpmla.attention.hopper.pipeline import LN2, LOG2E, exp2, allocate_mbarriers, stage_of
 from dcpmla.attention.triton import prefill as portable
 
 find_tile = gluon.jit(portable.find_tile.fn)
@@ -35,7 +35,7 @@ ROWS = gl.constexpr(64)  # queries of a consumer
 KEYS = gl.constexpr(128)  # of a tile
 NUM_STAGES = gl.constexpr(2)  # of keys and values: what shared memory has room for
 CLEARED = gl.constexpr(16)  # rows that are cleared at a time
-MAX_SIDE_BY_SIDE = 8  # heads: those of few heads have more programs each, which share its keys in the L2 cache
+MAX_SIDE_BY_SIDE = 8  # heads: with few at a time, more programs of each share its keys in the L2 cache
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -268,11 +268,11 @@ def prefill_kernel(
         gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, VALUE], TILE),
     )
     barriers = Barriers(
-        new_barriers_of(1, 1).index(0),
-        new_barriers_of(NUM_STAGES, 1),
-        new_barriers_of(NUM_STAGES, 2),
-        new_barriers_of(NUM_STAGES, 1),
-        new_barriers_of(NUM_STAGES, 2),
+        allocate_mbarriers(1, 1).index(0),
+        allocate_mbarriers(NUM_STAGES, 1),
+        allocate_mbarriers(NUM_STAGES, 2),
+        allocate_mbarriers(NUM_STAGES, 1),
+        allocate_mbarriers(NUM_STAGES, 2),
     )
     fence_async_shared()
     work = _find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CAUSAL)
