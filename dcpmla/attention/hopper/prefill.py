@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.hopper.compat import aggregate, barrier, reinterpret, tma_load
-from dcpmla.attention.hopper.pipeline import LN2, LOG2E, exp2, allocate_mbarriers, stage_of
+from dcpmla.attention.hopper.pipeline import LN2, LOG2E, allocate_mbarriers, exp2, stage_of
 from dcpmla.attention.triton import prefill as portable
 
 find_tile = gluon.jit(portable.find_tile.fn)
