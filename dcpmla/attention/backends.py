@@ -185,6 +185,33 @@ def _flashinfer_prefill_obstacle(call: PrefillCall) -> str:
     return "" if dims in flashinfer.HEAD_DIMS else f"heads are {dims[0]} and {dims[1]} wide, not 192 or 128 and 128"
 
 
+def _hopper_prefill_obstacle(call: PrefillCall) -> str:
+    q, k_nope, k_pe, v = call.q, call.k_nope, call.k_pe, call.v
+    if obstacle := _half_on_gpu_obstacle(q, (9, 0)) or _hopper_gpu_obstacle(q):
+        return obstacle
+    if call.mask is not None:
+        return "it takes no mask of selected tokens"
+    dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
+    if dims != (128, 64, 128):
+        return f"heads are {dims[0]} + {dims[1]} and {dims[2]} wide, not 128 + 64 and 128"
+    if not all(map(_is_matrix, (q, k_nope, k_pe[:, None], v))):
+        return "rows of queries, keys or values do not begin at multiples of 16 bytes, or lie head by head"
+    return ""
+
+
+def _is_matrix(rows: Tensor) -> bool:
+    """Return whether rows [N, h, D] are one matrix of the columns of all heads, as TMA wants it."""
+    num_columns = (rows.shape[1] - 1) * rows.stride(1) + rows.shape[2]
+    starts = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    return rows.stride(2) == 1 and num_columns <= rows.stride(0) and not any(start % 16 for start in starts)
+
+
+def _run_hopper_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
+    from dcpmla.attention.hopper.prefill import run
+
+    return run(call)
+
+
 def _triton_prefill_obstacle(call: PrefillCall) -> str:
     if obstacle := _half_on_gpu_obstacle(call.q, (8, 0)):
         return obstacle
@@ -238,6 +265,7 @@ DECODE_BACKENDS: list[Backend[DecodeCall]] = [
 # Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans each ragged call anew, for 45 ms.
 PREFILL_BACKENDS: list[Backend[PrefillCall]] = [
     Backend("flashinfer", _flashinfer_prefill_obstacle, flashinfer.run_prefill, joins_keys=True),
+    Backend("hopper", _hopper_prefill_obstacle, _run_hopper_prefill),
     Backend("triton", _triton_prefill_obstacle, _run_triton_prefill),
     Backend("torch", _device_obstacle, reference.run_prefill, joins_keys=True),
 ]

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from dcpmla.attention import flashinfer, reference
 from dcpmla.attention import prefill as operators
-from dcpmla.attention.backends import PREFILL_BACKENDS, Backend, find_backend
+from dcpmla.attention.backends import PREFILL_BACKENDS, find_backend
 from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.merge import merge_partials
+from tests.attention import test_decode_compile
 from tests.support.backends import as_kernel, prefill_call
 from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
 
 SCALE = 0.17
+DEEPSEEK = (128, 64, 128)  # P, R, V
 HOPPER_SHARED_MEMORY = 232448  # bytes that a program may use
 Case = tuple[
     list[int], list[int] | None, int, tuple[int, int, int]
@@ -37,6 +39,11 @@ CASES: dict[str, Case] = {  # tails, single rows, requests without keys, dims th
     "DeepSeek-V3, context": ([17, 5], [170, 20], 1, (128, 64, 128)),
     "DeepSeek-V3, requests without keys": ([30, 5, 9], [0, 140, 0], 2, (128, 64, 128)),
     "GLM-5": ([9, 70], None, 1, (192, 64, 256)),
+}
+LARGER_CASES: dict[str, Case] = {  # for GPUs: lengths around tiles of 64 and 128, more heads than run side by side
+    "lengths around a tile": ([1, 63, 0, 64, 127, 128, 129, 1000], None, 9, (128, 64, 128)),
+    "long": ([4097], None, 2, (128, 64, 128)),
+    "context, lengths around a tile": ([129, 3, 0, 7, 64, 65], [511, 128, 5, 0, 4097, 1], 9, (128, 64, 128)),
 }
 
 
@@ -55,10 +62,10 @@ def poisoned(rows: Tensor, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def check_prefill(
-    prefill: Callable[[PrefillCall], tuple[Tensor, Tensor]], case: str, dtype: torch.dtype, device: str
+    prefill: Callable[[PrefillCall], tuple[Tensor, Tensor]], case: Case, dtype: torch.dtype, device: str
 ) -> None:
     """Compare a backend's (out, lse) with float64."""
-    query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = CASES[case]
+    query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = case
     queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
     generator = torch.Generator().manual_seed(0)
     num_tokens, num_keys = queries.start[-1], keys.start[-1]
@@ -104,15 +111,15 @@ def check_unaligned(device: str) -> None:
     torch.testing.assert_close(lse, wanted[1], atol=2e-4, rtol=1e-4)
 
 
-def check_neighbours(device: str) -> None:
+def check_neighbours(backend: str, dims: tuple[int, int, int], device: str) -> None:
     """Check that a request whose rows are NaN spoils no other's."""
-    from dcpmla.attention.triton.prefill import run
-
-    mha_prefill = as_kernel(run, PrefillCall)
-
+    mha_prefill = as_kernel(find_backend(PREFILL_BACKENDS, backend).run, PrefillCall)
+    nope, rope, v_head_dim = dims
     generator = torch.Generator().manual_seed(0)
-    q, k_nope, v = (torch.randn(30, 2, width, generator=generator).half().to(device) for width in (32, 16, 16))
-    k_pe, lens = torch.randn(30, 16, generator=generator).half().to(device), segments([10, 10, 10], device)
+    q, k_nope, v = (
+        torch.randn(30, 2, width, generator=generator).half().to(device) for width in (nope + rope, nope, v_head_dim)
+    )
+    k_pe, lens = torch.randn(30, rope, generator=generator).half().to(device), segments([10, 10, 10], device)
     for causal in (True, False):
         wanted = mha_prefill(q, k_nope, k_pe, v, lens, lens, SCALE, causal)
         spoiled = [
@@ -125,8 +132,19 @@ def check_neighbours(device: str) -> None:
             torch.testing.assert_close(one[20:], other[20:], atol=0, rtol=0)
 
 
+def find_kernel(
+    name: str, dims: tuple[int, int, int], dtype: torch.dtype
+) -> Callable[[PrefillCall], tuple[Tensor, Tensor]]:
+    """Return a backend's `run`; skip the test where it does not take such heads on this GPU."""
+    backend = find_backend(PREFILL_BACKENDS, name)
+    q, k_pe, v = (torch.empty(1, 1, dim, dtype=dtype, device="cuda") for dim in (sum(dims[:2]), *dims[1:]))
+    if obstacle := backend.obstacle(prefill_call(q, k_pe[0], v)):
+        pytest.skip(f"{name}: {obstacle}")
+    return backend.run
+
+
 def check_triton(dtype: torch.dtype, device: str) -> None:
-    for case in CASES:
+    for case in CASES.values():
         check_prefill(find_backend(PREFILL_BACKENDS, "triton").run, case, dtype, device)
 
 
@@ -177,7 +195,7 @@ def test_operators(dtype: torch.dtype) -> None:
 def check_in_the_interpreter() -> None:
     check_triton(torch.float16, "cpu")
     check_unaligned("cpu")
-    check_neighbours("cpu")
+    check_neighbours("triton", (16, 16, 16), "cpu")
     check_merge_into("cpu")
 
 
@@ -223,6 +241,31 @@ def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: boo
     compiled = compile_for_hopper(mha_prefill_kernel, types, constants, options)
     assert "wgmma" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= HOPPER_SHARED_MEMORY
+
+
+def test_the_hopper_kernel_compiles() -> None:
+    """The softmax of a tile lies before the wait for the product of the values of the tile before."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from dcpmla.attention.hopper.prefill import KEYS, NOPE, ROPE, ROWS, TILE, VALUE, prefill_kernel
+
+    def tiles(num_rows: Any, num_columns: Any) -> str:
+        return f"tensordesc<bf16[{num_rows.value}, {num_columns.value}],{TILE.value}>"
+
+    types = {"q_nope_desc": tiles(ROWS, NOPE), "q_pe_desc": tiles(ROWS, ROPE), "v_desc": tiles(KEYS, VALUE)}
+    types |= {"k_nope_desc": tiles(KEYS, NOPE), "k_pe_desc": tiles(KEYS, ROPE), "out_ptr": "*bf16"}
+    types |= {"lse_ptr": "*fp32", "query_start_loc_ptr": "*i32", "key_start_loc_ptr": "*i32", "scale_log2": "fp32"}
+    ptx, said = test_decode_compile.compile_for_hopper(
+        prefill_kernel, GluonASTSource, types, {"IS_CAUSAL": True}, num_warps=4
+    )
+    assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert "0 bytes spill stores" in said
+    assert "wgmma.mma_async instructions are serialized" not in said
+    loop = ptx[ptx.index("wgmma.wait_group.sync.aligned 1") :]
+    softmax = loop[: loop.index("wgmma.wait_group.sync.aligned 0")]
+    assert softmax.count("ex2.approx") >= 64
+    assert "mbarrier.try_wait" in softmax[softmax.rindex("ex2.approx") :]  # past which the assembler moves no wait
 
 
 def test_merge_into_compiles_for_hopper() -> None:
@@ -279,37 +322,38 @@ class FlashInferPlan:
 
 def test_flashinfers_requests_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "_plan_prefill", lambda *plan: FlashInferPlan(plan[0], plan[1], plan[6]))
-    check_prefill(flashinfer.run_prefill, "DeepSeek-V3, requests without keys", torch.bfloat16, "cpu")
+    check_prefill(flashinfer.run_prefill, CASES["DeepSeek-V3, requests without keys"], torch.bfloat16, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", PREFILL_BACKENDS, ids=lambda backend: backend.name)
-def test_backend_on_a_gpu(backend: Backend[PrefillCall], case: str, dtype: torch.dtype) -> None:
-    nope, rope, v_head_dim = CASES[case][3]
-    q, k_pe, v = (torch.empty(1, 1, dim, dtype=dtype, device="cuda") for dim in (nope + rope, rope, v_head_dim))
-    if not backend.takes(prefill_call(q, k_pe[0], v)):
-        pytest.skip(f"{backend.name} does not take heads of {nope} + {rope} and {v_head_dim}")
-    check_prefill(backend.run, case, dtype, "cuda")
+@pytest.mark.parametrize("case", CASES | LARGER_CASES)
+@pytest.mark.parametrize("name", [backend.name for backend in PREFILL_BACKENDS])
+def test_backend_on_a_gpu(name: str, case: str, dtype: torch.dtype) -> None:
+    lens_and_dims = (CASES | LARGER_CASES)[case]
+    check_prefill(find_kernel(name, lens_and_dims[3], dtype), lens_and_dims, dtype, "cuda")
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     check_unaligned("cuda")
-    check_neighbours("cuda")
+    check_neighbours("triton", (16, 16, 16), "cuda")
     check_merge_into("cuda")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check_operators("cuda", dtype)
 
 
 @pytest.mark.gpu
-def test_triton_in_a_graph() -> None:
+def test_neighbours_on_hopper() -> None:
+    find_kernel("hopper", DEEPSEEK, torch.float16)
+    check_neighbours("hopper", DEEPSEEK, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_in_a_graph(name: str) -> None:
     """No sync with the host: it can be captured, and a replay reads the starts anew."""
-    from dcpmla.attention.triton.prefill import run
-
-    mha_prefill = as_kernel(run, PrefillCall)
-
+    mha_prefill = as_kernel(find_kernel(name, DEEPSEEK, torch.bfloat16), PrefillCall)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k_nope, v = (
         torch.randn(200, 2, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for dim in (192, 128, 128)
@@ -326,12 +370,10 @@ def test_triton_in_a_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_triton_past_2_31_elements() -> None:
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_past_2_31_elements(name: str) -> None:
     """Keys whose offset in elements takes more than 32 bits."""
-    from dcpmla.attention.triton.prefill import run
-
-    mha_prefill = as_kernel(run, PrefillCall)
-
+    mha_prefill = as_kernel(find_kernel(name, DEEPSEEK, torch.bfloat16), PrefillCall)
     num_keys, num_heads = 90_000, 128
     kv = torch.zeros(num_keys, num_heads, 256, device="cuda", dtype=torch.bfloat16)  # 5.9 GB
     k_pe = torch.zeros(num_keys, 64, device="cuda", dtype=torch.bfloat16)

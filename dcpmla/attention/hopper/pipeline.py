@@ -82,7 +82,7 @@ def new_buffers(q_desc, q_pe_desc, NUM_STAGES: gl.constexpr, NUM_PROBS: gl.const
 
 
 @gluon.jit
-def _new_barriers(number: gl.constexpr, count: gl.constexpr):
+def allocate_mbarriers(number: gl.constexpr, count: gl.constexpr):
     """Allocate mbarriers of `count` arrivals a phase."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(number):
@@ -95,11 +95,11 @@ def new_barriers(
     NUM_STAGES: gl.constexpr, NUM_PROBS: gl.constexpr, Q_CONSUMERS: gl.constexpr, PROBS_CONSUMERS: gl.constexpr
 ):
     """Allocate the mbarriers of a program, whose queries and probabilities are read by so many roles."""
-    q_ready, q_free = _new_barriers(1, 1).index(0), _new_barriers(1, Q_CONSUMERS).index(0)
-    left_ready, left_free = _new_barriers(NUM_STAGES, 1), _new_barriers(NUM_STAGES, 1)
-    right_ready, right_free = _new_barriers(NUM_STAGES, 1), _new_barriers(NUM_STAGES, 1)
-    probs_ready, probs_free = _new_barriers(NUM_PROBS, 1), _new_barriers(NUM_PROBS, PROBS_CONSUMERS)
-    merge_ready = _new_barriers(2, 1)
+    q_ready, q_free = allocate_mbarriers(1, 1).index(0), allocate_mbarriers(1, Q_CONSUMERS).index(0)
+    left_ready, left_free = allocate_mbarriers(NUM_STAGES, 1), allocate_mbarriers(NUM_STAGES, 1)
+    right_ready, right_free = allocate_mbarriers(NUM_STAGES, 1), allocate_mbarriers(NUM_STAGES, 1)
+    probs_ready, probs_free = allocate_mbarriers(NUM_PROBS, 1), allocate_mbarriers(NUM_PROBS, PROBS_CONSUMERS)
+    merge_ready = allocate_mbarriers(2, 1)
     fence_async_shared()
     return Barriers(
         q_ready, left_ready, right_ready, probs_ready, merge_ready, q_free, left_free, right_free, probs_free

@@ -24,7 +24,7 @@ SIGN_BIT, MINUS_INF = tl.constexpr(-(1 << 31)), tl.constexpr(-(1 << 23))  # bits
 
 
 @triton.jit
-def _find_tile(start_loc_ptr, num_reqs, program, BLOCK_M: tl.constexpr):
+def find_tile(start_loc_ptr, num_reqs, program, BLOCK_M: tl.constexpr):
     """Find a program's request, and which of its tiles the program computes.
 
     Request r has the programs from start[r] // BLOCK_M + r on, as many as it has tiles or one more, so neither a table
@@ -150,7 +150,7 @@ def mha_prefill_kernel(
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    request, tile = _find_tile(query_start_loc_ptr, num_reqs, program, BLOCK_M)
+    request, tile = find_tile(query_start_loc_ptr, num_reqs, program, BLOCK_M)
     query_start = tl.load(query_start_loc_ptr + request).to(tl.int64)
     num_queries = (tl.load(query_start_loc_ptr + request + 1) - query_start).to(tl.int32)
     first_query = tile * BLOCK_M
