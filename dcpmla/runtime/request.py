@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.fields import FLAG, Rule, check_fields, is_number, is_whole, optional
+from dcpmla.runtime.acceptance import Acceptance
 from dcpmla.runtime.sampling import SamplingParams, new_generator
 from dcpmla.runtime.text import TextStream
 
@@ -30,10 +31,12 @@ class Request:
             None before.
         error: what on_token raised, on this rank or (a RuntimeError says so) on another.
         state: where its state is, in a cache that has states; None while it does not run.
-        num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet.
+        num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet. (A step
+            with drafts may bring more; none is launched before they are known.)
         num_computed_tokens: whose latents are in the cache, or are being written by a step under way.
         num_cached_tokens: of the prompt, that an earlier request had computed.
         num_preemptions: how often its blocks were taken away, so that it was computed again.
+        acceptance: of its drafts.
     """
 
     prompt_token_ids: list[int]
@@ -59,11 +62,23 @@ class Request:
     num_cached_tokens: int = 0
     num_remembered_blocks: int = 0
     num_preemptions: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     @cached_property
     def generator(self) -> torch.Generator:
         """The request's own random numbers, which depend on its seed alone: not on other requests, nor on the ranks."""
         return new_generator(self.params.seed)
+
+    def mark_draws(self) -> None:
+        """Let `keep_draws` count from here."""
+        if self.params.temperature:
+            self._mark = self.generator.get_state()
+
+    def keep_draws(self, num_draws: int) -> None:
+        """Give random numbers back but so many since the last mark: the next draw is of the number after those."""
+        if self.params.temperature:
+            self.generator.set_state(self._mark)
+            torch.rand(num_draws, dtype=torch.float64, generator=self.generator)
 
     @property
     def text(self) -> str:

@@ -1,0 +1,81 @@
+"""Drafts: guesses at the tokens that follow a request's, which a step verifies all at once."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
+from dcpmla.runtime.request import Request
+from dcpmla.upload import upload
+
+
+class Drafts(NamedTuple):
+    """Drafts of a step's decodes.
+
+    Attributes:
+        nums: how many each request has.
+        token_ids: [sum of nums] int64 on the device, request after request.
+    """
+
+    nums: list[int]
+    token_ids: Tensor
+
+    @classmethod
+    def of(cls, token_ids: Sequence[Sequence[int]], device: torch.device) -> Self:
+        """Upload drafts that the host knows."""
+        flat = np.array([token for tokens in token_ids for token in tokens], dtype=np.int64)
+        return cls([len(tokens) for tokens in token_ids], upload([flat], device)[0])
+
+
+class Computed(NamedTuple):
+    """A request's tokens in the step before, whose tokens are known.
+
+    Attributes:
+        row: of its first token among the step's.
+        position: of its first token.
+        num_tokens: those that it keeps: all but rejected drafts.
+    """
+
+    request: Request
+    row: int
+    position: int
+    num_tokens: int
+
+
+class Drafter(ABC):
+    """A source of drafts. Every rank has its own, and all come to the same drafts.
+
+    Args:
+        num_speculative_tokens: most drafts of a request in a step.
+    """
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+
+    @abstractmethod
+    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
+        """Guess what follows all known tokens of some requests.
+
+        Args:
+            wanted: requests that the next step decodes, and how many drafts of each it has room for.
+            computed: the tokens of the step before; empty where it was not waited for.
+        Returns:
+            At most as many drafts of each request as are wanted.
+        """
+
+    def num_wanted(self, request: Request, num_running: int) -> int:
+        """Return how many drafts to try of a request, one of so many that run."""
+        most = MAX_DRAFT_ROWS // num_running - 1
+        return request.acceptance.num_wanted(max(0, min(self.num_speculative_tokens, most)))
+
+    def waits(self, requests: Sequence[Request]) -> bool:
+        """Tell whether the next step waits for the tokens of the one under way, for drafts to follow them.
+
+        Args:
+            requests: all that run.
+        """
+        return any(self.num_wanted(request, len(requests)) for request in requests)

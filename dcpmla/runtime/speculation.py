@@ -1,0 +1,64 @@
+"""Speculation: which requests draft, in which steps, and what becomes of their drafts."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from dcpmla.runtime.drafts import Computed, Drafter
+from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.scheduler import Piece, Step
+from dcpmla.runtime.stats import Stats
+
+
+class Speculation:
+    """The engine's part of speculative decoding.
+
+    A step with drafts is waited for: how many it accepts decides the lengths of the next. Other steps are launched one
+    ahead, as long as the drafter has nothing to add.
+
+    Args:
+        drafter: None for one token a request and step.
+    """
+
+    def __init__(self, drafter: Drafter | None, stats: Stats) -> None:
+        self._drafter, self._stats = drafter, stats
+        self._computed: list[Computed] = []  # the tokens of the step before
+
+    def waits_for(self, pending: PendingStep, running: Sequence[Request]) -> bool:
+        """Tell whether the next step needs the tokens of the one under way: all it accepts, or those drafts follow."""
+        return self._drafter is not None and (pending.num_drafts > 0 or self._drafter.waits(running))
+
+    def num_wanted(self, running: Sequence[Request]) -> Callable[[Request], int] | None:
+        """Return what says how many drafts to try of a request; None where there are none."""
+        drafter = self._drafter
+        return None if drafter is None else lambda request: drafter.num_wanted(request, len(running))
+
+    def draft(self, step: Step) -> Tensor | None:
+        """Give a step's decodes the drafts that there are; return these, [N] int64 on the device, piece after piece;
+        None for none.
+        """
+        if self._drafter is None:
+            return None
+        # Who has given way since then is computed anew.
+        kept = [part for part in self._computed if part.request.num_computed_tokens == part.position + part.num_tokens]
+        self._computed = []
+        drafts = self._drafter.draft([(piece.request, piece.num_drafts) for piece in step.pieces], kept)
+        for index, num_drafts in enumerate(drafts.nums):
+            step.set_drafts(index, num_drafts)
+        return drafts.token_ids if len(drafts.token_ids) else None
+
+    def take(self, piece: Piece, num_accepted: int) -> None:
+        """Count a request's accepted drafts as computed; what the others left in the cache will be written over."""
+        request, num_drafts = piece.request, piece.num_drafts
+        request.acceptance.count(num_drafts, num_accepted)
+        if num_drafts:
+            request.num_computed_tokens += num_accepted
+            request.keep_draws(num_accepted + 1)
+            self._stats.num_draft_tokens += num_drafts
+            self._stats.num_accepted_tokens += num_accepted
+
+    def end(self, pending: PendingStep) -> None:
+        """Remember what a step has computed, once its requests have its tokens."""
+        if self._drafter is not None:
+            self._computed = pending.computed()
