@@ -22,12 +22,12 @@ class StepInputs:
     Attributes:
         token_ids: [T] int64 on the device.
         ready: the pieces of requests that have all their tokens computed with it.
-        logits_at: [n] int64 on the device, rows of their last tokens and of all drafts.
+        logits_at: [n] int64 on the device, rows of their last tokens and of all drafts; None where these are all rows.
     """
 
     token_ids: Tensor
     ready: list[Piece]
-    logits_at: Tensor
+    logits_at: Tensor | None
 
     @classmethod
     def of(
@@ -63,14 +63,16 @@ class StepInputs:
             if not request.num_pending_tokens:
                 ready.append(piece)
                 logits_rows += range(len(token_ids) - 1 - num_drafts, len(token_ids))
+        num_tokens = len(token_ids)
+        if previous is not None and sources == list(range(num_tokens)) == list(range(len(previous.rows))):
+            return cls(previous.message.tokens, ready, None)  # as most steps: the same requests go on
         numbers = [np.asarray(rows, dtype=np.int64) for rows in (token_ids, logits_rows, unknown, sources)]
         known, logits_at, unknown_rows, source_rows = upload(numbers, device)
-        sampled = drafts if previous is None else previous.message.tokens
-        if not unknown or sampled is None:
-            return cls(known, ready, logits_at)
-        chosen = sampled.index_select(0, source_rows)
-        inputs = known.index_copy_(0, unknown_rows, chosen) if len(chosen) < len(known) else chosen
-        return cls(inputs, ready, logits_at)
+        if unknown:
+            sampled = drafts if previous is None else previous.message.tokens
+            assert sampled is not None
+            known.index_copy_(0, unknown_rows, sampled.index_select(0, source_rows))
+        return cls(known, ready, None if len(logits_rows) == num_tokens else logits_at)
 
 
 class PendingStep:
