@@ -235,9 +235,10 @@ class Engine:
         """Return the decode graph, if the step is one for it."""
         if self.graph is None or self._lacks_scales:
             return None
-        if len(step.pieces) > self.graph.batch_sizes[-1] or any(piece.num_tokens > 1 for piece in step.pieces):
+        query_len = step.most_drafts + 1
+        if any(piece.num_tokens > query_len for piece in step.pieces):
             return None
-        return self.graph
+        return self.graph if self.graph.takes(len(step.pieces), query_len) else None
 
     def _launch(self) -> PendingStep | None:
         """Schedule a step and start it, after the one under way; return None where there is nothing to compute."""
@@ -252,7 +253,7 @@ class Engine:
         started = time.perf_counter()
         is_prefill = step.has_prompts
         graph = self._graph_of(step)
-        as_graph = f"; decode graph of {graph.batch_size(len(step.pieces))} requests" if graph else ""
+        as_graph = f"; decode graph of {graph.batch(len(step.pieces), step.most_drafts + 1)}" if graph else ""
         self.on_step(
             f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps + is_ahead} ({step.words}{as_graph})"
         )
@@ -268,7 +269,6 @@ class Engine:
         """Compute a step's tokens; return them, and the logits of those that new ones follow."""
         for copy in step.copies:
             self._copy_state(*copy)
-        num_most = 1 + max(piece.num_drafts for piece in step.pieces)
         metadata = StepMetadata.build(
             query_lens=[piece.num_tokens for piece in step.pieces],
             seq_lens=[piece.request.num_computed_tokens + piece.num_tokens for piece in step.pieces],
@@ -276,7 +276,9 @@ class Engine:
             dcp=self.dcp,
             dcp_rank=self.mesh.dcp_rank,
             device=self.model.device if graph is None else "cpu",
-            max_decode_query_len=0 if self._lacks_scales else num_most,  # else a prompt of one token counts as a decode
+            max_decode_query_len=0
+            if self._lacks_scales
+            else step.most_drafts + 1,  # else a prompt of one token counts as a decode
             workspace=self._workspace,
             **self.cache.sizes.step_layout([piece.request.state for piece in step.pieces]),
         )

@@ -98,6 +98,11 @@ class Step:
         )
 
     @property
+    def most_drafts(self) -> int:
+        """Return the drafts of the request that has most."""
+        return max(piece.num_drafts for piece in self.pieces)
+
+    @property
     def words(self) -> str:
         """Return what it computes, for whoever watches."""
         num_tokens, num_drafts = (sum(nums) for nums in list(zip(*self.pieces, strict=True))[1:])

@@ -52,7 +52,8 @@ def test_every_request_gets_what_it_gets_alone(
         num_steps += 1
         if num_steps == abort_at:
             engine.abort(next(iter(requests.values())))
-        check_limits(engine, load)
+        if not with_graph:  # whose model sees rows of padding
+            check_limits(engine, load)
     for index, (prompt, num_new, _) in enumerate(load.prompts):
         request, expected = requests[index], alone(prompt, num_new)
         if request.finish_reason == "abort":

@@ -175,7 +175,10 @@ def make_engine(
     cache.layers[0].fill_(torch.nan)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs))
     model = model or HashModel()
-    graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, max_num_seqs, max_model_len) if with_graph else None
+    graph = None
+    if with_graph:
+        query_len = 1 if drafter is None else 1 + drafter.num_speculative_tokens
+        graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, max_num_seqs, max_model_len, query_len)
     limits = max_model_len, max_num_batched_tokens, max_num_seqs
     return Engine(model, cache, dcp, mesh, *limits, tokenizer, graph=graph, drafter=drafter)
 
