@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
+from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
@@ -35,7 +36,7 @@ class Computed(NamedTuple):
     """A request's tokens in the step before, whose tokens are known.
 
     Attributes:
-        row: of its first token among the step's.
+        row: of its first token in the model's hidden states.
         position: of its first token.
         num_tokens: those that it keeps: all but rejected drafts.
     """
@@ -51,10 +52,11 @@ class Drafter(ABC):
 
     Args:
         num_speculative_tokens: most drafts of a request in a step.
+        graph: of its own steps, where it has any.
     """
 
-    def __init__(self, num_speculative_tokens: int) -> None:
-        self.num_speculative_tokens = num_speculative_tokens
+    def __init__(self, num_speculative_tokens: int, graph: DecodeGraph | None = None) -> None:
+        self.num_speculative_tokens, self.graph = num_speculative_tokens, graph
 
     @abstractmethod
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
@@ -79,3 +81,8 @@ class Drafter(ABC):
             requests: all that run.
         """
         return any(self.num_wanted(request, len(requests)) for request in requests)
+
+    def close(self) -> None:
+        """Free the graph."""
+        if self.graph is not None:
+            self.graph.release()

@@ -94,7 +94,7 @@ class Engine:
         self.allocator = BlockAllocator(sizes.num_blocks, sizes.block_tokens, sizes.num_states)
         self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs, enable_prefix_caching)
         self.stats = Stats()
-        self._speculation = Speculation(drafter, self.stats)
+        self._speculation = Speculation(drafter)
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
@@ -190,6 +190,7 @@ class Engine:
             self._pending = None
         if self.graph is not None:
             self.graph.release()
+        self._speculation.close()
         self._agreement.close()
 
     def restart_clock(self) -> None:
@@ -253,7 +254,8 @@ class Engine:
         started = time.perf_counter()
         is_prefill = step.has_prompts
         graph = self._graph_of(step)
-        as_graph = f"; decode graph of {graph.batch(len(step.pieces), step.most_drafts + 1)}" if graph else ""
+        batch = graph.batch(len(step.pieces), step.most_drafts + 1) if graph else None
+        as_graph = f"; decode graph of {batch}" if batch else ""
         self.on_step(
             f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps + is_ahead} ({step.words}{as_graph})"
         )
@@ -263,7 +265,8 @@ class Engine:
         failed = [request.error is not None for request in called]
         chosen = tokens if drafts is None else torch.cat([tokens, drafts])
         message = self._agreement.start(chosen, failed, self.model.faults)
-        return PendingStep(step.pieces, inputs.ready, message, called, logits, is_prefill, started)
+        row_lens = [batch.query_len if batch else piece.num_tokens for piece in step.pieces]
+        return PendingStep(step.pieces, row_lens, inputs.ready, message, called, logits, is_prefill, started)
 
     def _compute(self, step: Step, drafts: Tensor | None, graph: DecodeGraph | None) -> tuple[StepInputs, Tensor]:
         """Compute a step's tokens; return them, and the logits of those that new ones follow."""
@@ -326,6 +329,7 @@ class Engine:
             num_rejected += piece.num_drafts + 1 - len(tokens)
             if not piece.request.finish_reason:
                 self._speculation.take(piece, len(tokens) - 1)
+                self.stats.count_drafts(piece.num_drafts, len(tokens) - 1)
                 texts.append((piece.request, self._append(piece.request, tokens, pending)))
         self._speculation.end(pending)
         ended = time.perf_counter()

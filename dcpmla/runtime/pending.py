@@ -80,6 +80,7 @@ class PendingStep:
 
     Args:
         pieces: all of it.
+        row_lens: rows of each piece in the model's hidden states: its tokens, and where a graph pads it more.
         ready: those of requests that it samples tokens for, one and one after each draft.
         message: what the ranks agree on, its tokens [n] those of the requests, then all drafts.
         called: requests whose callbacks the message's flags are of.
@@ -95,6 +96,7 @@ class PendingStep:
     def __init__(
         self,
         pieces: Sequence[Piece],
+        row_lens: Sequence[int],
         ready: Sequence[Piece],
         message: Message,
         called: Sequence[Request],
@@ -102,7 +104,8 @@ class PendingStep:
         is_prefill: bool,
         started: float,
     ) -> None:
-        self.pieces, self.ready, self.message, self.called = pieces, ready, message, called
+        self.pieces, self.row_lens, self.ready = pieces, row_lens, ready
+        self.message, self.called = message, called
         self.is_prefill, self.started = is_prefill, started
         self.num_drafts = sum(piece.num_drafts for piece in pieces)
         self._positions = [piece.request.num_computed_tokens - piece.num_tokens + piece.num_drafts for piece in pieces]
@@ -150,7 +153,7 @@ class PendingStep:
         """Return the tokens that the running requests keep of it, once they have its new ones, and before the next
         step.
         """
-        starts = accumulate((piece.num_tokens for piece in self.pieces), initial=0)
+        starts = accumulate(self.row_lens, initial=0)
         return [
             Computed(request, row, position, request.num_computed_tokens - position)
             for (request, _, _), row, position in zip(self.pieces, starts, self._positions, strict=False)

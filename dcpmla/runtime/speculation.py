@@ -8,7 +8,6 @@ from dcpmla.runtime.drafts import Computed, Drafter
 from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Piece, Step
-from dcpmla.runtime.stats import Stats
 
 
 class Speculation:
@@ -21,8 +20,8 @@ class Speculation:
         drafter: None for one token a request and step.
     """
 
-    def __init__(self, drafter: Drafter | None, stats: Stats) -> None:
-        self._drafter, self._stats = drafter, stats
+    def __init__(self, drafter: Drafter | None) -> None:
+        self._drafter = drafter
         self._computed: list[Computed] = []  # the tokens of the step before
 
     def waits_for(self, pending: PendingStep, running: Sequence[Request]) -> bool:
@@ -55,10 +54,13 @@ class Speculation:
         if num_drafts:
             request.num_computed_tokens += num_accepted
             request.keep_draws(num_accepted + 1)
-            self._stats.num_draft_tokens += num_drafts
-            self._stats.num_accepted_tokens += num_accepted
 
     def end(self, pending: PendingStep) -> None:
         """Remember what a step has computed, once its requests have its tokens."""
         if self._drafter is not None:
             self._computed = pending.computed()
+
+    def close(self) -> None:
+        """Free what the drafter holds."""
+        if self._drafter is not None:
+            self._drafter.close()

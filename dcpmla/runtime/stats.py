@@ -40,6 +40,11 @@ class Stats:
             self.num_decode_tokens += num_tokens
             self.decode_seconds += seconds
 
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Add a request's drafts in a step."""
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+
     def count_finished(self, request: Request) -> None:
         """Add what a request that has finished went through."""
         self.num_finished += 1
