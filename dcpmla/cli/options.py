@@ -168,6 +168,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
         default="auto",
         help="dummy: random weights instead of a checkpoint's; the directory needs a config.json alone",
     )
+    add(
+        "--speculative-method",
+        choices=("none", "ngram", "mtp"),
+        default="none",
+        help="drafts that a step verifies at once: ngram: what followed the last tokens before, for texts that repeat "
+        "their prompt; mtp: the checkpoint's MTP module",
+    )
+    add("--num-speculative-tokens", type=positive, default=3, metavar="K", help="most drafts of a request in a step")
     add("--enforce-eager", action="store_true", help="no CUDA graphs of decode steps")
     add_job_arguments(parser)
 

@@ -113,11 +113,12 @@ class ShardedModel:
         return self._mtp[0].join(token_ids, hidden_states)
 
     @torch.inference_mode()
-    def predict(self, rows: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+    def predict(self, rows: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
         """Run the MTP module over rows [T, 2 hidden]: return its hidden states [T, hidden]. Collective over the TP
         group.
         """
         assert self._mtp is not None
+        assert isinstance(cache, LatentCache)
         mtp, layer = self._mtp
         out: Tensor = mtp(rows, cache[layer], self.prepare(metadata))
         return out

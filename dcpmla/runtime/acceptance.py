@@ -20,10 +20,12 @@ class Acceptance:
 
     Attributes:
         num_drafted, num_accepted: drafts computed, and those that became tokens.
+        num_steps: with drafts.
     """
 
     num_drafted: int = 0
     num_accepted: int = 0
+    num_steps: int = 0
     _tried: float = 2.0
     _hit: float = 1.6  # as though 80 % had been accepted before the first
     _num_paused: int = 0
@@ -33,11 +35,22 @@ class Acceptance:
         self._num_paused += 1
         if not num_drafts:
             return
+        self.num_steps += 1
         self.num_drafted += num_drafts
         self.num_accepted += num_accepted
         self._tried = _MEMORY * self._tried + min(num_drafts, num_accepted + 1)
         self._hit = _MEMORY * self._hit + num_accepted
         self._num_paused = 0
+
+    def metrics(self) -> dict[str, float | None]:
+        """Return num_draft_tokens, num_accepted_tokens, and mean_accepted_length: tokens that a step with drafts gave,
+        the one past them among them. For a request that drafted.
+        """
+        return {
+            "num_draft_tokens": self.num_drafted,
+            "num_accepted_tokens": self.num_accepted,
+            "mean_accepted_length": round(1 + self.num_accepted / self.num_steps, 3),
+        }
 
     def num_wanted(self, most: int) -> int:
         """Return how many drafts to try next, at most so many."""

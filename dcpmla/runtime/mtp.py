@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.compressed import AnyCache
 from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import named
@@ -32,7 +33,7 @@ class MtpModel(Protocol):
 
     def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor: ...
 
-    def predict(self, rows: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor: ...
+    def predict(self, rows: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor: ...
 
     def guess(self, hidden_states: Tensor) -> Tensor: ...
 

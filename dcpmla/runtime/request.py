@@ -140,13 +140,15 @@ class Request:
 
     def metrics(self) -> dict[str, float | None]:
         """Return seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (of those
-        after the first); None for what an aborted request did not reach.
+        after the first), None for what an aborted request did not reach; and where it drafted, what
+        became of that (`Acceptance.metrics`).
         """
         per_token = _seconds(self.first_token_time, self.finish_time, max(1, len(self.token_ids) - 1))
         return {
             "queue_seconds": _seconds(self.arrival_time, self.scheduled_time),
             "time_to_first_token": _seconds(self.arrival_time, self.first_token_time),
             "time_per_token": per_token,
+            **(self.acceptance.metrics() if self.acceptance.num_steps else {}),
         }
 
 

@@ -26,7 +26,7 @@ def make_cache() -> LatentCache:
 
 def make_maker(max_model_len: int, mesh: Any = MESH) -> GraphMaker:
     model: Any = HashModel()
-    return GraphMaker(model, DCPConfig(block_size=BLOCK), mesh, 3, max_model_len)
+    return GraphMaker(model, model.decode, torch.tensor(0), DCPConfig(block_size=BLOCK), mesh, 3, max_model_len)
 
 
 @pytest.mark.parametrize(("max_model_len", "num_columns"), [(3 * BLOCK - 1, 3), (1000 * BLOCK, NUM_BLOCKS)])
