@@ -263,6 +263,17 @@ def positive_list(text: str) -> list[int]:
     return [positive(item) for item in text.split(",")]
 
 
+def share_list(text: str) -> list[float]:
+    """Read numbers in [0, 1], separated by commas."""
+    try:
+        shares = [float(item) for item in text.split(",")]
+    except ValueError:
+        shares = [-1.0]
+    if not all(0 <= share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers in [0, 1], as in 0,0.5,1")
+    return shares
+
+
 def name_list(text: str, choices: Sequence[str], what: str) -> list[str]:
     """Read names separated by commas, each once."""
     names = list(dict.fromkeys(text.split(",")))

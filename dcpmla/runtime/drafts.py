@@ -69,6 +69,19 @@ class Drafter(ABC):
             At most as many drafts of each request as are wanted.
         """
 
+    def num_accepted(self, drafts: Sequence[int], sampled: Sequence[int]) -> int:
+        """Return how many drafts are accepted: those up to the first that was not sampled in its place.
+
+        So each is accepted with the probability that sampling gives it, and the tokens are those of sampling one at a
+        time: rejection sampling of drafts that are certain, with the random numbers that plain decoding draws.
+
+        Args:
+            drafts: [k] of a request.
+            sampled: [k + 1] tokens: before each draft, and after the last.
+        """
+        pairs = zip(drafts, sampled, strict=False)
+        return next((num for num, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+
     def num_wanted(self, request: Request, num_running: int) -> int:
         """Return how many drafts to try of a request, one of so many that run."""
         most = MAX_DRAFT_ROWS // num_running - 1

@@ -94,7 +94,7 @@ class Engine:
         self.allocator = BlockAllocator(sizes.num_blocks, sizes.block_tokens, sizes.num_states)
         self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs, enable_prefix_caching)
         self.stats = Stats()
-        self._speculation = Speculation(drafter)
+        self.speculation = Speculation(drafter)
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
@@ -190,7 +190,7 @@ class Engine:
             self._pending = None
         if self.graph is not None:
             self.graph.release()
-        self._speculation.close()
+        self.speculation.close()
         self._agreement.close()
 
     def restart_clock(self) -> None:
@@ -206,7 +206,7 @@ class Engine:
             self._wait_for_arrival()
             return
         pending = self._pending
-        if self._speculation.waits_for(pending, self.scheduler.running):
+        if self.speculation.waits_for(pending, self.scheduler.running):
             self._pending = None
             texts = self._collect(pending)
             self._pending = self._launch()
@@ -245,11 +245,11 @@ class Engine:
         """Schedule a step and start it, after the one under way; return None where there is nothing to compute."""
         self.scheduler.waiting += self._arrivals.take(self._first_now)
         is_ahead = self._pending is not None
-        num_drafts = None if is_ahead else self._speculation.num_wanted(self.scheduler.running)
+        num_drafts = None if is_ahead else self.speculation.num_wanted(self.scheduler.running)
         step = self.scheduler.schedule(self._agreement.clock(), num_drafts)
         if not step.pieces:
             return None
-        drafts = None if is_ahead else self._speculation.draft(step)
+        drafts = None if is_ahead else self.speculation.draft(step)
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started = time.perf_counter()
         is_prefill = step.has_prompts
@@ -325,13 +325,14 @@ class Engine:
         self.now, self._first_now = self._agreement.clock(), agreed.now
         self._end_failed(pending.called, agreed.failed)
         texts, num_rejected = [], 0
-        for piece, tokens in pending.accepted(agreed.tokens):
-            num_rejected += piece.num_drafts + 1 - len(tokens)
-            if not piece.request.finish_reason:
-                self._speculation.take(piece, len(tokens) - 1)
-                self.stats.count_drafts(piece.num_drafts, len(tokens) - 1)
-                texts.append((piece.request, self._append(piece.request, tokens, pending)))
-        self._speculation.end(pending)
+        for piece, drafts, sampled in pending.results(agreed.tokens):
+            if piece.request.finish_reason:
+                continue
+            tokens = self.speculation.accept(piece, drafts, sampled)
+            num_rejected += len(sampled) - len(tokens)
+            self.stats.count_drafts(len(drafts), len(tokens) - 1)
+            texts.append((piece.request, self._append(piece.request, tokens, pending)))
+        self.speculation.end(pending)
         ended = time.perf_counter()
         num_tokens = sum(piece.num_tokens for piece in pending.pieces) - num_rejected
         self.stats.count_step(pending.is_prefill, num_tokens, ended - max(pending.started, self._last_end))

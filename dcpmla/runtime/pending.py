@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -133,21 +133,17 @@ class PendingStep:
         words: list[int] = self._on_host.tolist()
         return words
 
-    def accepted(self, tokens: Sequence[int]) -> Iterator[tuple[Piece, list[int]]]:
-        """Yield each request's new tokens: those sampled up to the first that is not the draft in its row.
-
-        So a draft is accepted with the probability that sampling gives it, and the tokens are those of sampling one at
-        a time: rejection sampling of drafts that are certain, with the numbers that plain decoding draws.
+    def results(self, tokens: Sequence[int]) -> Iterator[tuple[Piece, Sequence[int], Sequence[int]]]:
+        """Yield each request with its drafts, and the tokens sampled before each of them and after the last.
 
         Args:
             tokens: [n + num_drafts] of the message.
         """
         at = len(tokens) - self.num_drafts
         for piece, row in zip(self.ready, self.rows.values(), strict=True):
-            sampled, drafts = tokens[row : row + 1 + piece.num_drafts], tokens[at : at + piece.num_drafts]
+            drafts = tokens[at : at + piece.num_drafts]
             at += piece.num_drafts
-            same = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, sampled, strict=False))
-            yield piece, list(sampled[: 1 + sum(1 for _ in same)])
+            yield piece, drafts, tokens[row : row + 1 + piece.num_drafts]
 
     def computed(self) -> list[Computed]:
         """Return the tokens that the running requests keep of it, once they have its new ones, and before the next

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.bench.recorded import RecordedDrafter
 from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
@@ -18,6 +17,7 @@ from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
+from tests.support.recorded import RecordedDrafter
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]  # of the sparse families' 24 tokens, fewer and more

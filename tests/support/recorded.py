@@ -1,4 +1,4 @@
-"""Drafts from a recorded run, a chosen share of them right: speculation at a forced acceptance."""
+"""Drafts from a recorded run, a chosen share of them right."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class RecordedDrafter(Drafter):
         self._rng = random.Random(0)
 
     def num_wanted(self, request: Request, num_running: int) -> int:
-        """Return the most: what they cost is measured, whatever they bring."""
+        """Return the most, whatever they bring."""
         return self.num_speculative_tokens
 
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
