@@ -40,7 +40,7 @@ CONFIG = MLAConfig(
     scale=192**-0.5,
     attention_bias=True,
 )
-# Rounding rows to e4m3 changes numbers by 2^-5 at most, by a third of that in a norm; four products follow each other.
+# Rounding rows to e4m3 changes numbers by 2^-4 at most, and a norm by 2.5 %.
 TOLERANCE = 4e-2
 EXACT = 1e-12  # in float64: sums in another order, where memory lies otherwise
 
@@ -243,7 +243,7 @@ def test_compressed_layers() -> None:
 
 
 def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int) -> None:
-    """Compare kernels with themselves: codes with scales give what their values give, to the bit."""
+    """Compare codes with scales and their values: to the bit in the interpreter; GPUs sum in another order."""
     from dcpmla.attention.output import kernels as output_kernels
     from dcpmla.attention.triton import projections as kernels
 
@@ -258,7 +258,7 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
         for part, at in ((slice(128), slice(1)), (slice(128, 256), slice(1, 2)))
     )
     absorbed = kernels.absorb_query(q, w_uk.codes, None, False, None, w_uk.scales)
-    assert torch.equal(absorbed, kernels.absorb_query(q, values[:, :128], None, False, None))
+    assert_same(absorbed, kernels.absorb_query(q, values[:, :128], None, False, None))
     for quant in (OutputQuant(kind="fp8_groups"), OutputQuant(kind="fp8", scale=torch.ones(1, device=device)), None):
         results = []
         for weight, scales in ((w_uv.codes, w_uv.scales), (values[:, 128:], None)):
@@ -267,9 +267,19 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
             into = None if quant is None or quant.kind == "fp8" else rows[1]
             output_kernels.project_rows(out, weight, 0, rows[0], into, quant and quant.scale, False, scales)
             results.append(rows)
-        assert torch.equal(codes(results[0][0]), codes(results[1][0]))
+        assert_same(results[0][0], results[1][0])
         if quant is not None:
-            assert torch.equal(results[0][1], results[1][1])
+            assert_same(results[0][1], results[1][1])
+
+
+def assert_same(got: Tensor, wanted: Tensor) -> None:
+    """Compare numbers: on a GPU a few may be rounded another way."""
+    if got.is_cuda:
+        got, wanted = got.double(), wanted.double()
+        assert (got != wanted).sum() <= DIFFERENT * got.numel() + 1
+        torch.testing.assert_close(got, wanted, rtol=2**-3, atol=wanted.abs().max().item() * 2**-8)
+    else:
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def check_in_the_interpreter() -> None:
