@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dcpmla.runtime.agreement import Message
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Step
 from dcpmla.upload import upload
@@ -54,7 +55,7 @@ class StepInputs:
         if not unknown:
             return cls(known, ready, logits_at)
         assert previous is not None
-        sampled = previous.tokens.index_select(0, source_rows)
+        sampled = previous.message.tokens.index_select(0, source_rows)
         inputs = known.index_copy_(0, unknown_rows, sampled) if len(sampled) < len(known) else sampled
         return cls(inputs, ready, logits_at)
 
@@ -64,7 +65,8 @@ class PendingStep:
 
     Args:
         ready: [n] requests that it samples a token for.
-        tokens: [n] int64 on the device.
+        message: what the ranks agree on, its tokens those of the requests.
+        called: requests whose callbacks the message's flags are of.
         logits: [n, vocab] float32, which the tokens are chosen from; rows of requests that keep theirs are copied.
         is_prefill, num_tokens: for `Stats.count_step`.
 
@@ -77,31 +79,34 @@ class PendingStep:
     def __init__(
         self,
         ready: Sequence[Request],
-        tokens: Tensor,
+        message: Message,
+        called: Sequence[Request],
         logits: Tensor,
         is_prefill: bool,
         num_tokens: int,
         started: float,
     ) -> None:
-        self.tokens, self.is_prefill, self.num_tokens, self.started = tokens, is_prefill, num_tokens, started
+        self.message, self.called, self.is_prefill = message, called, is_prefill
+        self.num_tokens, self.started = num_tokens, started
         self.rows = {request: row for row, request in enumerate(ready)}
         for request in ready:
             request.num_in_flight += 1
         # Copied in the order of the device's work, into pinned memory on a GPU: nobody waits here.
-        self._on_host = tokens.to("cpu", non_blocking=True)
+        self._on_host = message.words.to("cpu", non_blocking=True)
         self.logits = {
             request: logits[row].to("cpu", non_blocking=True, copy=True)
             for request, row in self.rows.items()
             if request.keep_logits
         }
-        self._done = torch.cuda.Event() if tokens.is_cuda else None  # the CPU is done already
+        self._done = torch.cuda.Event() if message.words.is_cuda else None  # the CPU is done already
         if self._done is not None:
             self._done.record()
 
-    def wait(self) -> list[tuple[Request, int]]:
-        """Wait for the step, and return each request with its new token, which the host knows from now on."""
+    def wait(self) -> list[int]:
+        """Wait for the step, and return the words of its message, whose tokens the host knows from now on."""
         if self._done is not None:
             self._done.synchronize()
         for request in self.rows:
             request.num_in_flight -= 1
-        return list(zip(self.rows, self._on_host.tolist(), strict=True))
+        words: list[int] = self._on_host.tolist()
+        return words

@@ -35,6 +35,7 @@ class HashModel:
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []  # tokens of each piece of each step
+        self.faults: list[Tensor] = []
 
     def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor) -> Tensor:
         rows = cache.layers[0].view(-1, 2)
