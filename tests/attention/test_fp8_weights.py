@@ -42,6 +42,7 @@ CONFIG = MLAConfig(
 )
 # Rounding rows to e4m3 changes numbers by 2^-4 at most, and a norm by 2.5 %.
 TOLERANCE = 4e-2
+DIFFERENT = 1e-3  # of a kernel's numbers, at most; on an H200 they were 4e-5
 EXACT = 1e-12  # in float64: sums in another order, where memory lies otherwise
 
 
