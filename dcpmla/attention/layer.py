@@ -235,7 +235,7 @@ class MLAAttention(AttentionWeights):
     ) -> tuple[PlainRows, Tensor]:
         """Return what queries are projected from (`_Tokens.q_c`), and latents [T, L + R] as given to the cache."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
-        q_c, latents, *quantized = finish_latents(
+        q_c, latents, *codes = finish_latents(
             self.down_proj(hidden_states),
             kv_cache,
             slots,
@@ -248,7 +248,7 @@ class MLAAttention(AttentionWeights):
             self.kv_scale,
             has_q_c and self.q_b_proj.takes_quantized,
         )
-        return NormedRows.join(q_c, quantized) if has_q_c else hidden_states, latents
+        return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
 
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
@@ -336,7 +336,7 @@ class MLAAttention(AttentionWeights):
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether quantized hidden states spare work."""
+        """True where quantized hidden states spare work."""
         return self.down_proj.takes_quantized
 
     @property

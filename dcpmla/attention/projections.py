@@ -11,7 +11,9 @@ from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8, to_fp8
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.reduce import rms_norm
-from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, quantize_rows, runs_fp8
+from dcpmla.parallel.fp8 import dequantize_blocks, empty_codes, quantize_rows, runs_fp8
+
+Latents = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("dcpmla::finish_latents", mutates_args=("kv_cache",))
@@ -27,7 +29,7 @@ def finish_latents(
     rope_interleaved: bool,
     kv_scale: Tensor | None,
     quantizes: bool = False,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize both latents, rotate k_pe, and write the rows that this rank owns into the cache.
 
     Args:
@@ -40,8 +42,8 @@ def finish_latents(
         kv_scale: float32 of one element, of an fp8 cache (`formats.quantize`), and for that alone.
         quantizes: whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
     Returns:
-        q_c [T, Lq] after its norm, latents [T, L + R] as given to the cache: kv_c after its norm, k_pe rotated; with
-        quantizes also the codes and scales of q_c.
+        q_c [T, Lq] after its norm, latents [T, L + R] as given to the cache: kv_c after its norm, k_pe rotated; codes
+        and scales of q_c, without columns unless quantizes.
     Source: DeepSeek-V2, section 2.1; norms with the roundings of transformers' models.
     """
     if _runs_triton(down):
@@ -56,7 +58,7 @@ def finish_latents(
         k_pe = apply_rope(k_pe, cos_sin, rope_interleaved)
     write_latents(kv_cache, kv_c, k_pe, slots, kv_scale)
     q_c = q_c.clone() if q_weight is None else rms_norm(q_c, q_weight, eps)
-    return [q_c, torch.cat([kv_c, k_pe], -1), *(quantize_rows(q_c) if quantizes else ())]
+    return q_c, torch.cat([kv_c, k_pe], -1), *(quantize_rows(q_c) if quantizes else empty_codes(q_c, False))
 
 
 @finish_latents.register_fake
@@ -72,15 +74,15 @@ def _(
     rope_interleaved: bool,
     kv_scale: Tensor | None,
     quantizes: bool = False,
-) -> list[Tensor]:
+) -> Latents:
     return empty_latents(down, 0 if q_weight is None else q_weight.shape[0], quantizes)
 
 
-def empty_latents(down: Tensor, q_rank: int, quantizes: bool) -> list[Tensor]:
+def empty_latents(down: Tensor, q_rank: int, quantizes: bool) -> Latents:
     """Return memory for what `finish_latents` returns."""
     num_tokens, width = down.shape
     q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, width - q_rank)
-    return [q_c, latents, *(QuantizedRows.empty_like(q_c) if quantizes else ())]
+    return q_c, latents, *empty_codes(q_c, quantizes)
 
 
 @torch.library.custom_op("dcpmla::absorb_query", mutates_args=())

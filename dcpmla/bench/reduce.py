@@ -84,7 +84,7 @@ class SymmMemReduce:
             summed = torch.ops.symm_mem.two_shot_all_reduce_(memory, "sum", self._group_name)
         else:
             summed = torch.ops.symm_mem.one_shot_all_reduce_copy(memory, partial, "sum", self._group_name)
-        normed, new_residual = add_norm(summed, residual, weight, eps)
+        normed, new_residual, *_ = add_norm(summed, residual, weight, eps)
         return normed, new_residual
 
 

@@ -1,7 +1,5 @@
 """Sums over a TP group whose GPUs reach each other over NVLink: all-reduce, residual and RMSNorm in one kernel."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 import triton
@@ -21,7 +19,7 @@ from dcpmla.comm.direct_ops import (
 from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.reduce import one_shot_kernel, two_shot_kernel
-from dcpmla.comm.reduce import check_rows, empty_results
+from dcpmla.comm.reduce import Results, check_rows, empty_results
 from dcpmla.comm.symmetric import Allocate, allocate, wait_for_all
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
 from dcpmla.parallel.quantized import BLOCK
@@ -78,8 +76,8 @@ class DirectReduce:
     ) -> tuple[PlainRows, Tensor]:
         check_rows(partial, residual, weight, quantizes)
         given = partial, residual, weight, eps, quantizes
-        normed, new_residual, *quantized = add_norm(*given, *self._memory, self.timeout, self._group_name)
-        return NormedRows.join(normed, quantized), new_residual
+        normed, new_residual, *codes = add_norm(*given, *self._memory, self.timeout, self._group_name)
+        return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:
         raise_fault(self.fault, self.timeout, self._group_name)
@@ -99,7 +97,7 @@ def all_reduce(
     """Compute `Reduce.all_reduce` through landings."""
     sums = partial.new_empty(partial.shape)
     memory = Mailbox(addresses, state, fault, landing_bytes, timeout, group)
-    _reduce("all_reduce", partial, None, None, [None, sums], 0.0, squares, memory)
+    _reduce("all_reduce", partial, None, None, (None, sums, None, None), 0.0, squares, memory)
     return sums
 
 
@@ -122,16 +120,17 @@ def add_norm(
     landing_bytes: int,
     timeout: float,
     group: str,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `Reduce.add_norm` through landings; return what `comm.reduce.add_norm` does."""
-    results = empty_results(residual, quantizes)
+    normed, sums, codes, scales = empty_results(residual, quantizes)
     memory = Mailbox(addresses, state, fault, landing_bytes, timeout, group)
-    _reduce("add_norm", partial, residual.contiguous(), weight, results, eps, squares, memory)
-    return results
+    wanted = (normed, sums, codes, scales) if quantizes else (normed, sums, None, None)
+    _reduce("add_norm", partial, residual.contiguous(), weight, wanted, eps, squares, memory)
+    return normed, sums, codes, scales
 
 
 @add_norm.register_fake
-def _(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool, *_: object) -> list[Tensor]:
+def _(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool, *_: object) -> Results:
     return empty_results(residual, quantizes)
 
 
@@ -153,17 +152,15 @@ def _reduce(
     partial: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
-    results: Sequence[Tensor | None],
+    results: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None],
     eps: float,
     squares: Tensor,
     memory: Mailbox,
 ) -> None:
-    """Sum partial rows [T, N] of all ranks into results (`empty_results`), as many at a time as a landing has room for.
-
-    Without a norm, results are None and the sums.
+    """Sum partial rows [T, N] of all ranks into results (`empty_results`, None for those that are not wanted), as many
+    at a time as a landing has room for.
     """
-    normed, sums, codes, scales = (*results, None, None)[:4]
-    assert sums is not None
+    normed, sums, codes, scales = results
     rank, size = enter("partial", partial, memory), len(memory.addresses)
     partial = partial.contiguous().view(CARRIERS[partial.element_size()])
     num_tokens, width = partial.shape

@@ -9,8 +9,10 @@ from torch.distributed import ProcessGroup
 
 from dcpmla.comm.select import direct_where_reached
 from dcpmla.parallel.collectives import named
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, quantize_rows
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, empty_codes, quantize_rows
 from dcpmla.parallel.quantized import BLOCK
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Reduce(Protocol):
@@ -71,8 +73,8 @@ class CollectiveReduce:
     ) -> tuple[PlainRows, Tensor]:
         check_rows(partial, residual, weight, quantizes)
         summed = self._sum(partial, "add_norm")
-        normed, new_residual, *quantized = add_norm(summed, residual, weight, eps, quantizes)
-        return NormedRows.join(normed, quantized), new_residual
+        normed, new_residual, *codes = add_norm(summed, residual, weight, eps, quantizes)
+        return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:
         pass  # a collective that fails ends its rank, or raises where it is made
@@ -124,12 +126,14 @@ def check_rows(partial: Tensor, residual: Tensor, weight: Tensor, quantizes: boo
 
 
 @torch.library.custom_op("dcpmla::add_norm", mutates_args=())
-def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False) -> list[Tensor]:
+def add_norm(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add rows [T, N] to the residual [T, N], in float32 at least, and norm that; on a GPU in one kernel.
 
     Returns:
-        `rms_norm` of the new residual, and the new residual, rounded to its dtype; with quantizes also the norm's codes
-        and scales.
+        `rms_norm` of the new residual, and the new residual, rounded to its dtype; codes and scales of the first,
+        without columns unless quantizes.
     """
     if residual.is_cuda and residual.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from dcpmla.comm.kernels import reduce as kernels
@@ -137,18 +141,18 @@ def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quan
         return kernels.add_norm(partial.contiguous(), residual.contiguous(), weight, eps, quantizes)
     new_residual = (residual.to(_wide(residual.dtype)) + partial).to(residual.dtype)
     normed = rms_norm(new_residual, weight, eps)
-    return [normed, new_residual, *(quantize_rows(normed) if quantizes else ())]
+    return normed, new_residual, *(quantize_rows(normed) if quantizes else empty_codes(normed, False))
 
 
 @add_norm.register_fake
-def _(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False) -> list[Tensor]:
+def _(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False) -> Results:
     return empty_results(residual, quantizes)
 
 
-def empty_results(residual: Tensor, quantizes: bool) -> list[Tensor]:
+def empty_results(residual: Tensor, quantizes: bool) -> Results:
     """Return memory for what `add_norm` returns."""
     normed, new_residual = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
-    return [normed, new_residual, *(QuantizedRows.empty_like(normed) if quantizes else ())]
+    return normed, new_residual, *empty_codes(normed, quantizes)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

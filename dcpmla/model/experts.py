@@ -27,7 +27,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether quantized rows spare work: the weights are fp8, on a device that would quantize other rows."""
+        """True where quantized rows spare work: the weights are fp8, on a device that would quantize other rows."""
         return isinstance(self.gate_up, BlockFp8) and runs_fp8(self.gate_up.codes.device)
 
 

@@ -75,7 +75,7 @@ class MLP(nn.Module):
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether quantized rows spare work."""
+        """True where quantized rows spare work."""
         return self.gate_up_proj.takes_quantized
 
     def forward(self, x: PlainRows) -> Tensor:

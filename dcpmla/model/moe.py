@@ -64,7 +64,7 @@ class MoE(nn.Module):
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether quantized rows spare work."""
+        """True where quantized rows spare work."""
         return self.experts.takes_quantized or (self.shared is not None and self.shared.takes_quantized)
 
     def forward(self, x: PlainRows, token_ids: Tensor | None = None) -> Tensor:

@@ -5,7 +5,6 @@ float64: products with the dequantized weight, exact but for their sums. GPUs of
 multiply e4m3 by e4m3, so rows are quantized in groups of 128 columns before. No gradients.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -58,9 +57,9 @@ class NormedRows:
         return NormedRows(self.plain[rows], QuantizedRows(*(part[rows] for part in self.quantized)))
 
     @classmethod
-    def join(cls, plain: Tensor, quantized: Sequence[Tensor]) -> "PlainRows":
-        """Return rows with their codes and scales; alone where there are none."""
-        return cls(plain, QuantizedRows(*quantized)) if quantized else plain
+    def join(cls, plain: Tensor, values: Tensor, scales: Tensor) -> "PlainRows":
+        """Return rows with what they are quantized to; alone where that has no columns (`empty_codes`)."""
+        return cls(plain, QuantizedRows(values, scales)) if values.shape[1] else plain
 
 
 PlainRows = Tensor | NormedRows
@@ -72,6 +71,11 @@ def plain(x: AnyRows) -> Tensor:
     if isinstance(x, QuantizedRows):
         raise ValueError("x is quantized, but the weight is not; pass rows in the weight's dtype")
     return x.plain if isinstance(x, NormedRows) else x
+
+
+def empty_codes(x: Tensor, quantizes: bool) -> QuantizedRows:
+    """Return memory for x [T, K] in fp8, or for none of its columns: operators return as many tensors every time."""
+    return QuantizedRows.empty_like(x if quantizes else x[:, :0])
 
 
 def quantize_rows(x: Tensor) -> QuantizedRows:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.projections import empty_latents
+from dcpmla.attention.projections import Latents, empty_latents
 from dcpmla.attention.triton.rope import rotate, store_pairs
 from dcpmla.cache.formats import FP8, check_kv_scale, row_width
 from dcpmla.cache.kernels import k_pe_of, quantize, store_kv_c
@@ -97,7 +97,7 @@ def finish_latents(
     rope_interleaved: bool,
     kv_scale: Tensor | None,
     quantizes: bool = False,
-) -> list[Tensor]:
+) -> Latents:
     """Compute `projections.finish_latents` in one kernel."""
     num_tokens, kv_rank = len(down), len(kv_weight)
     q_rank = 0 if q_weight is None else len(q_weight)
@@ -108,8 +108,7 @@ def finish_latents(
         raise ValueError(
             f"kv_cache has rows of {kv_cache.shape[-1]} {kv_cache.dtype}; latents of {kv_rank} + {rope} take {width}"
         )
-    results = empty_latents(down, q_rank, quantizes)
-    q_c, latents, codes, scales = (*results, None, None)[:4]
+    q_c, latents, codes, scales = results = empty_latents(down, q_rank, quantizes)
     latents_kernel[(num_tokens, 1 if q_weight is None else 2)](
         down,
         q_weight,
@@ -117,9 +116,9 @@ def finish_latents(
         None if cos_sin is None else cos_sin.contiguous(),
         slots.contiguous(),
         q_c,
-        codes,
-        scales,
-        0 if scales is None else scales.stride(1),
+        codes if quantizes else None,
+        scales if quantizes else None,
+        scales.stride(1),
         latents,
         kv_cache,
         down.stride(0),

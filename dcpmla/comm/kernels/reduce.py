@@ -28,7 +28,7 @@ from dcpmla.comm.kernels.landings import (
     peer_addresses,
     read_words,
 )
-from dcpmla.comm.reduce import empty_results
+from dcpmla.comm.reduce import Results, empty_results
 from dcpmla.parallel.kernels.quantize import store_codes
 
 
@@ -305,10 +305,9 @@ def add_norm_kernel(
         store_codes(normed, row, 0, codes_ptr, scales_ptr, scales_stride, WIDTH)
 
 
-def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool) -> list[Tensor]:
+def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool) -> Results:
     """Compute `comm.reduce.add_norm` of contiguous rows in one kernel."""
-    results = empty_results(residual, quantizes)
-    normed, sums, codes, scales = (*results, None, None)[:4]
+    normed, sums, codes, scales = results = empty_results(residual, quantizes)
     num_tokens, width = residual.shape
     columns = triton.next_power_of_2(width)
     if num_tokens:
@@ -317,9 +316,9 @@ def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quan
             residual,
             weight,
             normed,
-            codes,
-            scales,
-            0 if scales is None else scales.stride(1),
+            codes if quantizes else None,
+            scales if quantizes else None,
+            scales.stride(1),
             sums,
             eps,
             WIDTH=width,
