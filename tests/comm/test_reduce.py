@@ -71,7 +71,7 @@ def check_direct(num_steps: int) -> None:
     delay_kernels(random.Random(dist.get_rank()))
     convert_as_torch()
     common, size = random.Random(7), dist.get_world_size()
-    for num_programs, widths in ((4, (8, 64)), (1, (136, 264))):
+    for num_programs, widths, quantized in ((4, (8, 64), ()), (1, (136, 264), ((1 << 20, (1, 256)), (0, (3, 384))))):
         shrink(num_programs)
         reduce = new_reduce(landing_bytes=1 << 13)
         reduce._memory[1][:-1] = 2**31 - 3  # the exchange numbers pass 32 bits
@@ -81,11 +81,10 @@ def check_direct(num_steps: int) -> None:
             shape = common.randint(1, 3 + 6 * (step == 1)), common.choice(widths)
             check_sums(reduce, shape, dtype, step, CPU, is_odd=step >= num_steps - 2)
         assert reduce.all_reduce(torch.zeros(0, 8)).shape == (0, 8)
+        for one_shot_bytes, shape in quantized:
+            direct_reduce._ONE_SHOT_BYTES = one_shot_bytes
+            check_quantized(reduce, shape, torch.float16, CPU)
         check_memory(reduce)
-    for one_shot_bytes, shape in ((1 << 20, (1, 256)), (0, (3, 384))):
-        direct_reduce._ONE_SHOT_BYTES = one_shot_bytes
-        check_quantized(reduce, shape, torch.float16, CPU)
-    check_memory(reduce)
     refuse(reduce)
     with pytest.raises(ValueError, match=f"landing_bytes is 256; {size} ranks' rows of 512 columns take more"):
         new_reduce(landing_bytes=256).all_reduce(torch.zeros(1, 512))
