@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096  # tokens
+_TILE = 2048  # tokens
 _WARPS = 8
 _PROGRAMS_PER_PROCESSOR = 2  # that have room at the same time, with _REGISTERS
 _REGISTERS = 128
@@ -55,6 +55,7 @@ def _find_digit(
     logits_ptr,
     weights_ptr,
     wanted,
+    negligible,
     last,
     before,
     sums_ptr,
@@ -74,7 +75,7 @@ def _find_digit(
         weight = tl.full([TILE], 1, tl.int64)
         if weights_ptr is not None:
             weight = tl.load(weights_ptr + token, mask=is_counted, other=0)
-            is_counted &= weight > 0
+            is_counted &= weight > negligible
         digit = ((rank >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
         tl.atomic_add(sums_ptr + digit, weight, mask=is_counted, sem="relaxed")
     _meet(arrived_ptr)
@@ -85,19 +86,19 @@ def _find_digit(
 
 
 @triton.jit
-def _find_last(logits_ptr, weights_ptr, wanted, sums_ptr, arrived_ptr, vocab, TILE: tl.constexpr):
-    """Return the rank at which the weights (1 without a pointer) of the lowest ranks reach a sum, at most that of all,
-    and their sum before it.
+def _find_last(logits_ptr, weights_ptr, wanted, negligible, sums_ptr, arrived_ptr, vocab, TILE: tl.constexpr):
+    """Return the rank at which the weights (1 without a pointer) of the lowest ranks reach a sum, and their sum before
+    it. Weights up to `negligible` are left out: the others reach the sum.
     """
     last, before = tl.cast(0, tl.uint32), tl.cast(0, tl.int64)
     last, before = _find_digit(
-        logits_ptr, weights_ptr, wanted, last, before, sums_ptr, arrived_ptr, vocab, TILE, 21, 11
+        logits_ptr, weights_ptr, wanted, negligible, last, before, sums_ptr, arrived_ptr, vocab, TILE, 21, 11
     )
     last, before = _find_digit(
-        logits_ptr, weights_ptr, wanted, last, before, sums_ptr + 2048, arrived_ptr + 1, vocab, TILE, 10, 11
+        logits_ptr, weights_ptr, wanted, negligible, last, before, sums_ptr + 2048, arrived_ptr + 1, vocab, TILE, 10, 11
     )
     return _find_digit(
-        logits_ptr, weights_ptr, wanted, last, before, sums_ptr + 4096, arrived_ptr + 2, vocab, TILE, 0, 10
+        logits_ptr, weights_ptr, wanted, negligible, last, before, sums_ptr + 4096, arrived_ptr + 2, vocab, TILE, 0, 10
     )
 
 
@@ -137,7 +138,7 @@ def draw_kernel(
 
     worst, last, before = tl.cast(_LAST_RANK, tl.uint32), tl.cast(_LAST_RANK, tl.uint32), tl.cast(0, tl.int64)
     if top_k > 0:
-        worst, before = _find_last(logits_ptr, None, top_k, sums_ptr, arrived_ptr, vocab, TILE)
+        worst, before = _find_last(logits_ptr, None, top_k, 0, sums_ptr, arrived_ptr, vocab, TILE)
     kept = tl.zeros([TILE], tl.int64)
     for first in range(tl.program_id(1) * TILE, vocab, tl.num_programs(1) * TILE):
         token = first + tl.arange(0, TILE)
@@ -152,7 +153,10 @@ def draw_kernel(
     if top_p < 1:
         total = tl.load(total_ptr)
         wanted = tl.minimum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), total)
-        last, before = _find_last(logits_ptr, masses_ptr, wanted, sums_ptr + _BINS, arrived_ptr + 4, vocab, TILE)
+        negligible = (total - wanted) // vocab  # all tokens with such masses together are not needed
+        last, before = _find_last(
+            logits_ptr, masses_ptr, wanted, negligible, sums_ptr + _BINS, arrived_ptr + 4, vocab, TILE
+        )
         mass_of_tie = _mass(_flip(last.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), best, temperature)
         num_ties = tl.cdiv(wanted - before, tl.maximum(mass_of_tie, 1))
 
