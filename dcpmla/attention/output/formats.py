@@ -15,7 +15,7 @@ from dcpmla.cache.formats import FP8, FP8_MAX
 GROUP_SIZES = (64, 128)
 SCALE_LAYOUTS = ("row", "column", "tma")
 NVFP4_GROUP = 16  # values that share a scale
-_SMALLEST_AMAX = 1e-10  # of a group: its scale divides
+SMALLEST_AMAX = 1e-10  # of a group: its scale divides
 _FP4_MAX = 6.0  # of e2m1
 # Halfway between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose codes are 0 to 7: a code is one more from each of the
 # first on, and past each of the second.
@@ -63,7 +63,7 @@ def write_fp8_groups(x: Tensor, first_row: int, values: Tensor, scales: Tensor, 
     """
     rows = slice(first_row, first_row + len(x))
     groups = x.float().unflatten(1, (scales.shape[1], -1))
-    s = groups.abs().amax(-1).clamp(min=_SMALLEST_AMAX) / FP8_MAX
+    s = groups.abs().amax(-1).clamp(min=SMALLEST_AMAX) / FP8_MAX
     if ue8m0:
         mantissa, exponent = torch.frexp(s)  # mantissa in [0.5, 1): log2 would round
         s = torch.ldexp(torch.ones_like(s), exponent - (mantissa == 0.5).int())
