@@ -28,7 +28,7 @@ class CheckedExchange:
     """
 
     def __init__(self, exchange: Exchange, group: ProcessGroup) -> None:
-        self.name, self._exchange, self._group = exchange.name, exchange, group
+        self.name, self.fault, self._exchange, self._group = exchange.name, exchange.fault, exchange, group
         self._num_calls = 0
 
     def gather_heads(self, q: Tensor) -> Tensor:

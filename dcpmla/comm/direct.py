@@ -60,7 +60,7 @@ class DirectExchange:
                 f"landing_bytes is {landing_bytes}; it must be a multiple of 128, {_MAX_LANDING_BYTES} at most"
             )
         self.group, self.device, self.timeout, self.is_fp8, self._allocate = group, device, timeout, is_fp8, allocate
-        self._fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._landing_bytes = landing_bytes
         self._landings = allocate(2 * landing_bytes + landing_bytes // 4, group, device)
         self._landings.mine[: 2 * landing_bytes].fill_(0xFF)
@@ -135,17 +135,17 @@ class DirectExchange:
         Raises:
             PeerFault: a rank did not send its part in time.
         """
-        raise_fault(self._fault, self.timeout, self.group.group_name)
+        raise_fault(self.fault, self.timeout, self.group.group_name)
 
     def _memory(self) -> Mailbox:
-        memory = self._landings.addresses, self._state, self._fault, self._landing_bytes
+        memory = self._landings.addresses, self._state, self.fault, self._landing_bytes
         return Mailbox(*memory, self.timeout, self.group.group_name)
 
     def _new_windows(self, num_windows: int, window_bytes: int) -> "_Windows":
         memory = self._allocate(num_windows * window_bytes + _FLAG_BYTES, self.group, self.device)
         memory.mine[num_windows * window_bytes :].zero_()
         return _Windows(
-            num_windows, window_bytes, memory, new_state(self.device), self._fault, self.timeout, self.group.group_name
+            num_windows, window_bytes, memory, new_state(self.device), self.fault, self.timeout, self.group.group_name
         )
 
 

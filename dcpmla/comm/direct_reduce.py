@@ -59,11 +59,11 @@ class DirectReduce:
         if not 2 <= size <= MAX_SIZE:
             raise ValueError(f"group has {size} ranks; direct takes 2 to {MAX_SIZE}")
         self.timeout, self._group_name = timeout, group.group_name
-        self._fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._landings = allocate(2 * landing_bytes, group, device)
         self._landings.mine.fill_(0xFF)
         squares = torch.zeros(landing_bytes // _FEWEST_ITEM_BYTES, dtype=torch.int64, device=device)
-        self._memory = self._landings.addresses, new_state(device), squares, self._fault, landing_bytes
+        self._memory = self._landings.addresses, new_state(device), squares, self.fault, landing_bytes
         wait_for_all(group, device)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class DirectReduce:
         return add_norm(partial, residual, weight, eps, *self._memory, self.timeout, self._group_name)
 
     def check(self) -> None:
-        raise_fault(self._fault, self.timeout, self._group_name)
+        raise_fault(self.fault, self.timeout, self._group_name)
 
 
 @torch.library.custom_op("dcpmla::direct_all_reduce", mutates_args=("state", "squares"))

@@ -65,6 +65,12 @@ class Exchange(Protocol):
 
     name: str
 
+    @property
+    def fault(self) -> Tensor | None:
+        """Return [1] int64 in pinned memory, not 0 once a kernel has waited in vain; None where collectives raise by
+        themselves.
+        """
+
     def gather_heads(self, q: Tensor) -> Tensor:
         """Gather the queries [T, h, D] of each rank's heads: return [T, W h, D], heads in rank order."""
 
@@ -152,6 +158,7 @@ class LocalExchange:
     """The exchange of a group of one rank: the identity."""
 
     name = "none"
+    fault = None
 
     def gather_heads(self, q: Tensor) -> Tensor:
         return q

@@ -25,6 +25,7 @@ class _CollectiveExchange:
     """The part that both backends share: heads and context by all-gather."""
 
     name: str
+    fault = None
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group

@@ -18,6 +18,10 @@ class Reduce(Protocol):
 
     name: str
 
+    @property
+    def fault(self) -> Tensor | None:
+        """Return what `Exchange.fault` does."""
+
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Return the sum [T, N] of all ranks' partial rows [T, N], which are given up: it may lie where they did."""
 
@@ -48,6 +52,7 @@ class CollectiveReduce:
     """
 
     name = "collective"
+    fault = None
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.size = group, dist.get_world_size(group)

@@ -1,6 +1,6 @@
 """A model under TP x DCP as the engine runs it, and transformers' decoder layers around this package's parts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from dcpmla.attention.rope import query_factor
 from dcpmla.attention.step import SelectedTokens, StepMetadata
 from dcpmla.cache.compressed import AnyCache, AnyPlan, plan_compressed
 from dcpmla.cache.latent import LatentCache
+from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reduce import Reduce
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig, MLAConfig
@@ -31,7 +32,7 @@ class ShardedModel:
             where only memory is claimed.
         head: head(hidden states [n, hidden]) -> logits [n, vocab] float32.
         rotary: transformers' rotary embedding.
-        checks: raise what exchanges and reductions found in steps whose results have come to the host.
+        exchange, reduce: of its layers.
     Attributes:
         attention_config: of every layer.
         num_attention_layers: caches that a step needs (two a decoder layer in LongCat).
@@ -47,12 +48,14 @@ class ShardedModel:
         attention_config: MLAConfig | CompressedConfig,
         num_attention_layers: int,
         index_layers: Sequence[int],
-        checks: Sequence[Callable[[], None]],
+        exchange: Exchange,
+        reduce: Reduce,
         eos_token_ids: frozenset[int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.hidden_states, self.head, self._rotary, self._checks = hidden_states, head, rotary, checks
+        self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
+        self._exchanges = exchange, reduce
         self.attention_config, self.num_attention_layers = attention_config, num_attention_layers
         self.index_layers = tuple(index_layers)
         self.eos_token_ids, self.vocab_size, self.dtype, self.device = eos_token_ids, head.vocab_size, dtype, device
@@ -69,13 +72,13 @@ class ShardedModel:
         return LatentCache.plan(config, dcp, self.num_attention_layers, seq_lens, self.dtype, self.index_layers)
 
     @torch.inference_mode()
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor) -> Tensor:
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor | None) -> Tensor:
         """Run one step of a flat batch. Collective over the TP group.
 
         Args:
             token_ids: [T] int64, T = metadata.num_tokens.
             cache: written at the step's slots and read.
-            logits_at: [n] int64, rows of the batch whose next-token logits are wanted.
+            logits_at: [n] int64, rows of the batch whose next-token logits are wanted; None for all.
         Returns:
             [n, vocab] float32, the same on every rank.
         """
@@ -95,8 +98,13 @@ class ShardedModel:
 
     def check(self) -> None:
         """Raise what exchanges found in steps whose results have come to the host (`Exchange.check`)."""
-        for check in self._checks:
-            check()
+        for exchange in self._exchanges:
+            exchange.check()
+
+    @property
+    def faults(self) -> list[Tensor]:
+        """Return where kernels say that they waited in vain (`Exchange.fault`)."""
+        return [exchange.fault for exchange in self._exchanges if exchange.fault is not None]
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_logits: int = 1) -> None:

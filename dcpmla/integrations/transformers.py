@@ -149,7 +149,6 @@ def load_model(
     parts.load("model.rotary_emb", model.model.rotary_emb)
     head = parts.head()
     layers.warn_of_missing_scales()
-    checks = selection.exchange.check, reduce.check
     return ShardedModel(
         hidden_states.eval(),
         head,
@@ -157,7 +156,8 @@ def load_model(
         attention_config,
         layers.count,
         layers.with_index,
-        checks,
+        selection.exchange,
+        reduce,
         _eos_token_ids(directory, config),
         dtype,
         device,

@@ -1,15 +1,16 @@
-"""Agreement of all ranks on a step: on the first rank's tokens and clock, and on whose callbacks failed."""
+"""Agreement of all ranks on a step: on the first rank's tokens and clock, on failed callbacks and exchanges."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dcpmla.parallel.collectives import named
+from dcpmla.parallel.collectives import PeerFault, named
 from dcpmla.parallel.mesh import DCPMesh
 
 _MICROSECOND = 1e-6
@@ -21,17 +22,51 @@ class Agreed:
     """The values that are the same on every rank.
 
     Attributes:
-        now: seconds on the first rank's clock.
+        now: seconds on the first rank's clock when the step was launched.
         failed: which of the flags that each rank gave were set on any.
+        tokens: the first rank's.
     """
 
     now: float
     failed: list[bool]
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A step's one message, summed over the ranks.
+
+    Attributes:
+        words: [1 + num_flags + num_faults + n] int64 on the device: the first rank's clock, flags, faults, and the
+            first rank's tokens.
+    """
+
+    words: Tensor
+    num_flags: int
+    num_faults: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens [n] on the device, for the next step."""
+        return self.words[1 + self.num_flags + self.num_faults :]
+
+    def read(self, words: Sequence[int]) -> Agreed:
+        """Return what the words say, once they are on the host.
+
+        Raises:
+            PeerFault: an exchange of the step, or of one before it, failed on some rank.
+        """
+        faults_at = 1 + self.num_flags
+        tokens_at = faults_at + self.num_faults
+        if any(words[faults_at:tokens_at]):
+            raise PeerFault("an exchange of this step failed on another rank, which says what it waited for")
+        failed = [count > 0 for count in words[1:faults_at]]
+        return Agreed(words[0] * _MICROSECOND, failed, list(words[tokens_at:]))
 
 
 class Agreement:
-    """The engine's clock, and its only collectives besides the model's, two a step: tokens where they are, in the order
-    of the device's work; clock and flags between the hosts, which so wait for each other but not for the device.
+    """The engine's clock, and its only collective besides the model's: a message a step, in the order of the device's
+    work, so that hosts wait neither for each other nor for the device.
     """
 
     def __init__(self, mesh: DCPMesh) -> None:
@@ -43,39 +78,53 @@ class Agreement:
         """Let the clock begin at 0."""
         self._started = time.monotonic()
 
-    def choose(self, tokens: Tensor) -> Tensor:
-        """Return the first rank's tokens. Collective over the TP group, with as many tokens on every rank.
+    def clock(self) -> float:
+        """Return seconds on this rank's clock."""
+        return time.monotonic() - self._started
+
+    def start(self, tokens: Tensor, failed: Sequence[bool], faults: Sequence[Tensor]) -> Message:
+        """Send a step's message. Collective over the TP group, with as many of everything on every rank.
 
         Args:
-            tokens: [n] int64, chosen on this rank; overwritten.
-        """
-        if self._mesh.tp_size > 1 and len(tokens):
-            with named(_OPERATION, self._mesh.tp_group):
-                dist.broadcast(tokens, group=self._mesh.tp_group, group_src=0)
-        return tokens
-
-    def reach(self, failed: Sequence[bool]) -> Agreed:
-        """Exchange a step's outcome. Collective over the TP group, with as many flags on every rank.
-
-        Args:
+            tokens: [n] int64, chosen on this rank.
             failed: flags that any rank may set.
+            faults: [1] int64 each, in pinned memory, not 0 once a kernel of this rank has waited in vain; read in the
+                order of the device's work.
         """
-        now = int((time.monotonic() - self._started) / _MICROSECOND)
-        message = [now if self._mesh.tp_rank == 0 else 0, *map(int, failed)]
+        is_first = self._mesh.tp_rank == 0
+        numbers = np.array([self._microseconds() if is_first else 0, *failed], dtype=np.int64)
+        head = torch.from_numpy(numbers)
+        sources = [head.pin_memory() if tokens.is_cuda else head, *faults, tokens]
+        words = torch.zeros(sum(map(len, sources)), dtype=torch.int64, device=tokens.device)
+        parts = words.split([len(source) for source in sources])
+        for part, source in zip(parts, sources, strict=True):
+            if is_first or source is not tokens:
+                part.copy_(source, non_blocking=True)
+        if self._mesh.tp_size > 1:
+            with named(_OPERATION, self._mesh.tp_group):
+                dist.all_reduce(words, group=self._mesh.tp_group)
+        return Message(words, len(failed), len(faults))
+
+    def first_clock(self) -> float:
+        """Return seconds on the first rank's clock. Collective over the TP group's hosts, which wait for each other,
+        but not for the device.
+        """
+        now = self._microseconds()
         if self._hosts is not None:
-            # A sum, to whose first number the other ranks add nothing: unlike a broadcast it ends nowhere before all
-            # ranks have come, with sound steps.
-            total = torch.tensor(message)
-            with named(_OPERATION, self._hosts):
-                dist.all_reduce(total, group=self._hosts)
-            message = total.tolist()
-        return Agreed(message[0] * _MICROSECOND, [count > 0 for count in message[1:]])
+            word = torch.tensor(now)
+            with named("agreeing on the time", self._hosts):
+                dist.broadcast(word, group=self._hosts, group_src=0)
+            now = int(word)
+        return now * _MICROSECOND
 
     def close(self) -> None:
         """Free what was made for the agreement."""
         if self._hosts is not None and self._hosts is not self._mesh.tp_group:
             dist.destroy_process_group(self._hosts)
         self._hosts = None
+
+    def _microseconds(self) -> int:
+        return int(self.clock() / _MICROSECOND)
 
 
 def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -38,7 +38,10 @@ class Model(Protocol):
     vocab_size: int
     eos_token_ids: frozenset[int]
 
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor) -> Tensor: ...
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor | None) -> Tensor: ...
+
+    @property
+    def faults(self) -> Sequence[Tensor]: ...
 
     def check(self) -> None: ...
 
@@ -46,8 +49,8 @@ class Model(Protocol):
 class Engine:
     """Continuous batching over one sharded cache. Every rank of the TP group makes the same calls, in the same order.
 
-    Ranks decide alike without talking: once a step they agree on the first rank's choice of tokens, its clock, and
-    whose callbacks failed (`Agreement`).
+    Ranks decide alike from one message a step: the first rank's choice of tokens and its clock, whose callbacks failed,
+    and whether an exchange did (`Agreement`).
 
     A step is launched before the tokens of the one before it are on the host. So a request that is added joins the
     next step but one, and one that ends before its last possible token has been computed once more than needed; that
@@ -91,10 +94,11 @@ class Engine:
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
         self._agreement = Agreement(mesh)
-        self.now = 0.0  # seconds on the first rank's clock when the last step ended
+        self.now = 0.0  # seconds on this rank's clock when the last step ended
+        self._first_now = 0.0  # seconds on the first rank's, which all ranks know: who has arrived by then is served
         self._pending: PendingStep | None = None  # launched, its tokens not taken yet
         self._last_end = 0.0  # seconds on the host's clock (`time.perf_counter`) when tokens were taken last
-        self._called: list[Request] = []  # in the last step: any rank's callback may have failed
+        self._called: list[Request] = []  # since the last launch: any rank's callback may have failed
         self._arrivals = Arrivals()
         self._finished: deque[Request] = deque()  # not given to the caller yet
 
@@ -114,8 +118,8 @@ class Engine:
             params: default greedy, 16 tokens; max_new_tokens is cut to what max_model_len leaves.
             arrival_time: seconds on the engine's clock before which it is not looked at; default now.
             on_token: called at each of its tokens with the request and the text that became certain; may add and
-                abort requests, on every rank alike. If it raises, on any rank, the request takes no further token
-                and ends as "error" on all ranks (`Request.error`); the others go on.
+                abort requests, on every rank alike. If it raises, on any rank, the request ends as "error" on all
+                ranks (`Request.error`) with at most one token more, of which it does not tell; the others go on.
             keep_logits: keep the logits that each token was chosen from.
         Raises:
             ValueError: an argument of another type, a prompt the model cannot continue, or that the whole cache has
@@ -186,11 +190,11 @@ class Engine:
     def restart_clock(self) -> None:
         """Set the engine's clock to 0: arrival times count from here."""
         self._agreement.restart_clock()
-        self.now = 0.0
+        self.now = self._first_now = 0.0
 
     def _advance(self) -> None:
         if self._pending is None:
-            self._agree()  # the clock went on while nothing was computed
+            self._first_now = self._agreement.first_clock()  # it went on while nothing was computed
             self._pending = self._launch()
         if self._pending is None:
             self._wait_for_arrival()
@@ -213,7 +217,7 @@ class Engine:
     def _wait_for_arrival(self) -> None:
         self.on_step("waiting for the next request")
         if self._arrivals:
-            time.sleep(min(_MAX_SLEEP, max(0.0, self._arrivals.next_time - self.now)))
+            time.sleep(min(_MAX_SLEEP, max(0.0, self._arrivals.next_time - self._first_now)))
 
     def _graph_of(self, step: Step) -> DecodeGraph | None:
         """Return the decode graph, if the step is one for it."""
@@ -225,8 +229,8 @@ class Engine:
 
     def _launch(self) -> PendingStep | None:
         """Schedule a step and start it, after the one under way; return None where there is nothing to compute."""
-        self.scheduler.waiting += self._arrivals.take(self.now)
-        step = self.scheduler.schedule(self.now)
+        self.scheduler.waiting += self._arrivals.take(self._first_now)
+        step = self.scheduler.schedule(self._agreement.clock())
         if not step.pieces:
             return None
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
@@ -240,8 +244,11 @@ class Engine:
         )
         ready, logits = self._compute(step, graph)
         generators = [request.generator if request.params.temperature else None for request in ready]
-        tokens = self._agreement.choose(sample(logits, [request.params for request in ready], generators))
-        return PendingStep(ready, tokens, logits, is_prefill, num_tokens, started)
+        tokens = sample(logits, [request.params for request in ready], generators)
+        called, self._called = self._called, []
+        failed = [request.error is not None for request in called]
+        message = self._agreement.start(tokens, failed, self.model.faults)
+        return PendingStep(ready, message, called, logits, is_prefill, num_tokens, started)
 
     def _compute(self, step: Step, graph: DecodeGraph | None) -> tuple[list[Request], Tensor]:
         """Compute a step's tokens; return the requests that have all theirs computed, and the logits of these."""
@@ -264,7 +271,7 @@ class Engine:
             logits = self.model.step(inputs.token_ids, metadata, self.cache, inputs.logits_at)
         else:
             logits = graph.run(inputs.token_ids, metadata, self.cache)
-            if len(inputs.ready) < len(step.pieces):
+            if inputs.logits_at is not None:
                 logits = logits[inputs.logits_at]
         for request, _ in step.pieces:
             self._remember(request)
@@ -281,16 +288,18 @@ class Engine:
 
     def _collect(self, pending: PendingStep) -> None:
         """Wait for a step, take its tokens, and tell of them."""
-        tokens = pending.wait()
+        words = pending.wait()
         self.model.check()
-        self._agree()
-        pieces = self._append(tokens, pending)
+        agreed = pending.message.read(words)
+        self.now, self._first_now = self._agreement.clock(), agreed.now
+        self._end_failed(pending.called, agreed.failed)
+        pieces = self._append(zip(pending.rows, agreed.tokens, strict=True), pending)
         ended = time.perf_counter()
         self.stats.count_step(pending.is_prefill, pending.num_tokens, ended - max(pending.started, self._last_end))
         self._last_end = ended
         self._call_back(pieces)
 
-    def _append(self, tokens: Sequence[tuple[Request, int]], pending: PendingStep) -> list[tuple[Request, str]]:
+    def _append(self, tokens: Iterable[tuple[Request, int]], pending: PendingStep) -> list[tuple[Request, str]]:
         """Give each request that has not ended its token, finish those that end with it, and return each with the text
         that became certain.
         """
@@ -314,11 +323,12 @@ class Engine:
         """Tell of a step's tokens, after all requests have theirs: a callback may abort any of them.
 
         One that raises may do so on this rank alone, while the other ranks are already at the next step. So its
-        request goes on until they agree, at the end of that step; one that has ended by itself stays as it is.
+        request goes on, untold, until the next step that is launched has told them; one that has ended by itself stays
+        as it is.
         """
-        self._called = [request for request, _ in pieces]
+        self._called += [request for request, _ in pieces]
         for request, piece in pieces:
-            if request.on_token is None:
+            if request.on_token is None or request.error is not None:
                 continue
             try:
                 request.on_token(request, piece)
@@ -332,16 +342,10 @@ class Engine:
         self._finished.append(request)
         self.stats.count_finished(request)
 
-    def _agree(self) -> None:
-        """Take the first rank's clock, and end requests whose callbacks failed on any rank.
-
-        No rank gets here, and none goes on, where the step that it waited for failed on any.
-        """
-        agreed = self._agreement.reach([request.error is not None for request in self._called])
-        self.now = agreed.now
-        for request, has_failed in zip(self._called, agreed.failed, strict=True):
+    def _end_failed(self, called: Sequence[Request], failed: Sequence[bool]) -> None:
+        """End requests whose callbacks failed on any rank."""
+        for request, has_failed in zip(called, failed, strict=True):
             if has_failed and not request.finish_reason:
                 request.error = request.error or RuntimeError("on_token failed on another rank")
                 request.end("error")
                 self._finish(request)
-        self._called = []

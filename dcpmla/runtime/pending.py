@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dcpmla.runtime.agreement import Message
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Step
 from dcpmla.upload import upload
@@ -19,12 +20,12 @@ class StepInputs:
     Attributes:
         token_ids: [T] int64 on the device.
         ready: [n] requests that have all their tokens computed with it.
-        logits_at: [n] int64 on the device, rows of their last tokens.
+        logits_at: [n] int64 on the device, rows of their last tokens; None where these are all rows.
     """
 
     token_ids: Tensor
     ready: list[Request]
-    logits_at: Tensor
+    logits_at: Tensor | None
 
     @classmethod
     def of(cls, step: Step, previous: "PendingStep | None", device: torch.device) -> "StepInputs":
@@ -49,14 +50,15 @@ class StepInputs:
             if not request.num_pending_tokens:
                 ready.append(request)
                 last_rows.append(len(token_ids) - 1)
+        num_tokens = len(token_ids)
+        if previous is not None and sources == list(range(num_tokens)) == list(range(len(previous.rows))):
+            return cls(previous.message.tokens, ready, None)  # as most steps: the same requests go on
         numbers = [np.asarray(rows, dtype=np.int64) for rows in (token_ids, last_rows, unknown, sources)]
         known, logits_at, unknown_rows, source_rows = upload(numbers, device)
-        if not unknown:
-            return cls(known, ready, logits_at)
-        assert previous is not None
-        sampled = previous.tokens.index_select(0, source_rows)
-        inputs = known.index_copy_(0, unknown_rows, sampled) if len(sampled) < len(known) else sampled
-        return cls(inputs, ready, logits_at)
+        if unknown:
+            assert previous is not None
+            known.index_copy_(0, unknown_rows, previous.message.tokens.index_select(0, source_rows))
+        return cls(known, ready, None if len(ready) == num_tokens else logits_at)
 
 
 class PendingStep:
@@ -64,7 +66,8 @@ class PendingStep:
 
     Args:
         ready: [n] requests that it samples a token for.
-        tokens: [n] int64 on the device.
+        message: what the ranks agree on, its tokens those of the requests.
+        called: requests whose callbacks the message's flags are of.
         logits: [n, vocab] float32, which the tokens are chosen from; rows of requests that keep theirs are copied.
         is_prefill, num_tokens: for `Stats.count_step`.
 
@@ -77,31 +80,34 @@ class PendingStep:
     def __init__(
         self,
         ready: Sequence[Request],
-        tokens: Tensor,
+        message: Message,
+        called: Sequence[Request],
         logits: Tensor,
         is_prefill: bool,
         num_tokens: int,
         started: float,
     ) -> None:
-        self.tokens, self.is_prefill, self.num_tokens, self.started = tokens, is_prefill, num_tokens, started
+        self.message, self.called, self.is_prefill = message, called, is_prefill
+        self.num_tokens, self.started = num_tokens, started
         self.rows = {request: row for row, request in enumerate(ready)}
         for request in ready:
             request.num_in_flight += 1
         # Copied in the order of the device's work, into pinned memory on a GPU: nobody waits here.
-        self._on_host = tokens.to("cpu", non_blocking=True)
+        self._on_host = message.words.to("cpu", non_blocking=True)
         self.logits = {
             request: logits[row].to("cpu", non_blocking=True, copy=True)
             for request, row in self.rows.items()
             if request.keep_logits
         }
-        self._done = torch.cuda.Event() if tokens.is_cuda else None  # the CPU is done already
+        self._done = torch.cuda.Event() if message.words.is_cuda else None  # the CPU is done already
         if self._done is not None:
             self._done.record()
 
-    def wait(self) -> list[tuple[Request, int]]:
-        """Wait for the step, and return each request with its new token, which the host knows from now on."""
+    def wait(self) -> list[int]:
+        """Wait for the step, and return the words of its message, whose tokens the host knows from now on."""
         if self._done is not None:
             self._done.synchronize()
         for request in self.rows:
             request.num_in_flight -= 1
-        return list(zip(self.rows, self._on_host.tolist(), strict=True))
+        words: list[int] = self._on_host.tolist()
+        return words

@@ -181,13 +181,13 @@ def test_times_are_those_of_the_first_token_and_of_the_last(monkeypatch: pytest.
     engine = make_engine(num_blocks=50)
     request = engine.add([5], SamplingParams(max_new_tokens=5, ignore_eos=True), arrival_time=0)
     list(engine.run())
-    assert (request.scheduled_time, request.first_token_time, request.finish_time) == (1, 2, 6)
-    assert request.metrics() == {"queue_seconds": 1, "time_to_first_token": 2, "time_per_token": 1}
+    assert (request.scheduled_time, request.first_token_time, request.finish_time) == (2, 6, 17)
+    assert request.metrics() == {"queue_seconds": 2, "time_to_first_token": 6, "time_per_token": 2.75}
     engine.restart_clock()
     assert engine.now == 0
     again = engine.add([5], SamplingParams(max_new_tokens=1))
     list(engine.run())
-    assert (again.arrival_time, again.finish_time) == (1, 2)
+    assert (again.arrival_time, again.finish_time) == (1, 5)
 
 
 def test_a_preempted_request_keeps_when_and_with_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_a_preempted_request_keeps_when_and_with_what_it_began(monkeypatch: pyte
         if young.num_preemptions and young.num_computed_tokens and not computed_at_return:
             computed_at_return = young.num_computed_tokens
     assert young.num_preemptions == 1
-    assert (young.scheduled_time, young.first_token_time) == (old.scheduled_time, old.first_token_time) == (1, 2)
+    assert (young.scheduled_time, young.first_token_time) == (old.scheduled_time, old.first_token_time) == (2, 6)
     assert computed_at_return > young.num_cached_tokens == 0
 
 
