@@ -8,7 +8,7 @@ from torch import Tensor, nn
 BLOCK = 128  # rows and columns that share a scale in block-quantized fp8
 FP4_GROUP = 32  # columns that share a scale in 4 bits
 _FP8_MAX = 448.0
-_SMALLEST_AMAX = 1e-10  # of a group: its scale divides
+SMALLEST_AMAX = 1e-10  # of a group: its scale divides
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits of a code; the fourth is the sign
 
 
@@ -93,7 +93,7 @@ def quantize_groups(x: Tensor, group_size: int, ue8m0: bool = False) -> tuple[Te
         kernels.
     """
     groups = x.float().unflatten(1, (-1, group_size))
-    s = groups.abs().amax(-1).clamp(min=_SMALLEST_AMAX) / _FP8_MAX
+    s = groups.abs().amax(-1).clamp(min=SMALLEST_AMAX) / _FP8_MAX
     if ue8m0:
         mantissa, exponent = torch.frexp(s)  # mantissa in [0.5, 1): log2 would round
         s = torch.ldexp(torch.ones_like(s), exponent - (mantissa == 0.5).int())

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.quantized import BLOCK, SMALLEST_AMAX
 
 _FP8_MAX = tl.constexpr(448.0)
-_SMALLEST_AMAX = tl.constexpr(1e-10)  # of a group: its scale divides
+_SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 _BLOCK = tl.constexpr(BLOCK)
 _ROWS = 8  # of a program that quantizes
 _GROUPS = 4
