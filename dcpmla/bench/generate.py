@@ -7,8 +7,11 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from copy import copy
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import add_load, make_load
@@ -16,7 +19,8 @@ from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, step_times
-from dcpmla.bench.timing import largest
+from dcpmla.bench.timing import is_h200, largest
+from dcpmla.cache.capacity import FORMATS
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
 from dcpmla.hf_config import read_attention
@@ -24,6 +28,9 @@ from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.predict import Setting, floor_us
+from dcpmla.planning.weights import ModelSize, read_model
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.speculation import Speculation
 
@@ -57,6 +64,7 @@ class Generate(Benchmark[Batch, None]):
         self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * max(args.batch))
         self.graph, self.exchange = self.engine.graph, chosen.exchange.name
         self.speculation = self.engine.speculation
+        self.size = _model_size(files.config, self.engine.model.dtype, args.expert_dtype)
         needed, room = max(args.batch) * -(-seq_len // block_tokens), self.engine.cache.sizes.num_blocks
         if needed > room:  # requests that wait for blocks would make a smaller batch of it
             self.close()
@@ -143,10 +151,28 @@ class Generate(Benchmark[Batch, None]):
         where = self._model, engine.cache, engine.dcp, engine.mesh
         decode, num_tokens = step_times(*where, batch, args.input_len), min(args.input_len, args.max_num_batched_tokens)
         row = {name: round(value, 1) for name, value in decode._asdict().items()}
+        row |= self._floor(batch, decode.device_us)
         if batch == max(args.batch):
             prefill = step_times(*where, 1, num_tokens, num_tokens)
             row |= {f"prefill_{name}": round(value, 1) for name, value in prefill._asdict().items()}
         return row
+
+    def _floor(self, batch: int, device_us: float) -> Row:
+        """Return the least time of a step, and its share of the time taken; nothing on GPUs or for caches that the
+        planner has no numbers for.
+        """
+        args, mesh, kv_cache_dtype = self.args, self.engine.mesh, format_name(self.engine.cache.sizes.dtype)
+        if not is_h200(self.engine.model.device) or kv_cache_dtype not in FORMATS:
+            return {}
+        setting = Setting(
+            tp=mesh.tp_size,
+            dcp=mesh.dcp_size,
+            kv_cache_dtype=kv_cache_dtype,
+            index_cache_dtype=args.index_cache_dtype,
+            enable_expert_parallel=args.enable_expert_parallel,
+        )
+        us = floor_us(H200X8, self.size, setting, batch, args.input_len)
+        return {"floor_us": round(us, 2), "floor_share": round(us / device_us, 4)}
 
     def _drafter(self, case: Batch) -> Drafter | None:
         """Return the drafter of a case, with its forced acceptance."""
@@ -182,7 +208,8 @@ class Generate(Benchmark[Batch, None]):
         device = f"  device {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
         layer = f", a layer of experts {row['us_per_moe_layer']:>7.1f} us" if row.get("us_per_moe_layer") else ""
         drafts = f"  {row['acceptance']:.0%} of drafts" if "acceptance" in row else ""
-        return f"batch {row['batch']:>5}  {row['mode']:<5}{drafts}  {time}  {rate}{device}{layer}"
+        floor = f", {row['floor_share']:.0%} of it at the memory's rate" if "floor_share" in row else ""
+        return f"batch {row['batch']:>5}  {row['mode']:<5}{drafts}  {time}  {rate}{device}{floor}{layer}"
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield how much faster graphs are, for each batch, and drafts."""
@@ -204,6 +231,13 @@ class Generate(Benchmark[Batch, None]):
     def close(self) -> None:
         self.engine.graph, self.engine.speculation = self.graph, self.speculation  # which are closed with the engine
         self.engine.close()
+
+
+def _model_size(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize:
+    """Return what the planner knows of a model that computes in a dtype."""
+    config = copy(config)
+    config.dtype = dtype
+    return read_model(config).with_expert_dtype(expert_dtype)
 
 
 def plot_batches(path: Path, rows: Sequence[Row]) -> None:

@@ -7,6 +7,7 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.reduce import rms_norm
 from dcpmla.model.block import DecoderBlock
+from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
 
 
@@ -55,5 +56,4 @@ class MtpLayer(nn.Module):
         normalized = rms_norm(embedded, embedding_norm, self.eps), rms_norm(hidden_states, hidden_norm, self.eps)
         residual = self.projection(torch.cat(normalized, -1))
         x, _ = self.block(rms_norm(residual, input_norm, self.eps), residual, cache, step)
-        out: Tensor = x
-        return out
+        return plain(x)

@@ -70,7 +70,7 @@ class Drafter(ABC):
         """
 
     def num_accepted(self, drafts: Sequence[int], sampled: Sequence[int]) -> int:
-        """Return how many drafts are accepted: those up to the first that was not sampled in its place.
+        """Return how many drafts are accepted: those up to the first that is not the token sampled at its position.
 
         So each is accepted with the probability that sampling gives it, and the tokens are those of sampling one at a
         time: rejection sampling of drafts that are certain, with the random numbers that plain decoding draws.
