@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from dcpmla.job.join import Job
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, floor_us
 from dcpmla.planning.weights import ModelSize, read_model
+from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.speculation import Speculation
 
@@ -104,7 +106,8 @@ class Generate(Benchmark[Batch, None]):
     def cases(self) -> Iterator[Batch]:
         for size in dict.fromkeys(self.args.batch):
             yield from (Batch(size, mode) for mode in (["graph"] if self.graph else []) + ["eager"])
-            if self.speculation.drafter is not None:
+            drafter = self.speculation.drafter
+            if drafter is not None and size * (1 + drafter.num_speculative_tokens) <= MAX_DRAFT_ROWS:
                 mode = "graph" if self.graph else "eager"
                 yield from (Batch(size, mode, acceptance) for acceptance in self.args.acceptance)
 
@@ -189,13 +192,15 @@ class Generate(Benchmark[Batch, None]):
         self.job.watchdog.enter("queueing requests")
         vocab_size = engine.model.vocab_size
         add_load(engine, make_load(batch, math.inf, [args.input_len], [args.output_len], vocab_size, args.seed))
-        steps = []
+        steps, drafter = [], engine.speculation.drafter
+        num_drafts = 0 if drafter is None else drafter.num_speculative_tokens
         while engine.has_requests:
-            num_before, started = engine.stats.num_decode_tokens, time.perf_counter()
+            before, started = replace(engine.stats), time.perf_counter()
             num_running = len(engine.scheduler.running)
             engine.step()
-            num_tokens = engine.stats.num_decode_tokens - num_before
-            if num_tokens >= batch == num_running:
+            num_tokens = engine.stats.num_decode_tokens - before.num_decode_tokens
+            has_all = engine.stats.num_draft_tokens - before.num_draft_tokens == batch * num_drafts
+            if num_tokens >= batch == num_running and has_all:  # near their ends requests try fewer drafts
                 steps.append((time.perf_counter() - started, num_tokens))
         if not steps:
             reason = f"with a batch of {batch} the first requests end before the last prompts are computed"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-MAX_DRAFT_ROWS = 64  # tokens of a step with drafts: past these, products are bound by compute and each row costs
+MAX_DRAFT_ROWS = 256  # tokens of a step with drafts: past these, products are bound by compute and each row costs
 _COST_OF_WAITING = 0.05  # of a step that starts when the one before it is known, in steps of one token a request
 _COST_OF_A_DRAFT = 0.1  # each, in such steps
 _MEMORY = 0.9  # weight of what was known before a step's outcome
