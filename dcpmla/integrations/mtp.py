@@ -1,7 +1,7 @@
 """The MTP module of a checkpoint, which transformers leaves out: its names, its config and its slices."""
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import Linear, read_linear, read_weight
 
 _PER_LAYER = ("mlp_layer_types", "layer_types")  # lists of a config with an entry a layer
+_ATTENTION, _MLP = "model.layers.0.self_attn.0.", "model.layers.0.mlps.0."  # in LongCat
 _NO_MODULE = "leave --speculative-method mtp out, or take ngram"
 
 
@@ -39,11 +40,20 @@ class MtpNames(NamedTuple):
         norms = f"{block}.enorm.weight", f"{block}.hnorm.weight"
         return cls(block, f"{block}.mlp", *norms, f"{block}.eh_proj.weight", f"{block}.shared_head.norm.weight")
 
-    def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights that are in no decoder layer of the model's."""
+    def shapes(self, config: Any, of_model: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights that are in no decoder layer of the model's.
+
+        Args:
+            of_model: the model's, by its names (`published_shapes`).
+        """
         size = config.hidden_size
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys((self.embedding_norm, self.hidden_norm), (size,))
-        return shapes | {self.output_norm: (size,), self.projection: (size, 2 * size)}
+        shapes |= {self.output_norm: (size,), self.projection: (size, 2 * size)}
+        if config.model_type == "longcat_flash":  # its layers have two of each part
+            for part, own in ((_ATTENTION, f"{self.block}.self_attn."), (_MLP, f"{self.mlp}.")):
+                shapes |= {own + name.removeprefix(part): of_model[name] for name in of_model if name.startswith(part)}
+            shapes |= {f"{self.block}.{name}_layernorm.weight": (size,) for name in ("input", "post_attention")}
+        return shapes
 
 
 def check_mtp(config: Any) -> None:

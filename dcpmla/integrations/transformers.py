@@ -132,18 +132,19 @@ def load_model(
     if with_mtp:
         config = with_mtp_layer(config)
     model = build_skeleton(config)
+    mtp_shapes = names.shapes(config, published_shapes(model)) if with_mtp else {}
     quantization = getattr(config, "quantization_config", None)
     if load_format == "dummy":
         dtype = dtype or config.dtype or torch.bfloat16
         has_fp4_experts = getattr(config, "expert_dtype", None) == "fp4"
-        shapes = published_shapes(model) | (names.shapes(config) if with_mtp else {})
+        shapes = published_shapes(model) | mtp_shapes
         weights = dummy_weights(shapes, quantization is not None, has_fp4_experts, dtype, device)
     else:
         rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else str
         checkpoint = Checkpoint(directory, scale_block(quantization), rename)
         if with_mtp:
-            check_mtp_weights(checkpoint.names, names.shapes(config))
-            checkpoint.check_shapes(names.shapes(config))
+            check_mtp_weights(checkpoint.names, mtp_shapes)
+            checkpoint.check_shapes(mtp_shapes)
         check_shapes(model, checkpoint)
         dtype, weights = dtype or config.dtype or checkpoint.dtype, checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):

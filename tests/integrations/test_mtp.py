@@ -45,10 +45,11 @@ class PlainMtp:
         else:
             parts = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         self.attention, self.mlp, self.first_norm, self.second_norm = parts
-        shapes = self.names.shapes(self.config)
+        shapes = self.names.shapes(self.config, {})
         self.own = {
             name: torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) * 0.2
             for name, shape in shapes.items()
+            if "_layernorm" not in name
         }
 
     def save(self, directory: Path) -> Path:
@@ -168,3 +169,11 @@ def test_models_without_a_module_are_refused() -> None:
         check_mtp(tiny_config("mistral4"))
     with pytest.raises(ValueError, match="is 'mtp', not for deepseek_v4 yet"):
         check_mtp(tiny_config("deepseek_v4"))
+
+
+def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
+    module = PlainMtp("deepseek_v3")
+    module.own = {}
+    directory = module.save(tmp_path / "model")
+    with pytest.raises(AssertionError, match=r"model\.layers\.2\.eh_proj\.weight of the MTP module is missing"):
+        run_ranks(1, serve_families, [directory], 1, 1)
