@@ -56,11 +56,11 @@ def serve_families(directories: list[Path], tp: int, dcp_size: int, interleave: 
     outcomes = []
     for directory in directories:
         model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, CPU)
-        plain, num_plain_steps = serve(model, dcp, mesh, 18, None)
+        plain, num_plain_steps = serve(model, dcp, mesh, 13, None)
         recorded = {index: tokens for index, (tokens, _) in enumerate(plain)}
         drafter = RecordedDrafter(4, recorded, 0.8, VOCAB_SIZE, CPU)
         for with_graph in (False, True):
-            drafted, num_steps = serve(model, dcp, mesh, 18, drafter, with_graph)
+            drafted, num_steps = serve(model, dcp, mesh, 13, drafter, with_graph)
             assert num_steps < 0.8 * num_plain_steps
             outcomes.append(drafted)
     return outcomes

@@ -139,7 +139,7 @@ def serve_families(directories: list[Path], tp: int, dcp_size: int) -> list[tupl
             drafter = Recording(NUM_DRAFTS, model, cache, dcp, mesh, mtp_graph)
             drafter.record = []
             engine = Engine(model, cache, dcp, mesh, 100, 16, 4, graph=graph, drafter=drafter)
-            params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+            params = SamplingParams(max_new_tokens=6, ignore_eos=True)
             requests = [engine.add(prompt, params, request_id=index) for index, prompt in enumerate(PROMPTS)]
             list(engine.run())
             assert engine.allocator.num_free == plan.num_blocks

@@ -34,7 +34,7 @@ from tests.support.hash_model import (
     with_graph=st.booleans(),
     abort_at=st.integers(1, 30),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_request_gets_what_it_gets_alone(
     load: Load, num_drafts: int, share: float, with_graph: bool, abort_at: int
 ) -> None:
