@@ -1,6 +1,5 @@
 """The engine: requests that come and go -> steps of decodes and prefill chunks -> tokens, texts, measurements."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.agreement import Agreement
+from dcpmla.runtime.callbacks import Callbacks
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.pending import PendingStep, StepInputs
@@ -28,7 +28,6 @@ from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
 from dcpmla.runtime.text import TextStream, Tokenizer
 
-_logger = logging.getLogger(__name__)
 _MAX_SLEEP = 1.0  # seconds; whoever watches the steps hears of an idle engine as often as that
 
 
@@ -103,7 +102,7 @@ class Engine:
         self._first_now = 0.0  # seconds on the first rank's, which all ranks know: who has arrived by then is served
         self._pending: PendingStep | None = None  # launched, its tokens not taken yet
         self._last_end = 0.0  # seconds on the host's clock (`time.perf_counter`) when tokens were taken last
-        self._called: list[Request] = []  # since the last launch: any rank's callback may have failed
+        self._callbacks = Callbacks()
         self._arrivals = Arrivals()
         self._finished: deque[Request] = deque()  # not given to the caller yet
 
@@ -213,9 +212,9 @@ class Engine:
         else:
             self._pending = self._launch()
             texts = self._collect(pending)
-        self._call_back(texts)
+        self._callbacks.tell(texts)
         if self._pending is not None and not (self.scheduler.running or self.scheduler.waiting):
-            self._call_back(self._collect(self._pending))  # its requests have ended, and nothing comes after it
+            self._callbacks.tell(self._collect(self._pending))  # its requests have ended, and nothing comes after it
             self._pending = None
 
     def cache_use(self) -> float:
@@ -261,8 +260,7 @@ class Engine:
         )
         inputs, logits = self._compute(step, drafts, graph)
         tokens = self._sample(inputs.ready, logits)
-        called, self._called = self._called, []
-        failed = [request.error is not None for request in called]
+        called, failed = self._callbacks.take()
         chosen = tokens if drafts is None else torch.cat([tokens, drafts])
         message = self._agreement.start(chosen, failed, self.model.faults)
         row_lens = [batch.query_len if batch else piece.num_tokens for piece in step.pieces]
@@ -354,23 +352,6 @@ class Engine:
                 return text
         self._remember(request)  # with these tokens a block may be known that the step under way fills
         return text
-
-    def _call_back(self, pieces: Sequence[tuple[Request, str]]) -> None:
-        """Tell of a step's tokens, after all requests have theirs: a callback may abort any of them.
-
-        One that raises may do so on this rank alone, while the other ranks are already at the next step. So its
-        request goes on, untold, until the next step that is launched has told them; one that has ended by itself stays
-        as it is.
-        """
-        self._called += [request for request, _ in pieces]
-        for request, piece in pieces:
-            if request.on_token is None or request.error is not None:
-                continue
-            try:
-                request.on_token(request, piece)
-            except Exception as error:
-                request.error = error
-                _logger.error("on_token of request %r failed", request.request_id, exc_info=error)
 
     def _finish(self, request: Request) -> None:
         request.finish_time = self.now
