@@ -17,7 +17,7 @@ from dcpmla.cache.compressed import AnyCache, CompressedCache
 from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.agreement import Agreement
+from dcpmla.runtime.agreement import Agreement, Feed, News
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.pending import PendingStep, StepInputs
 from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
@@ -100,6 +100,7 @@ class Engine:
         self._last_end = 0.0  # seconds on the host's clock (`time.perf_counter`) when tokens were taken last
         self._called: list[Request] = []  # since the last launch: any rank's callback may have failed
         self._arrivals = Arrivals()
+        self.feed: Feed | None = None  # of a server
         self._finished: deque[Request] = deque()  # not given to the caller yet
 
     def add(
@@ -194,7 +195,8 @@ class Engine:
 
     def _advance(self) -> None:
         if self._pending is None:
-            self._first_now = self._agreement.first_clock()  # it went on while nothing was computed
+            self._first_now, news = self._agreement.meet(self._news())  # the clock went on while nothing was computed
+            self._hear(news)
             self._pending = self._launch()
         if self._pending is None:
             self._wait_for_arrival()
@@ -247,7 +249,7 @@ class Engine:
         tokens = sample(logits, [request.params for request in ready], generators)
         called, self._called = self._called, []
         failed = [request.error is not None for request in called]
-        message = self._agreement.start(tokens, failed, self.model.faults)
+        message = self._agreement.start(tokens, failed, self.model.faults, self._news())
         return PendingStep(ready, message, called, logits, is_prefill, num_tokens, started)
 
     def _compute(self, step: Step, graph: DecodeGraph | None) -> tuple[list[Request], Tensor]:
@@ -293,6 +295,7 @@ class Engine:
         agreed = pending.message.read(words)
         self.now, self._first_now = self._agreement.clock(), agreed.now
         self._end_failed(pending.called, agreed.failed)
+        self._hear(News(self._agreement.share(pending.message.content, agreed.num_bytes), agreed.is_told))
         pieces = self._append(zip(pending.rows, agreed.tokens, strict=True), pending)
         ended = time.perf_counter()
         self.stats.count_step(pending.is_prefill, pending.num_tokens, ended - max(pending.started, self._last_end))
@@ -341,6 +344,13 @@ class Engine:
         self.scheduler.remove(request)
         self._finished.append(request)
         self.stats.count_finished(request)
+
+    def _news(self) -> News:
+        return News() if self.feed is None else self.feed.give()
+
+    def _hear(self, news: News) -> None:
+        if self.feed is not None and any(news):
+            self.feed.take(news)
 
     def _end_failed(self, called: Sequence[Request], failed: Sequence[bool]) -> None:
         """End requests whose callbacks failed on any rank."""
