@@ -103,7 +103,7 @@ class ShardedModel:
 
     @property
     def faults(self) -> list[Tensor]:
-        """Where kernels say that they waited in vain (`Exchange.fault`)."""
+        """Return where kernels say that they waited in vain (`Exchange.fault`)."""
         return [exchange.fault for exchange in self._exchanges if exchange.fault is not None]
 
     @torch.inference_mode()

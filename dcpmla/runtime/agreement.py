@@ -1,6 +1,4 @@
-"""Agreement of all ranks on a step: the first rank's tokens, clock and news, whose callbacks failed, whether exchanges
-did.
-"""
+"""Agreement of all ranks on a step: on the first rank's tokens, clock and news, on failed callbacks and exchanges."""
 
 import time
 from collections.abc import Sequence

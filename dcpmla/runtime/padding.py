@@ -1,7 +1,8 @@
 """The static memory that a captured graph reads: the numbers of a decode step, padded to a batch size."""
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,42 +11,29 @@ from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
 from dcpmla.cache.compressed import AnyPlan, CompressedPlan
 
-_NO_SLOT = _NO_STATE = -1  # nothing is written for such a token
+_NONE = -1  # the slot and the state of a token for which nothing is written
 _ALIGNMENT = 4  # words: columns begin at multiples of 16 bytes
 
 
 class _Numbers(NamedTuple):
-    """A step's integers as parts of one memory: columns for all rows, then the block table row by row, so that those of
-    a small batch are a front of it.
+    """A step's integers as parts of one int32 memory: columns for all rows, then the block table row by row, so that
+    those of a small batch are a front of it. Tensors of the device, or arrays of the host.
     """
 
-    positions: Tensor
-    slot_mapping: Tensor
-    local_seq_lens: Tensor
-    seq_lens: Tensor
-    states: Tensor
-    block_table: Tensor
+    positions: Any
+    slot_mapping: Any
+    local_seq_lens: Any
+    seq_lens: Any
+    states: Any
+    block_table: Any
 
     @classmethod
-    def of_padding(cls, memory: Tensor, max_num_seqs: int, max_blocks: int) -> Self:
-        """Lay out int32 [`size`], every row padding."""
+    def of(cls, memory: Any, int64: Any, max_num_seqs: int, max_blocks: int) -> Self:
+        """Cut a memory of at least 7 columns."""
         words = _column_words(max_num_seqs)
-        positions, slots, lens, seq_lens, states, table = memory.zero_().split(
-            [2 * words, 2 * words, words, words, words, len(memory) - 7 * words]
-        )
-        return cls(
-            positions.view(torch.int64)[:max_num_seqs],
-            slots.fill_(_NO_SLOT).view(torch.int64)[:max_num_seqs],
-            lens[:max_num_seqs],
-            seq_lens[:max_num_seqs],
-            states.fill_(_NO_STATE)[:max_num_seqs],
-            table.view(-1, max_blocks),
-        )
-
-    @staticmethod
-    def size(batch_size: int, max_num_seqs: int, max_blocks: int) -> int:
-        """Return the words of a batch."""
-        return 7 * _column_words(max_num_seqs) + batch_size * max_blocks
+        positions, slots = (memory[at : at + 2 * max_num_seqs].view(int64) for at in (0, 2 * words))
+        lens, seq_lens, states = (memory[at * words : at * words + max_num_seqs] for at in (4, 5, 6))
+        return cls(positions, slots, lens, seq_lens, states, memory[7 * words :].reshape(-1, max_blocks))
 
 
 def _column_words(max_num_seqs: int) -> int:
@@ -76,7 +64,11 @@ class PaddedStep:
         device = input_like.device
         self._inputs = torch.zeros(max_num_seqs, *input_like.shape, dtype=input_like.dtype, device=device)
         self._shape = max_num_seqs, -(-max_model_len // sizes.block_tokens)
-        self._memory = torch.empty(_Numbers.size(max_num_seqs, *self._shape), dtype=torch.int32, device=device)
+        self._padding = np.zeros(self._num_words(max_num_seqs), dtype=np.int32)
+        padding = _Numbers.of(self._padding, np.int64, *self._shape)
+        padding.slot_mapping[:] = padding.states[:] = _NONE
+        self._memory = torch.empty(len(self._padding), dtype=torch.int32, device=device)
+        self._numbers = _Numbers.of(self._memory, torch.int64, *self._shape)
         self._workspace = decode_workspace(device)
         self._max_model_len, self._sizes, self._dcp_rank = max_model_len, sizes, dcp_rank
         self._request = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
@@ -85,7 +77,7 @@ class PaddedStep:
     def clear(self) -> None:
         """Make every row padding."""
         self._inputs.zero_()
-        self._numbers = _Numbers.of_padding(self._memory, *self._shape)
+        self._memory.copy_(torch.from_numpy(self._padding))
 
     @torch.inference_mode()  # inputs may have a gradient's history: static memory must not take it over
     def fill(self, inputs: Tensor, metadata: StepMetadata, batch_size: int) -> None:
@@ -99,20 +91,26 @@ class PaddedStep:
         """
         decode, num_tokens = self._check(inputs, metadata), metadata.num_tokens
         # Memory of its own, for the transfer of the step before may still read its own.
-        memory = torch.empty(
-            _Numbers.size(batch_size, *self._shape), dtype=torch.int32, pin_memory=self._memory.is_cuda
-        )
-        numbers = _Numbers.of_padding(memory, *self._shape)
-        numbers.positions[:num_tokens] = metadata.positions
-        numbers.slot_mapping[:num_tokens] = metadata.slot_mapping
-        numbers.local_seq_lens[:num_tokens] = decode.local_seq_lens
-        numbers.seq_lens[:num_tokens] = metadata.positions + 1
+        num_words = self._num_words(batch_size)
+        memory = torch.empty(num_words, dtype=torch.int32, pin_memory=self._memory.is_cuda)
+        words, positions = memory.numpy(), metadata.positions.numpy()
+        words[:] = self._padding[:num_words]
+        numbers = _Numbers.of(words, np.int64, *self._shape)
+        numbers.positions[:num_tokens] = positions
+        numbers.slot_mapping[:num_tokens] = metadata.slot_mapping.numpy()
+        numbers.local_seq_lens[:num_tokens] = decode.local_seq_lens.numpy()
+        numbers.seq_lens[:num_tokens] = positions + 1
         if metadata.compressed is not None:
-            numbers.states[:num_tokens] = metadata.compressed.states
-        numbers.block_table[:num_tokens, : decode.block_table.shape[1]] = decode.block_table
-        self._memory[: len(memory)].copy_(memory, non_blocking=True)
+            numbers.states[:num_tokens] = metadata.compressed.states.numpy()
+        numbers.block_table[:num_tokens, : decode.block_table.shape[1]] = decode.block_table.numpy()
+        self._memory[:num_words].copy_(memory, non_blocking=True)
         self._inputs[:num_tokens].copy_(inputs)
-        self._inputs[num_tokens:batch_size].zero_()
+        if num_tokens < batch_size:
+            self._inputs[num_tokens:batch_size].zero_()
+
+    def _num_words(self, batch_size: int) -> int:
+        max_num_seqs, max_blocks = self._shape
+        return 7 * _column_words(max_num_seqs) + batch_size * max_blocks
 
     def rows(self, batch_size: int) -> tuple[Tensor, StepMetadata]:
         """Return the first rows, as a step's inputs [batch_size, ...] and metadata."""

@@ -4,10 +4,12 @@ Neither side waits for the other: what the engine has to say is queued for a thr
 one, and the engine looks there once a step.
 """
 
+import errno
 import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -36,6 +38,8 @@ class Frontend:
             self._socket.close()  # else nobody would see its end
             try:
                 main(theirs)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         theirs.close()
@@ -113,7 +117,7 @@ def listen(host: str, port: int) -> socket.socket:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(address[:2], family=family, backlog=1024)
         except OSError as error:
-            if port and isinstance(error, OSError) and error.errno == 98 and time.monotonic() < until:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < until:
                 time.sleep(0.1)
                 continue
             raise ValueError(f"no server can listen on {host} (--host), port {port} (--port): {error}") from error

@@ -24,9 +24,11 @@ _POLL = 0.1
 class Protocol(HttpToolsProtocol):
     """A connection whose next request must have its head within time, and of bounded size."""
 
+    _head_timer: asyncio.TimerHandle | None = None
+    _num_head_bytes = 0
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._num_head_bytes = 0
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
@@ -53,9 +55,8 @@ class Protocol(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
 
     def _stop_timer(self) -> None:
-        timer: asyncio.TimerHandle | None = getattr(self, "_head_timer", None)
-        if timer is not None:
-            timer.cancel()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
         self._head_timer = None
 
 
