@@ -69,14 +69,21 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> "Frontend 
     if claimed_rank(os.environ) not in (None, "0"):
         return None
     try:
+        from dcpmla.serving.app import Settings
         from dcpmla.serving.frontend import Frontend, listen
-        from dcpmla.serving.http import Settings, serve_http
+        from dcpmla.serving.http import serve_http
     except ImportError as error:
         raise ValueError(f"serve needs the extra serve, pip install 'dcpmla[serve]' ({error})") from error
     settings = Settings(args.served_model_name or args.model, api_key, args.request_timeout)
     listener = listen(args.host, args.port)
     with listener:
-        serve = partial(serve_http, listener=listener, settings=settings, max_waiting=args.max_waiting, drain_seconds=args.drain_seconds)
+        serve = partial(
+            serve_http,
+            listener=listener,
+            settings=settings,
+            max_waiting=args.max_waiting,
+            drain_seconds=args.drain_seconds,
+        )
         return Frontend(serve, listener)
 
 

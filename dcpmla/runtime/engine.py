@@ -19,6 +19,8 @@ from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.agreement import Agreement, Feed, News
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.logprobs import Logprobs, PromptRows
+from dcpmla.runtime.penalties import shape_logits
 from dcpmla.runtime.pending import PendingStep, StepInputs
 from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.sampling import SamplingParams, sample
@@ -244,16 +246,21 @@ class Engine:
             f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps + (self._pending is not None)} "
             f"({len(step.pieces)} requests, {num_tokens} tokens{as_graph})"
         )
-        ready, logits = self._compute(step, graph)
+        prompts = PromptRows.of(step)
+        ready, logits = self._compute(step, graph, prompts)
         generators = [request.generator if request.params.temperature else None for request in ready]
-        tokens = sample(logits, [request.params for request in ready], generators)
+        shaped = shape_logits(logits[: len(ready)], ready, self._pending)
+        tokens = sample(shaped, [request.params for request in ready], generators)
         called, self._called = self._called, []
         failed = [request.error is not None for request in called]
         message = self._agreement.start(tokens, failed, self.model.faults, self._news())
-        return PendingStep(ready, message, called, logits, is_prefill, num_tokens, started)
+        logprobs = Logprobs(logits, ready, message.tokens, prompts)
+        return PendingStep(ready, message, called, logits, logprobs, is_prefill, num_tokens, started)
 
-    def _compute(self, step: Step, graph: DecodeGraph | None) -> tuple[list[Request], Tensor]:
-        """Compute a step's tokens; return the requests that have all theirs computed, and the logits of these."""
+    def _compute(self, step: Step, graph: DecodeGraph | None, prompts: PromptRows) -> tuple[list[Request], Tensor]:
+        """Compute a step's tokens; return the requests that have all theirs computed, and the logits of these and
+        then of the prompts' tokens that are scored.
+        """
         for copy in step.copies:
             self._copy_state(*copy)
         metadata = StepMetadata.build(
@@ -269,12 +276,13 @@ class Engine:
         )
         self._lacks_scales = False
         inputs = StepInputs.of(step, self._pending, self.model.device)
+        logits_at = prompts.join(inputs.logits_at)
         if graph is None:
-            logits = self.model.step(inputs.token_ids, metadata, self.cache, inputs.logits_at)
+            logits = self.model.step(inputs.token_ids, metadata, self.cache, logits_at)
         else:
             logits = graph.run(inputs.token_ids, metadata, self.cache)
             if len(inputs.ready) < len(step.pieces):
-                logits = logits[inputs.logits_at]
+                logits = logits[logits_at]
         for request, _ in step.pieces:
             self._remember(request)
         return inputs.ready, logits
@@ -296,6 +304,7 @@ class Engine:
         self.now, self._first_now = self._agreement.clock(), agreed.now
         self._end_failed(pending.called, agreed.failed)
         self._hear(News(self._agreement.share(pending.message.content, agreed.num_bytes), agreed.is_told))
+        pending.logprobs.give()
         pieces = self._append(zip(pending.rows, agreed.tokens, strict=True), pending)
         ended = time.perf_counter()
         self.stats.count_step(pending.is_prefill, pending.num_tokens, ended - max(pending.started, self._last_end))

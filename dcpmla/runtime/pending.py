@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.runtime.agreement import Message
+from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Step
 from dcpmla.upload import upload
@@ -68,6 +69,7 @@ class PendingStep:
         message: what the ranks agree on, its tokens those of the requests.
         called: requests whose callbacks the message's flags are of.
         logits: [n, vocab] float32, which the tokens are chosen from; rows of requests that keep theirs are copied.
+        logprobs: those that requests keep.
         is_prefill, num_tokens: for `Stats.count_step`.
 
     Attributes:
@@ -82,11 +84,12 @@ class PendingStep:
         message: Message,
         called: Sequence[Request],
         logits: Tensor,
+        logprobs: Logprobs,
         is_prefill: bool,
         num_tokens: int,
         started: float,
     ) -> None:
-        self.message, self.called, self.is_prefill = message, called, is_prefill
+        self.message, self.called, self.logprobs, self.is_prefill = message, called, logprobs, is_prefill
         self.num_tokens, self.started = num_tokens, started
         self.rows = {request: row for row, request in enumerate(ready)}
         for request in ready:

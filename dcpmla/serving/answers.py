@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcpmla.runtime.logprobs import TokenLogprobs
+from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
 

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from dcpmla.serving.answers import DONE, Answers, ChatAnswers, event
 from dcpmla.serving.client import Engine, Generation, merged
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output
-from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.prompts import Texts
 from dcpmla.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 
 _BODY_BYTES = 16 << 20  # a prompt of a million token ids has half as many
@@ -220,7 +220,7 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T 
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(until_gone())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return await tasks[0] if tasks[0].done() else None  # type: ignore[return-value]
+        return await tasks[0] if tasks[0].done() else None
     finally:
         for task in tasks:
             task.cancel()
@@ -240,7 +240,9 @@ async def _read(request: Request) -> bytes:
                 parts.append(part)
                 size += len(part)
                 if size > _BODY_BYTES:
-                    raise ApiError(413, f"the body has more than {_BODY_BYTES:,} bytes", headers={"Connection": "close"})
+                    raise ApiError(
+                        413, f"the body has more than {_BODY_BYTES:,} bytes", headers={"Connection": "close"}
+                    )
     except TimeoutError:
         raise ApiError(408, "the body takes too long", headers={"Connection": "close"}) from None
     except ClientDisconnect:

@@ -26,12 +26,15 @@ class Frontend:
 
     Args:
         main: called with the connection in the child, whose life it is.
+        listener: the child's; its address is shown.
 
     The child is forked, so it must be made before this process starts threads or touches a GPU; in return it is there
     at once and shares what has been imported.
     """
 
-    def __init__(self, main: Callable[[socket.socket], object]) -> None:
+    def __init__(self, main: Callable[[socket.socket], object], listener: socket.socket) -> None:
+        host, port, *_ = listener.getsockname()
+        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._socket, theirs = socket.socketpair()
         self._pid = os.fork()
         if self._pid == 0:

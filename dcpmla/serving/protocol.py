@@ -138,8 +138,8 @@ class CompletionBody(_Generation):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, texts or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
     def check(self) -> None:
         """Raise ApiError as well where no token is asked for, and no prompt back."""
