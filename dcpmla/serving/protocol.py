@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.errors import ApiError
@@ -49,7 +49,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 
-TokenIds = Annotated[list[int], FailFast(), Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 # How far a text reaches back for a stop string is work at every token, for all requests.
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Body = TypeVar("Body", bound=BaseModel)
@@ -73,8 +73,8 @@ class _Generation(BaseModel):
     top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, gt=-_SEEDS, lt=_SEEDS)
-    stop: StopText | Annotated[list[StopText], FailFast(), Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(max_length=256)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=256, fail_fast=True)] | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -128,8 +128,8 @@ class CompletionBody(_Generation):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], FailFast(), Field(min_length=1)]
-        | Annotated[list[TokenIds], FailFast(), Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -161,7 +161,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
-    content: str | Annotated[list[ContentPart], FailFast()] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
 
     def for_template(self, number: int) -> dict[str, str]:
@@ -187,7 +187,7 @@ class ChatMessage(BaseModel):
 class ChatBody(_Generation):
     """A body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -213,7 +213,7 @@ class TokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True)
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -223,7 +223,7 @@ class DetokenizeBody(BaseModel):
 
     model_config = ConfigDict(strict=True)
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
 def parse(kind: type[Body], content: bytes, check: Callable[[Body], None] = lambda body: None) -> Body:
