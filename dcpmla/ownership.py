@@ -76,7 +76,8 @@ def local_seq_lens(
     _check_layout(dcp_size, interleave, dcp_rank)
     _check_non_negative("seq_lens", seq_lens)
     if isinstance(seq_lens, np.ndarray) and dcp_rank is not None:
-        mine = (seq_lens % (dcp_size * interleave) - dcp_rank * interleave).clip(0, interleave)
+        past_first = seq_lens % (dcp_size * interleave) - dcp_rank * interleave
+        mine = np.minimum(np.maximum(past_first, 0), interleave)  # ndarray.clip takes ten times as long
         return (seq_lens // (dcp_size * interleave) * interleave + mine).astype(np.int32)
     whole = seq_lens // (dcp_size * interleave) * interleave
     rest = seq_lens % (dcp_size * interleave)

@@ -43,6 +43,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "job": 5,
     "integrations": 6,
     "llm": 7,
+    "serving": 7,
     "cli": 7,
     "bench": 7,
     "__main__": 7,

@@ -40,7 +40,9 @@ class StepBuilder:
         num_decode_tokens = sum(query_lens[:num_decodes])
         decode_columns = _num_blocks(max(seq_lens[:num_decodes], default=0), self.dcp)
         table = pad_table(block_tables, seq_lens, self.dcp)
-        request = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
+        request = np.arange(len(query_lens), dtype=np.int32)
+        if max(query_lens) > 1:
+            request = np.repeat(request, query_lens)
         positions = positions_of(query_lens, seq_lens)
         # Uploaded once, all of it together: decodes read the front of what sparse layers ask for of all requests.
         slots = self._slots(positions, table[request, positions // self.dcp.virtual_block_size])
@@ -198,6 +200,8 @@ def _num_blocks(seq_len: int, dcp: DCPConfig) -> int:
 
 def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:
     """Return the positions [T] int64 of all requests' new tokens."""
+    if max(query_lens) == 1:
+        return np.asarray(seq_lens, dtype=np.int64) - 1
     before_first = np.subtract(seq_lens, np.cumsum(query_lens))  # what a token's number in the batch lacks
     return np.arange(sum(query_lens)) + np.repeat(before_first, query_lens)
 

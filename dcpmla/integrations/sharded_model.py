@@ -72,13 +72,13 @@ class ShardedModel:
         return LatentCache.plan(config, dcp, self.num_attention_layers, seq_lens, self.dtype, self.index_layers)
 
     @torch.inference_mode()
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor) -> Tensor:
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor | None) -> Tensor:
         """Run one step of a flat batch. Collective over the TP group.
 
         Args:
             token_ids: [T] int64, T = metadata.num_tokens.
             cache: written at the step's slots and read.
-            logits_at: [n] int64, rows of the batch whose next-token logits are wanted.
+            logits_at: [n] int64, rows of the batch whose next-token logits are wanted; None for all.
         Returns:
             [n, vocab] float32, the same on every rank.
         """

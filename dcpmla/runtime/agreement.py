@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 
 from dcpmla.parallel.collectives import PeerFault, named
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.upload import upload
 
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
@@ -125,9 +124,13 @@ class Agreement:
         """
         is_first = self._mesh.tp_rank == 0
         numbers = np.array([*self._head(news), *failed], dtype=np.int64)
-        (head,) = upload([numbers], tokens.device)
-        found = (fault.to(tokens.device, non_blocking=True) for fault in faults)
-        words = torch.cat([head, *found, tokens if is_first else torch.zeros_like(tokens)])
+        head = torch.from_numpy(numbers)
+        sources = [head.pin_memory() if tokens.is_cuda else head, *faults, tokens]
+        words = torch.zeros(sum(map(len, sources)), dtype=torch.int64, device=tokens.device)
+        parts = words.split([len(source) for source in sources])
+        for part, source in zip(parts, sources, strict=True):
+            if is_first or source is not tokens:
+                part.copy_(source, non_blocking=True)
         if self._mesh.tp_size > 1:
             with named(_OPERATION, self._mesh.tp_group):
                 dist.all_reduce(words, group=self._mesh.tp_group)

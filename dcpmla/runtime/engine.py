@@ -40,7 +40,7 @@ class Model(Protocol):
     vocab_size: int
     eos_token_ids: frozenset[int]
 
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor) -> Tensor: ...
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor | None) -> Tensor: ...
 
     @property
     def faults(self) -> Sequence[Tensor]: ...
@@ -281,7 +281,7 @@ class Engine:
             logits = self.model.step(inputs.token_ids, metadata, self.cache, logits_at)
         else:
             logits = graph.run(inputs.token_ids, metadata, self.cache)
-            if len(inputs.ready) < len(step.pieces):
+            if logits_at is not None:
                 logits = logits[logits_at]
         for request, _ in step.pieces:
             self._remember(request)

@@ -46,9 +46,9 @@ class PromptRows(NamedTuple):
             row += num_tokens
         return found
 
-    def join(self, logits_at: Tensor) -> Tensor:
-        """Return rows [n] whose logits are wanted, on the device, and these after them."""
-        if not self.rows:
+    def join(self, logits_at: Tensor | None) -> Tensor | None:
+        """Return rows [n] whose logits are wanted, on the device, and these after them; None where it is all rows."""
+        if logits_at is None or not self.rows:
             return logits_at
         return torch.cat([logits_at, *upload([np.asarray(self.rows)], logits_at.device)])
 

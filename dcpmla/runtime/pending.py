@@ -21,12 +21,12 @@ class StepInputs:
     Attributes:
         token_ids: [T] int64 on the device.
         ready: [n] requests that have all their tokens computed with it.
-        logits_at: [n] int64 on the device, rows of their last tokens.
+        logits_at: [n] int64 on the device, rows of their last tokens; None where these are all rows.
     """
 
     token_ids: Tensor
     ready: list[Request]
-    logits_at: Tensor
+    logits_at: Tensor | None
 
     @classmethod
     def of(cls, step: Step, previous: "PendingStep | None", device: torch.device) -> "StepInputs":
@@ -51,14 +51,15 @@ class StepInputs:
             if not request.num_pending_tokens:
                 ready.append(request)
                 last_rows.append(len(token_ids) - 1)
+        num_tokens = len(token_ids)
+        if previous is not None and sources == list(range(num_tokens)) == list(range(len(previous.rows))):
+            return cls(previous.message.tokens, ready, None)  # as most steps: the same requests go on
         numbers = [np.asarray(rows, dtype=np.int64) for rows in (token_ids, last_rows, unknown, sources)]
         known, logits_at, unknown_rows, source_rows = upload(numbers, device)
-        if not unknown:
-            return cls(known, ready, logits_at)
-        assert previous is not None
-        sampled = previous.message.tokens.index_select(0, source_rows)
-        inputs = known.index_copy_(0, unknown_rows, sampled) if len(sampled) < len(known) else sampled
-        return cls(inputs, ready, logits_at)
+        if unknown:
+            assert previous is not None
+            known.index_copy_(0, unknown_rows, previous.message.tokens.index_select(0, source_rows))
+        return cls(known, ready, None if len(ready) == num_tokens else logits_at)
 
 
 class PendingStep:

@@ -37,7 +37,8 @@ class HashModel:
         self.steps: list[list[int]] = []  # tokens of each piece of each step
         self.faults: list[Tensor] = []
 
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor) -> Tensor:
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor | None) -> Tensor:
+        logits_at = torch.arange(len(token_ids)) if logits_at is None else logits_at
         rows = cache.layers[0].view(-1, 2)
         mine = metadata.slot_mapping >= 0
         rows[metadata.slot_mapping[mine]] = torch.stack([token_ids, metadata.positions], -1)[mine].float()
@@ -53,7 +54,7 @@ class HashModel:
 
     def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         """For a decode graph."""
-        return self.step(token_ids, metadata, cache, torch.arange(len(token_ids)))
+        return self.step(token_ids, metadata, cache, None)
 
     def _sequences(self, token_ids: Tensor, metadata: StepMetadata, rows: Tensor) -> dict[int, tuple[list[int], int]]:
         """Row of each request's last token -> its sequence, and how many tokens of it are new."""
