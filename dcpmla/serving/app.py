@@ -85,6 +85,7 @@ class Api:
         """Continue prompts."""
         body = parse(CompletionBody, await _read(request), CompletionBody.check)
         texts = self._texts(body.model)
+        self._engine.check_room(len(body.prompts) * body.num_choices)
         prompts = [await texts.prompt(prompt, wants_text=bool(body.echo)) for prompt in body.prompts]
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         params = body.params(max(1, max_tokens), body.logprobs, body.logprobs if body.echo else None)
@@ -247,6 +248,8 @@ async def _read(request: Request) -> bytes:
         raise ApiError(408, "the body takes too long", headers={"Connection": "close"}) from None
     except ClientDisconnect:
         raise ApiError(400, "the body is not complete") from None
+    if size > _BODY_BYTES:
+        raise ApiError(413, f"the body has more than {_BODY_BYTES:,} bytes", headers={"Connection": "close"})
     return b"".join(parts)
 
 

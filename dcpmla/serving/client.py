@@ -59,16 +59,22 @@ class Engine:
             raise ApiError(503, "the model is being loaded", code="loading", headers=_RETRY_AFTER)
         return self.model
 
+    def check_room(self, num_requests: int) -> None:
+        """Raise ApiError unless the queue has room for so many requests more."""
+        most = self.ready().max_num_seqs + self.max_waiting
+        if num_requests > most:
+            raise ApiError(400, f"{num_requests} answers are asked for at once; at most {most} are served", param="n")
+        if num_requests > most - len(self._open):
+            words = f"{len(self._open)} requests are open, and {most} is the most there may be; try again later"
+            raise ApiError(429, words, code="queue_full", headers=_RETRY_AFTER)
+
     def submit(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], seconds: float) -> "Generation":
         """Send requests to the engine, which abandons them at the end of the generation's `with` block.
 
         Raises:
             ApiError: the queue is full.
         """
-        room = self.ready().max_num_seqs + self.max_waiting - len(self._open)
-        if len(prompts) > room:
-            words = f"{len(self._open)} requests are open, and there is room for {room} more; try again later"
-            raise ApiError(429, words, code="queue_full", headers=_RETRY_AFTER)
+        self.check_room(len(prompts))
         generation = Generation(self, time.monotonic() + seconds)
         for prompt, own in zip(prompts, params, strict=True):
             request_id = next(self._ids)

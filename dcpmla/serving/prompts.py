@@ -11,6 +11,8 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.protocol import ChatMessage
 
+_CHARACTERS = 64  # of a token, on average, in the longest text that is looked at
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -76,7 +78,15 @@ class Texts:
         return self._checked(await self.encode(text, add_special_tokens=False), text)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's tokens."""
+        """Return a text's tokens.
+
+        Raises:
+            ApiError: a text that is too long for any vocabulary.
+        """
+        longest = _CHARACTERS * self._model.max_model_len
+        if len(text) > longest:
+            words = f"the prompt has {len(text):,} characters; at most {longest:,} are looked at"
+            raise ApiError(400, words, param="prompt", code="context_length_exceeded")
         encoded = await asyncio.to_thread(self._tokenizer, text, add_special_tokens=add_special_tokens)
         return list(encoded["input_ids"])
 

@@ -17,6 +17,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    options = ["--api-key", KEY, "--served-model-name", "needle", "--max-num-seqs", 64, "--max-waiting", 400, "--dtype", "float32"]
+    options = [
+        "--api-key",
+        KEY,
+        "--served-model-name",
+        "needle",
+        "--max-num-seqs",
+        64,
+        "--max-waiting",
+        400,
+        "--dtype",
+        "float32",
+    ]
     with serve(tmp_path_factory.mktemp("server"), model, 2, *options) as running:
         yield running

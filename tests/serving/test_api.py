@@ -23,7 +23,7 @@ def client(server: RunningServer) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> tuple[Any, Any]:
-    """The model and its tokenizer in transformers."""
+    """Load the model and its tokenizer with transformers."""
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     return whole.eval(), transformers.AutoTokenizer.from_pretrained(model)
 
@@ -113,8 +113,8 @@ def test_a_chat_streamed_and_whole(client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(messages=[bad], **GREEDY)  # type: ignore[list-item]
         assert refused.value.param == param
+    extra = {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
     with pytest.raises(openai.BadRequestError, match="chat_template is no variable"):
-        extra = {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}  # type: ignore[dict-item]
         client.chat.completions.create(messages=messages, extra_body=extra, **GREEDY)
 
 
@@ -122,7 +122,9 @@ def test_log_probabilities_are_the_model_s(client: openai.OpenAI, reference: tup
     """Of new tokens, raw whatever the temperature, and in both shapes."""
     _, expected = logprobs_of(reference, QUESTION)
     best = expected[-1].topk(3)
-    answer = client.completions.create(prompt=QUESTION, model="needle", temperature=3, top_p=0.01, max_tokens=1, logprobs=3)
+    answer = client.completions.create(
+        prompt=QUESTION, model="needle", temperature=3, top_p=0.01, max_tokens=1, logprobs=3
+    )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.token_logprobs == pytest.approx([best.values[0].item()], abs=1e-4)
