@@ -238,12 +238,11 @@ async def _read(request: Request) -> bytes:
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
-                parts.append(part)
                 size += len(part)
-                if size > _BODY_BYTES:
-                    raise ApiError(
-                        413, f"the body has more than {_BODY_BYTES:,} bytes", headers={"Connection": "close"}
-                    )
+                if size <= _BODY_BYTES:
+                    parts.append(part)
+                elif size > 4 * _BODY_BYTES:
+                    break  # others are read to their end, or the client would not see the answer
     except TimeoutError:
         raise ApiError(408, "the body takes too long", headers={"Connection": "close"}) from None
     except ClientDisconnect:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dcpmla.serving.app import Api, Settings
@@ -82,7 +83,7 @@ def serve_http(
         signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes; the ranks decide
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    asyncio.run(_serve(connection, listener, settings, max_waiting, drain_seconds))
+    uvloop.run(_serve(connection, listener, settings, max_waiting, drain_seconds))
 
 
 async def _serve(

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 
-from tests.support.launchers import ROOT, _run_program, environment, free_port, unattended
+from tests.support.launchers import ROOT, environment, free_port, run_program, unattended
 from tests.support.ranks import start_process
 
 NEEDLE = ROOT / "examples" / "needle" / "model"
@@ -74,7 +74,7 @@ def serve(directory: Path, model: Path, num_ranks: int, *options: object) -> Ite
     for rank, (argv, env) in enumerate(unattended(program, num_ranks)):
         paths = [directory / f"{name} {port} {rank}" for name in ("out", "err")]
         logs += paths
-        processes.append(start_process(_run_program, ([*map(str, argv[1:])], {**environment(), **env}, *paths)))
+        processes.append(start_process(run_program, ([*map(str, argv[1:])], {**environment(), **env}, *paths)))
     server = RunningServer(f"http://127.0.0.1:{port}", processes, logs)
     try:
         wait_until_healthy(server.url, 90, lambda: all(process.is_alive() for process in processes), server.log)
