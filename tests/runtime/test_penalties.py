@@ -24,7 +24,14 @@ TABLE = 3 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manu
 class TableModel(HashModel):
     """A model whose next token depends on the last one alone: it soon runs in circles."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_scored = 0  # most logits of a step beyond one for each request
+
     def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor | None) -> Tensor:
+        num_requests = metadata.num_decode_tokens
+        num_requests += 0 if metadata.prefill is None else len(metadata.prefill.queries.start) - 1
+        self.num_scored = max(self.num_scored, 0 if logits_at is None else len(logits_at) - num_requests)
         return TABLE[token_ids if logits_at is None else token_ids[logits_at]]
 
 
@@ -105,7 +112,8 @@ def test_log_probabilities(requests: list[tuple[list[int], Any, Any, float]], bu
     """Of prompts as well: cached ones, in pieces, of requests that are computed again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler_module, "_MAX_SCORED", max_scored)
-        engine = make_engine(8, budget, model=TableModel())
+        model = TableModel()
+        engine = make_engine(8, budget, model=model)
         added = []
         for prompt, new, old, temperature in requests:
             params = SamplingParams(
@@ -115,21 +123,37 @@ def test_log_probabilities(requests: list[tuple[list[int], Any, Any, float]], bu
                 prompt_logprobs=old,
                 temperature=temperature,
                 presence_penalty=1.0,
+                stop_token_ids=(1, 2, 3, 4),
             )
             added += [engine.add(prompt, params), engine.add(prompt, params)]
         list(engine.run())
+    assert model.num_scored <= max_scored
     for request in added:
-        new, old = request.params.logprobs, request.params.prompt_logprobs
-        sequence = [*request.prompt_token_ids, *request.token_ids]
-        num_prompt = len(request.prompt_token_ids)
-        assert [entry.token_id for entry in request.logprobs] == ([] if new is None else request.token_ids)
-        for position, entry in enumerate(request.logprobs, start=num_prompt):
-            check_entry(entry, sequence[position - 1], new or 0)
-        assert [entry.token_id for entry in request.prompt_logprobs] == (
-            [] if old is None else request.prompt_token_ids
-        )
-        for position, entry in enumerate(request.prompt_logprobs):
-            if position == 0:
-                assert entry[1:] == (None, ())
-            else:
-                check_entry(entry, sequence[position - 1], old or 0)
+        check_request(request)
+
+
+def test_log_probabilities_of_a_prompt_that_is_begun_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older request takes the last block while the younger one's prompt is half scored."""
+    monkeypatch.setattr(scheduler_module, "_MAX_SCORED", 2)
+    engine = make_engine(6, model=TableModel())
+    engine.add([1, 2, 3], SamplingParams(max_new_tokens=20, ignore_eos=True))
+    young = engine.add(list(range(14)), SamplingParams(max_new_tokens=2, prompt_logprobs=1, ignore_eos=True))
+    list(engine.run())
+    assert young.num_preemptions > 0
+    check_request(young)
+
+
+def check_request(request: Request) -> None:
+    """Compare all entries with the table."""
+    new, old = request.params.logprobs, request.params.prompt_logprobs
+    sequence = [*request.prompt_token_ids, *request.token_ids]
+    num_prompt = len(request.prompt_token_ids)
+    assert [entry.token_id for entry in request.logprobs] == ([] if new is None else request.token_ids)
+    for position, entry in enumerate(request.logprobs, start=num_prompt):
+        check_entry(entry, sequence[position - 1], new or 0)
+    assert [entry.token_id for entry in request.prompt_logprobs] == ([] if old is None else request.prompt_token_ids)
+    for position, entry in enumerate(request.prompt_logprobs):
+        if position == 0:
+            assert entry[1:] == (None, ())
+        else:
+            check_entry(entry, sequence[position - 1], old or 0)
