@@ -46,7 +46,7 @@ class Frontend:
             finally:
                 os._exit(0)
         theirs.close()
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._outbox: SimpleQueue[object] = SimpleQueue()
         self._inbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._next: list[bytes | None] = []  # taken from the inbox while the engine was idle
 
@@ -58,7 +58,7 @@ class Frontend:
 
     def send(self, message: object) -> None:
         """Queue a message."""
-        self._outbox.put(pack(message))
+        self._outbox.put(message)
 
     def wait(self, seconds: float) -> None:
         """Wait until there is something to take, at most for some seconds."""
@@ -92,8 +92,8 @@ class Frontend:
 
     def _write(self) -> None:
         with suppress(OSError):  # the reader tells of it
-            while (packed := self._outbox.get()) is not None:
-                self._socket.sendall(packed)
+            while (message := self._outbox.get()) is not None:
+                self._socket.sendall(pack(message))
 
     def _read(self) -> None:
         with suppress(OSError), self._socket.makefile("rb") as stream:
