@@ -20,7 +20,7 @@ _HEAD = 3  # words before the flags: clock, bytes of news, ranks that are told t
 
 
 class News(NamedTuple):
-    """What a rank has heard from outside the job.
+    """News of a rank from outside the job.
 
     Attributes:
         content: of the first rank; other ranks' is empty.

@@ -118,7 +118,7 @@ class Request:
 
     @property
     def is_scored(self) -> bool:
-        """Whether log probabilities of its prompt are still to be computed."""
+        """Return whether log probabilities of its prompt are still to be computed."""
         return self.params.prompt_logprobs is not None and self.num_scored_tokens < len(self.prompt_token_ids) - 1
 
     @property

@@ -96,7 +96,7 @@ class SamplingParams:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether logits are changed before a token is chosen from them."""
+        """Return whether logits are changed before a token is chosen from them."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
         return any(penalties) or (self.min_p > 0 and self.temperature > 0)
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose.
+    """The user's choices.
 
     Attributes:
         name: of the model, for clients.

@@ -39,7 +39,7 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether every rank has taken part in a step, just now, and new requests are taken."""
+        """Return whether every rank has taken part in a step, just now, and new requests are taken."""
         return self.model is not None and not self.drain.is_set() and time.monotonic() - self._last < _SILENCE
 
     @property

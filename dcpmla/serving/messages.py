@@ -82,7 +82,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a step, and the engine's state after it; one comes about every second from an idle engine.
+    """A step's outputs, and the engine's state after it; one comes about every second from an idle engine.
 
     Attributes:
         cache_use: part of the cache's blocks that running requests hold, in [0, 1].

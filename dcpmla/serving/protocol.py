@@ -91,7 +91,7 @@ class _Generation(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """Return whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self) -> None:
