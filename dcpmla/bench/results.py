@@ -84,6 +84,7 @@ FIELDS = {
     "acceptance": "probability that a draft is accepted if those before it are, forced; none in rows without drafts",
     "tokens_a_step": "new tokens of a step of the whole batch, on average",
     # a load that was served
+    "url": "server that was driven over HTTP; without it the engine is driven in the same process",
     "request_rate": "requests a second of the Poisson process, or `inf`",
     "seconds": "from the load's beginning to the end of its last request",
     "*_per_second": "requests, prompt tokens or new tokens over `seconds`",
@@ -101,6 +102,7 @@ FIELDS = {
     "num_fit_mean": "requests of average size that the cache holds at their full lengths",
     "num_fit_largest": "requests of the largest size that it holds",
     "max_num_running": "most requests that ran at the same time",
+    "num_lost": "requests that a server did not answer with all their tokens",
     "num_preemptions": "requests sent back for want of blocks",
     "num_cached_tokens": "prompt tokens that earlier requests had computed",
     # benchmarks/agreement.py

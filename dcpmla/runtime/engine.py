@@ -16,10 +16,12 @@ from dcpmla.cache.compressed import AnyCache, CompressedCache
 from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.agreement import Agreement
+from dcpmla.runtime.agreement import Agreement, Feed, News
 from dcpmla.runtime.callbacks import Callbacks
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.logprobs import Logprobs, PromptRows
+from dcpmla.runtime.penalties import shape_logits
 from dcpmla.runtime.pending import PendingStep, StepInputs
 from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.sampling import SamplingParams, sample
@@ -104,6 +106,7 @@ class Engine:
         self._last_end = 0.0  # seconds on the host's clock (`time.perf_counter`) when tokens were taken last
         self._callbacks = Callbacks()
         self._arrivals = Arrivals()
+        self.feed: Feed | None = None  # of a server
         self._finished: deque[Request] = deque()  # not given to the caller yet
 
     def add(
@@ -199,7 +202,8 @@ class Engine:
 
     def _advance(self) -> None:
         if self._pending is None:
-            self._first_now = self._agreement.first_clock()  # it went on while nothing was computed
+            self._first_now, news = self._agreement.meet(self._news())  # the clock went on while nothing was computed
+            self._hear(news)
             self._pending = self._launch()
         if self._pending is None:
             self._wait_for_arrival()
@@ -258,16 +262,22 @@ class Engine:
         self.on_step(
             f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps + is_ahead} ({step.words}{as_graph})"
         )
-        inputs, logits = self._compute(step, drafts, graph)
+        prompts = PromptRows.of(step)
+        inputs, logits = self._compute(step, drafts, graph, prompts)
         tokens = self._sample(inputs.ready, logits)
         called, failed = self._callbacks.take()
         chosen = tokens if drafts is None else torch.cat([tokens, drafts])
-        message = self._agreement.start(chosen, failed, self.model.faults)
+        message = self._agreement.start(chosen, failed, self.model.faults, self._news())
+        logprobs = Logprobs(logits, inputs.ready, message.tokens, prompts)
         row_lens = [batch.query_len if batch else piece.num_tokens for piece in step.pieces]
-        return PendingStep(step.pieces, row_lens, inputs.ready, message, called, logits, is_prefill, started)
+        return PendingStep(step.pieces, row_lens, inputs.ready, message, called, logits, logprobs, is_prefill, started)
 
-    def _compute(self, step: Step, drafts: Tensor | None, graph: DecodeGraph | None) -> tuple[StepInputs, Tensor]:
-        """Compute a step's tokens; return them, and the logits of those that new ones follow."""
+    def _compute(
+        self, step: Step, drafts: Tensor | None, graph: DecodeGraph | None, prompts: PromptRows
+    ) -> tuple[StepInputs, Tensor]:
+        """Compute a step's tokens; return them, and the logits of those that new ones follow, then of the prompts'
+        tokens that are scored.
+        """
         for copy in step.copies:
             self._copy_state(*copy)
         metadata = StepMetadata.build(
@@ -285,12 +295,13 @@ class Engine:
         )
         self._lacks_scales = False
         inputs = StepInputs.of(step, self._pending, drafts, self.model.device)
+        logits_at = prompts.join(inputs.logits_at)
         if graph is None:
-            logits = self.model.step(inputs.token_ids, metadata, self.cache, inputs.logits_at)
+            logits = self.model.step(inputs.token_ids, metadata, self.cache, logits_at)
         else:
             logits = graph.run(inputs.token_ids, metadata, self.cache)
-            if inputs.logits_at is not None:
-                logits = logits[inputs.logits_at]
+            if logits_at is not None:
+                logits = logits[logits_at]
         for piece in step.pieces:
             self._remember(piece.request)
         return inputs, logits
@@ -302,7 +313,8 @@ class Engine:
         for piece in ready:
             if piece.num_drafts:
                 piece.request.mark_draws()
-        return sample(logits, [request.params for request in requests], generators)
+        shaped = shape_logits(logits[: len(requests)], requests, self._pending)
+        return sample(shaped, [request.params for request in requests], generators)
 
     def _remember(self, request: Request) -> None:
         copied = self.scheduler.remember(request)
@@ -322,6 +334,8 @@ class Engine:
         agreed = pending.message.read(words)
         self.now, self._first_now = self._agreement.clock(), agreed.now
         self._end_failed(pending.called, agreed.failed)
+        self._hear(News(self._agreement.share(pending.message.content, agreed.num_bytes), agreed.is_told))
+        pending.logprobs.give()
         texts, num_rejected = [], 0
         for piece, drafts, sampled in pending.results(agreed.tokens):
             if piece.request.finish_reason:
@@ -358,6 +372,13 @@ class Engine:
         self.scheduler.remove(request)
         self._finished.append(request)
         self.stats.count_finished(request)
+
+    def _news(self) -> News:
+        return News() if self.feed is None else self.feed.give()
+
+    def _hear(self, news: News) -> None:
+        if self.feed is not None and any(news):
+            self.feed.take(news)
 
     def _end_failed(self, called: Sequence[Request], failed: Sequence[bool]) -> None:
         """End requests whose callbacks failed on any rank."""

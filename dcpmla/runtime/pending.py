@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dcpmla.runtime.agreement import Message
 from dcpmla.runtime.drafts import Computed
+from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Piece, Step
 from dcpmla.upload import upload
@@ -85,6 +86,7 @@ class PendingStep:
         message: what the ranks agree on, its tokens [n] those of the requests, then all drafts.
         called: requests whose callbacks the message's flags are of.
         logits: [n, vocab] float32, which the tokens are chosen from; rows of requests that keep theirs are copied.
+        logprobs: those that requests keep.
         is_prefill: for `Stats.count_step`.
 
     Attributes:
@@ -101,11 +103,12 @@ class PendingStep:
         message: Message,
         called: Sequence[Request],
         logits: Tensor,
+        logprobs: Logprobs,
         is_prefill: bool,
         started: float,
     ) -> None:
         self.pieces, self.row_lens, self.ready = pieces, row_lens, ready
-        self.message, self.called = message, called
+        self.message, self.called, self.logprobs = message, called, logprobs
         self.is_prefill, self.started = is_prefill, started
         self.num_drafts = sum(piece.num_drafts for piece in pieces)
         self._positions = [piece.request.num_computed_tokens - piece.num_tokens + piece.num_drafts for piece in pieces]

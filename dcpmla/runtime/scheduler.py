@@ -17,6 +17,7 @@ from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.request import Request
 
+_MAX_SCORED = 256  # prompts' tokens of a step that get logits: as many rows of the vocabulary in float32
 NOW = -math.inf  # arrival time of a request that the next step dates
 
 
@@ -78,15 +79,25 @@ class Step:
     Attributes:
         budget: further tokens that the step has room for.
         copies: states to copy before it, (source, target), in this order.
+        num_scored: tokens of prompts whose log probabilities are wanted.
     """
 
     budget: int
     pieces: list[Piece] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    num_scored: int = 0
+
+    def room(self, request: Request) -> int:
+        """Return how many tokens of a request there is room for."""
+        if not request.is_scored:
+            return self.budget
+        return min(self.budget, _MAX_SCORED - self.num_scored)
 
     def add(self, request: Request, num_tokens: int) -> None:
         """Put as many of the tokens into the step as it has room for."""
-        num_tokens = min(num_tokens, self.budget)
+        num_tokens = min(num_tokens, self.room(request))
+        if request.is_scored:
+            self.num_scored += num_tokens
         self.pieces.append(Piece(request, num_tokens))
         self.budget -= num_tokens
 
@@ -229,12 +240,14 @@ class Scheduler:
 
     def _schedule_prefills(self, step: Step) -> None:
         for request in self.running:
-            if request.num_pending_tokens > 1 and step.budget:
+            if request.num_pending_tokens > 1 and step.room(request):
                 step.add(request, self._piece(request))
 
     def _admit(self, step: Step, now: float) -> None:
         while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
+            if not step.room(request):
+                return
             # Who gave way just now is computed anew once its token under way is known: it would get that one twice.
             if request.num_in_flight or not self._take_blocks(request, step):
                 return
@@ -264,7 +277,9 @@ class Scheduler:
         ):
             return False  # not searched for at each step: its prompt may be long
         # The last token is computed in any case: its logits are wanted.
-        known, has_states = request.tokens(0, request.num_tokens - 1), self.allocator.states.num_states > 0
+        # So are those of a prompt whose tokens are scored.
+        known = request.tokens(0, request.num_tokens - 1) if not request.is_scored else []
+        has_states = self.allocator.states.num_states > 0
         found, remembered = self.allocator.find_with_state(known) if has_states else (self.allocator.find(known), None)
         self.allocator.share(found)
         num_new = self._num_blocks(request.num_tokens) - len(found)

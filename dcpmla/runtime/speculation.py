@@ -26,12 +26,16 @@ class Speculation:
 
     def waits_for(self, pending: PendingStep, running: Sequence[Request]) -> bool:
         """Tell whether the next step needs the tokens of the one under way: all it accepts, or those drafts follow."""
-        return self.drafter is not None and (pending.num_drafts > 0 or self.drafter.waits(running))
+        return self.drafter is not None and (
+            pending.num_drafts > 0 or self.drafter.waits([request for request in running if request.can_draft])
+        )
 
     def num_wanted(self, running: Sequence[Request]) -> Callable[[Request], int] | None:
         """Return what says how many drafts to try of a request; None where there are none."""
         drafter = self.drafter
-        return None if drafter is None else lambda request: drafter.num_wanted(request, len(running))
+        if drafter is None:
+            return None
+        return lambda request: drafter.num_wanted(request, len(running)) if request.can_draft else 0
 
     def draft(self, step: Step) -> Tensor | None:
         """Give a step's decodes the drafts that there are; return these, [N] int64 on the device, piece after piece;

@@ -103,6 +103,20 @@ def test_sampling_draws_what_it_draws_without_drafts(share: float) -> None:
     assert tokens(drafter) == tokens(None)
 
 
+def test_who_looks_at_earlier_tokens_drafts_nothing() -> None:
+    """Penalties and log probabilities are those of one token a step; others in the same steps draft."""
+    params = [{"presence_penalty": 0.4}, {"logprobs": 2}, {}]
+
+    def outcome(drafter: Drafter | None) -> list[object]:
+        engine = make_engine(num_blocks=50, drafter=drafter)
+        requests = [engine.add([index, 2], SamplingParams(ignore_eos=True, **own)) for index, own in enumerate(params)]  # type: ignore[arg-type]
+        list(engine.run())
+        assert [request.acceptance.num_drafted > 0 for request in requests] == [False, False, drafter is not None]
+        return [(request.token_ids, request.logprobs) for request in requests]
+
+    assert outcome(HashDrafter(3, 0.9)) == outcome(None)
+
+
 def test_texts_stop_inside_accepted_drafts() -> None:
     seen: list[tuple[int, str]] = []
     expected = alone_ignoring_eos([3, 1], 9)
