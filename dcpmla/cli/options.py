@@ -235,8 +235,9 @@ def build_engine(
         print(f"ranks: {job.ranks.origin}\ncache: {engine.cache.sizes}")
         print(f"exchange: {chosen.exchange.name} ({chosen.reason})", flush=True)
         if engine.graph is not None:
-            sizes = engine.graph.batch_sizes
-            print(f"decode graphs: {len(sizes)}, the largest of {sizes[-1]} requests", flush=True)
+            sizes, wide = engine.graph.batch_sizes, engine.graph.wide_sizes
+            of_drafts = f"; with drafts {len(wide)}, the largest of {wide[-1]}" if wide else ""
+            print(f"decode graphs: {len(sizes)}, the largest of {sizes[-1]} requests{of_drafts}", flush=True)
     return engine, chosen
 
 

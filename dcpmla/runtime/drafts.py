@@ -84,8 +84,8 @@ class Drafter(ABC):
 
     def num_wanted(self, request: Request, num_running: int) -> int:
         """Return how many drafts to try of a request, one of so many that run."""
-        most = MAX_DRAFT_ROWS // num_running - 1
-        return request.acceptance.num_wanted(max(0, min(self.num_speculative_tokens, most)))
+        most = self.num_speculative_tokens
+        return request.acceptance.num_wanted(most if num_running * (1 + most) <= MAX_DRAFT_ROWS else 0)
 
     def waits(self, requests: Sequence[Request]) -> bool:
         """Tell whether the next step waits for the tokens of the one under way, for drafts to follow them.

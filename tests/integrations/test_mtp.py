@@ -13,6 +13,7 @@ from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.mtp import MtpNames, check_mtp, with_mtp_layer
+from dcpmla.integrations.speculation import check_speculation
 from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
@@ -167,8 +168,13 @@ def test_drafts_are_those_of_the_module(tp: int, dcp_size: int, families: tuple[
 def test_models_without_a_module_are_refused() -> None:
     with pytest.raises(ValueError, match="config has no num_nextn_predict_layers: leave --speculative-method mtp out"):
         check_mtp(tiny_config("mistral4"))
-    with pytest.raises(ValueError, match="is 'mtp', not for deepseek_v4 yet"):
-        check_mtp(tiny_config("deepseek_v4"))
+    for method in ("ngram", "mtp"):
+        with pytest.raises(ValueError, match=f"is '{method}', but the states of deepseek_v4 cannot take back"):
+            check_speculation(tiny_config("deepseek_v4"), DCPConfig(), method)
+    scaled = DCPConfig(kv_cache_dtype="fp8", calculate_kv_scales=True)
+    with pytest.raises(ValueError, match="leave --calculate-kv-scales out, or take ngram"):
+        check_speculation(tiny_config("longcat_flash"), scaled, "mtp")
+    check_speculation(tiny_config("mistral4"), DCPConfig(), "ngram")
 
 
 def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:

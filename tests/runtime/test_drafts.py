@@ -161,6 +161,11 @@ def test_acceptance_decides_how_many_drafts_to_try() -> None:
     assert (wrong.num_wanted(8), wrong.num_wanted(0)) == (1, 0)
 
 
+def test_large_batches_draft_nothing() -> None:
+    drafter, request = NgramDrafter(3, torch.device("cpu")), Request([1], SamplingParams())
+    assert [drafter.num_wanted(request, num_running) for num_running in (1, 64, 65)] == [3, 3, 0]
+
+
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_a_lookup_finds_the_latest_of_the_longest_matches(tokens: list[int], num_wanted: int) -> None:
