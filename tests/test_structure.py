@@ -268,7 +268,11 @@ def third_party() -> set[str]:
 
 
 def test_what_is_imported_is_declared() -> None:
-    distributions = {"huggingface_hub": "huggingface-hub", "pynvml": "nvidia-ml-py", "prometheus_client": "prometheus-client"}
+    distributions = {
+        "huggingface_hub": "huggingface-hub",
+        "pynvml": "nvidia-ml-py",
+        "prometheus_client": "prometheus-client",
+    }
     optional = {"flashinfer"}  # taken where it is there
     declared = [*metadata()["dependencies"], *itertools.chain(*metadata()["optional-dependencies"].values())]
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in declared}

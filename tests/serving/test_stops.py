@@ -133,4 +133,4 @@ def test_a_dead_rank_fails_all_requests_and_torchrun_starts_it_again(
         answer = subprocess.run(shlex.split(ask), capture_output=True, check=True, timeout=60).stdout
         assert json.loads(answer)["choices"][0]["text"] == "123"
     exec(use, {})
-    assert capsys.readouterr().out.endswith("456 456 456 456")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("456 ")
