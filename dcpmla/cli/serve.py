@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
             frontend.start()
             frontend.send(started(engine, files.tokenizer, files.no_tokenizer))
             print(f"serving on {frontend.address}", flush=True)
+        job.watchdog.enter("waiting for the first request")
         loop.run()
 
 
