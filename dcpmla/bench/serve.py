@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ class Serve(Benchmark[DCPConfig, None]):
         if sum(longest) > files.max_model_len:
             given = f"--input-lens has {longest[0]} and --output-lens {longest[1]}, together {sum(longest)} tokens"
             raise ValueError(f"{given}; with --max-model-len {files.max_model_len} at most that many are served")
+        if args.url is not None and find_spec("h11") is None:
+            raise ValueError("url (--url) needs the extra serve: pip install 'dcpmla[serve]'")
         if args.url is not None and (not args.url.startswith("http://") or args.plot):
             raise ValueError(f"url (--url) is {args.url!r}; it must begin with http://, and does not go with --plot")
 

@@ -145,8 +145,15 @@ def _output_line(request: Request) -> dict[str, object]:
         "token_ids": request.token_ids,
         "text": request.text,
         "finish_reason": request.finish_reason,
+        **_logprobs(request),
         **request.metrics(),
     }
+
+
+def _logprobs(request: Request) -> dict[str, object]:
+    """Return [token id, log probability, [[token id, log probability] of the best]] of each token, where asked for."""
+    asked = {"logprobs": request.params.logprobs, "prompt_logprobs": request.params.prompt_logprobs}
+    return {name: getattr(request, name) for name, num_top in asked.items() if num_top is not None}
 
 
 def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request], chosen: ChosenExchange) -> None:

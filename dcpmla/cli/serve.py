@@ -4,16 +4,14 @@ import argparse
 import os
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, seconds, start
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.job.launcher import claimed_rank
-
-if TYPE_CHECKING:
-    from dcpmla.serving.frontend import Frontend
+from dcpmla.serving.frontend import Frontend, listen
+from dcpmla.serving.loop import ServingLoop, started
 
 _KEY = "DCPMLA_API_KEY"
 
@@ -42,8 +40,6 @@ def run(args: argparse.Namespace) -> None:
     if api_key == "":
         raise ValueError(f"api_key (--api-key, {_KEY}) is empty; give a key, or leave it out")
     frontend = _start_frontend(args, api_key)
-    from dcpmla.serving.loop import ServingLoop, started
-
     with start(args) as job, ExitStack() as to_close:
         job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
         with agree():
@@ -57,10 +53,11 @@ def run(args: argparse.Namespace) -> None:
             frontend.start()
             frontend.send(started(engine, files.tokenizer, files.no_tokenizer))
             print(f"serving on {frontend.address}", flush=True)
+        job.watchdog.enter("waiting for the first request")
         loop.run()
 
 
-def _start_frontend(args: argparse.Namespace, api_key: str | None) -> "Frontend | None":
+def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend | None:
     """Start the HTTP process of the first rank, before this process has threads.
 
     Raises:
@@ -70,7 +67,6 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> "Frontend 
         return None
     try:
         from dcpmla.serving.app import Settings
-        from dcpmla.serving.frontend import Frontend, listen
         from dcpmla.serving.http import serve_http
     except ImportError as error:
         raise ValueError(f"serve needs the extra serve, pip install 'dcpmla[serve]' ({error})") from error

@@ -40,7 +40,8 @@ class Engine:
     @property
     def is_healthy(self) -> bool:
         """Return whether every rank has taken part in a step, just now, and new requests are taken."""
-        return self.model is not None and not self.drain.is_set() and time.monotonic() - self._last < _SILENCE
+        is_open = self.model is not None and not self.drain.is_set() and not self.has_failed
+        return is_open and time.monotonic() - self._last < _SILENCE
 
     @property
     def num_open(self) -> int:

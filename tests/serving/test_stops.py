@@ -61,7 +61,7 @@ def test_told_to_stop_while_answering(tmp_path: Path) -> None:
     """By a signal to any rank; before that the queue is full."""
     options = ["--max-num-seqs", 1, "--max-waiting", 1, "--drain-seconds", 30]
     with serve(tmp_path, NEEDLE, 2, *options) as server:
-        with Reader.reading(server.url, 200) as running:
+        with Reader.reading(server.url, 120) as running:
             waiting = Reader(server.url, 3)
             waiting.start()
             until = time.monotonic() + 20
@@ -77,7 +77,7 @@ def test_told_to_stop_while_answering(tmp_path: Path) -> None:
             assert running.is_alive()
             assert refused(server.url) == (503, "stopping")
         waiting.join(30)
-        for reader, num_tokens in ((running, 200), (waiting, 3)):
+        for reader, num_tokens in ((running, 120), (waiting, 3)):
             chunks = read_events(reader.lines)
             assert chunks[-1]["choices"][0]["finish_reason"] == "length"
             assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " ".join(["123"] * num_tokens)
@@ -133,4 +133,4 @@ def test_a_dead_rank_fails_all_requests_and_torchrun_starts_it_again(
         answer = subprocess.run(shlex.split(ask), capture_output=True, check=True, timeout=60).stdout
         assert json.loads(answer)["choices"][0]["text"] == "123"
     exec(use, {})
-    assert capsys.readouterr().out.endswith("456 456 456 456")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("456 ")
