@@ -4,15 +4,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.compressed import AnyCache, CompressedCache
+from dcpmla.cache.compressed import AnyCache
 from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
@@ -21,32 +17,16 @@ from dcpmla.runtime.callbacks import Callbacks
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
-from dcpmla.runtime.penalties import shape_logits
-from dcpmla.runtime.pending import PendingStep, StepInputs
+from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
-from dcpmla.runtime.sampling import SamplingParams, sample
-from dcpmla.runtime.scheduler import NOW, Arrivals, Piece, Scheduler, Step
+from dcpmla.runtime.runner import Model, StepRunner, choose_tokens
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.scheduler import NOW, Arrivals, Scheduler
 from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
 from dcpmla.runtime.text import TextStream, Tokenizer
 
 _MAX_SLEEP = 1.0  # seconds; whoever watches the steps hears of an idle engine as often as that
-
-
-class Model(Protocol):
-    """The model that the engine drives; `dcpmla.integrations.transformers.ShardedModel` is one."""
-
-    device: torch.device
-    dtype: torch.dtype
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor | None) -> Tensor: ...
-
-    @property
-    def faults(self) -> Sequence[Tensor]: ...
-
-    def check(self) -> None: ...
 
 
 class Engine:
@@ -96,9 +76,7 @@ class Engine:
         self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs, enable_prefix_caching)
         self.stats = Stats()
         self.speculation = Speculation(drafter)
-        self._workspace = decode_workspace(model.device)
-        # Layers take scales from the first prefill, before which nothing may be cached.
-        self._lacks_scales = dcp.calculate_kv_scales
+        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank)
         self._agreement = Agreement(mesh)
         self.now = 0.0  # seconds on this rank's clock when the last step ended
         self._first_now = 0.0  # seconds on the first rank's, which all ranks know: who has arrived by then is served
@@ -235,15 +213,6 @@ class Engine:
         if self._arrivals:
             time.sleep(min(_MAX_SLEEP, max(0.0, self._arrivals.next_time - self._first_now)))
 
-    def _graph_of(self, step: Step) -> DecodeGraph | None:
-        """Return the decode graph, if the step is one for it."""
-        if self.graph is None or self._lacks_scales:
-            return None
-        query_len = step.most_drafts + 1
-        if any(piece.num_tokens > query_len for piece in step.pieces):
-            return None
-        return self.graph if self.graph.takes(len(step.pieces), query_len) else None
-
     def _launch(self) -> PendingStep | None:
         """Schedule a step and start it, after the one under way; return None where there is nothing to compute."""
         self.scheduler.waiting += self._arrivals.take(self._first_now)
@@ -256,15 +225,17 @@ class Engine:
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started = time.perf_counter()
         is_prefill = step.has_prompts
-        graph = self._graph_of(step)
+        graph = self._runner.graph_of(step, self.graph)
         batch = graph.batch(len(step.pieces), step.most_drafts + 1) if graph else None
         as_graph = f"; decode graph of {batch}" if batch else ""
         self.on_step(
             f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps + is_ahead} ({step.words}{as_graph})"
         )
         prompts = PromptRows.of(step)
-        inputs, logits = self._compute(step, drafts, graph, prompts)
-        tokens = self._sample(inputs.ready, logits)
+        inputs, logits = self._runner.run(step, self._pending, drafts, graph, prompts)
+        for piece in step.pieces:
+            self._remember(piece.request)
+        tokens = choose_tokens(inputs.ready, logits, self._pending)
         called, failed = self._callbacks.take()
         chosen = tokens if drafts is None else torch.cat([tokens, drafts])
         message = self._agreement.start(chosen, failed, self.model.faults, self._news())
@@ -272,58 +243,10 @@ class Engine:
         row_lens = [batch.query_len if batch else piece.num_tokens for piece in step.pieces]
         return PendingStep(step.pieces, row_lens, inputs.ready, message, called, logits, logprobs, is_prefill, started)
 
-    def _compute(
-        self, step: Step, drafts: Tensor | None, graph: DecodeGraph | None, prompts: PromptRows
-    ) -> tuple[StepInputs, Tensor]:
-        """Compute a step's tokens; return them, and the logits of those that new ones follow, then of the prompts'
-        tokens that are scored.
-        """
-        for copy in step.copies:
-            self._copy_state(*copy)
-        metadata = StepMetadata.build(
-            query_lens=[piece.num_tokens for piece in step.pieces],
-            seq_lens=[piece.request.num_computed_tokens + piece.num_tokens for piece in step.pieces],
-            block_tables=[piece.request.block_ids for piece in step.pieces],
-            dcp=self.dcp,
-            dcp_rank=self.mesh.dcp_rank,
-            device=self.model.device if graph is None else "cpu",
-            max_decode_query_len=0
-            if self._lacks_scales
-            else step.most_drafts + 1,  # else a prompt of one token counts as a decode
-            workspace=self._workspace,
-            **self.cache.sizes.step_layout([piece.request.state for piece in step.pieces]),
-        )
-        self._lacks_scales = False
-        inputs = StepInputs.of(step, self._pending, drafts, self.model.device)
-        logits_at = prompts.join(inputs.logits_at)
-        if graph is None:
-            logits = self.model.step(inputs.token_ids, metadata, self.cache, logits_at)
-        else:
-            logits = graph.run(inputs.token_ids, metadata, self.cache)
-            if logits_at is not None:
-                logits = logits[logits_at]
-        for piece in step.pieces:
-            self._remember(piece.request)
-        return inputs, logits
-
-    def _sample(self, ready: Sequence[Piece], logits: Tensor) -> Tensor:
-        """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
-        requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
-        generators = [request.generator if request.params.temperature else None for request in requests]
-        for piece in ready:
-            if piece.num_drafts:
-                piece.request.mark_draws()
-        shaped = shape_logits(logits[: len(requests)], requests, self._pending)
-        return sample(shaped, [request.params for request in requests], generators)
-
     def _remember(self, request: Request) -> None:
         copied = self.scheduler.remember(request)
         if copied is not None:
-            self._copy_state(*copied)
-
-    def _copy_state(self, source: int, target: int) -> None:
-        assert isinstance(self.cache, CompressedCache)  # only its plan has states
-        self.cache.copy_state(source, target)
+            self._runner.copy_state(*copied)
 
     def _collect(self, pending: PendingStep) -> list[tuple[Request, str]]:
         """Wait for a step and take its tokens; return the requests that got some, each with the text that became

@@ -259,7 +259,7 @@ def test_all_ranks_give_the_first_reason() -> None:
 def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine for all its steps, and by the graph for its own."""
     made: list[Tensor] = []
-    for module in ("attention.build", "runtime.engine", "runtime.padding"):
+    for module in ("attention.build", "runtime.runner", "runtime.padding"):
         monkeypatch.setattr(f"dcpmla.{module}.decode_workspace", lambda _: made.append(torch.zeros(1)) or made[-1])
     model, used = HashModel(), []
     step = model.step
