@@ -128,9 +128,17 @@ def start_engine(num_ranks: int, backend: str, exchange: str) -> Any:
     from vllm import LLM
 
     longest, most = max(context for _, context in LOADS), max(batch * context for batch, context in LOADS)
-    sizes = {"num_hidden_layers": NUM_LAYERS, "first_k_dense_replace": NUM_LAYERS, "vocab_size": VOCAB_SIZE}
-    config = config_of(GEOMETRY, **sizes, topk_method="noaux_tc", scoring_func="sigmoid", dtype="bfloat16")
-    config.architectures = ["DeepseekV3ForCausalLM"]
+    config = config_of(
+        GEOMETRY,
+        architectures=["DeepseekV3ForCausalLM"],
+        num_hidden_layers=NUM_LAYERS,
+        first_k_dense_replace=NUM_LAYERS,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=163840,
+        topk_method="noaux_tc",  # vLLM asks for these two
+        scoring_func="sigmoid",
+        dtype="bfloat16",
+    )
     bytes_per_token = NUM_LAYERS * (config.kv_lora_rank + config.qk_rope_head_dim) * torch.bfloat16.itemsize
     shared = {"dcp_comm_backend": exchange} if exchange != "none" else {}
     batches = [batch for batch, _ in LOADS]
