@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from dcpmla.bench.geometries import config_of  # noqa: E402
-from dcpmla.bench.results import add_commit_argument, write_results  # noqa: E402
+from dcpmla.bench.results import add_commit_argument, installed, write_results  # noqa: E402
 from dcpmla.bench.timing import Timing, time_graph, time_operation  # noqa: E402
 
 LOADS = [(1, 65536), (8, 65536), (32, 8192), (128, 8192)]  # requests, cached tokens of each
@@ -64,7 +64,7 @@ def save(rows: list[dict[str, Any]], num_gpus: int, commit: str | None, output: 
                 ours[f"speedup_over_{name.lower()}"] = row["median_us"] / ours["median_us"]
     output = output or ROOT / "benchmarks" / "results" / f"h200x{num_gpus}" / "vllm.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_results(output, rows, num_gpus, torch.device("cuda"), commit)
+    write_results(output, rows, num_gpus, torch.device("cuda"), commit, {"vllm": installed("vllm")})
 
 
 def measure(backend: str, exchange: str) -> list[dict[str, Any]]:
