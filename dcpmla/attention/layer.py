@@ -24,7 +24,7 @@ from dcpmla.cache.formats import check_device, is_quantized, row_width, storage_
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig
-from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import BlockFp8, unpack
@@ -48,7 +48,7 @@ class _Tokens(NamedTuple):
         selection: None for all tokens before each.
     """
 
-    q_c: Tensor
+    q_c: PlainRows
     cos_sin: Tensor | None
     query_factor: Tensor | None
     selection: SelectedTokens | None = None
@@ -119,11 +119,12 @@ class MLAAttention(AttentionWeights):
                 {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
             )
 
-    def forward(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
+    def forward(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run one step of a batch: decodes first, then prefills, then padding. Collective.
 
         Args:
-            hidden_states: [T, hidden], the same on all TP ranks; rows from step.num_tokens on are padding.
+            hidden_states: [T, hidden], the same on all TP ranks, also quantized where `takes_quantized`; rows from
+                step.num_tokens on are padding.
             cache: this layer's on this rank, latents in the format of dcp.kv_cache_dtype and, with an indexer, index
                 keys; written and read.
             step: with the positions that the model has, and with a selection where tokens of a sparse model have more
@@ -136,13 +137,13 @@ class MLAAttention(AttentionWeights):
         """
         return self.o_proj(self.attend(hidden_states, cache, step, self._output_quant))
 
-    def partial(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
+    def partial(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
         return self.o_proj.partial(self.attend(hidden_states, cache, step, self._output_quant))
 
     def attend(
         self,
-        hidden_states: Tensor,
+        hidden_states: PlainRows,
         cache: LayerCache | None,
         step: StepMetadata | None,
         output_quant: OutputQuant | None = None,
@@ -157,11 +158,12 @@ class MLAAttention(AttentionWeights):
         Raises:
             ValueError: as `forward`; a head's width or a dtype that output_quant does not take.
         """
-        output = OutputRows(hidden_states.shape[0], self.w_uv, hidden_states.dtype, output_quant)
+        num_tokens, dtype = plain(hidden_states).shape[0], plain(hidden_states).dtype
+        output = OutputRows(num_tokens, self.w_uv, dtype, output_quant)
         if step is None:
-            self.claim_memory(hidden_states.shape[0])
+            self.claim_memory(num_tokens)
             return output.finish()
-        cache = self._check(hidden_states, cache, step)
+        cache = self._check(plain(hidden_states), cache, step)
         hidden_states, kv_cache = hidden_states[: step.num_tokens], cache.latents
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         if self._lacks_scales and step.prefill is not None:  # decodes may be of no token yet: where graphs are captured
@@ -213,7 +215,9 @@ class MLAAttention(AttentionWeights):
             self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, dtype)
         return cache
 
-    def _calculate_scales(self, hidden_states: Tensor, kv_cache: Tensor, step: StepMetadata, prefills: slice) -> None:
+    def _calculate_scales(
+        self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata, prefills: slice
+    ) -> None:
         """Set the scales by prompts' tokens, before any of them is cached. Collective over the TP group."""
         assert self.kv_scale is not None
         self._lacks_scales = False
@@ -227,30 +231,27 @@ class MLAAttention(AttentionWeights):
             calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
 
     def _down_project(
-        self, hidden_states: Tensor, kv_cache: Tensor, slots: Tensor, cos_sin: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden_states: PlainRows, kv_cache: Tensor, slots: Tensor, cos_sin: Tensor | None
+    ) -> tuple[PlainRows, Tensor]:
         """Return what queries are projected from (`_Tokens.q_c`), and latents [T, L + R] as given to the cache."""
-        config = self.config
-        if config.q_lora_rank is None:
-            down, q_weight = self.kv_a_proj(hidden_states), None
-        else:
-            down, q_weight = self.fused_qkv_a_proj(hidden_states), self.q_a_layernorm.weight
-        q_c, latents = finish_latents(
-            down,
+        config, has_q_c = self.config, self.config.q_lora_rank is not None
+        q_c, latents, *codes = finish_latents(
+            self.down_proj(hidden_states),
             kv_cache,
             slots,
-            q_weight,
+            self.q_a_layernorm.weight if has_q_c else None,
             self.kv_a_layernorm.weight,
             config.rms_norm_eps,
             config.kv_lora_scale,
             cos_sin,
             config.rope_interleaved,
             self.kv_scale,
+            has_q_c and self.q_b_proj.takes_quantized,
         )
-        return hidden_states if config.q_lora_rank is None else q_c, latents
+        return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
 
     def _select(
-        self, hidden_states: Tensor, q_c: Tensor, index_keys: Tensor | None, step: StepMetadata
+        self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
     ) -> SelectedTokens | None:
         """Return what each token attends to; None for all before it: in a dense layer, and where no token has more than
         topk. Collective.
@@ -332,6 +333,11 @@ class MLAAttention(AttentionWeights):
     def _absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
         codes, scales = unpack(w_uk)
         return absorb_query(q, codes, cos_sin, self.config.rope_interleaved, q_scale, scales)
+
+    @property
+    def takes_quantized(self) -> bool:
+        """True where quantized hidden states spare work."""
+        return self.down_proj.takes_quantized
 
     @property
     def _output_quant(self) -> OutputQuant | None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import QuantizedRows
-from dcpmla.parallel.linear import Linear, RowParallelLinear, plain
+from dcpmla.parallel.fp8 import AnyRows, plain
+from dcpmla.parallel.linear import Linear, RowParallelLinear
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
 
 Projection = Callable[[Tensor], Tensor]
@@ -60,14 +60,14 @@ class GivenLinear(RowParallelLinear):
         nn.Module.__init__(self)  # not the base's: it would make a weight
         self.projection, self.takes_quantized = projection, False
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+    def forward(self, x: AnyRows) -> Tensor:
         return self.projection(plain(x))
 
-    def product(self, x: Tensor | QuantizedRows, rows: slice = slice(None)) -> Tensor:
+    def product(self, x: AnyRows, rows: slice = slice(None)) -> Tensor:
         """Return the columns of its output that are the given rows of its weight."""
         return self.projection(plain(x))[..., rows]
 
-    def partial(self, x: Tensor | QuantizedRows) -> Tensor:
+    def partial(self, x: AnyRows) -> Tensor:
         """Return what it returns: whether that is a sum over the TP ranks is up to whoever gave it."""
         return self.projection(plain(x))
 

@@ -11,7 +11,9 @@ from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8, to_fp8
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.reduce import rms_norm
-from dcpmla.parallel.fp8 import dequantize_blocks, runs_fp8
+from dcpmla.parallel.fp8 import dequantize_blocks, empty_codes, quantize_rows, runs_fp8
+
+Latents = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("dcpmla::finish_latents", mutates_args=("kv_cache",))
@@ -26,7 +28,8 @@ def finish_latents(
     cos_sin: Tensor | None,
     rope_interleaved: bool,
     kv_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    quantizes: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize both latents, rotate k_pe, and write the rows that this rank owns into the cache.
 
     Args:
@@ -37,29 +40,49 @@ def finish_latents(
         kv_lora_scale: factor of kv_c after its norm (LongCat).
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves k_pe as it is.
         kv_scale: float32 of one element, of an fp8 cache (`formats.quantize`), and for that alone.
+        quantizes: whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
     Returns:
-        q_c [T, Lq] after its norm, latents [T, L + R] as given to the cache: kv_c after its norm, k_pe rotated.
+        q_c [T, Lq] after its norm, latents [T, L + R] as given to the cache: kv_c after its norm, k_pe rotated; codes
+        and scales of q_c, without columns unless quantizes.
     Source: DeepSeek-V2, section 2.1; norms with the roundings of transformers' models.
     """
     if _runs_triton(down):
         from dcpmla.attention.triton import projections as kernels
 
-        return kernels.finish_latents(
-            down, kv_cache, slots, q_weight, kv_weight, eps, kv_lora_scale, cos_sin, rope_interleaved, kv_scale
-        )
+        norms, how = (q_weight, kv_weight, eps, kv_lora_scale), (cos_sin, rope_interleaved, kv_scale, quantizes)
+        return kernels.finish_latents(down, kv_cache, slots, *norms, *how)
     q_rank = 0 if q_weight is None else len(q_weight)
     q_c, kv_c, k_pe = down.tensor_split((q_rank, q_rank + len(kv_weight)), -1)
     kv_c = rms_norm(kv_c, kv_weight, eps) * kv_lora_scale
     if cos_sin is not None:
         k_pe = apply_rope(k_pe, cos_sin, rope_interleaved)
     write_latents(kv_cache, kv_c, k_pe, slots, kv_scale)
-    return q_c.clone() if q_weight is None else rms_norm(q_c, q_weight, eps), torch.cat([kv_c, k_pe], -1)
+    q_c = q_c.clone() if q_weight is None else rms_norm(q_c, q_weight, eps)
+    return q_c, torch.cat([kv_c, k_pe], -1), *(quantize_rows(q_c) if quantizes else empty_codes(q_c, False))
 
 
 @finish_latents.register_fake
-def _(down: Tensor, kv_cache: Tensor, slots: Tensor, q_weight: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
-    num_tokens, q_rank = down.shape[0], 0 if q_weight is None else q_weight.shape[0]
-    return down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, down.shape[1] - q_rank)
+def _(
+    down: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    q_weight: Tensor | None,
+    kv_weight: Tensor,
+    eps: float,
+    kv_lora_scale: float,
+    cos_sin: Tensor | None,
+    rope_interleaved: bool,
+    kv_scale: Tensor | None,
+    quantizes: bool = False,
+) -> Latents:
+    return empty_latents(down, 0 if q_weight is None else q_weight.shape[0], quantizes)
+
+
+def empty_latents(down: Tensor, q_rank: int, quantizes: bool) -> Latents:
+    """Return memory for what `finish_latents` returns."""
+    num_tokens, width = down.shape
+    q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, width - q_rank)
+    return q_c, latents, *empty_codes(q_c, quantizes)
 
 
 @torch.library.custom_op("dcpmla::absorb_query", mutates_args=())

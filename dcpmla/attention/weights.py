@@ -124,6 +124,11 @@ class AttentionWeights(nn.Module):
         self.o_proj = RowParallelLinear(o_cols, hidden, config.attention_bias, mesh.tp_group, **new)
 
     @property
+    def down_proj(self) -> Linear:
+        """The projection to both latents, or in a model that does not compress queries to that of keys and values."""
+        return self.kv_a_proj if self.config.q_lora_rank is None else self.fused_qkv_a_proj
+
+    @property
     def query_proj(self) -> Linear:
         """The projection that makes queries from q_c, or from hidden states in a model that does not compress them."""
         return self.q_proj if self.config.q_lora_rank is None else self.q_b_proj
@@ -183,14 +188,13 @@ class AttentionWeights(nn.Module):
         kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim
         down = {"kv_a_proj_with_mqa": config.latent_dim}
         if config.q_lora_rank is None:
-            down_proj, q_name = self.kv_a_proj, "q_proj.weight"
+            q_name = "q_proj.weight"
         else:
-            down = {"q_a_proj": config.q_lora_rank, **down}
-            down_proj, q_name = self.fused_qkv_a_proj, "q_b_proj.weight"
+            down, q_name = {"q_a_proj": config.q_lora_rank, **down}, "q_b_proj.weight"
             fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
         q_shape = config.num_heads * config.qk_head_dim, self.query_proj.in_features
         self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim)))
-        down_proj.load(*(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()))
+        self.down_proj.load(*(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()))
         fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
         kv_b_shape = config.num_heads * kv_b_width, rank
         kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
@@ -200,5 +204,5 @@ class AttentionWeights(nn.Module):
         o_part = slice(None), shard(o_cols, tp_group)
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), *o_part))
         if config.attention_bias:
-            fill(down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
+            fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
             fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))

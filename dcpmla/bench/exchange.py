@@ -25,7 +25,7 @@ from dcpmla.bench.peers import VllmDirect, load_vllm_direct
 from dcpmla.bench.plots import LINE_STYLES, MARKERS, legend_beside, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, Kept
-from dcpmla.bench.timing import calls_per_sample, largest, time_with_result
+from dcpmla.bench.timing import calls_per_sample, is_h200, largest, time_with_result
 from dcpmla.cli.options import exchange_list, positive, positive_list
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCP_COMM_BACKENDS
@@ -242,8 +242,7 @@ def measured(inputs: ExchangeInputs, exchange: Exchange, device: torch.device, l
 def _link_gb_per_s(ranks: Ranks, size: int) -> float | None:
     """Return the rate of the links between H200s of one node; None where a group has others."""
     num_nodes = replace(H200X8, gpus_per_node=ranks.num_local_ranks).num_nodes(size, ranks.num_ranks)
-    is_h200 = ranks.device.type == "cuda" and "H200" in torch.cuda.get_device_name(ranks.device).split()
-    return H200X8.nvlink_gb_per_s if is_h200 and num_nodes == 1 else None
+    return H200X8.nvlink_gb_per_s if is_h200(ranks.device) and num_nodes == 1 else None
 
 
 def is_right(row: Row) -> bool:

@@ -7,15 +7,19 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from copy import copy
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from dcpmla.bench.load import add_load, make_load
 from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, step_times
-from dcpmla.bench.timing import largest
+from dcpmla.bench.timing import is_h200, largest
+from dcpmla.cache.capacity import FORMATS
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed
 from dcpmla.hf_config import read_attention
@@ -23,6 +27,9 @@ from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.predict import Setting, floor_us
+from dcpmla.planning.weights import ModelSize, read_model
 
 _OPTIONS = (
     *("decode_query_dtype", "index_cache_dtype", "index_hadamard", "dcp_q_replicate", "dcp_project_before_merge"),
@@ -52,6 +59,7 @@ class Generate(Benchmark[Batch, None]):
         seq_len = args.input_len + args.output_len - 1 + block_tokens
         self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * max(args.batch))
         self.graph, self.exchange = self.engine.graph, chosen.exchange.name
+        self.size = _model_size(files.config, self.engine.model.dtype, args.expert_dtype)
         needed, room = max(args.batch) * -(-seq_len // block_tokens), self.engine.cache.sizes.num_blocks
         if needed > room:  # requests that wait for blocks would make a smaller batch of it
             self.close()
@@ -127,10 +135,28 @@ class Generate(Benchmark[Batch, None]):
         where = self._model, engine.cache, engine.dcp, engine.mesh
         decode, num_tokens = step_times(*where, batch, args.input_len), min(args.input_len, args.max_num_batched_tokens)
         row = {name: round(value, 1) for name, value in decode._asdict().items()}
+        row |= self._floor(batch, decode.device_us)
         if batch == max(args.batch):
             prefill = step_times(*where, 1, num_tokens, num_tokens)
             row |= {f"prefill_{name}": round(value, 1) for name, value in prefill._asdict().items()}
         return row
+
+    def _floor(self, batch: int, device_us: float) -> Row:
+        """Return the least time of a step, and its share of the time taken; nothing on GPUs or for caches that the
+        planner has no numbers for.
+        """
+        args, mesh, kv_cache_dtype = self.args, self.engine.mesh, format_name(self.engine.cache.sizes.dtype)
+        if not is_h200(self.engine.model.device) or kv_cache_dtype not in FORMATS:
+            return {}
+        setting = Setting(
+            tp=mesh.tp_size,
+            dcp=mesh.dcp_size,
+            kv_cache_dtype=kv_cache_dtype,
+            index_cache_dtype=args.index_cache_dtype,
+            enable_expert_parallel=args.enable_expert_parallel,
+        )
+        us = floor_us(H200X8, self.size, setting, batch, args.input_len)
+        return {"floor_us": round(us, 2), "floor_share": round(us / device_us, 4)}
 
     def _decode_seconds(self, batch: int) -> list[float]:
         """Return the seconds of each decode step of the whole batch, until its tokens are on the host."""
@@ -154,7 +180,8 @@ class Generate(Benchmark[Batch, None]):
         time, rate = f"{row['step_us'] / 1e3:>10.3f} ms", f"{row['tokens_per_second']:>10,.0f} tok/s"
         device = f"  device {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
         layer = f", a layer of experts {row['us_per_moe_layer']:>7.1f} us" if row.get("us_per_moe_layer") else ""
-        return f"batch {row['batch']:>5}  {row['mode']:<5}  {time}  {rate}{device}{layer}"
+        floor = f", {row['floor_share']:.0%} of it at the memory's rate" if "floor_share" in row else ""
+        return f"batch {row['batch']:>5}  {row['mode']:<5}  {time}  {rate}{device}{floor}{layer}"
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield how much faster graphs are, for each batch."""
@@ -169,6 +196,13 @@ class Generate(Benchmark[Batch, None]):
     def close(self) -> None:
         self.engine.graph = self.graph  # which is closed with the engine
         self.engine.close()
+
+
+def _model_size(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize:
+    """Return what the planner knows of a model that computes in a dtype."""
+    config = copy(config)
+    config.dtype = dtype
+    return read_model(config).with_expert_dtype(expert_dtype)
 
 
 def plot_batches(path: Path, rows: Sequence[Row]) -> None:

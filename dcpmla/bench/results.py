@@ -73,7 +73,8 @@ FIELDS = {
     "index_bytes": "bytes of the keys that a rank scores in a call",
     "index_gb_per_s": "rate at which `index_scores` reads them",
     "bytes_read": "bytes that a rank reads in a call: rows attended to, keys scored, in `total` with all weights",
-    "floor_share": "`floor_us` / `median_us`; of a `part`, the floor is the time of `bytes_read` at the memory's rate",
+    "floor_share": "`floor_us` / `median_us`, of an engine's step / `device_us`; of a `part`, the floor is the time of "
+    "`bytes_read` at the memory's rate",
     "speedup_over_*": "time of what the name says / `median_us`",
     "scaling_efficiency": "time under `dcp` 1 / (`dcp` x time), at the same load",
     "error": "largest relative difference to float64; null: not finite",

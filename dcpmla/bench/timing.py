@@ -39,6 +39,11 @@ class TimeLimit:
         return largest(float(time.monotonic() >= self._end), self._device) > 0
 
 
+def is_h200(device: torch.device) -> bool:
+    """Return whether the planner's preset describes this device."""
+    return device.type == "cuda" and "H200" in torch.cuda.get_device_name(device).split()
+
+
 def calls_per_sample(device: torch.device) -> int:
     """Return how many calls of a short operation make up a sample."""
     return _CALLS_PER_SAMPLE[device.type]

@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=dcp)
     experts = "spread experts whole over the ranks instead of cutting each"
     add("--enable-expert-parallel", action="store_true", help=experts)
+    in_fp8 = "fp8: experts that are stored in 4 bits (DeepSeek-V4) are held in 8"
+    add("--expert-dtype", choices=("auto", "fp8"), default="auto", help=in_fp8)
     gpus = "of the whole job: replicas of the TP group share its batch; default: one TP group"
     add("--num-gpus", type=positive, metavar="N", help=gpus)
     add("--kv-cache-dtype", type=format_list, default="bf16", metavar="F,...", help=f"of {', '.join(FORMATS)}")
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Predict, print, write."""
     check_outputs(args.json, args.plot, _inputs(args))
-    model = load_model_size(args.model)
+    model = load_model_size(args.model).with_expert_dtype(args.expert_dtype)
     machine = load_machine(args.machine, model)
     rows = read_rows(args.measured, "--measured", model) if args.measured else []
     predicted = [(row, predict_row(machine, model, row)) for row in rows]
@@ -158,6 +160,7 @@ def _as_json(
         "batch": args.batch,
         "context": args.context,
         "num_gpus": args.num_gpus,
+        "expert_dtype": args.expert_dtype,
         "settings": [asdict(plan) for plan in plans],
         "recommended": {**asdict(best), "reason": reason},
         "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],

@@ -19,8 +19,10 @@ from dcpmla.comm.direct_ops import (
 from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.reduce import one_shot_kernel, two_shot_kernel
-from dcpmla.comm.reduce import check_rows
+from dcpmla.comm.reduce import Results, check_rows, empty_results
 from dcpmla.comm.symmetric import Allocate, allocate, wait_for_all
+from dcpmla.parallel.fp8 import NormedRows, PlainRows
+from dcpmla.parallel.quantized import BLOCK
 
 _LANDING_BYTES = 16 << 20
 # Bytes of partial rows up to which one trip takes less time than two, times (W - 1.8). Measured with two H200s: the
@@ -69,9 +71,13 @@ class DirectReduce:
     def all_reduce(self, partial: Tensor) -> Tensor:
         return all_reduce(partial, *self._memory, self.timeout, self._group_name)
 
-    def add_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        check_rows(partial, residual, weight)
-        return add_norm(partial, residual, weight, eps, *self._memory, self.timeout, self._group_name)
+    def add_norm(
+        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+    ) -> tuple[PlainRows, Tensor]:
+        check_rows(partial, residual, weight, quantizes)
+        given = partial, residual, weight, eps, quantizes
+        normed, new_residual, *codes = add_norm(*given, *self._memory, self.timeout, self._group_name)
+        return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:
         raise_fault(self.fault, self.timeout, self._group_name)
@@ -91,7 +97,7 @@ def all_reduce(
     """Compute `Reduce.all_reduce` through landings."""
     sums = partial.new_empty(partial.shape)
     memory = Mailbox(addresses, state, fault, landing_bytes, timeout, group)
-    _reduce("all_reduce", partial, None, None, None, sums, 0.0, squares, memory)
+    _reduce("all_reduce", partial, None, None, (None, sums, None, None), 0.0, squares, memory)
     return sums
 
 
@@ -106,6 +112,7 @@ def add_norm(
     residual: Tensor,
     weight: Tensor,
     eps: float,
+    quantizes: bool,
     addresses: Tensor,
     state: Tensor,
     squares: Tensor,
@@ -113,17 +120,18 @@ def add_norm(
     landing_bytes: int,
     timeout: float,
     group: str,
-) -> tuple[Tensor, Tensor]:
-    """Compute `Reduce.add_norm` through landings."""
-    normed, sums = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `Reduce.add_norm` through landings; return what `comm.reduce.add_norm` does."""
+    normed, sums, codes, scales = empty_results(residual, quantizes)
     memory = Mailbox(addresses, state, fault, landing_bytes, timeout, group)
-    _reduce("add_norm", partial, residual.contiguous(), weight, normed, sums, eps, squares, memory)
-    return normed, sums
+    wanted = (normed, sums, codes, scales) if quantizes else (normed, sums, None, None)
+    _reduce("add_norm", partial, residual.contiguous(), weight, wanted, eps, squares, memory)
+    return normed, sums, codes, scales
 
 
 @add_norm.register_fake
-def _(partial: Tensor, residual: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+def _(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool, *_: object) -> Results:
+    return empty_results(residual, quantizes)
 
 
 def is_one_shot(num_bytes: int, size: int) -> bool:
@@ -131,10 +139,10 @@ def is_one_shot(num_bytes: int, size: int) -> bool:
     return num_bytes * (size - 1.8) <= _ONE_SHOT_BYTES
 
 
-def choose_columns(num_tokens: int, width: int, size: int) -> int:
+def choose_columns(num_tokens: int, width: int, size: int, quantizes: bool) -> int:
     """Choose the columns of an item: few for a single row, so that many programs carry it, most for large batches."""
     if num_tokens * width <= _NARROW_ELEMENTS:
-        return 64
+        return BLOCK if quantizes else 64  # items have whole groups
     # 512 columns of the rows of 8 ranks would fill all registers.
     return 512 if num_tokens * width > _WIDE_ELEMENTS and size <= 4 else 256
 
@@ -144,13 +152,15 @@ def _reduce(
     partial: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
-    normed: Tensor | None,
-    sums: Tensor,
+    results: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None],
     eps: float,
     squares: Tensor,
     memory: Mailbox,
 ) -> None:
-    """Sum partial rows [T, N] of all ranks into `sums`, as many at a time as a landing has room for."""
+    """Sum partial rows [T, N] of all ranks into results (`empty_results`, None for those that are not wanted), as many
+    at a time as a landing has room for.
+    """
+    normed, sums, codes, scales = results
     rank, size = enter("partial", partial, memory), len(memory.addresses)
     partial = partial.contiguous().view(CARRIERS[partial.element_size()])
     num_tokens, width = partial.shape
@@ -158,7 +168,7 @@ def _reduce(
     kernel, copies, group = (
         (one_shot_kernel, size, 1) if is_one_shot(partial.nbytes, size) else (two_shot_kernel, 2, size)
     )
-    columns = choose_columns(num_tokens, width, size)
+    columns = choose_columns(num_tokens, width, size, codes is not None)
     tiles = -(-width // columns)
     num_fitting = memory.landing_bytes // (copies * columns * partial.element_size()) // group * group  # items
     at_once = num_fitting // tiles
@@ -177,6 +187,9 @@ def _reduce(
             None if residual is None else residual[tokens],
             weight,
             None if normed is None else normed[tokens],
+            None if codes is None else codes[tokens],
+            None if scales is None else scales[tokens],
+            0 if scales is None else scales.stride(1),
             sums[tokens],
             squares,
             memory.addresses,

@@ -9,6 +9,10 @@ from torch.distributed import ProcessGroup
 
 from dcpmla.comm.select import direct_where_reached
 from dcpmla.parallel.collectives import named
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, empty_codes, quantize_rows
+from dcpmla.parallel.quantized import BLOCK
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Reduce(Protocol):
@@ -25,13 +29,17 @@ class Reduce(Protocol):
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Return the sum [T, N] of all ranks' partial rows [T, N], which are given up: it may lie where they did."""
 
-    def add_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+    ) -> tuple[PlainRows, Tensor]:
         """Add all ranks' partial rows to the residual, and norm that.
 
         Args:
             partial: [T, N], this rank's part of what attention or an MLP adds; it is given up, as in `all_reduce`.
             residual: [T, N] in the same dtype, the same on all ranks.
             weight: [N], of the norm.
+            quantizes: whether the norm's result is also quantized, with the bits of `quantize_rows`; N is a multiple of
+                128 then.
         Returns:
             `rms_norm` of the new residual, and the new residual [T, N]: the sum, rounded once.
         Raises:
@@ -60,9 +68,13 @@ class CollectiveReduce:
     def all_reduce(self, partial: Tensor) -> Tensor:
         return self._sum(partial, "all_reduce").to(partial.dtype)
 
-    def add_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        check_rows(partial, residual, weight)
-        return add_norm(self._sum(partial, "add_norm"), residual, weight, eps)
+    def add_norm(
+        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+    ) -> tuple[PlainRows, Tensor]:
+        check_rows(partial, residual, weight, quantizes)
+        summed = self._sum(partial, "add_norm")
+        normed, new_residual, *codes = add_norm(summed, residual, weight, eps, quantizes)
+        return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:
         pass  # a collective that fails ends its rank, or raises where it is made
@@ -96,7 +108,7 @@ def select_reduce(tp_group: ProcessGroup, device: torch.device, timeout: float =
     return direct or CollectiveReduce(tp_group)
 
 
-def check_rows(partial: Tensor, residual: Tensor, weight: Tensor) -> None:
+def check_rows(partial: Tensor, residual: Tensor, weight: Tensor, quantizes: bool) -> None:
     """Check the arguments of `Reduce.add_norm`.
 
     Raises:
@@ -109,26 +121,38 @@ def check_rows(partial: Tensor, residual: Tensor, weight: Tensor) -> None:
         )
     if weight.shape != partial.shape[1:]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; rows of partial have {partial.shape[1]} columns")
+    if quantizes and partial.shape[1] % BLOCK:
+        raise ValueError(f"partial has {partial.shape[1]} columns; rows are quantized in groups of {BLOCK}")
 
 
 @torch.library.custom_op("dcpmla::add_norm", mutates_args=())
-def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add rows [T, N] to the residual [T, N], in float32 at least, and norm that; on a GPU in one kernel.
 
     Returns:
-        `rms_norm` of the new residual, and the new residual, rounded to its dtype.
+        `rms_norm` of the new residual, and the new residual, rounded to its dtype; codes and scales of the first,
+        without columns unless quantizes.
     """
     if residual.is_cuda and residual.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from dcpmla.comm.kernels import reduce as kernels
 
-        return kernels.add_norm(partial.contiguous(), residual.contiguous(), weight, eps)
+        return kernels.add_norm(partial.contiguous(), residual.contiguous(), weight, eps, quantizes)
     new_residual = (residual.to(_wide(residual.dtype)) + partial).to(residual.dtype)
-    return rms_norm(new_residual, weight, eps), new_residual
+    normed = rms_norm(new_residual, weight, eps)
+    return normed, new_residual, *(quantize_rows(normed) if quantizes else empty_codes(normed, False))
 
 
 @add_norm.register_fake
-def _(partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+def _(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False) -> Results:
+    return empty_results(residual, quantizes)
+
+
+def empty_results(residual: Tensor, quantizes: bool) -> Results:
+    """Return memory for what `add_norm` returns."""
+    normed, new_residual = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    return normed, new_residual, *empty_codes(normed, quantizes)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,7 +13,7 @@ from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, BlockFp8, GroupFp4, dequ
 _STD = 0.02  # of weights, as models are initialized
 _FP4_SCALE = 120  # e8m0: e2m1's values lie within 6 x 2^-7
 # Linear layers that are published in block fp8, in models that have any.
-_QUANTIZED = re.compile(r"\.layers\..*(_proj|\.w[qko](_[ab])?)\.weight$")
+_QUANTIZED = re.compile(r"\.layers\..*(_proj(_with_mqa)?|\.w[qko](_[ab])?)\.weight$")
 _ROUTED = re.compile(r"\.experts\.\d+\.")
 _NOT_QUANTIZED = re.compile(r"\.(weights_proj|compressor)\b")
 

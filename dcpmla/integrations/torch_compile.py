@@ -28,9 +28,15 @@ from torch.fx import Graph, Node, map_arg
 from dcpmla.attention.output import ops
 from dcpmla.attention.output.formats import NVFP4_GROUP
 from dcpmla.cache.formats import FP8, FP8_MAX
+from dcpmla.integrations import quantizers
 
 _logger = logging.getLogger(__name__)
 _aten, _prims, _ours = torch.ops.aten, torch.ops.prims, torch.ops.dcpmla
+_FUSED = {  # a quantization -> W_UV with it
+    _ours.quantize_fp8.default: _ours.project_values_fp8.default,
+    _ours.quantize_fp8_groups.default: _ours.project_values_fp8_groups.default,
+    _ours.quantize_nvfp4.default: _ours.project_values_nvfp4.default,
+}
 
 
 class OutputQuantFusion(CustomGraphPass):
@@ -39,9 +45,9 @@ class OutputQuantFusion(CustomGraphPass):
     In a step of decodes alone the output is `project_values`; it and the quantization become the custom op that does
     both. In a step with prefills or padding its parts write rows of one result; they then write quantized rows.
 
-    It knows `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output/ops.py`, and the first of
-    them in plain torch: `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, also with a reshape
-    in between.
+    It knows `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output/ops.py`, vLLM's operators
+    for the same by name (`integrations/quantizers.py`), and the first of them in plain torch:
+    `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, also with a reshape in between.
 
     Results are those of the model without the pass, as far as `attention/output/ops.py` promises. So it leaves alone
     what rounds in another way (`values / scale`), values that something else reads too, and groups that would cross
@@ -69,6 +75,7 @@ class OutputQuantFusion(CustomGraphPass):
         num_outputs += sum(_is_write(user) for node in empties for user in node.users)
         if not num_outputs:
             return
+        quantizers.rewrite_quantizations(graph, _will_fuse)
         num_fused = self._patterns.apply(graph)
         if num_fused:
             _logger.info(
@@ -82,8 +89,8 @@ class OutputQuantFusion(CustomGraphPass):
             )
 
     def uuid(self) -> bytes:
-        """Return a key for inductor's cache of compiled graphs: another text of this file makes other graphs."""
-        return get_hash_for_files((__file__,))
+        """Return a key for inductor's cache of compiled graphs: another text of these files makes other graphs."""
+        return get_hash_for_files((__file__, quantizers.__file__))
 
 
 def _make_patterns() -> PatternMatcherPass:
@@ -92,16 +99,16 @@ def _make_patterns() -> PatternMatcherPass:
     values, scale = KeywordArg("values"), KeywordArg("scale")
     shaped = _reshape(values)
     groups = map(KeywordArg, ("group_size", "scale_layout", "ue8m0"))
-    for fused, pattern in [
-        (_ours.project_values_fp8, CallFunction(_ours.quantize_fp8.default, values, scale)),
-        (_ours.project_values_fp8, CallFunction(_ours.quantize_fp8.default, shaped, scale)),
-        (_ours.project_values_fp8_groups, CallFunction(_ours.quantize_fp8_groups.default, values, *groups)),
-        (_ours.project_values_nvfp4, CallFunction(_ours.quantize_nvfp4.default, values, KeywordArg("global_scale"))),
-        *((_ours.project_values_fp8, pattern) for pattern in _plain_fp8(values, shaped, scale)),
+    fp8, fp8_groups, nvfp4 = _FUSED
+    for quantize, pattern in [
+        (fp8, CallFunction(fp8, values, scale)),
+        (fp8, CallFunction(fp8, shaped, scale)),
+        (fp8_groups, CallFunction(fp8_groups, values, *groups)),
+        (nvfp4, CallFunction(nvfp4, values, KeywordArg("global_scale"))),
+        *((fp8, pattern) for pattern in _plain_fp8(values, shaped, scale)),
     ]:
-        register_graph_pattern(pattern, extra_check=partial(_fits, fused.default), pass_dict=patterns)(
-            partial(_fuse, fused.default)
-        )
+        fused = _FUSED[quantize]
+        register_graph_pattern(pattern, extra_check=partial(_fits, fused), pass_dict=patterns)(partial(_fuse, fused))
     return patterns
 
 
@@ -132,27 +139,45 @@ def _convert(x: PatternExpr, dtype: torch.dtype) -> PatternExpr:
     return CallFunction(_prims.convert_element_type.default, x, dtype)
 
 
+def _will_fuse(quantize: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a call of a quantization would be fused, were it in the graph."""
+    names = (argument.name for argument in quantize._schema.arguments)
+    how = dict(zip(names, args, strict=True))
+    how["values"] = values = how.pop("x")
+    if quantize is _ours.quantize_fp8.default and values.target in (_aten.reshape.default, _aten.view.default):
+        how["values"] = values.args[0]
+    try:
+        _value(quantize, *args)
+    except ValueError:  # such as values of three dims
+        return False
+    return len(values.users) == 1 and _can_fuse(_FUSED[quantize], how)
+
+
 def _fits(fused: Any, match: Any) -> bool:
     """Return whether attention's output is what is quantized, and rows can be written so, to the same result."""
-    values = match.kwargs["values"]
-    if len(values.users) != 1:
-        return False
     products = [node.meta["val"] for node in match.nodes if node.target is _aten.mul.Tensor]
     if products:  # plain torch multiplies in any dtype, by a scale of any shape and from anywhere
         scale = match.kwargs["scale"].meta["val"]
         if (
-            scale.ndim > len(match.kwargs.get("shape", values.meta["val"].shape))
+            scale.ndim > len(match.kwargs.get("shape", match.kwargs["values"].meta["val"].shape))
             or scale.device != products[0].device
             or any(product.dtype != torch.float32 for product in products)
         ):
             return False
+    return _can_fuse(fused, match.kwargs)
+
+
+def _can_fuse(fused: Any, how: dict[str, Any]) -> bool:
+    values = how["values"]
+    if len(values.users) != 1:
+        return False
     try:
         if values.target is _ours.project_values.default:
-            _value(fused, *_arguments(fused, match))
+            _value(fused, *_arguments(fused, how))
             return True
         writes = _writes(values)
         for write in writes:
-            _check_write(write, match)
+            _check_write(write, how)
     except ValueError:  # such as groups that would cross heads
         return False
     return bool(writes)
@@ -161,7 +186,7 @@ def _fits(fused: Any, match: Any) -> bool:
 def _fuse(fused: Any, match: Any, **_: object) -> None:
     node, graph = match.output_node(), match.graph
     if match.kwargs["values"].target is _ours.project_values.default:
-        new = _insert(graph, fused, *_arguments(fused, match))
+        new = _insert(graph, fused, *_arguments(fused, match.kwargs))
         leftovers = [match.kwargs["values"]]
     else:
         results = _write_quantized(match)
@@ -177,10 +202,10 @@ def _fuse(fused: Any, match: Any, **_: object) -> None:
         graph.erase_node(leftover)
 
 
-def _arguments(fused: Any, match: Any) -> list[Any]:
+def _arguments(fused: Any, how: dict[str, Any]) -> list[Any]:
     """Return the fused op's arguments, from `project_values` and from what follows it."""
     names = (argument.name for argument in _ours.project_values.default._schema.arguments)
-    found = {**match.kwargs, **dict(zip(names, match.kwargs["values"].args, strict=False))}
+    found = {**how, **dict(zip(names, how["values"].args, strict=False))}
     return [found.get(argument.name) for argument in fused._schema.arguments]
 
 
@@ -208,32 +233,31 @@ def _writes(values: Any) -> list[Any]:
     return _chain(values)[-2::-2]
 
 
-def _quantization(match: Any) -> tuple[int, str, Any, bool]:
+def _quantization(how: dict[str, Any]) -> tuple[int, str, Any, bool]:
     """Return the group, the layout of scales, the scale given and whether scales are powers of two."""
-    known = match.kwargs
-    if "group_size" in known:
-        return known["group_size"], known["scale_layout"], None, known["ue8m0"]
-    if "global_scale" in known:
-        return NVFP4_GROUP, "", known["global_scale"], False
-    return 1, "", known["scale"], False
+    if "group_size" in how:
+        return how["group_size"], how["scale_layout"], None, how["ue8m0"]
+    if "global_scale" in how:
+        return NVFP4_GROUP, "", how["global_scale"], False
+    return 1, "", how["scale"], False
 
 
-def _check_write(write: Any, match: Any) -> None:
+def _check_write(write: Any, how: dict[str, Any]) -> None:
     """Raise ValueError for a write that cannot be one of quantized rows."""
-    group, _, scale, _ = _quantization(match)
+    group, _, scale, _ = _quantization(how)
     fakes = {name: arg.meta["val"] if isinstance(arg, Node) else arg for name, arg in write.kwargs.items()}
     if write.args[0] is _ours.project_rows_.default:
         ops.check_projection(fakes["out"], fakes["w_uv"], fakes["w_scales"], group)
     else:
         ops.check_rows(fakes["x"], group)
     if scale is not None:
-        ops.check_scale("scale", scale.meta["val"], match.kwargs["values"].meta["val"].device)
+        ops.check_scale("scale", scale.meta["val"], how["values"].meta["val"].device)
 
 
 def _write_quantized(match: Any) -> tuple[Any, Any]:
     """Insert writes of quantized rows in place of plain ones; return the values and the scales."""
     graph, values = match.graph, match.kwargs["values"]
-    group, scale_layout, scale, ue8m0 = _quantization(match)
+    group, scale_layout, scale, ue8m0 = _quantization(match.kwargs)
     empty = _chain(values)[-1]
     rows = _insert(graph, _ours.empty_rows.default, *empty.args[0], group, scale_layout, values.meta["val"].device)
     results = _insert(graph, operator.getitem, rows, 0), _insert(graph, operator.getitem, rows, 1)

@@ -1,6 +1,7 @@
 """The decoder: embedding, blocks of attention and an MLP or experts, and the head over the vocabulary."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from dcpmla.comm.reduce import Reduce, rms_norm
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.collectives import all_gather
+from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear
 
 
@@ -25,6 +27,8 @@ class DecoderBlock(nn.Module):
         output_norm: weight [hidden] of the norm that follows the block: the next block's input_layernorm, or the
             model's last.
         reduce: sums over the TP group.
+    Attributes:
+        quantizes_output: whether the next block takes its input in fp8 too.
     """
 
     def __init__(
@@ -38,12 +42,13 @@ class DecoderBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.attention, self.mlp, self.reduce, self.eps = attention, mlp, reduce, eps
+        self.quantizes_output = False
         self.attention_norm = nn.Parameter(attention_norm, requires_grad=False)
         self.output_norm = nn.Parameter(output_norm, requires_grad=False)
 
     def forward(
-        self, x: Tensor, residual: Tensor, cache: LayerCache | None, step: StepMetadata | None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: PlainRows, residual: Tensor, cache: LayerCache | None, step: StepMetadata | None
+    ) -> tuple[PlainRows, Tensor]:
         """Run one step of a batch. Collective over the TP group.
 
         Args:
@@ -54,8 +59,9 @@ class DecoderBlock(nn.Module):
             x and residual for the next block.
         """
         attended = self.attention.partial(x, cache, step)
-        x, residual = self.reduce.add_norm(attended, residual, self.attention_norm, self.eps)
-        return self.reduce.add_norm(self.mlp(x), residual, self.output_norm, self.eps)
+        quantizes = self.mlp.takes_quantized
+        x, residual = self.reduce.add_norm(attended, residual, self.attention_norm, self.eps, quantizes)
+        return self.reduce.add_norm(self.mlp(x), residual, self.output_norm, self.eps, self.quantizes_output)
 
 
 class Decoder(nn.Module):
@@ -71,14 +77,16 @@ class Decoder(nn.Module):
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.input_norm = nn.Parameter(input_norm, requires_grad=False)
         self.blocks, self.eps = nn.ModuleList(blocks), eps
+        for block, following in pairwise(blocks):
+            block.quantizes_output = following.attention.takes_quantized
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: LatentCache | None) -> Tensor:
         """Return the normalized hidden states [T, hidden] of tokens [T] int64. Collective over the TP group."""
         residual = nn.functional.embedding(token_ids, self.embedding)
-        x = rms_norm(residual, self.input_norm, self.eps)
+        x: PlainRows = rms_norm(residual, self.input_norm, self.eps)
         for layer, block in enumerate(self.blocks):
             x, residual = block(x, residual, None if cache is None else cache[layer], step)
-        return x
+        return plain(x)
 
 
 class VocabHead(nn.Module):

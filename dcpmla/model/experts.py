@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.cache.formats import FP8
-from dcpmla.parallel.fp8 import runs_fp8
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain, runs_fp8
 from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, AnyWeight, BlockFp8, GroupFp4, dequantize, unpack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,9 +25,14 @@ class ExpertWeights(NamedTuple):
     gate_up: AnyWeight
     down: AnyWeight
 
+    @property
+    def takes_quantized(self) -> bool:
+        """True where quantized rows spare work: the weights are fp8, on a device that would quantize other rows."""
+        return isinstance(self.gate_up, BlockFp8) and runs_fp8(self.gate_up.codes.device)
+
 
 def compute_experts(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertWeights, swiglu_limit: float | None = None
+    x: PlainRows, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertWeights, swiglu_limit: float | None = None
 ) -> Tensor:
     """Return each token's weighted sum over its experts of down(silu(gate) * up).
 
@@ -36,7 +41,7 @@ def compute_experts(
     used. Equal inputs give equal bits. Nothing is read back to the host on a GPU.
 
     Args:
-        x: [T, H], bfloat16, float16 or float32.
+        x: [T, H], bfloat16, float16 or float32; `NormedRows` where `ExpertWeights.takes_quantized`.
         expert_ids: int32 [T, k]; ids outside [0, E) count for nothing: another rank's, LongCat's zero experts.
         expert_weights: float32 [T, k].
         swiglu_limit: DeepSeek-V4: gates are at most this, what they gate lies between its negative and this.
@@ -46,16 +51,19 @@ def compute_experts(
     Raises:
         ValueError: shapes, dtypes or devices that do not belong together.
     """
-    _check(x, expert_ids, expert_weights, weights)
+    rows, quantized = plain(x), x.quantized if isinstance(x, NormedRows) else (None, None)
+    _check(rows, expert_ids, expert_weights, weights)
     if expert_ids.numel() == 0:
-        return torch.zeros_like(x)
-    (gate_up, gate_up_scales), (down, down_scales) = map(unpack, weights)
-    return _compute(x, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, swiglu_limit)
+        return torch.zeros_like(rows)
+    codes = *unpack(weights.gate_up), *unpack(weights.down)
+    return _compute(rows, *quantized, expert_ids, expert_weights, *codes, swiglu_limit)
 
 
 @torch.library.custom_op("dcpmla::experts", mutates_args=())
 def _compute(
     x: Tensor,
+    x_codes: Tensor | None,
+    x_scales: Tensor | None,
     expert_ids: Tensor,
     expert_weights: Tensor,
     gate_up: Tensor,
@@ -68,7 +76,8 @@ def _compute(
         from dcpmla.model.kernels import experts  # triton is there on Linux only
 
         weights = gate_up, gate_up_scales, down, down_scales
-        return experts.compute_experts(x, expert_ids, expert_weights, *weights, swiglu_limit)
+        quantized = None if x_codes is None or x_scales is None else QuantizedRows(x_codes, x_scales)
+        return experts.compute_experts(x, expert_ids, expert_weights, *weights, swiglu_limit, quantized)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
         if 0 <= expert < len(down):

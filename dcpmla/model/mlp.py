@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dcpmla.parallel.fp8 import PlainRows
 from dcpmla.parallel.linear import Linear, Weight, read_linear
 
 
@@ -72,7 +73,12 @@ class MLP(nn.Module):
         )
         self.down_proj.load(read_linear(weights, f"{prefix}down_proj.weight", (hidden_size, size), cols=cut))
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def takes_quantized(self) -> bool:
+        """True where quantized rows spare work."""
+        return self.gate_up_proj.takes_quantized
+
+    def forward(self, x: PlainRows) -> Tensor:
         """Return this rank's share [T, hidden] of the MLP's output for x [T, hidden], to be summed over the ranks."""
         out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x), self.swiglu_limit))
         return out

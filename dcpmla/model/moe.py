@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.mlp import MLP
 from dcpmla.model.router import Router, route, router_logits
+from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Weight, fill, read_linear
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, dequantize, to_block_fp8
 
@@ -61,20 +62,25 @@ class MoE(nn.Module):
         self.gate, self.experts, self.first_expert, self.shared = gate, experts, first_expert, shared
         self.swiglu_limit, self.num_experts = swiglu_limit, num_experts
 
-    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    @property
+    def takes_quantized(self) -> bool:
+        """True where quantized rows spare work."""
+        return self.experts.takes_quantized or (self.shared is not None and self.shared.takes_quantized)
+
+    def forward(self, x: PlainRows, token_ids: Tensor | None = None) -> Tensor:
         """Return this rank's share [T, hidden] of the layer's output for x [T, hidden], to be summed over the ranks.
 
         Args:
             token_ids: [T] int64, for gates that read them.
         """
-        expert_ids, expert_weights = self.gate(x, token_ids)
+        expert_ids, expert_weights = self.gate(plain(x), token_ids)
         own_ids = expert_ids - self.first_expert if self.first_expert else expert_ids
         out = compute_experts(x, own_ids, expert_weights, self.experts, self.swiglu_limit)
         if self.shared is not None:
             out = out + self.shared(x)
         if self.num_experts is not None:
             share = expert_weights.masked_fill(expert_ids < self.num_experts, 0).sum(-1, keepdim=True)
-            out = out + x * share.to(x.dtype)
+            out = out + plain(x) * share.to(out.dtype)
         return out
 
 

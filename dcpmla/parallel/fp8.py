@@ -5,6 +5,7 @@ float64: products with the dequantized weight, exact but for their sums. GPUs of
 multiply e4m3 by e4m3, so rows are quantized in groups of 128 columns before. No gradients.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize
+from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize, quantize_groups
 
 # Rows, and numbers of a result, past which cuBLAS fills an H200 and is faster than the Triton kernel.
 SCALED_MM_TOKENS, SCALED_MM_SIZE = 128, 3 << 17
@@ -31,6 +32,63 @@ class QuantizedRows(NamedTuple):
 
     values: Tensor
     scales: Tensor
+
+    @classmethod
+    def empty_like(cls, x: Tensor) -> "QuantizedRows":
+        """Return memory for x [T, K] in groups of 128; each column of scales begins at a multiple of 16 bytes."""
+        shape, strides = (x.shape[0], x.shape[1] // BLOCK), (1, (x.shape[0] + 3) // 4 * 4)
+        scales = torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
+        return cls(torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), scales)
+
+
+@dataclass(frozen=True)
+class NormedRows:
+    """Rows that a norm gives to several layers, of which some take them in fp8.
+
+    Attributes:
+        plain: [T, K].
+        quantized: of the same, in groups of 128.
+    """
+
+    plain: Tensor
+    quantized: QuantizedRows
+
+    def __getitem__(self, rows: slice) -> "NormedRows":
+        return NormedRows(self.plain[rows], QuantizedRows(*(part[rows] for part in self.quantized)))
+
+    @classmethod
+    def join(cls, plain: Tensor, values: Tensor, scales: Tensor) -> "PlainRows":
+        """Return rows with what they are quantized to; alone where that has no columns (`empty_codes`)."""
+        return cls(plain, QuantizedRows(values, scales)) if values.shape[1] else plain
+
+
+PlainRows = Tensor | NormedRows
+AnyRows = PlainRows | QuantizedRows
+
+
+def plain(x: AnyRows) -> Tensor:
+    """Return rows that are not quantized; raise ValueError for others, whose layer has no fp8 weight."""
+    if isinstance(x, QuantizedRows):
+        raise ValueError("x is quantized, but the weight is not; pass rows in the weight's dtype")
+    return x.plain if isinstance(x, NormedRows) else x
+
+
+def empty_codes(x: Tensor, quantizes: bool) -> QuantizedRows:
+    """Return memory for x [T, K] in fp8, or for none of its columns: operators return as many tensors every time."""
+    return QuantizedRows.empty_like(x if quantizes else x[:, :0])
+
+
+def quantize_rows(x: Tensor) -> QuantizedRows:
+    """Quantize rows [T, K] as products with block-quantized weights take them."""
+    rows = QuantizedRows.empty_like(x)
+    if runs_fp8(x.device):
+        from dcpmla.parallel.kernels import quantize  # triton is there on Linux only
+
+        quantize.quantize_rows(x, *rows)
+    else:
+        for part, values in zip(rows, quantize_groups(x, BLOCK), strict=True):
+            part.copy_(values)
+    return rows
 
 
 @torch.library.custom_op("dcpmla::fp8_linear", mutates_args=("arrivals",))
@@ -57,10 +115,10 @@ def fp8_linear(
         promoted to float32.
     """
     if runs_fp8(x.device) and (x_scales is not None or x.dtype in _DTYPES):
-        from dcpmla.parallel.kernels import linear, quantize  # triton is there on Linux only
+        from dcpmla.parallel.kernels import linear
 
         if x_scales is None:
-            x, x_scales = quantize.quantize_groups(x)
+            x, x_scales = quantize_rows(x)
         is_large = len(x) > SCALED_MM_TOKENS or len(x) * len(weight) >= SCALED_MM_SIZE
         is_plain = x.shape[1] == weight.shape[1] and dtype == torch.bfloat16 and len(weight) % 16 == 0
         if is_large and is_plain and _has_scaled_mm(x.device):

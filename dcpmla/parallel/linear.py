@@ -11,7 +11,16 @@ from torch.nn import functional as F
 
 from dcpmla.config import divisors
 from dcpmla.parallel.collectives import named
-from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, fp8_linear, multiply_groups, runs_fp8
+from dcpmla.parallel.fp8 import (
+    AnyRows,
+    NormedRows,
+    QuantizedRows,
+    dequantize_blocks,
+    fp8_linear,
+    multiply_groups,
+    plain,
+    runs_fp8,
+)
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, dequantize
 
 
@@ -37,8 +46,8 @@ class Linear(nn.Module):
     Attributes:
         weight: [out, in] in dtype, or e4m3 codes; holds nothing until `load`.
         weight_scale: float32 [ceil(out / 128), in / 128], a scale per block of codes; None for a weight in dtype.
-        takes_quantized: whether `QuantizedRows` spare work: the weight is fp8, on a device that would quantize other
-            rows.
+        takes_quantized: whether `QuantizedRows` spare work, alone or in `NormedRows`: the weight is fp8, on a device
+            that would quantize other rows.
     """
 
     weight_scale: Tensor | None
@@ -72,19 +81,20 @@ class Linear(nn.Module):
             assert self.weight_scale is None  # weights are loaded once
             fill(self.weight, *(values_like(part, self.weight) for part in parts))
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+    def forward(self, x: AnyRows) -> Tensor:
         if self.weight_scale is None:
             return F.linear(plain(x), self.weight, self.bias)
         out = self.product(x)
         return out if self.bias is None else out + self.bias
 
-    def product(self, x: Tensor | QuantizedRows, rows: slice = slice(None)) -> Tensor:
+    def product(self, x: AnyRows, rows: slice = slice(None)) -> Tensor:
         """Return rows x [.., in] times the weight, or times some rows of it, without the bias."""
         if self.weight_scale is None:
             return F.linear(plain(x), self.weight[rows])
         start, stop, _ = rows.indices(self.out_features)
         if start % BLOCK:  # rows that begin inside a block
             return self.product(x)[..., rows]
+        x = x.quantized if isinstance(x, NormedRows) else x
         values, scales = x if isinstance(x, QuantizedRows) else (x.flatten(0, -2), None)
         blocks = self.weight_scale[start // BLOCK : -(-stop // BLOCK)]
         out = fp8_linear(values, scales, self.weight[rows], blocks, self._arrivals, self.dtype)
@@ -121,7 +131,7 @@ class GroupedLinear(Linear):
         super().__init__(in_features, out_features, False, device, dtype)
         self.num_groups = num_groups
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+    def forward(self, x: AnyRows) -> Tensor:
         if self.weight_scale is None:
             return multiply_groups(plain(x), self.weight.unflatten(0, (self.num_groups, -1)))
         return self.product(x)
@@ -149,14 +159,14 @@ class RowParallelLinear(Linear):
         super().__init__(in_features // dist.get_world_size(group), out_features, bias, device, dtype)
         self.group = group
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+    def forward(self, x: AnyRows) -> Tensor:
         out = self.product(x)
         if dist.get_world_size(self.group) > 1:
             with named("all-reduce of a row-parallel linear", self.group):
                 dist.all_reduce(out, group=self.group)
         return out if self.bias is None else out + self.bias
 
-    def partial(self, x: Tensor | QuantizedRows) -> Tensor:
+    def partial(self, x: AnyRows) -> Tensor:
         """Return this rank's part of the sum, with the bias on the group's first rank alone."""
         out = self.product(x)
         return out if self.bias is None or dist.get_rank(self.group) else out + self.bias
@@ -258,10 +268,3 @@ def values_like(weight: AnyWeight, like: Tensor) -> Tensor:
     if isinstance(weight, GroupFp4):
         return dequantize(GroupFp4(*(part.to(like.device) for part in weight)), like.dtype)
     return weight
-
-
-def plain(x: Tensor | QuantizedRows) -> Tensor:
-    """Return rows that are not quantized; raise ValueError for others, whose layer has no fp8 weight."""
-    if isinstance(x, QuantizedRows):
-        raise ValueError("x is quantized, but the weight is not; pass rows in the weight's dtype")
-    return x

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits, as checkpoints ship them, and the values that they stand for."""
+"""Numbers in 8 and 4 bits: weights as checkpoints ship them and the values that they stand for, rows in groups."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 BLOCK = 128  # rows and columns that share a scale in block-quantized fp8
 FP4_GROUP = 32  # columns that share a scale in 4 bits
+_FP8_MAX = 448.0
+SMALLEST_AMAX = 1e-10  # of a group: its scale divides
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits of a code; the fourth is the sign
 
 
@@ -79,6 +81,23 @@ def to_block_fp8(weight: GroupFp4) -> BlockFp8 | None:
     values = dequantize(GroupFp4(weight.codes, (shifts + 127).clamp(0, 254).to(torch.uint8)), torch.float32)
     codes = values.to(torch.float8_e4m3fn)
     return BlockFp8(codes, from_e8m0(base.to(torch.uint8))) if torch.equal(codes.float(), values) else None
+
+
+def quantize_groups(x: Tensor, group_size: int, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize rows x [T, N] to e4m3 [T, N], saturated, with float32 scales [T, N / G].
+
+    Args:
+        group_size: G columns that share a scale, their largest / 448.
+        ue8m0: scales are raised to the next power of two.
+    Source: the quantization of activations in DeepSeek-V3 (its report, section 3.3), with the scales' bound of vLLM's
+        kernels.
+    """
+    groups = x.float().unflatten(1, (-1, group_size))
+    s = groups.abs().amax(-1).clamp(min=SMALLEST_AMAX) / _FP8_MAX
+    if ue8m0:
+        mantissa, exponent = torch.frexp(s)  # mantissa in [0.5, 1): log2 would round
+        s = torch.ldexp(torch.ones_like(s), exponent - (mantissa == 0.5).int())
+    return (groups / s[..., None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).flatten(1), s
 
 
 def _spread(scales: Tensor, num_rows: int, num_cols: int, like: Tensor) -> Tensor:

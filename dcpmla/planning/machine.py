@@ -147,6 +147,24 @@ class Machine:
         ring, tree = across(num_nodes - 1, num_nodes - 1), across(_log2(num_nodes), 2 * (num_nodes - 1))
         return collective.latency_us(local_ranks) + min(ring, tree)
 
+    def without_overheads(self) -> "Machine":
+        """Return a machine that reads memory and multiplies at the same rates, and does all else in no time."""
+        free = Collective(overhead_us=0.0, per_rank_us=0.0, gb_per_s=_LARGEST)
+        return replace(
+            self,
+            copy_gb_per_s=_LARGEST,
+            kernel_us=0.0,
+            layer_us=0.0,
+            attention_overhead_us=0.0,
+            attention_read_share=1.0,
+            all_gather=free,
+            reduce_scatter=free,
+            all_to_all=free,
+            direct=Direct(gather_us=0.0, combine_us=0.0, gb_per_s=_LARGEST),
+            network_gb_per_s=_LARGEST,
+            network_us=0.0,
+        )
+
     def all_reduce_us(self, num_bytes: float, num_ranks: int, num_nodes: int = 1) -> float:
         """Return the microseconds of an all-reduce: a reduce-scatter and an all-gather under one launch, as rings and
         trees do it.

@@ -101,6 +101,14 @@ def predict_step(
     return {"total": sum(parts.values()), **parts}
 
 
+def floor_us(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> float:
+    """Return the microseconds below which no decode step of a rank can be: each weight, and of experts those that some
+    token picks, its part of the cache and its index keys read once at the memory's rate, or multiplied where that takes
+    longer.
+    """
+    return predict_step(machine.without_overheads(), model, setting, batch, context)["total"]
+
+
 def attention_us(
     machine: Machine,
     attention: MLAConfig | CompressedConfig,

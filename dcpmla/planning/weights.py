@@ -47,6 +47,7 @@ class ModelSize:
         num_routed: choices of a router, LongCat's zero experts included; 0 without experts.
         experts_per_token: choices that a token takes.
         num_sinkhorn_iters: of each hyper-connection; 0 in a model without.
+        expert_dtype: "auto", or "fp8" for experts in 4 bits that are held in 8 (--expert-dtype).
     """
 
     attention: MLAConfig | CompressedConfig
@@ -57,6 +58,7 @@ class ModelSize:
     experts_per_token: int
     num_sinkhorn_iters: int
     parameters: tuple[Parameter, ...]
+    expert_dtype: str = "auto"
 
     @property
     def caches(self) -> ModelCaches:
@@ -101,6 +103,29 @@ class ModelSize:
             if parameter.is_expert and parameter.style == "row":
                 num_experts, _, size = parameter.shape
                 check_experts(num_experts, size, tensor_parallel_size, expert_parallel)
+            is_whole = parameter.stays_quantized(tensor_parallel_size, expert_parallel)
+            if self.expert_dtype == "fp8" and parameter.is_expert and not is_whole:
+                raise ValueError(
+                    f"expert_dtype (--expert-dtype) is 'fp8', but with tensor_parallel_size (-tp) "
+                    f"{tensor_parallel_size} a rank's experts are not whole blocks of {BLOCK} x {BLOCK}; choose auto"
+                )
+
+    def with_expert_dtype(self, expert_dtype: str) -> "ModelSize":
+        """Return the model as it is loaded with --expert-dtype: "auto", as stored, or "fp8", experts in 4 bits in 8.
+
+        Raises:
+            ValueError: fp8 for experts that are not stored in 4 bits.
+        """
+        if expert_dtype == "auto":
+            return self
+        experts = [parameter for parameter in self.parameters if parameter.is_expert]
+        if not experts or any(expert.codes != "fp4" for expert in experts):
+            raise ValueError(
+                f"expert_dtype (--expert-dtype) is {expert_dtype!r}, but the model's experts are not in 4 bits; "
+                f"choose auto"
+            )
+        parameters = (replace(each, codes="fp8") if each.is_expert else each for each in self.parameters)
+        return replace(self, parameters=tuple(parameters), expert_dtype=expert_dtype)
 
     def widened(self) -> "ModelSize":
         """Return the model without quantization."""

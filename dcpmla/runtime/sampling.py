@@ -104,49 +104,63 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
     for start in range(0, len(drawn), _MAX_ROWS):
         rows = drawn[start : start + _MAX_ROWS]
         uniforms = [torch.rand((), dtype=torch.float64, generator=generators[row]).item() for row in rows]
-        (at,) = upload([np.asarray(rows)], logits.device)
-        tokens.index_copy_(0, at, _draw(logits.index_select(0, at), [params[row] for row in rows], uniforms))
+        numbers = [[params[row].temperature, params[row].top_p, u] for row, u in zip(rows, uniforms, strict=True)]
+        top_k = [min(params[row].top_k, logits.shape[-1]) for row in rows]
+        at, how, most = upload([np.array(rows), np.array(numbers), np.array(top_k)], logits.device)
+        if logits.is_cuda:
+            from dcpmla.runtime.kernels import sampling  # triton is there on Linux only
+
+            sampling.draw(logits, tokens, at, how, most)
+        else:
+            tokens[at] = _draw(logits[at], how, most)
     return tokens
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+def _draw(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
     """Invert each row's cumulative distribution, in the vocabulary's order, at a number in [0, 1).
 
     In this order a small change of the logits moves every boundary between tokens a little, and seldom past the number.
+    Masses of probability are whole numbers, the best token's 2^44, so that no sum depends on its order (a vocabulary of
+    2^18 tokens has room): devices differ by the last bit of an exponential at most, 1 in few masses. Tokens whose
+    probability is less than 2^-44 of the best one's are never drawn; a row of NaN gives token 0.
+
+    Args:
+        logits: [n, vocab] float32.
+        numbers: [n, 3] float64: temperature, top_p, the number.
+        top_k: [n] int64, at most vocab.
+    Returns:
+        [n] int64.
     """
-    columns = [[param.temperature, param.top_p, number] for param, number in zip(params, uniforms, strict=True)]
-    numbers, top_k = upload([np.array(columns), np.array([[param.top_k] for param in params])], logits.device)
     temperature, top_p, uniform = numbers.split(1, dim=-1)
     scores = logits.double()
     scores -= scores.amax(-1, keepdim=True)  # before the division: a tiny temperature may overflow, to -inf only
     scores /= temperature
-    most = min(max(param.top_k for param in params), logits.shape[-1])
-    if most:
-        best = logits.topk(most).values.gather(-1, (top_k.clamp(max=most) - 1).clamp(min=0))
-        scores = scores.where((logits >= best) | (top_k == 0), -torch.inf)  # all that tie with the last one
-    if any(param.top_p < 1 for param in params):
-        scores = scores.where(_nucleus(logits, scores, top_p), -torch.inf)
-    cumulative = scores.softmax(-1).cumsum(-1)
-    targets = uniform * cumulative[:, -1:]
-    last = logits.shape[-1] - 1  # where a row of NaN ends up: not outside the vocabulary
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1).clamp(max=last)
+    masses = (scores.exp().nan_to_num(0.0) * _ONE).long()
+    if most := int(top_k.max()):
+        best = logits.topk(most).values.gather(-1, (top_k[:, None] - 1).clamp(min=0))
+        masses = masses.where((logits >= best) | (top_k[:, None] == 0), 0)  # all that tie with the last one
+    if (top_p < 1).any():
+        masses = masses.where(_nucleus(logits, masses, top_p), 0)
+    cumulative = masses.cumsum(-1)
+    total = cumulative[:, -1:]
+    targets = (uniform * total).long().minimum(total - 1)  # the product may round to the total
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
 
 
-def _nucleus(logits: Tensor, scores: Tensor, top_p: Tensor) -> Tensor:
+def _nucleus(logits: Tensor, masses: Tensor, top_p: Tensor) -> Tensor:
     """Return which tokens top-p keeps; of those with equal logits the ones with the lowest ids.
 
-    Found without sorting, from the logits' order as whole numbers; masses of probability are whole numbers, too, so
-    that no sum depends on its order. (A vocabulary of 2^18 tokens has room.)
+    Found without sorting, from the logits' order as whole numbers.
 
     Args:
         logits: [n, vocab] float32.
-        scores: [n, vocab] float64, in the same order and at most 0; -inf for tokens that are left out already.
+        masses: [n, vocab] int64, in the same order; 0 for tokens that are left out already.
         top_p: [n, 1] float64.
     """
     bits = (logits + 0.0).view(torch.int32).long()  # the zeros are equal
     ranks = torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)  # 0 for the greatest float32
-    masses = (scores.exp() * _ONE).long()
-    wanted = (masses.sum(-1, keepdim=True) * top_p).ceil().long()
+    total = masses.sum(-1, keepdim=True)
+    wanted = (total * top_p).ceil().long().minimum(total)
     last, mass_before = _find_last(ranks, masses, wanted)
     is_last = ranks == last
     mass_before = mass_before + (is_last.cumsum(-1) - 1) * masses  # of a token with the last rank

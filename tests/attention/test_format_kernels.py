@@ -27,6 +27,7 @@ from tests.attention.test_small_kernels import (
     on,
     query_case,
 )
+from tests.parallel.test_fp8_linear import quantized
 
 POISON = 0xA5
 ROW_OF_NAN = 1
@@ -87,6 +88,20 @@ def check_cache_rows(device: str) -> None:
         assert torch.equal(bytes_of(cached), bytes_of(cache._base))
 
 
+def check_quantized_latents(device: str) -> None:
+    """Check that the query latent's codes are those of what is returned without them."""
+    from dcpmla.attention.triton.projections import finish_latents
+
+    for dtype in (torch.float32, torch.float16):
+        arguments = on(device, latents_case((384, 40, 6), [3, -1, 0, 27, 9], dtype, True, True))
+        q_c, latents, *rows = finish_latents(*arguments, True)
+        wanted = quantized(q_c, "tma")
+        assert torch.equal(bytes_of(rows[0]), bytes_of(wanted.values))
+        assert torch.equal(rows[1], wanted.scales)
+        assert rows[1].stride() == wanted.scales.stride()
+        assert all(map(torch.equal, (q_c, latents), finish_latents(*arguments)[:2]))
+
+
 def check_fp8_queries(device: str) -> None:
     """Check codes, rounded to q's dtype first: they are those of the query that the kernel makes without a scale."""
     from dcpmla.attention.triton.projections import absorb_query
@@ -142,6 +157,7 @@ def check_refusals(device: str) -> None:
 @pytest.mark.gpu
 def test_kernels() -> None:
     check_cache_rows("cuda")
+    check_quantized_latents("cuda")
     check_fp8_queries("cuda")
     check_reading("cuda")
     check_refusals("cuda")

@@ -19,13 +19,13 @@ from dcpmla.attention.output.quant import OutputQuant
 from dcpmla.comm.select import select_exchange
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import IndexerConfig
-from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.fp8 import NormedRows, QuantizedRows, quantize_rows
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.attention.test_compile import DECODES, MIXED, PREFILL, Batch, run_layer
 from tests.attention.test_compressed_layer import modules_of, tiny
 from tests.attention.test_output_formats import codes
-from tests.parallel.test_fp8_linear import blocks
+from tests.parallel.test_fp8_linear import blocks, quantized
 from tests.support.ranks import run_ranks
 from tests.support.shared_memory import run_interpreted
 
@@ -40,8 +40,9 @@ CONFIG = MLAConfig(
     scale=192**-0.5,
     attention_bias=True,
 )
-# Rounding rows to e4m3 changes numbers by 2^-5 at most, by a third of that in a norm; four products follow each other.
+# Rounding rows to e4m3 changes numbers by 2^-4 at most, and a norm by 2.5 %.
 TOLERANCE = 4e-2
+DIFFERENT = 1e-3  # of a kernel's numbers, at most; on an H200 they were 4e-5
 EXACT = 1e-12  # in float64: sums in another order, where memory lies otherwise
 
 
@@ -243,7 +244,7 @@ def test_compressed_layers() -> None:
 
 
 def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int) -> None:
-    """Compare kernels with themselves: codes with scales give what their values give, to the bit."""
+    """Compare codes with scales and their values: to the bit in the interpreter; GPUs sum in another order."""
     from dcpmla.attention.output import kernels as output_kernels
     from dcpmla.attention.triton import projections as kernels
 
@@ -258,7 +259,7 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
         for part, at in ((slice(128), slice(1)), (slice(128, 256), slice(1, 2)))
     )
     absorbed = kernels.absorb_query(q, w_uk.codes, None, False, None, w_uk.scales)
-    assert torch.equal(absorbed, kernels.absorb_query(q, values[:, :128], None, False, None))
+    assert_same(absorbed, kernels.absorb_query(q, values[:, :128], None, False, None))
     for quant in (OutputQuant(kind="fp8_groups"), OutputQuant(kind="fp8", scale=torch.ones(1, device=device)), None):
         results = []
         for weight, scales in ((w_uv.codes, w_uv.scales), (values[:, 128:], None)):
@@ -267,9 +268,19 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
             into = None if quant is None or quant.kind == "fp8" else rows[1]
             output_kernels.project_rows(out, weight, 0, rows[0], into, quant and quant.scale, False, scales)
             results.append(rows)
-        assert torch.equal(codes(results[0][0]), codes(results[1][0]))
+        assert_same(results[0][0], results[1][0])
         if quant is not None:
-            assert torch.equal(results[0][1], results[1][1])
+            assert_same(results[0][1], results[1][1])
+
+
+def assert_same(got: Tensor, wanted: Tensor) -> None:
+    """Compare numbers: on a GPU a few may be rounded another way."""
+    if got.is_cuda:
+        got, wanted = got.double(), wanted.double()
+        assert (got != wanted).sum() <= DIFFERENT * got.numel() + 1
+        torch.testing.assert_close(got, wanted, rtol=2**-3, atol=wanted.abs().max().item() * 2**-8)
+    else:
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def check_in_the_interpreter() -> None:
@@ -290,14 +301,53 @@ def test_kernels() -> None:
         check_kernels("cuda", torch.bfloat16, num_tokens, 16, 512)
 
 
+def round_rows(plain: MLAAttention) -> None:
+    """Have a layer's products take rows as fp8 rounds them, from now on."""
+
+    def rounded(x: Tensor) -> Tensor:
+        values, scales = quantized(x)
+        return (values.float().unflatten(1, (-1, 128)) * scales[..., None]).flatten(1).to(x.dtype)
+
+    plain.fused_qkv_a_proj.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+    for linear in (plain.q_b_proj, plain.o_proj):
+        product = linear.product
+        linear.product = lambda x, rows=slice(None), product=product: product(rounded(x), rows)
+
+
+def check_given_codes() -> None:
+    """Hand over hidden states with their codes, as a norm before the layer gives them."""
+    in_fp8, plain = layers(CONFIG, 1)
+    round_rows(plain)
+    assert not in_fp8.takes_quantized
+    for linear in (in_fp8.fused_qkv_a_proj, in_fp8.q_b_proj, in_fp8.o_proj):
+        linear.takes_quantized = True
+    assert in_fp8.takes_quantized
+
+    def give_codes(hidden_states: Tensor, *rest: Any) -> Tensor:
+        return in_fp8(NormedRows(hidden_states * torch.nan, quantize_rows(hidden_states)), *rest)
+
+    for batch in (MIXED, DECODES[0], PREFILL):
+        for got, wanted in zip(run_layer(in_fp8, batch, give_codes), run_layer(plain, batch), strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_given_codes() -> None:
+    run_ranks(1, check_given_codes)
+
+
 def check_on_a_gpu() -> None:
+    """Compare with rows rounded alike. Where those differ in bfloat16's last bit, so do some of their codes, which
+    moves results by 2 to 4 %; rows that are not rounded would move them by 9 %.
+    """
     config = dataclasses.replace(CONFIG, num_heads=8, kv_lora_rank=512)
     for options in ({}, {"dcp_project_before_merge": True}):
         in_fp8, plain = layers(config, 1, "cuda", torch.bfloat16, **options)
         assert in_fp8.o_proj.takes_quantized
+        assert in_fp8.takes_quantized
+        round_rows(plain)
         for batch in (MIXED, DECODES[0], ((0, 300), (200, 131))):
             for got, wanted in zip(run_layer(in_fp8, batch), run_layer(plain, batch), strict=True):
-                assert (got.float() - wanted.float()).norm() < TOLERANCE * wanted.float().norm()
+                assert (got.float() - wanted.float()).norm() < 6e-2 * wanted.float().norm()
 
 
 @pytest.mark.gpu

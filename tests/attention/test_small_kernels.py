@@ -101,7 +101,7 @@ def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
         arguments = latents_case(size, [3, -1, 27, -1, 0], dtype, rope, interleaved)
         moved = on(device, arguments)
         wanted, got = projections.finish_latents(*arguments), kernels.finish_latents(*moved)
-        for mine, theirs in zip(got, wanted, strict=True):
+        for mine, theirs in zip(got[:2], wanted[:2], strict=True):
             assert_near(mine, theirs)
         assert_near(moved[1], arguments[1])  # NaN stays wherever no slot points
         assert moved[1]._base[:, 0].isnan().all()
@@ -157,12 +157,12 @@ def test_operators_run_the_kernels_and_match_the_torch_code() -> None:
         moved = on("cuda", arguments)
         out, w_uv = randn(3, 16, 512, dtype=dtype), (randn(16, 256, 512, dtype=dtype) / 512**0.5)[:, 128:]
         wanted = [
-            *projections.finish_latents(*arguments),
+            *projections.finish_latents(*arguments)[:2],
             projections.absorb_query(*queries),
             projections.project_values(out, w_uv),
         ]
         got = [
-            *projections.finish_latents(*moved),
+            *projections.finish_latents(*moved)[:2],
             projections.absorb_query(*on("cuda", queries)),
             projections.project_values(*on("cuda", [out, w_uv])),
         ]
@@ -179,7 +179,7 @@ def test_offsets_past_2_to_the_31() -> None:
     cache = torch.empty(num_blocks, 64, 576, dtype=torch.bfloat16, device="cuda")
     cache[-1], cache[0] = torch.nan, torch.nan
     arguments = on("cuda", latents_case(NO_Q_LORA, [num_blocks * 64 - 1], torch.bfloat16, True, True))
-    _, latents = projections.finish_latents(arguments[0], cache, *arguments[2:])
+    _, latents, *_ = projections.finish_latents(arguments[0], cache, *arguments[2:])
     assert torch.equal(cache[-1, -1], latents[0])
     assert torch.equal(read_latents(cache, arguments[2]), latents)
     assert cache[-1, :-1].isnan().all()
@@ -194,14 +194,15 @@ def check_in_the_interpreter() -> None:
 
 
 def check_formats_in_the_interpreter() -> None:
-    from tests.attention.test_format_kernels import check_cache_rows, check_fp8_queries, check_reading, check_refusals
+    from tests.attention import test_format_kernels as formats
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    check_cache_rows("cpu")
-    check_fp8_queries("cpu")
-    check_reading("cpu")
-    check_refusals("cpu")
+    formats.check_cache_rows("cpu")
+    formats.check_quantized_latents("cpu")
+    formats.check_fp8_queries("cpu")
+    formats.check_reading("cpu")
+    formats.check_refusals("cpu")
 
 
 @pytest.mark.parametrize("check", [check_in_the_interpreter, check_formats_in_the_interpreter])
@@ -238,7 +239,8 @@ LATENTS = {"KV_RANK": 512, "KV_COLUMNS": 512, "Q_RANK": 1536, "Q_COLUMNS": 2048,
 QUERY = {"NOPE": 128, "RANK": 512, "TOKENS": 64, "ROWS": 64, "COLUMNS": 64, **ROPE}
 TYPES = {
     **{"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32", "kv_lora_scale": "fp32"},
-    **dict.fromkeys(("kv_scale_ptr", "q_scale_ptr", "scale_ptr"), "*fp32"),
+    **dict.fromkeys(("kv_scale_ptr", "q_scale_ptr", "scale_ptr", "scales_ptr"), "*fp32"),
+    "codes_ptr": "*fp8e4nv",
 }
 
 
@@ -282,7 +284,7 @@ def test_latents_are_transformers(interleaved: bool) -> None:
     slots = [3, -1, 27, -1, 0]
     arguments = latents_case(ODD, slots, torch.float32, True, interleaved)
     down, cache, _, q_weight, kv_weight, eps, scale, cos_sin, *_ = arguments
-    q_c, latents = projections.finish_latents(*arguments)
+    q_c, latents, *_ = projections.finish_latents(*arguments)
     norms = {}
     for weight in (q_weight, kv_weight):
         norms[weight] = DeepseekV3RMSNorm(len(weight), eps)

@@ -79,9 +79,14 @@ def test_both_modes_in_one_run(
         return engine, selection
 
     monkeypatch.setattr(bench_generate, "build_engine", build)
+    monkeypatch.setattr(bench_generate, "is_h200", lambda device: True)
     out = tmp_path / "out.json"
-    assert bench(model, json=out) == 0
+    assert bench(model, json=out, dtype="bfloat16") == 0
     rows = json.loads(out.read_text())["rows"]
+    graphs = rows[::2]
+    assert 0 < graphs[0]["floor_us"] <= graphs[1]["floor_us"]
+    assert all(row["floor_share"] == pytest.approx(row["floor_us"] / row["device_us"], abs=1e-3) for row in graphs)
+    assert "floor_us" not in rows[1]
     assert [(row["mode"], row["batch"]) for row in rows] == [("graph", 1), ("eager", 1), ("graph", 3), ("eager", 3)]
     for requests in ("1 requests", "3 requests"):
         assert decodes.count((requests, True)) == decodes.count((requests, False)) == 5

@@ -21,7 +21,8 @@ from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
 pytest.importorskip("triton")
 
 from dcpmla.comm import direct_ops, direct_reduce  # noqa: E402
-from tests.support.reduce_checks import check_memory, check_sums  # noqa: E402
+from tests.support.interpreter import convert_as_torch  # noqa: E402
+from tests.support.reduce_checks import check_memory, check_quantized, check_sums  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -32,6 +33,8 @@ def check_collective() -> None:
     for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.float64)):
         check_sums(reduce, (3, 24), dtype, seed, CPU, is_odd=dtype == torch.bfloat16)
     check_sums(reduce, (0, 8), torch.float32, 0, CPU)
+    check_quantized(reduce, (3, 256), torch.bfloat16, CPU)
+    check_quantized(reduce, (0, 128), torch.bfloat16, CPU)
     refuse(reduce)
     reduce.check()
 
@@ -41,6 +44,8 @@ def refuse(reduce: Reduce) -> None:
     for residual, given in ((partial[:2], weight), (partial.double(), weight), (partial, weight[:4])):
         with pytest.raises(ValueError, match=r"residual is .* expected \[T, N\] as partial|weight has shape \(4,\)"):
             reduce.add_norm(partial, residual, given, 1e-6)
+    with pytest.raises(ValueError, match="partial has 8 columns; rows are quantized in groups of 128"):
+        reduce.add_norm(partial, partial, weight, 1e-6, True)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -64,8 +69,9 @@ def shrink(num_programs: int) -> None:
 def check_direct(num_steps: int) -> None:
     """Check sums in one trip and in two, of rows of one item each and of several, in one turn and in several."""
     delay_kernels(random.Random(dist.get_rank()))
+    convert_as_torch()
     common, size = random.Random(7), dist.get_world_size()
-    for num_programs, widths in ((4, (8, 64)), (1, (136, 264))):
+    for num_programs, widths, quantized in ((4, (8, 64), ()), (1, (136, 264), ((1 << 20, (1, 256)), (0, (3, 384))))):
         shrink(num_programs)
         reduce = new_reduce(landing_bytes=1 << 13)
         reduce._memory[1][:-1] = 2**31 - 3  # the exchange numbers pass 32 bits
@@ -75,6 +81,9 @@ def check_direct(num_steps: int) -> None:
             shape = common.randint(1, 3 + 6 * (step == 1)), common.choice(widths)
             check_sums(reduce, shape, dtype, step, CPU, is_odd=step >= num_steps - 2)
         assert reduce.all_reduce(torch.zeros(0, 8)).shape == (0, 8)
+        for one_shot_bytes, shape in quantized:
+            direct_reduce._ONE_SHOT_BYTES = one_shot_bytes
+            check_quantized(reduce, shape, torch.float16, CPU)
         check_memory(reduce)
     refuse(reduce)
     with pytest.raises(ValueError, match=f"landing_bytes is 256; {size} ranks' rows of 512 columns take more"):
@@ -110,14 +119,14 @@ def check_missing_rank() -> None:
                     reduce.check()
                 with pytest.raises(PeerFault, match=re.escape(words)):
                     reduce.all_reduce(rows)
-            reduce._fault.zero_()  # so that kernels run as they do in graphs
+            reduce.fault.zero_()  # so that kernels run as they do in graphs
 
 
 def test_missing_rank() -> None:
     run_interpreted(3, check_missing_rank)
 
 
-@pytest.mark.parametrize(("kernel", "size", "columns"), [("one_shot", 8, 64), ("two_shot", 3, 512)])
+@pytest.mark.parametrize(("kernel", "size", "columns"), [("one_shot", 8, 128), ("two_shot", 3, 512)])
 def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int) -> None:
     """Rows travel, and are awaited, 16 bytes a thread."""
     from dcpmla.comm.kernels import reduce as kernels
@@ -125,6 +134,7 @@ def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int) -> Non
     tiles, peers = -(-7168 // columns), 8 if size > 4 else 4
     names = ("residual_ptr", "weight_ptr", "normed_ptr", "sums_ptr")
     types = {**DIRECT, **dict.fromkeys(names, "*bf16"), "partial_ptr": "*i16", "squares_ptr": "*i64", "eps": "fp32"}
+    types |= {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     constants = {"WIDTH": 7168, "SIZE": size, "PEERS": peers, "COLUMNS": columns, "PROGRAMS": 2048, "SHARE": 4}
     constants["TILES"] = 1 << (tiles - 1).bit_length()
     ptx = compile_for_hopper(getattr(kernels, f"{kernel}_kernel"), types, constants, ALIGNED, num_warps=1)

@@ -59,9 +59,11 @@ def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: 
 
 
 def test_slices_are_cut_as_they_are_stored() -> None:
+    down = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     shapes = {"model.layers.0.mlp.up_proj.weight": (320, 256), "model.layers.0.mlp.gate.weight": (8, 256)}
+    shapes[down] = (192, 256)
     weights = dummy_weights(shapes, True, False, torch.bfloat16, torch.device("cpu"))
-    name, gate = shapes
+    name, gate, _ = shapes
     kept, cut = (read_linear(weights, name, shapes[name], rows=rows) for rows in (slice(128, 320), slice(64, 128)))
     assert isinstance(kept, BlockFp8)
     assert (kept.codes.shape, kept.scales.shape) == ((192, 256), (2, 2))
@@ -70,3 +72,4 @@ def test_slices_are_cut_as_they_are_stored() -> None:
     again = read_linear(weights, name, shapes[name], rows=slice(128, 320))
     assert torch.equal(dequantize(again, torch.float32), dequantize(kept, torch.float32))
     assert isinstance(read_linear(weights, gate, shapes[gate]), torch.Tensor)
+    assert isinstance(read_linear(weights, down, shapes[down]), BlockFp8)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from dcpmla.attention.output.formats import write_fp8_groups
 from dcpmla.cache.formats import FP8
 from dcpmla.model.experts import ExpertWeights, compute_experts
+from dcpmla.parallel.fp8 import NormedRows, QuantizedRows, quantize_rows
 from dcpmla.parallel.quantized import AnyWeight, BlockFp8, GroupFp4, dequantize, unpack
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
@@ -134,11 +135,17 @@ def test_as_transformers() -> None:
 
 
 def compute_by_kernels(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, limit: float | None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: AnyWeight,
+    down: AnyWeight,
+    limit: float | None,
+    quantized: QuantizedRows | None = None,
 ) -> Tensor:
     from dcpmla.model.kernels import experts as kernels
 
-    return kernels.compute_experts(x, ids, weights, *unpack(gate_up), *unpack(down), limit)
+    return kernels.compute_experts(x, ids, weights, *unpack(gate_up), *unpack(down), limit, quantized)
 
 
 def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:
@@ -180,6 +187,27 @@ def test_kernels_in_the_interpreter() -> None:
     run_interpreted(1, check_kernels, "cpu", torch.float32, ("plain",), (1, 21, 72, 40))
 
 
+def check_given_codes() -> None:
+    """Compare rows that were quantized before, in another order of their scales, with rows that the kernels quantize,
+    and both with float64.
+    """
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    for num_tokens in (1, 3):
+        x, ids, expert_weights, weights = case = make_case("fp8", num_tokens, 3, 2, 256, 128)
+        rows = quantize_rows(x)
+        out = compute_by_kernels(x, ids, expert_weights, *weights, None)
+        assert_near(out, brute_force(*case, None, True), 4e-3)
+        for scales in (rows.scales, rows.scales.contiguous()):
+            given = QuantizedRows(rows.values, scales)
+            assert torch.equal(compute_by_kernels(x * torch.nan, ids, expert_weights, *weights, None, given), out)
+
+
+def test_given_codes_in_the_interpreter() -> None:
+    run_interpreted(1, check_given_codes)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernels(dtype: torch.dtype) -> None:
@@ -196,6 +224,8 @@ def test_in_a_graph_at_deepseeks_sizes(kind: str) -> None:
         x, ids, expert_weights, weights = on("cuda", make_case(kind, num_tokens, 9, 4, 7168, 512, torch.bfloat16))
         other = ids.flip(0).flip(1).contiguous()
         wanted = compute_experts(x, other, expert_weights, weights)
+        if kind == "fp8":
+            x = NormedRows(x, quantize_rows(x))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = compute_experts(x, ids, expert_weights, weights)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dcpmla.comm.reduce import CollectiveReduce, add_norm, select_reduce
 from dcpmla.parallel.collectives import PeerFault
+from dcpmla.parallel.fp8 import quantize_rows
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("triton")
@@ -18,7 +19,7 @@ pytest.importorskip("triton")
 from dcpmla.comm import direct_reduce  # noqa: E402
 from dcpmla.comm.direct_reduce import DirectReduce  # noqa: E402
 from tests.support.direct_checks import assert_same_bits  # noqa: E402
-from tests.support.reduce_checks import EPS, assert_normed, check_memory, check_sums, draw  # noqa: E402
+from tests.support.reduce_checks import EPS, assert_normed, check_memory, check_quantized, check_sums, draw  # noqa: E402
 
 NUM_GPUS = [
     pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}"))
@@ -37,7 +38,12 @@ def test_the_kernel_alone(dtype: torch.dtype) -> None:
     for num_tokens, width in itertools.product((0, 1, 300), (64, 1000, 7168, 16384)):
         partial, residual = torch.randn(2, num_tokens, width, device="cuda").to(dtype)
         weight = torch.randn(width, device="cuda").to(dtype)
-        normed, new_residual = add_norm(partial, residual, weight, EPS)
+        normed, new_residual, *_ = add_norm(partial, residual, weight, EPS)
+        if width % 128 == 0:
+            *others, scales = add_norm(partial, residual, weight, EPS, True)
+            wanted = quantize_rows(normed)
+            assert_same_bits((*others,), (normed, new_residual, wanted.values))
+            assert torch.equal(scales, wanted.scales)
         assert torch.equal(new_residual, (residual.float() + partial.float()).to(dtype))
         assert_normed(normed, new_residual, weight)
 
@@ -54,6 +60,8 @@ def check_sizes() -> None:
         if num_tokens == 33:
             for dtype in (torch.float16, torch.float32):
                 check_sums(reduce, (num_tokens, width), dtype, seed, here(), is_odd=True)
+        if width != 1416:
+            check_quantized(reduce, (num_tokens, width), torch.bfloat16, here())
     direct_reduce.is_one_shot = choose
     check_sums(reduce, (8192, 4096), torch.bfloat16, 0, here())
     check_memory(reduce)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcpmla.planning.exchange import candidates_us
 from dcpmla.planning.machine import H200X8, Machine
-from dcpmla.planning.predict import Setting, expected_experts, predict_step
+from dcpmla.planning.predict import Setting, expected_experts, floor_us, predict_step
 from dcpmla.planning.recommend import Plan, make_plan, recommend
 from dcpmla.planning.weights import ModelSize, read_model
 from tests.support.plan_cases import ALL_REDUCE, make_plans, read_glm5, read_v3, read_v32, within
@@ -31,6 +31,23 @@ def test_a_step_reads_the_experts_that_it_hits(v3: ModelSize) -> None:
     expert_bytes = sum(p.count * p.shard_bytes(8) for p in v3.parameters if p.is_expert)
     reading_all = expert_bytes / H200X8.hbm_gb_per_s / 1e3
     assert one < 0.5 * reading_all < reading_all < many
+
+
+def test_the_floor_of_a_step_by_hand(v3: ModelSize) -> None:
+    """DeepSeek-V3 on 8 ranks: a batch of one reads 8 of 256 experts, a huge one multiplies."""
+    hidden, latents, routed = 7168, 7168 * (1536 + 576), 3 * 7168 * 2048
+    attention = latents + (1536 * 24576 + 512 * 32768 + 16384 * hidden) / 8
+    codes = 61 * attention + 3 * 3 * hidden * 18432 / 8 + 58 * 9 * routed / 8
+    wide = 58 * 256 * hidden + 129280 * hidden / 8  # gates and the head, in bfloat16
+    setting = Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
+    cache_bytes = 61 * 4096 * 576 * 2
+    reading = (codes * (1 + 4 / 128**2) + 2 * wide + cache_bytes) / H200X8.hbm_gb_per_s / 1e3
+    assert floor_us(H200X8, v3, setting, 1, 4096) == pytest.approx(reading, rel=1e-3)
+    assert floor_us(replace(H200X8, direct=None), v3, setting, 1, 4096) == pytest.approx(reading, rel=1e-3)
+    batch, sharded = 1 << 17, replace(setting, dcp=8)
+    products = batch * (codes + wide) / H200X8.matmul_tflops
+    heads = batch * 61 * 128 * (576 + 512) / H200X8.attention_tflops  # over one of a request's 8 tokens
+    assert floor_us(H200X8, v3, sharded, batch, 8) == pytest.approx(2 * (products + heads) / 1e6, rel=1e-3)
 
 
 @given(

@@ -1,5 +1,6 @@
 """Bytes of weights as planned, against those that ranks hold."""
 
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.mesh import init_mesh
+from dcpmla.parallel.quantized import BLOCK
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.predict import Setting, expected_experts, predict_step
 from dcpmla.planning.weights import read_model
-from tests.support.models import MLA_FAMILIES, save_tiny
+from tests.support.models import MLA_FAMILIES, save_tiny, tiny_config
 from tests.support.quantized_models import save_wide, write_quantized
 from tests.support.ranks import run_ranks
 
@@ -32,24 +36,26 @@ def held_bytes(model: ShardedModel) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def load_and_weigh(directories: list[Path], tp_size: int) -> list[tuple[int, int]]:
+def load_and_weigh(directories: list[Path], tp_size: int, expert_dtype: str) -> list[tuple[int, int]]:
     """On one rank: bytes held of each model, with experts cut and with experts spread."""
     dcp, mesh, cpu = DCPConfig(tensor_parallel_size=tp_size), init_mesh(tp_size, 1), torch.device("cpu")
     exchange, found = select_exchange(dcp, mesh.dcp_group, cpu), []
     for directory in directories:
         config = load_config(directory)
         cut, spread = (
-            held_bytes(load_model(directory, config, dcp, mesh, exchange, None, cpu, is_spread))
+            held_bytes(
+                load_model(directory, config, dcp, mesh, exchange, None, cpu, is_spread, expert_dtype=expert_dtype)
+            )
             for is_spread in (False, True)
         )
         found.append((cut, spread))
     return found
 
 
-def check(directories: list[Path], tp_size: int) -> None:
-    ranks = run_ranks(tp_size, load_and_weigh, directories, tp_size)
+def check(directories: list[Path], tp_size: int, expert_dtype: str = "auto") -> None:
+    ranks = run_ranks(tp_size, load_and_weigh, directories, tp_size, expert_dtype)
     for directory, *held in zip(directories, *ranks, strict=True):
-        model = read_model(load_config(directory))
+        model = read_model(load_config(directory)).with_expert_dtype(expert_dtype)
         planned = tuple(model.weight_bytes(tp_size, is_spread)["total"] for is_spread in (False, True))
         assert (directory.name, max(held)) == (directory.name, planned)
 
@@ -71,3 +77,26 @@ def test_quantized_models(tp_size: int, tmp_path: Path) -> None:
         directories.append(tmp_path / f"{family}_{scheme}")
         write_quantized(tmp_path / "wide" / family, directories[-1], scheme)
     check(directories, tp_size)
+    if tp_size == 2:
+        check(directories[-1:], tp_size, "fp8")
+
+
+def test_experts_in_fp8() -> None:
+    """DeepSeek-V4-Flash on 8 ranks: 17 bytes for 32 values of experts become 32 and a scale for 128 x 128; steps of
+    small batches, which read weights, take as much longer.
+    """
+    config = load_config(Path(__file__).parent / "configs" / "deepseek_v4_flash.json")
+    flash = read_model(config)
+    wide = flash.with_expert_dtype("fp8")
+    routed = sum(p.count * prod(p.shape) for p in flash.parameters if p.is_expert)
+    stored, held = (size.weight_bytes(8)["experts"] for size in (flash, wide))
+    assert held - stored == routed // 8 * (1 + 4 / BLOCK**2) - routed // 8 * 17 / 32
+    setting = Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
+    before, after = (predict_step(H200X8, size, setting, 8, 1024)["rest"] for size in (flash, wide))
+    read = expected_experts(256, 6, 8)
+    assert after - before == pytest.approx(read * (held - stored) / H200X8.hbm_gb_per_s / 1e3)
+    with pytest.raises(ValueError, match=r"\(--expert-dtype\) is 'fp8', but the model's experts are not in 4 bits"):
+        read_model(tiny_config("deepseek_v3")).with_expert_dtype("fp8")
+    config.moe_intermediate_size = 192
+    with pytest.raises(ValueError, match=r"with tensor_parallel_size \(-tp\) 2 a rank's experts are not whole blocks"):
+        read_model(config).with_expert_dtype("fp8").weight_bytes(2)

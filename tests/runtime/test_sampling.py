@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dcpmla.runtime.sampling import SamplingParams, _draw, _nucleus, new_generator, sample
+from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.shared_memory import run_interpreted
 
 VOCAB = 40
 
@@ -185,10 +187,11 @@ def test_nucleus_is_that_of_a_stable_sort(seed: int, top_p: float, vocab: int, w
     logits = random_logits(2, seed, vocab)
     logits = (2 * logits).round() / 2 if with_ties else logits * torch.tensor([[1e-6], [5.0]]) + 1
     scores = logits.double() - logits.double().amax(-1, keepdim=True)
+    masses = (scores.exp() * 2**44).long()
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(-1)
     expected = torch.zeros(logits.shape, dtype=torch.bool).scatter_(-1, order, probs.cumsum(-1) - probs < top_p)
-    found = _nucleus(logits, scores, torch.full((2, 1), top_p, dtype=torch.float64))
+    found = _nucleus(logits, masses, torch.full((2, 1), top_p, dtype=torch.float64))
     assert torch.equal(found, expected)
 
 
@@ -204,12 +207,65 @@ def test_the_ends_of_the_unit_interval(vocab: int) -> None:
     """The least and the greatest number that can be drawn choose the first and the last token with a probability."""
     logits = random_logits(2, seed=4, vocab=vocab)
     logits[:, [0, vocab - 1]] = -torch.inf
-    assert _draw(logits, [SamplingParams(temperature=1.0)] * 2, [0.0, 1 - 2**-53]).tolist() == [1, vocab - 2]
+    numbers = torch.tensor([[1.0, 1.0, number] for number in (0.0, 1 - 2**-53)], dtype=torch.float64)
+    assert _draw(logits, numbers, torch.zeros(2, dtype=torch.int64)).tolist() == [1, vocab - 2]
 
 
 def test_a_row_of_nan_gives_a_token_of_the_vocabulary() -> None:
     logits = torch.full((2, VOCAB), torch.nan)
     assert all(0 <= token < VOCAB for token in draw(logits, [SamplingParams(), SamplingParams(temperature=1.0)]))
+
+
+def check_kernel(device: str, num_rows: int, vocab: int, tile: int = 2048) -> None:
+    """Check the kernel against plain torch, on the CPU: rows of a batch in any order, each with its own numbers; ties,
+    zeros of both signs, logits without probability, rows of NaN.
+    """
+    from dcpmla.runtime.kernels import sampling as kernels
+
+    generator = torch.Generator().manual_seed(vocab)
+    logits = random_logits(num_rows, vocab, vocab) * (0.1 + torch.rand(num_rows, 1, generator=generator))
+    logits[1::8] = logits[1::8].round()
+    logits[2::8], logits[3::8, ::3], logits[4::8, 5], logits[5::8] = 0.0, -torch.inf, torch.nan, torch.nan
+    logits[6::8, ::2], logits[6::8, 1::2] = 0.0, -0.0
+    logits[7::8] *= 1e-30
+    row = torch.arange(num_rows)
+    temperature = torch.tensor([0.3, 1, 2.5, 1e308, 5e-324], dtype=torch.float64)[row % 5]
+    top_p, number = torch.rand(2, num_rows, dtype=torch.float64, generator=generator)
+    top_p[::3], top_p[1] = 1.0, 1e-9
+    numbers, top_k = torch.stack([temperature, top_p, number], 1), torch.tensor([0, 1, 7, 0, vocab, 20, 0])[row % 7]
+    best, expected = logits.argmax(-1), _draw(logits, numbers, top_k)
+    rows = torch.randperm(num_rows, generator=generator)[: num_rows - 1]  # one keeps its best token
+    (kept,) = set(row.tolist()) - set(rows.tolist())
+    expected[kept] = best[kept]
+    tokens = best.to(device)
+    kernels.draw(logits.to(device), tokens, *(x.to(device) for x in (rows, numbers[rows], top_k[rows])), tile=tile)
+    assert tokens.tolist() == expected.tolist()
+
+
+def test_the_kernel_in_the_interpreter() -> None:
+    run_interpreted(1, check_kernel, "cpu", 16, 300, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_rows", "vocab"), [(2, 129_280), (64, 129_280), (48, 1 << 18), (37, 1000)])
+def test_the_kernel(num_rows: int, vocab: int) -> None:
+    check_kernel("cuda", num_rows, vocab)
+
+
+@pytest.mark.gpu
+def test_a_batch_on_a_gpu() -> None:
+    """More rows than are drawn at once, greedy ones between them."""
+    logits = random_logits(300, seed=3, vocab=5000)
+    params = [SamplingParams(temperature=row % 3, top_k=row % 5, top_p=1 - row % 2 / 5, seed=row) for row in range(300)]
+    assert draw(logits.cuda(), params) == draw(logits, params)
+
+
+def test_the_kernel_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
+    from dcpmla.runtime.kernels.sampling import draw_kernel
+
+    types = {"logits_ptr": "*fp32", "numbers_ptr": "*fp64"}
+    compile_for_hopper(draw_kernel, "i64", {"CHUNKS": 1024, "TILE": 1024}, **types)
 
 
 def test_every_bit_of_a_seed_counts() -> None:

@@ -10,6 +10,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 
 from dcpmla.comm.direct_reduce import DirectReduce
 from dcpmla.comm.reduce import Reduce
+from dcpmla.parallel.fp8 import NormedRows
+from dcpmla.parallel.quantized import quantize_groups
 from tests.support.direct_checks import BITS
 
 EPS = 0.1  # that a norm without it is far off
@@ -48,6 +50,21 @@ def check_sums(
     assert_right(new_residual, residual.double() + partials.double().sum(0))
     assert_normed(normed, new_residual, weight)
     assert_same_on_all_ranks(total, normed, new_residual)
+
+
+def check_quantized(reduce: Reduce, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Check that codes are those of the normalized rows, which are what they are without codes."""
+    partials, residual, weight = draw(*shape, dtype, 1, device)
+    partial = partials[dist.get_rank()]
+    rows, new_residual = reduce.add_norm(partial.clone(), residual, weight, EPS, True)
+    assert isinstance(rows, NormedRows)
+    wanted, scales = quantize_groups(rows.plain.cpu(), 128)  # a GPU's division by a number is a product
+    assert torch.equal(rows.quantized.values.cpu().view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(rows.quantized.scales.cpu(), scales)
+    assert rows.quantized.scales.stride() == (1, -(-len(residual) // 4) * 4)
+    assert_normed(rows.plain, new_residual, weight)
+    assert torch.equal(new_residual, reduce.add_norm(partial.clone(), residual, weight, EPS)[1])
+    assert_same_on_all_ranks(rows.plain)
 
 
 def assert_right(got: Tensor, wanted: Tensor) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dcpmla.cache.formats import FP8, FP8_MAX
+from dcpmla.parallel.quantized import quantize_groups
 
 GROUP_SIZES = (64, 128)
 SCALE_LAYOUTS = ("row", "column", "tma")
 NVFP4_GROUP = 16  # values that share a scale
-_SMALLEST_AMAX = 1e-10  # of a group: its scale divides
 _FP4_MAX = 6.0  # of e2m1
 # Halfway between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose codes are 0 to 7: a code is one more from each of the
 # first on, and past each of the second.
@@ -50,7 +50,7 @@ def empty_nvfp4(num_rows: int, width: int, device: torch.device) -> tuple[Tensor
 
 def write_fp8(x: Tensor, first_row: int, values: Tensor, scale: Tensor) -> None:
     """Write x * (1 / scale), saturated, into the rows of values from first_row on."""
-    values[first_row : first_row + len(x)] = _clamp(x.float() * (1 / scale))
+    values[first_row : first_row + len(x)] = (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def write_fp8_groups(x: Tensor, first_row: int, values: Tensor, scales: Tensor, ue8m0: bool) -> None:
@@ -58,17 +58,9 @@ def write_fp8_groups(x: Tensor, first_row: int, values: Tensor, scales: Tensor, 
 
     Args:
         ue8m0: scales are raised to the next power of two.
-    Source: the quantization of activations in DeepSeek-V3 (its report, section 3.3), with the scales' bound of vLLM's
-        kernels.
     """
     rows = slice(first_row, first_row + len(x))
-    groups = x.float().unflatten(1, (scales.shape[1], -1))
-    s = groups.abs().amax(-1).clamp(min=_SMALLEST_AMAX) / FP8_MAX
-    if ue8m0:
-        mantissa, exponent = torch.frexp(s)  # mantissa in [0.5, 1): log2 would round
-        s = torch.ldexp(torch.ones_like(s), exponent - (mantissa == 0.5).int())
-    values[rows] = _clamp(groups / s[..., None]).flatten(1)
-    scales[rows] = s
+    values[rows], scales[rows] = quantize_groups(x, x.shape[1] // scales.shape[1], ue8m0)
 
 
 def write_nvfp4(x: Tensor, first_row: int, values: Tensor, scales: Tensor, global_scale: Tensor) -> None:
@@ -92,7 +84,3 @@ def write_nvfp4(x: Tensor, first_row: int, values: Tensor, scales: Tensor, globa
     padded = pad(s.view(torch.uint8), (0, scales.shape[1] - s.shape[1], 0, num_padded - len(x)))
     swizzled = scales.view(torch.uint8).view(scales.shape[0] // 128, scales.shape[1] // 4, 32, 4, 4)
     swizzled.permute(0, 3, 2, 1, 4)[row // 128, row % 128 // 32, row % 32] = padded.unflatten(1, (-1, 4))
-
-
-def _clamp(x: Tensor) -> Tensor:
-    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)

@@ -11,6 +11,7 @@ from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.step import StepMetadata
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.parallel.fp8 import PlainRows
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
 
 
@@ -55,7 +56,7 @@ class Indexer(nn.Module):
         self.fused_wk_weights_proj = Linear(config.hidden_size, width + num_heads, dtype=dtype, device=device)
         self.k_norm = skip_init(nn.LayerNorm, width, dtype=dtype, device=device)
 
-    def forward(self, hidden_states: Tensor, q_c: Tensor, index_keys: Tensor, step: StepMetadata) -> None:
+    def forward(self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor, step: StepMetadata) -> None:
         """Cache the tokens' keys, and write step.selection where some token has more than topk. Collective.
 
         Args:

@@ -4,9 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.attention.projections import Latents, empty_latents
 from dcpmla.attention.triton.rope import rotate, store_pairs
 from dcpmla.cache.formats import FP8, check_kv_scale, row_width
 from dcpmla.cache.kernels import k_pe_of, quantize, store_kv_c
+from dcpmla.parallel.kernels.quantize import store_codes
 from dcpmla.parallel.quantized import BLOCK
 
 _LATENT_COLUMNS = 64  # columns of W_UK per program
@@ -26,7 +28,7 @@ def _norm(x_ptr, weight_ptr, column, width, eps):
     return (x.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def latents_kernel(
     down_ptr,
     q_weight_ptr,
@@ -34,6 +36,9 @@ def latents_kernel(
     cos_sin_ptr,
     slots_ptr,
     q_c_ptr,
+    codes_ptr,
+    scales_ptr,
+    scales_stride,
     latents_ptr,
     cache_ptr,
     down_stride,
@@ -76,6 +81,8 @@ def latents_kernel(
         q_column = tl.arange(0, Q_COLUMNS)
         q_c = _norm(down_ptr, q_weight_ptr, q_column, Q_RANK, eps)
         tl.store(q_c_ptr + token * Q_RANK + q_column, q_c, mask=q_column < Q_RANK)
+        if codes_ptr is not None:
+            store_codes(q_c, token, 0, codes_ptr, scales_ptr, scales_stride, Q_RANK)
 
 
 def finish_latents(
@@ -89,7 +96,8 @@ def finish_latents(
     cos_sin: Tensor | None,
     rope_interleaved: bool,
     kv_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    quantizes: bool = False,
+) -> Latents:
     """Compute `projections.finish_latents` in one kernel."""
     num_tokens, kv_rank = len(down), len(kv_weight)
     q_rank = 0 if q_weight is None else len(q_weight)
@@ -100,7 +108,7 @@ def finish_latents(
         raise ValueError(
             f"kv_cache has rows of {kv_cache.shape[-1]} {kv_cache.dtype}; latents of {kv_rank} + {rope} take {width}"
         )
-    q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, kv_rank + rope)
+    q_c, latents, codes, scales = results = empty_latents(down, q_rank, quantizes)
     latents_kernel[(num_tokens, 1 if q_weight is None else 2)](
         down,
         q_weight,
@@ -108,6 +116,9 @@ def finish_latents(
         None if cos_sin is None else cos_sin.contiguous(),
         slots.contiguous(),
         q_c,
+        codes if quantizes else None,
+        scales if quantizes else None,
+        scales.stride(1),
         latents,
         kv_cache,
         down.stride(0),
@@ -124,7 +135,7 @@ def finish_latents(
         PAIRS=triton.next_power_of_2(rope // 2),
         INTERLEAVED=rope_interleaved,
     )
-    return q_c, latents
+    return results
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

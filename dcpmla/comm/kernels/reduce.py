@@ -12,7 +12,6 @@ programs in order, so those of a row that is awaited run, or will when rows befo
 go on after their own deadline.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,6 +28,8 @@ from dcpmla.comm.kernels.landings import (
     peer_addresses,
     read_words,
 )
+from dcpmla.comm.reduce import Results, empty_results
+from dcpmla.parallel.kernels.quantize import store_codes
 
 
 @triton.jit
@@ -96,6 +97,9 @@ def _norm_items(
     sums_ptr,
     weight_ptr,
     normed_ptr,
+    codes_ptr,
+    scales_ptr,
+    scales_stride,
     squares_ptr,
     eps,
     WIDTH: tl.constexpr,
@@ -118,18 +122,25 @@ def _norm_items(
                     REPEAT=32 // TILES if TILES < 32 else 1,
                 )
                 num_missing = tl.max((squares == -1).to(tl.int32), 0)
-            column = item % tiles * COLUMNS + tl.arange(0, COLUMNS)
-            at, mask = tl.cast(item // tiles, tl.int64) * WIDTH + column, column < WIDTH
+            row, first_column = tl.cast(item // tiles, tl.int64), item % tiles * COLUMNS
+            column = first_column + tl.arange(0, COLUMNS)
+            at, mask = row * WIDTH + column, column < WIDTH
             x, weight = tl.load(sums_ptr + at, mask=mask), tl.load(weight_ptr + column, mask=mask)
-            tl.store(normed_ptr + at, _normalize(x, tl.sum(as_float(squares), 0), weight, eps, WIDTH), mask=mask)
+            normed = _normalize(x, tl.sum(as_float(squares), 0), weight, eps, WIDTH)
+            tl.store(normed_ptr + at, normed, mask=mask)
+            if codes_ptr is not None:
+                store_codes(normed, row, first_column, codes_ptr, scales_ptr, scales_stride, WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_items", "rank", "items", "limit", "operation"])
+@triton.jit(do_not_specialize=["num_items", "rank", "items", "limit", "operation", "scales_stride"])
 def one_shot_kernel(
     partial_ptr,
     residual_ptr,
     weight_ptr,
     normed_ptr,
+    codes_ptr,
+    scales_ptr,
+    scales_stride,
     sums_ptr,
     squares_ptr,
     addresses_ptr,
@@ -175,15 +186,23 @@ def one_shot_kernel(
         x = _take(landed, mask, peer, epoch, operation, deadline, state_ptr, fault_ptr, carrier, PROGRAMS)
         sums = _add(x, residual_ptr, at, is_column, type)
         _store_sums(sums, item + one, one == 0, epoch, sums_ptr, weight_ptr, squares_ptr, WIDTH)
-    _norm_items(first, last, epoch, sums_ptr, weight_ptr, normed_ptr, squares_ptr, eps, WIDTH, COLUMNS, TILES)
+    # fmt: off
+    _norm_items(
+        first, last, epoch, sums_ptr, weight_ptr, normed_ptr, codes_ptr, scales_ptr, scales_stride, squares_ptr, eps,
+        WIDTH, COLUMNS, TILES,
+    )
+    # fmt: on
 
 
-@triton.jit(do_not_specialize=["num_items", "rank", "items", "limit", "operation"])
+@triton.jit(do_not_specialize=["num_items", "rank", "items", "limit", "operation", "scales_stride"])
 def two_shot_kernel(
     partial_ptr,
     residual_ptr,
     weight_ptr,
     normed_ptr,
+    codes_ptr,
+    scales_ptr,
+    scales_stride,
     sums_ptr,
     squares_ptr,
     addresses_ptr,
@@ -249,28 +268,46 @@ def two_shot_kernel(
         sums = x.to(type, bitcast=True)
         _store_sums(sums, item, is_item, epoch, sums_ptr, weight_ptr, squares_ptr, WIDTH)
     last = tl.minimum(last * SIZE, num_items)
-    _norm_items(first * SIZE, last, epoch, sums_ptr, weight_ptr, normed_ptr, squares_ptr, eps, WIDTH, COLUMNS, TILES)
+    # fmt: off
+    _norm_items(
+        first * SIZE, last, epoch, sums_ptr, weight_ptr, normed_ptr, codes_ptr, scales_ptr, scales_stride, squares_ptr,
+        eps, WIDTH, COLUMNS, TILES,
+    )
+    # fmt: on
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def add_norm_kernel(
-    partial_ptr, residual_ptr, weight_ptr, normed_ptr, sums_ptr, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+    partial_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    codes_ptr,
+    scales_ptr,
+    scales_stride,
+    sums_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Add a row of partial and residual [T, WIDTH], rounded once, and norm it: one program a row."""
-    column = tl.arange(0, COLUMNS)
-    at, mask = tl.program_id(0).to(tl.int64) * WIDTH + column, column < WIDTH
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    at, mask = row * WIDTH + column, column < WIDTH
     total = tl.load(partial_ptr + at, mask=mask, other=0.0).to(tl.float32)
     total += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     sums = total.to(sums_ptr.dtype.element_ty)
     tl.store(sums_ptr + at, sums, mask=mask)
     wide = sums.to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
-    tl.store(normed_ptr + at, _normalize(sums, tl.sum(wide * wide, 0), weight, eps, WIDTH), mask=mask)
+    normed = _normalize(sums, tl.sum(wide * wide, 0), weight, eps, WIDTH)
+    tl.store(normed_ptr + at, normed, mask=mask)
+    if codes_ptr is not None:
+        store_codes(normed, row, 0, codes_ptr, scales_ptr, scales_stride, WIDTH)
 
 
-def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool) -> Results:
     """Compute `comm.reduce.add_norm` of contiguous rows in one kernel."""
-    normed, sums = torch.empty_like(residual), torch.empty_like(residual)
+    normed, sums, codes, scales = results = empty_results(residual, quantizes)
     num_tokens, width = residual.shape
     columns = triton.next_power_of_2(width)
     if num_tokens:
@@ -279,10 +316,13 @@ def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> t
             residual,
             weight,
             normed,
+            codes if quantizes else None,
+            scales if quantizes else None,
+            scales.stride(1),
             sums,
             eps,
             WIDTH=width,
             COLUMNS=columns,
             num_warps=min(max(1, columns // 512), 16),
         )
-    return normed, sums
+    return results

@@ -6,12 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from dcpmla.attention.output.ops import quantize_fp8_groups
 from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.cache.formats import FP8
 from dcpmla.model.kernels.blocks import assign_blocks, sum_routes
 from dcpmla.model.kernels.grouped import grouped_product_kernel
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.fp8 import QuantizedRows, quantize_rows
 
 
 class Tile(NamedTuple):
@@ -76,8 +75,13 @@ def compute_experts(
     down: Tensor,
     down_scales: Tensor | None,
     swiglu_limit: float | None,
+    quantized: QuantizedRows | None = None,
 ) -> Tensor:
-    """Compute `model.experts.compute_experts` of at least one token and one route."""
+    """Compute `model.experts.compute_experts` of at least one token and one route.
+
+    Args:
+        quantized: of x, where it has been quantized before.
+    """
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
     (num_tokens, top_k), num_routes = ids.shape, ids.numel()
     if gate_up_scales is not None and down_scales is not None:
@@ -93,14 +97,15 @@ def compute_experts(
 
     h = x.new_empty(num_routes, width)
     codes = gate_up.unflatten(1, (2, width))
-    _multiply(x, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, swiglu_limit)
+    given = x if quantized is None else quantized
+    _multiply(given, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, swiglu_limit)
     rows = x.new_empty(num_tokens if is_few else num_routes, hidden)
     _multiply(h, down.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k)
     return rows if is_few else sum_routes(rows, ids, num_experts)
 
 
 def _multiply(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     codes: Tensor,
     scales: Tensor | None,
     out: Tensor,
@@ -115,8 +120,11 @@ def _multiply(
     is_gated = expert_weights is not None
     num_summed = top_k if routes is None and not is_gated else 1
     num_tiles = experts.numel() // num_summed if routes is None else routes.numel() // tile.rows
+    if isinstance(x, Tensor):
+        x, x_scales = quantize_rows(x) if codes.dtype == FP8 else (x, None)
+    else:
+        x, x_scales = x
     width, k = codes.shape[2], x.shape[1]
-    x, x_scales = quantize_fp8_groups(x, BLOCK, "row", False) if codes.dtype == FP8 else (x, None)
     depth = tile.depth * 2 // max(2, x.itemsize)
     codes_depth = depth // 2 if codes.dtype == torch.uint8 else depth
     stage_bytes = tile.rows * depth * x.itemsize + (1 + is_gated) * tile.columns * codes_depth * codes.itemsize
@@ -124,6 +132,7 @@ def _multiply(
     grouped_product_kernel[(num_tiles * triton.cdiv(width, tile.columns),)](
         x,
         x_scales,
+        *((0, 0) if x_scales is None else x_scales.stride()),
         describe(codes, [1, 1 + tile.is_stacked, tile.columns, codes_depth]),
         scales,
         experts,

@@ -74,10 +74,12 @@ def _multiply(x, x_scales, w, w_scales, acc, TRANSPOSED: tl.constexpr):
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_scales_stride_block"])
 def grouped_product_kernel(
     x_ptr,
     x_scales_ptr,
+    x_scales_stride_row,
+    x_scales_stride_block,
     w_desc,
     w_scales_ptr,
     experts_ptr,
@@ -141,7 +143,8 @@ def grouped_product_kernel(
         x_scales, w_scales, up_scales = None, None, None
         if w_desc.dtype == tl.float8e4nv:
             num_blocks: tl.constexpr = K // _BLOCK
-            x_scales = tl.load(x_scales_ptr + source * num_blocks + depth // _BLOCK, mask=is_row, other=0.0)
+            x_scales_ptrs = x_scales_ptr + source * x_scales_stride_row + depth // _BLOCK * x_scales_stride_block
+            x_scales = tl.load(x_scales_ptrs, mask=is_row, other=0.0)
             x_scales = x_scales[None, :] if TRANSPOSED else x_scales[:, None]
             row_block = expert * w_desc.shape[1].to(tl.int32) * (WIDTH // _BLOCK) + first_column // _BLOCK
             scale_ptr = w_scales_ptr + row_block * num_blocks + depth // _BLOCK

@@ -85,7 +85,6 @@ class Tiling(NamedTuple):
 
 _ROWS, _NUM_WARPS, _NUM_STAGES = 64, 4, 4  # of every program
 _PART = 7  # blocks that a part has at least
-_MOST_PROGRAMS = 1024
 
 
 def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
@@ -96,9 +95,10 @@ def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
     """
     if num_tokens > BLOCK:
         return Tiling(BLOCK, 1)
-    tokens, most_programs = (16 if num_tokens <= 32 else 32), _MOST_PROGRAMS
     if num_tokens > 64:
-        tokens, most_programs = BLOCK, _MOST_PROGRAMS // 4
+        tokens, most_programs = BLOCK, 256
+    else:
+        tokens, most_programs = (16 if num_tokens <= 32 else 32), 640
     num_tiles = triton.cdiv(num_rows, _ROWS) * triton.cdiv(num_tokens, tokens)
     splits = 1
     while 2 * splits * _PART <= width // BLOCK and 2 * splits * num_tiles <= most_programs:

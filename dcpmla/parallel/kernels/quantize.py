@@ -1,6 +1,6 @@
 """Triton kernels between numbers and e4m3 with scales: rows to groups of 128, weights back from blocks of 128 x 128.
 
-The bytes of a group are those of `attention/output/formats.py`.
+The bytes of a group are those of `parallel.quantized.quantize_groups`.
 """
 
 import torch
@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.quantized import BLOCK, SMALLEST_AMAX
 
 _FP8_MAX = tl.constexpr(448.0)
-_SMALLEST_AMAX = tl.constexpr(1e-10)  # of a group: its scale divides
+_SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 _BLOCK = tl.constexpr(BLOCK)
 _ROWS = 8  # of a program that quantizes
 _GROUPS = 4
@@ -37,6 +37,26 @@ def group_scale(amax):
     return tl.div_rn(tl.maximum(amax, _SMALLEST_AMAX), _FP8_MAX)
 
 
+@triton.jit
+def to_codes(x):
+    """Quantize float32 groups [N, 128]: return e4m3 codes [N, 128] and scales [N]."""
+    s = group_scale(tl.max(tl.abs(x), 1))
+    return to_fp8(divide(x, s[:, None])), s
+
+
+@triton.jit
+def store_codes(x, row, first_column, codes_ptr, scales_ptr, scales_stride, WIDTH: tl.constexpr):
+    """Quantize whole groups of a row [COLUMNS], and store them in rows [T, WIDTH] and columns of scales, from a column
+    on.
+    """
+    GROUPS: tl.constexpr = x.shape[0] // _BLOCK
+    codes, s = to_codes(x.to(tl.float32).reshape(GROUPS, _BLOCK))
+    group = first_column // _BLOCK + tl.arange(0, GROUPS)
+    column = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    tl.store(codes_ptr + row * WIDTH + column, codes, mask=column < WIDTH)
+    tl.store(scales_ptr + row + group * scales_stride, s, mask=group * _BLOCK < WIDTH)
+
+
 @triton.jit(do_not_specialize=["num_rows", "scales_stride_group"])
 def quantize_kernel(
     x_ptr,
@@ -57,28 +77,20 @@ def quantize_kernel(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[None, :]
     is_row = row < num_rows
     x = tl.load(x_ptr + row * x_stride + column, mask=is_row & (column < width), other=0.0)
-    x = x.to(tl.float32).reshape(ROWS, GROUPS, _BLOCK)
-    s = group_scale(tl.max(tl.abs(x), 2))
-    codes = to_fp8(divide(x, s[:, :, None])).reshape(ROWS, COLUMNS)
-    tl.store(codes_ptr + row * width + column, codes, mask=is_row & (column < width))
+    codes, s = to_codes(x.to(tl.float32).reshape(ROWS * GROUPS, _BLOCK))
+    tl.store(codes_ptr + row * width + column, codes.reshape(ROWS, COLUMNS), mask=is_row & (column < width))
     at = row * scales_stride_row + group * scales_stride_group
-    tl.store(scales_ptr + at, s, mask=is_row & (group * _BLOCK < width))
+    tl.store(scales_ptr + at, s.reshape(ROWS, GROUPS), mask=is_row & (group * _BLOCK < width))
 
 
-def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 codes of rows x [T, K] and the scales of their groups [T, K / 128] float32, in columns that begin at
-    multiples of 16 bytes.
-    """
+def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Compute `fp8.quantize_rows` of x [T, K] into codes [T, K] and scales [T, K / 128]."""
     num_rows, width = x.shape
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    strides = 1, triton.cdiv(num_rows, 4) * 4
-    scales = torch.empty_strided((num_rows, width // BLOCK), strides, dtype=torch.float32, device=x.device)
     if num_rows:
         x = x if x.stride(1) == 1 else x.contiguous()
         grid = triton.cdiv(num_rows, _ROWS), triton.cdiv(width, _GROUPS * BLOCK)
         sizes = num_rows, width, x.stride(0), *scales.stride()
         quantize_kernel[grid](x, codes, scales, *sizes, ROWS=_ROWS, GROUPS=_GROUPS)
-    return codes, scales
 
 
 @triton.jit

@@ -1,0 +1,136 @@
+"""Quantizations that a graph of torch.compile asks of vLLM's operators, rewritten as calls of this package's.
+
+They are known by name and argument names (vLLM 0.33 and, as far as it has them, versions before), so that nothing of
+vLLM is imported. Most write into memory that they are given: in a functional graph such a call has an
+auto_functionalized node (either version) around it, whose results are all of that memory. FlashInfer 0.6 registers no
+operators; the one that vLLM registers for it makes scales in tiles of 8 x 4, which is no format of ours.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node, map_arg
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from dcpmla.attention.output import formats
+from dcpmla.cache.formats import FP8_MAX
+from dcpmla.parallel.quantized import SMALLEST_AMAX
+
+_aten, _ours = torch.ops.aten, torch.ops.dcpmla
+_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2
+Call = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
+
+
+def rewrite_quantizations(graph: Graph, should: Callable[[Any, tuple[Any, ...]], bool]) -> None:
+    """Replace, in place, calls of vLLM's operators by calls of ours with the same results.
+
+    Args:
+        should: asked with the operator and the arguments that would come.
+    """
+    for node in list(graph.nodes):
+        call = _as_ours(node)
+        if call is not None and should(*call):
+            with graph.inserting_before(node):
+                _replace(node, *call)
+
+
+def _as_ours(node: Node) -> Call | None:
+    """Return what a call is in terms of our operators; None for one that is none of them, or of another kind."""
+    if node.target in _FUNCTIONALIZED:
+        name, arguments = str(node.args[0]), dict(node.kwargs)
+    elif isinstance(node.target, torch._ops.OpOverload):
+        names = (argument.name for argument in node.target._schema.arguments)
+        name, arguments = str(node.target), {**node.kwargs, **dict(zip(names, node.args, strict=False))}
+    else:
+        return None
+    read = _READERS.get(name)
+    return read(arguments) if read else None
+
+
+def _static_fp8(call: Mapping[str, Any]) -> Call | None:
+    shape = call.get("group_shape")  # which scales of one dim need; -1 is all
+    fits = shape is None or list(shape) == [-1, -1]
+    return (_ours.quantize_fp8.default, (call["input"], call["scale"])) if fits else None
+
+
+def _fp8_groups(call: Mapping[str, Any]) -> Call | None:
+    is_ours = (call["eps"], call["fp8_min"], call["fp8_max"]) == (SMALLEST_AMAX, -FP8_MAX, FP8_MAX)
+    if not is_ours or call["group_size"] not in formats.GROUP_SIZES:
+        return None
+    columns = "tma" if call.get("dummy_is_tma_aligned") else "column"
+    layout = columns if call.get("dummy_is_scale_transposed") else "row"
+    return _ours.quantize_fp8_groups.default, (call["input"], call["group_size"], layout, call["scale_ue8m0"])
+
+
+def _nvfp4(call: Mapping[str, Any]) -> Call | None:
+    fits = call["is_sf_swizzled_layout"]
+    return (_ours.quantize_nvfp4.default, (call["input"], call["input_scale"])) if fits else None
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Call | None]] = {
+    "_C.static_scaled_fp8_quant.default": _static_fp8,
+    "_C.per_token_group_fp8_quant.default": _fp8_groups,
+    "_C.scaled_fp4_quant.default": _nvfp4,
+    "_C.scaled_fp4_quant.out": _nvfp4,
+}
+
+
+def _replace(node: Node, op: Any, arguments: tuple[Any, ...]) -> None:
+    """Replace a call by one of ours, unless its results lie otherwise in memory than ours can be seen."""
+    wanted = [value for value in node.meta["val"] if value is not None]
+    made = op(*map_arg(arguments, lambda argument: argument.meta["val"]))
+    results = [made] if isinstance(made, Tensor) else list(made)
+    views = [_view(has, wants) for has, wants in zip(results, wanted, strict=True)]
+    if any(view is None for view in views):
+        return
+    graph = node.graph
+    new = _insert(graph, made, op, *arguments)
+    parts = (
+        [new] if isinstance(made, Tensor) else [_insert(graph, x, operator.getitem, new, i) for i, x in enumerate(made)]
+    )
+    for index, view in enumerate(views):
+        for target, *rest in view or []:
+            part = parts[index]
+            parts[index] = _insert(graph, target(part.meta["val"], *rest), target, part, *rest)
+    first = len(node.meta["val"]) - len(wanted)  # a functionalized call's own result, None, comes before
+    for user in list(node.users):
+        user.replace_all_uses_with(parts[user.args[1] - first])  # type: ignore[index, operator]
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _view(has: Tensor, wants: Tensor) -> list[tuple[Any, ...]] | None:
+    """Return the operators that make one tensor lie in memory as another does; None where none do."""
+    steps: list[tuple[Any, ...]] = []
+    if has.dtype != wants.dtype:
+        if has.dtype.itemsize > wants.dtype.itemsize:
+            return None
+        steps.append((_aten.view.dtype, wants.dtype))  # vLLM has four scales of nvfp4 in an int32
+        has = has.view(wants.dtype)
+    if not _lies_as(has, wants) and has.ndim == 2:
+        steps.append((_aten.permute.default, [1, 0]))  # the memory under scales whose columns are contiguous
+        has = has.t()
+    return steps if _lies_as(has, wants) else None
+
+
+def _lies_as(a: Tensor, b: Tensor) -> bool:
+    if a.ndim != b.ndim or a.device != b.device:
+        return False
+    return all(statically_known_true(x == y) for x, y in zip(_layout(a), _layout(b), strict=True))
+
+
+def _layout(x: Tensor) -> Iterator[Any]:
+    """Yield a tensor's sizes, then the strides of dims that have more than one index."""
+    yield from x.shape
+    yield from (
+        0 if statically_known_true(size == 1) else stride for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+
+
+def _insert(graph: Graph, value: Any, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = value
+    return node

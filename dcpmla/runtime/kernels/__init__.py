@@ -1,0 +1,1 @@
+"""Triton kernels between logits and tokens, with their launchers."""
