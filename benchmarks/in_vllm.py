@@ -67,33 +67,36 @@ def save(rows: list[dict[str, Any]], num_gpus: int, commit: str | None, output: 
     write_results(output, rows, num_gpus, torch.device("cuda"), commit, {"vllm": installed("vllm")})
 
 
-def measure(backend: str, exchange: str) -> list[dict[str, Any]]:
-    """Return a variant's rows, one for each load. Collective over the job, which torchrun has started."""
-    num_ranks = int(os.environ["WORLD_SIZE"])
-    recorder = Recorder()
-    engine = start_engine(num_ranks, backend, exchange)
-    forward_context = engine.vllm_config.compilation_config.static_forward_context
+def measure(engine: Any, recorder: "Recorder") -> list[dict[str, Any]]:
+    """Return an engine's rows, one for each load. Collective over the job."""
+    config = engine.vllm_config
+    parallel, backend = config.parallel_config, config.attention_config.backend.name
+    forward_context = config.compilation_config.static_forward_context
     layers = [layer for layer in forward_context.values() if hasattr(layer, "impl")]
+    device = layers[0].kv_cache.device
+    exchange = parallel.dcp_comm_backend if parallel.decode_context_parallel_size > 1 else "none"
     shared = {
         "geometry": GEOMETRY,
         "operation": "decode",
         "kernel": "dcpmla" if backend == "CUSTOM" else backend,
         "exchange": layers[0].impl.exchange.name if backend == "CUSTOM" else exchange,
-        "tp": num_ranks,
-        "dcp": num_ranks,
+        "tp": parallel.tensor_parallel_size,
+        "dcp": parallel.decode_context_parallel_size,
         "num_layers": len(layers),
-        "heads": layers[0].num_heads * num_ranks,
+        "heads": layers[0].num_heads * parallel.tensor_parallel_size,
         "block_size": BLOCK_SIZE,
         "dtype": "bfloat16",
     }
     rows = []
     for batch, context in LOADS:
         names = decode(engine, batch, context)
-        device = torch.device("cuda", torch.cuda.current_device())
+        if recorder.metadata.num_decode_tokens != batch or recorder.metadata.num_prefills:
+            raise RuntimeError(f"vLLM's last step was not one of {batch} decodes")
         timing = time_attention(layers, recorder.metadata, device)
         times = {"median_us": timing.median_us, "device_us": time_graph(recorder.graph, device)}
         rows.append({**shared, "batch": batch, "context": context, "in_graph": timing.in_graph, **times})
-        print(rows[-1], file=sys.stderr, flush=True)
+        if dist.get_rank() == 0:
+            print(rows[-1], file=sys.stderr, flush=True)
         engine.abort_request(names)
         while engine.has_unfinished_requests():
             engine.step()
@@ -216,7 +219,9 @@ if __name__ == "__main__":
     if "LOCAL_RANK" not in os.environ:
         main()
     else:
-        found = measure(*sys.argv[1:])
+        record = Recorder()
+        running = start_engine(int(os.environ["WORLD_SIZE"]), *sys.argv[1:])  # it ends the process group with itself
+        found = measure(running, record)
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
         dist.barrier()
