@@ -38,6 +38,9 @@ EAGER = {"enforce_eager": True}
 GRAPHS = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 }
+TOLERANCE = (
+    0.25  # of logprobs in bfloat16, which are up to 0.12 from those in float32; without the merge they are off by 4
+)
 OURS, THEIRS = {"attention_backend": "CUSTOM"}, {"attention_backend": "TRITON_MLA"}
 VARIABLES = {
     "PYTHONPATH": os.pathsep.join(sys.path),  # wherever vLLM is
@@ -81,7 +84,7 @@ def largest_difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("cache", "tolerance"), [("auto", 0.1), ("fp8", 0.4)])
+@pytest.mark.parametrize(("cache", "tolerance"), [("auto", TOLERANCE), ("fp8", 2 * TOLERANCE)])
 def test_one_gpu(wide_model: Path, cache: str, tolerance: float) -> None:
     layouts = EAGER | THEIRS, EAGER | OURS, GRAPHS | OURS
     (theirs, *ours), _ = logprobs_of(wide_model, *(each | {"kv_cache_dtype": cache} for each in layouts))
@@ -96,5 +99,5 @@ def test_two_gpus(wide_model: Path, interleave: int) -> None:
     ours = [how | OURS | layout | {"block_size": 64} for how in (EAGER, GRAPHS)]
     (theirs, *results), logs = logprobs_of(wide_model, EAGER | THEIRS, *ours)
     differences = [largest_difference(each, theirs) for each in results]
-    assert max(differences) < 0.1, differences
+    assert max(differences) < TOLERANCE, differences
     assert all("dcpmla: exchange direct" in log for log in logs[1:])
