@@ -13,6 +13,7 @@ from dcpmla.job.watchdog import Reported
 
 _COMMANDS = {  # modules of dcpmla.cli
     "generate": "generate from prompts",
+    "serve": "answer HTTP requests in OpenAI's API",
     "bench": "measure",
     "plan": "predict memory and speed, from a config alone",
     "doctor": "say what this machine can do, and prove it",

@@ -43,6 +43,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "job": 5,
     "integrations": 6,
     "llm": 7,
+    "serving": 7,
     "cli": 7,
     "bench": 7,
     "__main__": 7,
@@ -190,6 +191,8 @@ def test_options_of_generate() -> None:
         ("--dtype",),
         ("--expert-dtype",),
         ("--load-format",),
+        ("--speculative-method",),
+        ("--num-speculative-tokens",),
         ("--enforce-eager",),
         ("--device",),
         ("--timeout",),
@@ -267,7 +270,11 @@ def third_party() -> set[str]:
 
 
 def test_what_is_imported_is_declared() -> None:
-    distributions = {"huggingface_hub": "huggingface-hub", "pynvml": "nvidia-ml-py"}
+    distributions = {
+        "huggingface_hub": "huggingface-hub",
+        "pynvml": "nvidia-ml-py",
+        "prometheus_client": "prometheus-client",
+    }
     optional = {"flashinfer"}  # taken where it is there
     declared = [*metadata()["dependencies"], *itertools.chain(*metadata()["optional-dependencies"].values())]
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in declared}

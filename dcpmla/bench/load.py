@@ -162,9 +162,14 @@ def _throughput(requests: Sequence[Request], seconds: float) -> Row:
     """Return rates over the seconds from the load's beginning to the end of its last request."""
     num_input = sum(len(request.prompt_token_ids) for request in requests)
     num_output = sum(len(request.token_ids) for request in requests)
+    return rates(len(requests), num_input, num_output, seconds)
+
+
+def rates(num_requests: int, num_input: int, num_output: int, seconds: float) -> Row:
+    """Return requests, tokens of prompts and new tokens per second; seconds above 0."""
     return {
         "seconds": round(seconds, 6),
-        "requests_per_second": round(len(requests) / seconds, 3),
+        "requests_per_second": round(num_requests / seconds, 3),
         "input_tokens_per_second": round(num_input / seconds, 1),
         "output_tokens_per_second": round(num_output / seconds, 1),
     }

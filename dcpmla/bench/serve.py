@@ -5,8 +5,11 @@ how fast.
 import argparse
 import gc
 import math
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,7 @@ class Serve(Benchmark[DCPConfig, None]):
         add("--input-lens", type=positive_list, default="512,2048", metavar="A,B", help=inputs)
         add("--output-lens", type=positive_list, default="64,256", metavar="A,B", help=outputs)
         add("--seed", type=seed, default=0, help="of arrivals, lengths and tokens")
+        add("--url", metavar="http://HOST:PORT", help="drive a running server instead; its key: $DCPMLA_API_KEY")
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -79,14 +83,37 @@ class Serve(Benchmark[DCPConfig, None]):
         if sum(longest) > files.max_model_len:
             given = f"--input-lens has {longest[0]} and --output-lens {longest[1]}, together {sum(longest)} tokens"
             raise ValueError(f"{given}; with --max-model-len {files.max_model_len} at most that many are served")
+        if args.url is not None and find_spec("h11") is None:
+            raise ValueError("url (--url) needs the extra serve: pip install 'dcpmla[serve]'")
+        if args.url is not None and (not args.url.startswith("http://") or args.plot):
+            raise ValueError(f"url (--url) is {args.url!r}; it must begin with http://, and does not go with --plot")
 
     def cases(self) -> Iterator[DCPConfig]:
-        yield from _dcp_configs(self.args)
+        yield from _dcp_configs(self.args)[: 1 if self.args.url else None]
 
     def inputs(self, case: DCPConfig) -> None:
         """Nothing: an engine is made and closed while its load is measured."""
 
     def measure(self, case: DCPConfig, inputs: None) -> list[Row]:
+        return [self._measure_server() if self.args.url else self._measure_engine(case)]
+
+    def _measure_server(self) -> Row:
+        """Drive a server, which has its own layout; the warm-up is its user's."""
+        from dcpmla.bench.http_load import drive, summary_row  # needs the extra serve
+
+        args = self.args
+        answers = drive(args.url, self.load, os.environ.get("DCPMLA_API_KEY"))
+        for error, count in Counter(answer.error for answer in answers if answer.error).items():
+            print(f"lost: {count} requests: {error}", flush=True)
+        return {
+            "model": Path(args.model).name,
+            "url": args.url,
+            "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",
+            **{name: getattr(args, name) for name in ("num_requests", "input_lens", "output_lens", "seed")},
+            **summary_row(self.load, answers),
+        }
+
+    def _measure_engine(self, case: DCPConfig) -> Row:
         gc.collect()  # a model refers to itself: the memory of the last one is wanted now
         torch.cuda.empty_cache()
         args = self.args
@@ -109,7 +136,7 @@ class Serve(Benchmark[DCPConfig, None]):
             **served.row,
         }
         self.served.append(served)
-        return [row]
+        return row
 
     def _check_room(self, engine: Engine) -> None:
         """Raise ValueError unless the longest request fits under all sizes: none is served in vain."""
@@ -142,6 +169,10 @@ class Serve(Benchmark[DCPConfig, None]):
 
     def line(self, rows: Sequence[Row]) -> str:
         (row,) = rows
+        if self.args.url:
+            return (
+                f"served: {row['requests_per_second']:,.2f} requests/s, {row['num_lost']} of {row['num_requests']} lost"
+            )
         return (
             f"served under dcp {row['dcp']}: {row['requests_per_second']:,.2f} requests/s, {row['num_fit_mean']:,} fit"
         )

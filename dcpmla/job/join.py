@@ -26,6 +26,9 @@ class NoWatchdog:
     def enter(self, operation: str, timeout: float | None = None) -> None:
         """Do nothing."""
 
+    def on_stop(self, callback: Callable[[], object]) -> None:
+        """Do nothing."""
+
 
 @dataclass(frozen=True)
 class Job:

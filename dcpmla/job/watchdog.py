@@ -65,7 +65,8 @@ class Watchdog:
     thread posts the current one to the store twice a second, and ends this process
 
     - when the main thread stays in an operation past its limit, unless a rank that it waits for is within its own,
-    - when an exception leaves the block, or SIGTERM or SIGINT arrives, also while the main thread is in native code,
+    - when an exception leaves the block, or SIGTERM or SIGINT arrives, also while the main thread is in native code
+      (but see `on_stop`),
     - when another rank has ended for one of these reasons.
 
     The first rank to claim it prints the line; without a store each rank prints its own. A second thread, which never
@@ -91,12 +92,17 @@ class Watchdog:
         self._num_beats, self._answered, self._store_lost = 0, time.monotonic(), False
         self._beaten, self._resumed, self._spoken = time.monotonic(), -math.inf, False
         self._left, self._reported, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._on_stop: Callable[[], object] | None = None
 
     def enter(self, operation: str, timeout: float | None = None) -> None:
         """Announce the main thread's next operation and the seconds it may take, waits for slower ranks not counted."""
         self._operation = _Operation(
             self._operation.number + 1, operation, time.monotonic(), self._timeout if timeout is None else timeout
         )
+
+    def on_stop(self, callback: Callable[[], object]) -> None:
+        """Call back, from another thread, at the first SIGTERM or SIGINT, which then does not end the job."""
+        self._on_stop = callback
 
     def __enter__(self) -> Self:
         self._main_thread = threading.get_ident()
@@ -276,6 +282,10 @@ class Watchdog:
         num_silent, answered = 0, self._answered
         while not self._left.is_set():
             for number in self._read_signals():
+                callback, self._on_stop = self._on_stop, None
+                if callback is not None:
+                    callback()
+                    continue
                 fault = Fault(f"was asked to stop ({signal.Signals(number).name})", RESTART, is_consequence=True)
                 self._end_soon(_Ending(fault, 128 + number))
             # Counted, not timed: after a SIGSTOP the other thread gets its turn first.

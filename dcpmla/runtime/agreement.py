@@ -1,8 +1,9 @@
-"""Agreement of all ranks on a step: on the first rank's tokens and clock, on failed callbacks and exchanges."""
+"""Agreement of all ranks on a step: on the first rank's tokens, clock and news, on failed callbacks and exchanges."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,29 @@ from dcpmla.parallel.mesh import DCPMesh
 
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
+_HEAD = 3  # words before the flags: clock, bytes of news, ranks that are told to stop
+
+
+class News(NamedTuple):
+    """News of a rank from outside the job.
+
+    Attributes:
+        content: of the first rank; other ranks' is empty.
+        is_told: to stop.
+    """
+
+    content: bytes = b""
+    is_told: bool = False
+
+
+class Feed(Protocol):
+    """The source of a server's requests, which only the first rank hears: they travel with a step's message."""
+
+    def give(self) -> News:
+        """Return what this rank has heard since the last call."""
+
+    def take(self, news: News) -> None:
+        """Hear, on every rank at the same step, what the first rank gave, and whether any rank is told to stop."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +47,15 @@ class Agreed:
 
     Attributes:
         now: seconds on the first rank's clock when the step was launched.
+        num_bytes: of the first rank's news, which `Agreement.share` brings.
+        is_told: whether any rank is told to stop.
         failed: which of the flags that each rank gave were set on any.
         tokens: the first rank's.
     """
 
     now: float
+    num_bytes: int
+    is_told: bool
     failed: list[bool]
     tokens: list[int]
 
@@ -37,18 +65,20 @@ class Message:
     """A step's one message, summed over the ranks.
 
     Attributes:
-        words: [1 + num_flags + num_faults + n] int64 on the device: the first rank's clock, flags, faults, and the
-            first rank's tokens.
+        words: [3 + num_flags + num_faults + n] int64 on the device: the first rank's clock, bytes of news, ranks that
+            are told to stop, flags, faults, and the first rank's tokens.
+        content: this rank's news.
     """
 
     words: Tensor
+    content: bytes
     num_flags: int
     num_faults: int
 
     @property
     def tokens(self) -> Tensor:
         """Tokens [n] on the device, for the next step."""
-        return self.words[1 + self.num_flags + self.num_faults :]
+        return self.words[_HEAD + self.num_flags + self.num_faults :]
 
     def read(self, words: Sequence[int]) -> Agreed:
         """Return what the words say, once they are on the host.
@@ -56,12 +86,12 @@ class Message:
         Raises:
             PeerFault: an exchange of the step, or of one before it, failed on some rank.
         """
-        faults_at = 1 + self.num_flags
+        faults_at = _HEAD + self.num_flags
         tokens_at = faults_at + self.num_faults
         if any(words[faults_at:tokens_at]):
             raise PeerFault("an exchange of this step failed on another rank, which says what it waited for")
-        failed = [count > 0 for count in words[1:faults_at]]
-        return Agreed(words[0] * _MICROSECOND, failed, list(words[tokens_at:]))
+        failed = [count > 0 for count in words[_HEAD:faults_at]]
+        return Agreed(words[0] * _MICROSECOND, words[1], words[2] > 0, failed, list(words[tokens_at:]))
 
 
 class Agreement:
@@ -82,7 +112,7 @@ class Agreement:
         """Return seconds on this rank's clock."""
         return time.monotonic() - self._started
 
-    def start(self, tokens: Tensor, failed: Sequence[bool], faults: Sequence[Tensor]) -> Message:
+    def start(self, tokens: Tensor, failed: Sequence[bool], faults: Sequence[Tensor], news: News) -> Message:
         """Send a step's message. Collective over the TP group, with as many of everything on every rank.
 
         Args:
@@ -90,9 +120,10 @@ class Agreement:
             failed: flags that any rank may set.
             faults: [1] int64 each, in pinned memory, not 0 once a kernel of this rank has waited in vain; read in the
                 order of the device's work.
+            news: of this rank.
         """
         is_first = self._mesh.tp_rank == 0
-        numbers = np.array([self._microseconds() if is_first else 0, *failed], dtype=np.int64)
+        numbers = np.array([*self._head(news), *failed], dtype=np.int64)
         head = torch.from_numpy(numbers)
         sources = [head.pin_memory() if tokens.is_cuda else head, *faults, tokens]
         words = torch.zeros(sum(map(len, sources)), dtype=torch.int64, device=tokens.device)
@@ -103,19 +134,29 @@ class Agreement:
         if self._mesh.tp_size > 1:
             with named(_OPERATION, self._mesh.tp_group):
                 dist.all_reduce(words, group=self._mesh.tp_group)
-        return Message(words, len(failed), len(faults))
+        return Message(words, news.content, len(failed), len(faults))
 
-    def first_clock(self) -> float:
-        """Return seconds on the first rank's clock. Collective over the TP group's hosts, which wait for each other,
-        but not for the device.
+    def meet(self, news: News) -> tuple[float, News]:
+        """Return seconds on the first rank's clock, its news, and whether any rank is told to stop. Collective over the
+        TP group's hosts, which wait for each other, but not for the device.
         """
-        now = self._microseconds()
+        words = torch.tensor(self._head(news))
         if self._hosts is not None:
-            word = torch.tensor(now)
             with named("agreeing on the time", self._hosts):
-                dist.broadcast(word, group=self._hosts, group_src=0)
-            now = int(word)
-        return now * _MICROSECOND
+                dist.all_reduce(words, group=self._hosts)
+        now, num_bytes, num_told = words.tolist()
+        return now * _MICROSECOND, News(self.share(news.content, num_bytes), num_told > 0)
+
+    def share(self, content: bytes, num_bytes: int) -> bytes:
+        """Return the first rank's content on every rank. Collective as `meet`, where there is any."""
+        if self._hosts is None or not num_bytes:
+            return content
+        shared = torch.empty(num_bytes, dtype=torch.uint8)
+        if content:
+            shared.numpy()[:] = np.frombuffer(content, dtype=np.uint8)
+        with named("sharing new requests", self._hosts):
+            dist.broadcast(shared, group=self._hosts, group_src=0)
+        return shared.numpy().tobytes()
 
     def close(self) -> None:
         """Free what was made for the agreement."""
@@ -123,8 +164,9 @@ class Agreement:
             dist.destroy_process_group(self._hosts)
         self._hosts = None
 
-    def _microseconds(self) -> int:
-        return int(self.clock() / _MICROSECOND)
+    def _head(self, news: News) -> list[int]:
+        is_first = self._mesh.tp_rank == 0
+        return [int(self.clock() / _MICROSECOND) if is_first else 0, len(news.content), int(news.is_told)]
 
 
 def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:

@@ -1,17 +1,29 @@
 """A request on its way through the engine."""
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.fields import FLAG, Rule, check_fields, is_number, is_whole, optional
+from dcpmla.runtime.acceptance import Acceptance
 from dcpmla.runtime.sampling import SamplingParams, new_generator
 from dcpmla.runtime.text import TextStream
+
+
+class TokenLogprobs(NamedTuple):
+    """A token's log probability, None for a prompt's first one, and (token id, log probability) of the best tokens."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(eq=False)
@@ -25,15 +37,21 @@ class Request:
         text_stream: of the new tokens; None without a tokenizer.
         token_ids: new tokens so far; one that stops the request is the last one.
         logits: [vocab] float32 each new token was chosen from, when they are to be kept.
+        logprobs: of each new token, where params ask for them.
+        prompt_logprobs: of each token of the prompt, alike; complete with the first new token.
+        token_counts: how often each new token came, where a penalty needs it.
         finish_reason: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at
             max_new_tokens, "abort" where the caller ended it, "error" where on_token failed before its last token,
             None before.
         error: what on_token raised, on this rank or (a RuntimeError says so) on another.
         state: where its state is, in a cache that has states; None while it does not run.
-        num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet.
+        num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet. (A step
+            with drafts may bring more; none is launched before they are known.)
         num_computed_tokens: whose latents are in the cache, or are being written by a step under way.
         num_cached_tokens: of the prompt, that an earlier request had computed.
+        num_scored_tokens: of the prompt, whose successors' log probabilities are known, or being computed.
         num_preemptions: how often its blocks were taken away, so that it was computed again.
+        acceptance: of its drafts.
     """
 
     prompt_token_ids: list[int]
@@ -46,6 +64,9 @@ class Request:
 
     token_ids: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_counts: Counter[int] = field(default_factory=Counter)
     finish_reason: str | None = None
     error: Exception | None = None
     scheduled_time: float | None = None
@@ -58,12 +79,34 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_remembered_blocks: int = 0
+    num_scored_tokens: int = 0
     num_preemptions: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs.append(TokenLogprobs(self.prompt_token_ids[0], None, ()))
 
     @cached_property
     def generator(self) -> torch.Generator:
         """The request's own random numbers, which depend on its seed alone: not on other requests, nor on the ranks."""
         return new_generator(self.params.seed)
+
+    def mark_draws(self) -> None:
+        """Let `keep_draws` count from here."""
+        if self.params.temperature:
+            self._mark = self.generator.get_state()
+
+    def keep_draws(self, num_draws: int) -> None:
+        """Give random numbers back but so many since the last mark: the next draw is of the number after those."""
+        if self.params.temperature:
+            self.generator.set_state(self._mark)
+            torch.rand(num_draws, dtype=torch.float64, generator=self.generator)
+
+    @cached_property
+    def prompt_vocabulary(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        """The tokens of the prompt, each once."""
+        return np.unique(np.array(self.prompt_token_ids, dtype=np.int64))
 
     @property
     def text(self) -> str:
@@ -89,6 +132,18 @@ class Request:
         return len(self.prompt_token_ids) + len(self.token_ids) + self.num_in_flight
 
     @property
+    def can_draft(self) -> bool:
+        """Tell whether drafts may follow its tokens: not where a choice looks at the tokens before it, nor where log
+        probabilities are kept.
+        """
+        return not self.params.shapes_logits and self.params.logprobs is None
+
+    @property
+    def is_scored(self) -> bool:
+        """Return whether log probabilities of its prompt are still to be computed."""
+        return self.params.prompt_logprobs is not None and self.num_scored_tokens < len(self.prompt_token_ids) - 1
+
+    @property
     def num_pending_tokens(self) -> int:
         """Tokens that are not computed yet, without the last one of all, which never is."""
         num_new = len(self.token_ids) + self.num_in_flight
@@ -105,6 +160,8 @@ class Request:
         """Take a sampled token, finish where it says so, and return the text that became certain."""
         self.token_ids.append(token_id)
         params, piece = self.params, ""
+        if params.shapes_logits:
+            self.token_counts[token_id] += 1
         if token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos):
             self.finish_reason = "stop"
         elif self.text_stream is not None:
@@ -125,13 +182,15 @@ class Request:
 
     def metrics(self) -> dict[str, float | None]:
         """Return seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (of those
-        after the first); None for what an aborted request did not reach.
+        after the first), None for what an aborted request did not reach; and where it drafted, what
+        became of that (`Acceptance.metrics`).
         """
         per_token = _seconds(self.first_token_time, self.finish_time, max(1, len(self.token_ids) - 1))
         return {
             "queue_seconds": _seconds(self.arrival_time, self.scheduled_time),
             "time_to_first_token": _seconds(self.arrival_time, self.first_token_time),
             "time_per_token": per_token,
+            **(self.acceptance.metrics() if self.acceptance.num_steps else {}),
         }
 
 

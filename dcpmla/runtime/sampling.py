@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.fields import FLAG, TEXT, Rule, check_fields, number, option_label, tuple_of, whole
+from dcpmla.fields import FLAG, TEXT, Rule, check_fields, number, option_label, optional, tuple_of, whole
 from dcpmla.upload import upload
 
 _MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small compared with the logits of a large batch
 _DIGITS = (21, 1 << 11), (10, 1 << 11), (0, 1 << 10)  # of a rank of 32 bits: their lowest bits and numbers of values
 _ONE = float(1 << 44)  # the mass of the best token, of which others have a part
+_LARGEST_PENALTY = 100.0
 
 _RULES = {
     "max_new_tokens": whole(1),
@@ -24,6 +25,12 @@ _RULES = {
     "stop": tuple_of(TEXT),
     "stop_token_ids": tuple_of(whole(0)),
     "ignore_eos": FLAG,
+    "min_p": number(0, 1),
+    "presence_penalty": number(-_LARGEST_PENALTY, _LARGEST_PENALTY),
+    "frequency_penalty": number(-_LARGEST_PENALTY, _LARGEST_PENALTY),
+    "repetition_penalty": number(0, _LARGEST_PENALTY, above=True),
+    "logprobs": optional(whole(0)),
+    "prompt_logprobs": optional(whole(0)),
 }
 
 
@@ -40,6 +47,15 @@ class SamplingParams:
         stop: strings that end the request, or one string; not part of its text.
         stop_token_ids: end the request as an end-of-sequence token does.
         ignore_eos: go on after an end-of-sequence token (for benchmarks).
+        min_p: leave out tokens whose probability is below this part of the best one's, in [0, 1]; before top-k and
+            top-p.
+        presence_penalty: taken from the logit of each token that is among the new ones.
+        frequency_penalty: taken from it as often as the token is among the new ones.
+        repetition_penalty: positive logits of tokens in the prompt or among the new ones are divided by it, others
+            multiplied; 1 is none.
+        logprobs: keep each new token's log probability, and those of this many best tokens (`Request.logprobs`); None
+            keeps none.
+        prompt_logprobs: keep them of the prompt's tokens, too (`Request.prompt_logprobs`).
     Raises:
         ValueError: a value of another type, or outside its range.
     """
@@ -52,6 +68,12 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
@@ -71,6 +93,12 @@ class SamplingParams:
             if key not in allowed:
                 raise ValueError(f"{key!r} is not a sampling parameter; allowed are {', '.join(allowed)}")
         return replace(defaults, **values)  # type: ignore[arg-type]  # __post_init__ checks the types
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Return whether logits are changed before a token is chosen from them."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        return any(penalties) or (self.min_p > 0 and self.temperature > 0)
 
     def for_prompt(self, index: int) -> "SamplingParams":
         """Return these params for the prompt of a number, which draws from a stream of its own: that of the seed

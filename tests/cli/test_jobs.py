@@ -36,7 +36,7 @@ PROMPTS = [
     {"id": "a", "prompt_token_ids": [5, 6, 7]},
     {"id": 7, "prompt_token_ids": [9], "max_new_tokens": 2},
     {"id": "7", "prompt_token_ids": list(range(1, 30)), "temperature": 2.0, "top_k": 50},
-    {"id": "seeded", "prompt_token_ids": [5, 6, 7], "temperature": 2.0, "seed": 4},
+    {"id": "seeded", "prompt_token_ids": [5, 6, 7], "temperature": 2.0, "seed": 4, "logprobs": 1, "prompt_logprobs": 0},
 ]
 
 
@@ -55,6 +55,8 @@ def test_outputs_are_those_of_the_prompts_alone(model: Path, tmp_path: Path, cap
         "time_per_token",
     }
     assert [len(outputs[name]["token_ids"]) for name in ("a", 7, "7", "seeded")] == [6, 2, 6, 6]
+    assert [entry[0] for entry in outputs["seeded"]["logprobs"]] == outputs["seeded"]["token_ids"]
+    assert [[token, len(top)] for token, _, top in outputs["seeded"]["prompt_logprobs"]] == [[5, 0], [6, 0], [7, 0]]
     for prompt in PROMPTS:
         single = tmp_path / "single"
         single.mkdir(exist_ok=True)

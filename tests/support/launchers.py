@@ -90,7 +90,7 @@ def run_forked(commands: Sequence[Command], timeout: float = 240, check: bool = 
             tuple(Path(directory) / f"{name} {index}" for name in ("out", "err")) for index in range(len(commands))
         ]
         processes = [
-            start_process(_run_program, ([*map(str, argv[1:])], {**environment(), **env}, *paths))
+            start_process(run_program, ([*map(str, argv[1:])], {**environment(), **env}, *paths))
             for (argv, env), paths in zip(commands, files, strict=True)
         ]
         deadline = time.monotonic() + timeout
@@ -109,7 +109,7 @@ def run_forked(commands: Sequence[Command], timeout: float = 240, check: bool = 
     return _checked(results) if check else results
 
 
-def _run_program(argv: list[str], env: dict[str, str], *paths: Path) -> None:
+def run_program(argv: list[str], env: dict[str, str], *paths: Path) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(ROOT)

@@ -1,0 +1,134 @@
+"""A load driven over HTTP against any server with OpenAI's API: streams of completions, and what came of them."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import h11
+
+from dcpmla.bench.load import Load, rates, summarize
+from dcpmla.bench.results import Row
+
+_READ_BYTES = 1 << 16
+_CONNECT_SECONDS = 30.0
+
+
+@dataclass
+class Answer:
+    """One request's answer; times are seconds after the load's beginning.
+
+    Attributes:
+        first_token_time: None where none came.
+        num_tokens: new tokens, as the server counts them.
+        error: why it is lost; "" for an answer that is whole.
+    """
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finish_time: float = 0.0
+    num_tokens: int = 0
+    error: str = ""
+
+
+def drive(url: str, load: Load, api_key: str | None) -> list[Answer]:
+    """Send each request of a load at its time, greedy and of exact length, and read its stream to the end."""
+    return asyncio.run(_drive(url, load, api_key))
+
+
+def summary_row(load: Load, answers: Sequence[Answer]) -> Row:
+    """Return throughput and latencies of the answers that are whole, and how many are lost."""
+    whole = [answer for answer in answers if not answer.error]
+    seconds = max((answer.finish_time for answer in answers), default=0.0)
+    num_input = sum(len(prompt) for prompt, answer in zip(load.prompts, answers, strict=True) if not answer.error)
+    latencies = {
+        "time_to_first_token": [
+            answer.first_token_time - answer.arrival_time for answer in whole if answer.first_token_time
+        ],
+        "time_per_token": [
+            (answer.finish_time - answer.first_token_time) / (answer.num_tokens - 1)
+            for answer in whole
+            if answer.first_token_time and answer.num_tokens > 1
+        ],
+        "end_to_end_seconds": [answer.finish_time - answer.arrival_time for answer in whole],
+    }
+    row: Row = {"num_lost": len(answers) - len(whole)}
+    row |= rates(len(whole), num_input, sum(answer.num_tokens for answer in whole), seconds)
+    for kind, values in latencies.items():
+        row |= {f"{kind}_{name}": value for name, value in summarize(values).items()}
+    return row
+
+
+async def _drive(url: str, load: Load, api_key: str | None) -> list[Answer]:
+    started = time.perf_counter()
+    numbered = zip(load.arrival_times, load.prompts, load.output_lens, strict=True)
+    tasks = [asyncio.create_task(_ask(url, api_key, started, *request)) for request in numbered]
+    return list(await asyncio.gather(*tasks))
+
+
+async def _ask(
+    url: str, api_key: str | None, started: float, arrival_time: float, prompt: list[int], num_tokens: int
+) -> Answer:
+    """Wait for a request's time, send it and return its answer."""
+    await asyncio.sleep(arrival_time - (time.perf_counter() - started))
+    answer = Answer(arrival_time)
+    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    content = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
+    try:
+        async for line in _lines(url, api_key, content):
+            if line.startswith(b"data: {"):
+                _take(answer, json.loads(line[6:]), time.perf_counter() - started)
+    except (OSError, ValueError, h11.RemoteProtocolError) as error:
+        answer.error = str(error) or type(error).__name__
+    if not answer.error and answer.num_tokens != num_tokens:
+        answer.error = f"{answer.num_tokens} of {num_tokens} tokens"
+    answer.finish_time = time.perf_counter() - started
+    return answer
+
+
+def _take(answer: Answer, event: Row, now: float) -> None:
+    """Take an event of a stream."""
+    if "error" in event:
+        answer.error = event["error"]["message"]
+    if event.get("choices") and answer.first_token_time is None:
+        answer.first_token_time = now
+    if event.get("usage"):
+        answer.num_tokens = event["usage"]["completion_tokens"]
+
+
+async def _lines(url: str, api_key: str | None, content: bytes) -> AsyncIterator[bytes]:
+    """Yield the lines of an answer.
+
+    Raises:
+        ValueError: a status that is not 200, with the body.
+    """
+    address = urlsplit(url)
+    opening = asyncio.open_connection(address.hostname, address.port or 80)
+    reader, writer = await asyncio.wait_for(opening, _CONNECT_SECONDS)
+    try:
+        connection, rest, status = h11.Connection(h11.CLIENT), b"", 200
+        headers = [("Host", address.netloc), ("Content-Length", str(len(content)))]
+        headers += [] if api_key is None else [("Authorization", f"Bearer {api_key}")]
+        target = f"{address.path.rstrip('/')}/v1/completions"
+        for part in (
+            h11.Request(method="POST", target=target, headers=headers),
+            h11.Data(content),
+            h11.EndOfMessage(),
+        ):
+            writer.write(connection.send(part) or b"")
+        while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+            match event:
+                case h11.Response():
+                    status = event.status_code
+                case h11.Data():
+                    *lines, rest = (rest + event.data).split(b"\n")
+                    for line in lines if status == 200 else ():
+                        yield line
+                case _:
+                    connection.receive_data(await reader.read(_READ_BYTES))
+        if status != 200:
+            raise ValueError(f"status {status}: {rest.decode(errors='replace')[:200]}")
+    finally:
+        writer.close()

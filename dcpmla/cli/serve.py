@@ -1,0 +1,90 @@
+"""Serve a model over HTTP in OpenAI's API, with the latent cache sharded over the ranks of the job."""
+
+import argparse
+import os
+from contextlib import ExitStack
+from functools import partial
+
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, seconds, start
+from dcpmla.integrations.loading import check_layout, open_model
+from dcpmla.job.bootstrap import agree
+from dcpmla.job.join import LOAD_TIMEOUT
+from dcpmla.job.launcher import claimed_rank
+from dcpmla.serving.frontend import Frontend, listen
+from dcpmla.serving.loop import ServingLoop, started
+
+_KEY = "DCPMLA_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run)
+    add_engine_arguments(parser)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on, of the first rank's host; 0.0.0.0: all it has")
+    add("--port", type=_port, default=8000, metavar="P", help="0: any that is free")
+    add("--served-model-name", metavar="NAME", help="the model's name for clients; default: --model as it is given")
+    add("--api-key", metavar="KEY", help=f"that clients must give; default: the variable {_KEY}, else none")
+    add("--max-waiting", type=positive, default=1024, metavar="N", help="most requests beyond those that run; then 429")
+    add("--request-timeout", type=seconds, default=3600, metavar="S", help="seconds that one request may take")
+    add("--drain-seconds", type=seconds, default=25, metavar="S", help="seconds for running requests after a SIGTERM")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load the model and serve it until the job is told to stop.
+
+    Every rank calls it; the first one listens.
+    """
+    dcp = dcp_config(args, args.decode_context_parallel_size)
+    api_key = args.api_key if args.api_key is not None else os.environ.get(_KEY)
+    del args.api_key  # ranks compare their arguments, and show those that differ
+    if api_key == "":
+        raise ValueError(f"api_key (--api-key, {_KEY}) is empty; give a key, or leave it out")
+    frontend = _start_frontend(args, api_key)
+    with start(args) as job, ExitStack() as to_close:
+        job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
+        with agree():
+            files = open_model(args.model, args.max_model_len)
+            check_layout(files, dcp)
+        engine, _ = build_engine(args, job, dcp, files, None)
+        to_close.callback(engine.close)
+        loop = ServingLoop(engine, frontend)
+        job.watchdog.on_stop(loop.stop)
+        if frontend is not None:
+            frontend.start()
+            frontend.send(started(engine, files.tokenizer, files.no_tokenizer))
+            print(f"serving on {frontend.address}", flush=True)
+        job.watchdog.enter("waiting for the first request")
+        loop.run()
+
+
+def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend | None:
+    """Start the HTTP process of the first rank, before this process has threads.
+
+    Raises:
+        ValueError: the extra is not installed, or nobody can listen there.
+    """
+    if claimed_rank(os.environ) not in (None, "0"):
+        return None
+    try:
+        from dcpmla.serving.app import Settings
+        from dcpmla.serving.http import serve_http
+    except ImportError as error:
+        raise ValueError(f"serve needs the extra serve, pip install 'dcpmla[serve]' ({error})") from error
+    settings = Settings(args.served_model_name or args.model, api_key, args.request_timeout)
+    listener = listen(args.host, args.port)
+    with listener:
+        serve = partial(
+            serve_http,
+            listener=listener,
+            settings=settings,
+            max_waiting=args.max_waiting,
+            drain_seconds=args.drain_seconds,
+        )
+        return Frontend(serve, listener)
+
+
+def _port(text: str) -> int:
+    """Read a port's number."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port in [0, 65535]")
+    return int(text)

@@ -1,0 +1,108 @@
+"""Log probabilities of tokens, chosen and in prompts, with those of the best tokens at the same position.
+
+They are the model's own, before temperature, penalties and what else shapes a draw.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcpmla.runtime.request import Request, TokenLogprobs
+from dcpmla.runtime.scheduler import Piece, Step
+from dcpmla.upload import upload
+
+_MAX_ROWS = 64  # at once: what is made of the logits stays small compared with those of a large batch
+
+
+class PromptRows(NamedTuple):
+    """The prompts' tokens that a step scores: their successors are known.
+
+    Attributes:
+        counts: how many tokens of each request.
+        rows: of these tokens in the step's batch.
+        targets: token ids that come after them.
+    """
+
+    counts: list[tuple[Request, int]]
+    rows: list[int]
+    targets: list[int]
+
+    @classmethod
+    def of(cls, step: Step) -> "PromptRows":
+        """Find the tokens of a step, before they count as computed."""
+        found, row = cls([], [], []), 0
+        for request, num_tokens, _ in step.pieces:
+            start = max(request.num_computed_tokens, request.num_scored_tokens)
+            end = min(request.num_computed_tokens + num_tokens, len(request.prompt_token_ids) - 1)
+            if request.is_scored and start < end:
+                first = row - request.num_computed_tokens
+                found.counts.append((request, end - start))
+                found.rows.extend(range(first + start, first + end))
+                found.targets.extend(request.prompt_token_ids[start + 1 : end + 1])
+                request.num_scored_tokens = end
+            row += num_tokens
+        return found
+
+    def join(self, logits_at: Tensor | None) -> Tensor | None:
+        """Return rows [n] whose logits are wanted, on the device, and these after them; None where it is all rows."""
+        if logits_at is None or not self.rows:
+            return logits_at
+        return torch.cat([logits_at, *upload([np.asarray(self.rows)], logits_at.device)])
+
+
+class Logprobs:
+    """A step's log probabilities, on their way to the host.
+
+    Args:
+        logits: [n + p, vocab] float32, of the tokens that new ones follow, then of the prompts' tokens.
+        ready: pieces of the requests that get tokens: one, and one after each draft, [n] in all.
+        tokens: int64 on the device, the first [n] of them theirs.
+        prompts: [p] tokens of prompts.
+    """
+
+    def __init__(self, logits: Tensor, ready: Sequence[Piece], tokens: Tensor, prompts: PromptRows) -> None:
+        starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
+        rows_of = zip((piece.request for piece in ready), starts, strict=False)
+        self._new = {request: row for request, row in rows_of if request.params.logprobs is not None}
+        self._counts, num_new = prompts.counts, len(self._new)
+        wanted = [request.params.logprobs or 0 for request in self._new]
+        wanted += [request.params.prompt_logprobs or 0 for request, _ in self._counts]
+        self._num_top, self._parts = max(wanted, default=0), list[tuple[Tensor, ...]]()
+        if not wanted:
+            return
+        rows = [*self._new.values(), *range(starts[-1], starts[-1] + len(prompts.rows))]
+        at, targets = upload([np.asarray(rows), np.asarray(prompts.targets, dtype=np.int64)], logits.device)
+        targets = torch.cat([tokens.index_select(0, at[:num_new]), targets])
+        for part, target in zip(at.split(_MAX_ROWS), targets.split(_MAX_ROWS), strict=True):
+            scored = _score(logits.index_select(0, part), target, self._num_top)
+            self._parts.append(tuple(tensor.to("cpu", non_blocking=True) for tensor in scored))
+
+    def give(self) -> None:
+        """Give each request its log probabilities, once the step has been waited for."""
+        if not self._parts:
+            return
+        ids, values = (torch.cat(tensors).tolist() for tensors in zip(*self._parts, strict=True))
+        entries = zip(ids, values, strict=True)
+        for request, (own_ids, own_values) in zip(self._new, entries, strict=False):
+            if not request.finish_reason:
+                request.logprobs.append(_entry(own_ids, own_values, request.params.logprobs or 0))
+        for request, count in self._counts:
+            for _, (own_ids, own_values) in zip(range(count), entries, strict=False):
+                entry = _entry(own_ids, own_values, request.params.prompt_logprobs or 0)
+                request.prompt_logprobs.append(entry)
+
+
+def _score(logits: Tensor, targets: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Return token ids [n, 1 + num_top], targets first, then the best; and their log probabilities, alike."""
+    top = logits.topk(min(num_top, logits.shape[-1]))
+    own = targets[:, None]
+    values = torch.cat([logits.gather(-1, own), top.values], dim=-1)
+    return torch.cat([own, top.indices], dim=-1), values - logits.logsumexp(-1, keepdim=True)
+
+
+def _entry(ids: Sequence[int], values: Sequence[float], num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(ids[0], values[0], tuple(zip(ids[1 : 1 + num_top], values[1 : 1 + num_top], strict=True)))

@@ -1,0 +1,87 @@
+"""Measurements of a server, as Prometheus reads them."""
+
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from dcpmla.serving.messages import Output, Report
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+@dataclass
+class Timings:
+    """The times of requests that were submitted together, on this process's clock.
+
+    Attributes:
+        first: when each one's first token came, and how many tokens have come, by id.
+    """
+
+    submitted: float
+    first: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+
+class Metrics:
+    """Counters, gauges and histograms of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = self._counter("requests", "Finished requests, by why they ended.", ["finish_reason"])
+        self._refused = self._counter("refused_requests", "HTTP requests that were refused, by status.", ["status"])
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._cached_tokens = self._counter("cached_prompt_tokens", "Tokens of prompts that were cached already.")
+        self._new_tokens = self._counter("generation_tokens", "New tokens.")
+        self._preemptions = self._gauge("preemptions", "Times that finished requests gave up their blocks.")
+        self._running = self._gauge("requests_running", "Requests that hold blocks of the cache.")
+        self._waiting = self._gauge("requests_waiting", "Requests that wait for blocks.")
+        self._cache_use = self._gauge("kv_cache_use", "Part of the cache's blocks that requests hold.")
+        self._first_token = self._histogram("time_to_first_token", "Seconds from a request to its first token.")
+        self._per_token = self._histogram("time_per_output_token", "Seconds per token after a request's first one.")
+        self._end_to_end = self._histogram("request", "Seconds from a request to its last token.")
+
+    def submitted(self, num_tokens: int) -> None:
+        """Count a request's prompt."""
+        self._prompt_tokens.inc(num_tokens)
+
+    def refused(self, status: int) -> None:
+        """Count an HTTP request that got an error."""
+        self._refused.labels(str(status)).inc()
+
+    def finished(self, reason: str) -> None:
+        """Count a request that has ended."""
+        self._requests.labels(reason).inc()
+
+    def state(self, report: Report) -> None:
+        """Take the engine's state."""
+        self._running.set(report.num_running)
+        self._waiting.set(report.num_waiting)
+        self._cache_use.set(report.cache_use)
+        self._preemptions.set(report.num_preemptions)
+
+    def observe(self, output: Output, timings: Timings, now: float) -> None:
+        """Take a request's new tokens."""
+        self._new_tokens.inc(output.num_tokens)
+        if output.request_id not in timings.first and output.num_tokens:
+            timings.first[output.request_id] = now, 0
+            self._first_token.observe(now - timings.submitted)
+            self._cached_tokens.inc(output.num_cached_tokens)
+        first, num_tokens = timings.first.get(output.request_id, (now, 0))
+        timings.first[output.request_id] = first, num_tokens + output.num_tokens
+        if output.finish_reason:
+            self.finished(output.finish_reason)
+            self._end_to_end.observe(now - timings.submitted)
+            if num_tokens:
+                self._per_token.observe((now - first) / num_tokens)
+
+    def text(self) -> bytes:
+        """Return all of them in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, words: str, labels: list[str] | None = None) -> Counter:
+        return Counter(f"dcpmla_{name}", words, labels or [], registry=self.registry)
+
+    def _gauge(self, name: str, words: str) -> Gauge:
+        return Gauge(f"dcpmla_{name}", words, registry=self.registry)
+
+    def _histogram(self, name: str, words: str) -> Histogram:
+        return Histogram(f"dcpmla_{name}_seconds", words, buckets=_SECONDS, registry=self.registry)

@@ -1,0 +1,121 @@
+"""Prompts of API requests -> token ids, and back: tokenizer and chat template, off the event loop."""
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dcpmla.runtime.request import check_prompt
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
+from dcpmla.serving.protocol import ChatMessage
+
+_CHARACTERS = 64  # of a token, on average, in the longest text that is looked at
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that the model can continue.
+
+    Attributes:
+        text: as it came, or as its tokens read.
+    """
+
+    token_ids: list[int]
+    text: str
+
+
+class Texts:
+    """The model's tokenizer, as the API uses it.
+
+    Raises:
+        ApiError: every method, where there is no tokenizer.
+    """
+
+    def __init__(self, model: Started) -> None:
+        self._model = model
+        self._tokens: dict[int, str] = {}
+
+    @property
+    def _tokenizer(self) -> Any:
+        if self._model.tokenizer is None:
+            words = f"the model's tokenizer does not load ({self._model.no_tokenizer}); give prompts as token ids"
+            raise ApiError(400, words, param="prompt")
+        return self._model.tokenizer
+
+    async def prompt(self, given: str | list[int], wants_text: bool) -> Prompt:
+        """Return a prompt of a completion.
+
+        Raises:
+            ApiError: one that the model cannot continue.
+        """
+        if isinstance(given, str):
+            return self._checked(await self.encode(given), given)
+        prompt = self._checked(given, "")
+        return Prompt(given, await self.decode(given)) if wants_text else prompt
+
+    async def chat(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any] | None) -> Prompt:
+        """Return a conversation as the chat template writes it.
+
+        Raises:
+            ApiError: no template, one that refuses the messages, a conversation that is too long.
+        """
+        tokenizer, names = self._tokenizer, dict(kwargs or {})
+        if not tokenizer.chat_template:
+            raise ApiError(400, "the model's tokenizer has no chat template; use /v1/completions", param="messages")
+        # They are variables of the template, not arguments of the function that renders it.
+        reserved = names.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+        if reserved:
+            raise ApiError(400, f"{min(reserved)} is no variable of a chat template", param="chat_template_kwargs")
+        conversation = [message.for_template(number) for number, message in enumerate(messages)]
+        try:
+            text = await asyncio.to_thread(
+                tokenizer.apply_chat_template, conversation, tokenize=False, add_generation_prompt=True, **names
+            )
+        except Exception as error:  # whatever a template runs into with this client's messages
+            raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from error
+        return self._checked(await self.encode(text, add_special_tokens=False), text)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's tokens.
+
+        Raises:
+            ApiError: a text that is too long for any vocabulary.
+        """
+        longest = _CHARACTERS * self._model.max_model_len
+        if len(text) > longest:
+            words = f"the prompt has {len(text):,} characters; at most {longest:,} are looked at"
+            raise ApiError(400, words, param="prompt", code="context_length_exceeded")
+        encoded = await asyncio.to_thread(self._tokenizer, text, add_special_tokens=add_special_tokens)
+        return list(encoded["input_ids"])
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens."""
+        text: str = await asyncio.to_thread(self._tokenizer.decode, self.known(token_ids))
+        return text
+
+    def known(self, token_ids: list[int]) -> list[int]:
+        """Return token ids.
+
+        Raises:
+            ApiError: one that the model does not have.
+        """
+        outside = next((token for token in token_ids if not 0 <= token < self._model.vocab_size), None)
+        if outside is not None:
+            words = f"token id {outside} is outside the model's vocabulary, [0, {self._model.vocab_size})"
+            raise ApiError(400, words, param="tokens")
+        return token_ids
+
+    def token(self, token_id: int) -> str:
+        """Return the text of one token."""
+        if token_id not in self._tokens:
+            self._tokens[token_id] = self._tokenizer.decode([token_id])
+        return self._tokens[token_id]
+
+    def _checked(self, token_ids: list[int], text: str) -> Prompt:
+        try:
+            check_prompt("the prompt", token_ids, self._model.vocab_size, self._model.max_model_len)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="prompt", code="context_length_exceeded") from error
+        return Prompt(token_ids, text)

@@ -1,0 +1,159 @@
+"""Penalties, min-p and log probabilities through the engine, against transformers' processors and softmax by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
+
+import dcpmla.runtime.scheduler as scheduler_module
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.latent import LatentCache
+from dcpmla.runtime.penalties import shape_logits
+from dcpmla.runtime.request import Request, TokenLogprobs
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.hash_model import VOCAB_SIZE, HashModel, make_engine
+
+TABLE = 3 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
+
+
+class TableModel(HashModel):
+    """A model whose next token depends on the last one alone: it soon runs in circles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_scored = 0  # most logits of a step beyond one for each request
+
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor | None) -> Tensor:
+        num_requests = metadata.num_decode_tokens
+        num_requests += 0 if metadata.prefill is None else len(metadata.prefill.queries.start) - 1
+        self.num_scored = max(self.num_scored, 0 if logits_at is None else len(logits_at) - num_requests)
+        return TABLE[token_ids if logits_at is None else token_ids[logits_at]]
+
+
+def penalized(logits: Tensor, prompt: list[int], new: list[int], params: SamplingParams) -> Tensor:
+    """Return logits [vocab] by the definitions."""
+    repetition = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+    scores = repetition(torch.tensor([[*prompt, *new]]), logits[None])[0]
+    for token in set(new):
+        scores[token] -= params.presence_penalty + params.frequency_penalty * new.count(token)
+    return scores
+
+
+def alone(prompt: list[int], params: SamplingParams) -> list[int]:
+    new: list[int] = []
+    while len(new) < params.max_new_tokens:
+        last = [*prompt, *new][-1]
+        new.append(int(penalized(TABLE[last].clone(), prompt, new, params).argmax()))
+    return new
+
+
+some_params = st.builds(
+    SamplingParams,
+    max_new_tokens=st.integers(1, 12),
+    presence_penalty=st.sampled_from([0, 1.5, -1]),
+    frequency_penalty=st.sampled_from([0, 0.7, -0.2]),
+    repetition_penalty=st.sampled_from([1.0, 1.7, 0.8]),
+    ignore_eos=st.just(True),
+)
+prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=14)
+
+
+@given(requests=st.lists(st.tuples(prompts, some_params), min_size=1, max_size=5), budget=st.sampled_from([4, 64]))
+@settings(max_examples=25, deadline=None)
+def test_penalized_tokens(requests: list[tuple[list[int], SamplingParams]], budget: int) -> None:
+    """Also of the token under way, with prompts in pieces, and of requests that are computed again."""
+    engine = make_engine(8, budget, model=TableModel())
+    added = [engine.add(prompt, params) for prompt, params in requests]
+    list(engine.run())
+    for request, (prompt, params) in zip(added, requests, strict=True):
+        assert request.token_ids == alone(prompt, params)
+
+
+@given(min_p=st.floats(0.01, 1), temperature=st.sampled_from([0.5, 1.0, 3.0]), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_min_p_is_transformers_(min_p: float, temperature: float, seed: int) -> None:
+    logits = 3 * torch.randn(3, 50, generator=torch.Generator().manual_seed(seed))
+    params = SamplingParams(temperature=temperature, min_p=min_p)
+    plain = SamplingParams(temperature=temperature)
+    requests = [Request([1], params), Request([1], plain), Request([1], params)]
+    shaped = shape_logits(logits, requests, None)
+    assert torch.equal(shaped[1], logits[1])
+    for row in (0, 2):
+        kept = MinPLogitsWarper(min_p)(None, (logits[row] / temperature)[None])[0] > -math.inf
+        assert torch.equal(shaped[row] > -math.inf, kept)
+        assert torch.equal(shaped[row][kept], logits[row][kept])
+    assert shape_logits(logits, [requests[1]] * 3, None) is logits  # nothing is launched for nothing
+
+
+def check_entry(entry: TokenLogprobs, before: int, num_top: int) -> None:
+    expected = TABLE[before].double().log_softmax(-1)
+    best = expected.topk(num_top)
+    assert entry.logprob == pytest.approx(expected[entry.token_id].item(), abs=1e-5)
+    assert [token for token, _ in entry.top] == best.indices.tolist()
+    assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@given(
+    requests=st.lists(
+        st.tuples(prompts, st.sampled_from([None, 0, 2]), st.sampled_from([None, 0, 3]), st.floats(0, 2)),
+        min_size=1,
+        max_size=5,
+    ),
+    budget=st.sampled_from([4, 64]),
+    max_scored=st.sampled_from([3, 256]),
+)
+@settings(max_examples=25, deadline=None)
+def test_log_probabilities(requests: list[tuple[list[int], Any, Any, float]], budget: int, max_scored: int) -> None:
+    """Of prompts as well: cached ones, in pieces, of requests that are computed again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "_MAX_SCORED", max_scored)
+        model = TableModel()
+        engine = make_engine(8, budget, model=model)
+        added = []
+        for prompt, new, old, temperature in requests:
+            params = SamplingParams(
+                max_new_tokens=6,
+                ignore_eos=True,
+                logprobs=new,
+                prompt_logprobs=old,
+                temperature=temperature,
+                presence_penalty=1.0,
+                stop_token_ids=(1, 2, 3, 4),
+            )
+            added += [engine.add(prompt, params), engine.add(prompt, params)]
+        list(engine.run())
+    assert model.num_scored <= max_scored
+    for request in added:
+        check_request(request)
+
+
+def test_log_probabilities_of_a_prompt_that_is_begun_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older request takes the last block while the younger one's prompt is half scored."""
+    monkeypatch.setattr(scheduler_module, "_MAX_SCORED", 2)
+    engine = make_engine(6, model=TableModel())
+    engine.add([1, 2, 3], SamplingParams(max_new_tokens=20, ignore_eos=True))
+    young = engine.add(list(range(14)), SamplingParams(max_new_tokens=2, prompt_logprobs=1, ignore_eos=True))
+    list(engine.run())
+    assert young.num_preemptions > 0
+    check_request(young)
+
+
+def check_request(request: Request) -> None:
+    """Compare all entries with the table."""
+    new, old = request.params.logprobs, request.params.prompt_logprobs
+    sequence = [*request.prompt_token_ids, *request.token_ids]
+    num_prompt = len(request.prompt_token_ids)
+    assert [entry.token_id for entry in request.logprobs] == ([] if new is None else request.token_ids)
+    for position, entry in enumerate(request.logprobs, start=num_prompt):
+        check_entry(entry, sequence[position - 1], new or 0)
+    assert [entry.token_id for entry in request.prompt_logprobs] == ([] if old is None else request.prompt_token_ids)
+    for position, entry in enumerate(request.prompt_logprobs):
+        if position == 0:
+            assert entry[1:] == (None, ())
+        else:
+            check_entry(entry, sequence[position - 1], old or 0)

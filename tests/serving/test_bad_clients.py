@@ -1,0 +1,191 @@
+"""Clients that are mistaken, slow, rude or hostile: each gets its error, and nobody else notices."""
+
+import json
+import socket
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.protocol import ChatBody, CompletionBody, parse
+from tests.serving.conftest import KEY
+from tests.support.servers import QUESTION, RunningServer
+
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+GOOD = {"prompt": QUESTION, "max_tokens": 1, "temperature": 0}
+
+
+@pytest.fixture
+def check(server: RunningServer) -> Any:
+    """Check afterwards that the server answers as before."""
+    yield
+    answer = httpx2.post(f"{server.url}/v1/completions", json=GOOD, headers=AUTHORIZED, timeout=30).json()
+    assert answer["choices"][0]["text"] == "123"
+    assert httpx2.get(f"{server.url}/health").status_code == 200
+    assert all(process.is_alive() for process in server.processes)
+
+
+BAD_FIELDS: list[tuple[str, Any]] = [
+    ("prompt", None),
+    ("prompt", 5),
+    ("prompt", []),
+    ("prompt", [[]]),
+    ("prompt", [1, "a"]),
+    ("prompt", [-1]),
+    ("prompt", [2**70]),
+    ("prompt", [999_999]),
+    ("prompt", [5] * 9000),
+    ("prompt", {"text": "x"}),
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", 10**30),
+    ("max_tokens", "5"),
+    ("max_tokens", 1.5),
+    ("temperature", -1),
+    ("temperature", "hot"),
+    ("temperature", 10**400),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("top_k", -2),
+    ("min_p", 2),
+    ("seed", 2**64),
+    ("n", 0),
+    ("n", 100_000),
+    ("stop", [""]),
+    ("stop", ["x"] * 17),
+    ("stop", "x" * 257),
+    ("stop_token_ids", [-5]),
+    ("logprobs", 21),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -3),
+    ("repetition_penalty", 0),
+    ("stream", "yes"),
+    ("stream_options", 7),
+    ("best_of", 4),
+    ("logit_bias", {"5": 100}),
+    ("suffix", "end"),
+    ("response_format", {"type": "json_object"}),
+    ("guided_json", {"type": "object"}),
+]
+
+
+def test_a_bad_field_is_named(server: RunningServer, check: None) -> None:
+    with httpx2.Client(base_url=server.url, headers=AUTHORIZED, timeout=60) as client:
+        for name, value in BAD_FIELDS:
+            response = client.post("/v1/completions", content=json.dumps({**GOOD, name: value}))
+            assert response.status_code == 400, (name, value)
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert (error["type"], error["param"]) == ("invalid_request_error", name), (name, value, error)
+        neutral = {
+            "user": "me",
+            "store": True,
+            "logit_bias": None,
+            "tools": [],
+            "whatever": [1, {"a": None}],
+            "n": None,
+        }
+        assert client.post("/v1/completions", json={**GOOD, **neutral}).status_code == 200
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        for name, value in [
+            ("tools", [{"type": "function"}]),
+            ("top_logprobs", 3),
+            ("messages", []),
+            ("max_tokens", 0),
+        ]:
+            response = client.post("/v1/chat/completions", json={**chat, name: value})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+BROKEN = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"text"',
+    b'{"prompt": "a"',
+    b'{"prompt": "\xff\xfe"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": "a", "temperature": Infinity}',
+    b'{"prompt": ' + b"[" * 100_000,
+    b'{"x":' * 50_000 + b"1" + b"}" * 50_000,
+    json.dumps({"prompt": "amber-ant 1; " * 800_000}).encode(),  # 10 MB: more tokens than fit
+    json.dumps({"prompt": ["x"] * 500_000, "max_tokens": 1}).encode(),
+]
+
+
+def test_broken_bodies(server: RunningServer, check: None) -> None:
+    with httpx2.Client(base_url=server.url, headers=AUTHORIZED, timeout=60) as client:
+        for body in BROKEN:
+            response = client.post("/v1/completions", content=body)
+            assert response.status_code in (400, 429), body[:60]
+            assert response.json()["error"]["message"]
+        assert client.post("/v1/completions", content=b" " * (17 << 20)).status_code == 413
+        assert client.post("/tokenize", json={}).status_code == 400
+        assert client.post("/detokenize", json={"tokens": [99999999]}).status_code == 400
+
+
+def test_wrong_keys_names_and_routes(server: RunningServer, check: None) -> None:
+    for key in ("", KEY, f"Bearer {KEY}x", f"bearer {KEY}", "Bearer \xe9"):
+        for route in ("/v1/models", "/metrics", "/v1/completions", "/nowhere"):
+            refused = httpx2.get(f"{server.url}{route}", headers={"Authorization": key.encode("latin-1")})
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+    with httpx2.Client(base_url=server.url, headers=AUTHORIZED) as client:
+        wrong = client.post("/v1/completions", json={**GOOD, "model": "gpt-4"})
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
+        assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+        assert client.get("/v1/completions").status_code == 405
+    assert KEY not in server.log()
+
+
+def test_slow_and_half_open_connections(server: RunningServer, check: None) -> None:
+    """They hold their sockets and nothing else: the check answers while they are open."""
+    address = urlsplit(server.url)
+    request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
+    body = json.dumps({"prompt": "amber-ant?", "max_tokens": 2000, "ignore_eos": True, "stream": True})
+    starts = [b"", b"POST /v1/comp", request.encode(), request.encode() + b'{"prompt"', b"\x16\x03\x01\x02\x00" * 20]
+    starts.append(request.replace("100", str(len(body))).encode() + body.encode())  # and never reads
+    sockets = [socket.create_connection((address.hostname, address.port)) for _ in range(6) for _ in starts]
+    for number, connection in enumerate(sockets):
+        connection.sendall(starts[number % len(starts)])
+    answer = httpx2.post(f"{server.url}/v1/completions", json=GOOD, headers=AUTHORIZED, timeout=60).json()
+    assert answer["choices"][0]["text"] == "123"
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n" + b"x-long: " + b"y" * 200_000)
+        with suppress(ConnectionResetError):
+            assert not connection.recv(1000)
+    for connection in sockets:
+        connection.close()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = st.sampled_from([*CompletionBody.model_fields, *ChatBody.model_fields, "logit_bias", "tools", "x"])
+
+
+@given(fields=st.dictionaries(NAMES, JSON, max_size=6), is_chat=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_any_json_is_a_body_or_an_error(fields: dict[str, Any], is_chat: bool) -> None:
+    kind: Any = ChatBody if is_chat else CompletionBody
+    with suppress(ApiError):
+        body = parse(kind, json.dumps(fields).encode(), kind.check)
+        body.params(max(1, body.max_tokens or 1), None, None)
+
+
+def test_a_good_body_asks_for_what_it_says() -> None:
+    body = parse(CompletionBody, json.dumps({"prompt": "a", "seed": -1, "stop": "x", "top_k": -1, "n": 3}).encode())
+    params = body.params(5, 2, None)
+    assert (params.seed, params.stop, params.top_k, params.temperature) == (2**64 - 1, ("x",), 0, 1.0)
+    assert (params.max_new_tokens, params.logprobs, body.num_choices) == (5, 2, 3)
+    random_seeds = {parse(CompletionBody, b'{"prompt": "a"}').params(1, None, None).seed for _ in range(4)}
+    assert len(random_seeds) == 4

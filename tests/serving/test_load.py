@@ -1,0 +1,112 @@
+"""Many streams at once, clients that go away, and what is left of them: nothing."""
+
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.serving.conftest import KEY
+from tests.support.launchers import run_forked, unattended
+from tests.support.servers import RunningServer, read_events
+
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+NUM_STREAMS = 200
+
+
+def wait_for(server: RunningServer, name: str, value: float, seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while server.metric(name, **AUTHORIZED) != value:
+        assert time.monotonic() < until, f"{name} is {server.metric(name, **AUTHORIZED)}"
+        time.sleep(0.05)
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Return requests of many lengths, half of them greedy."""
+    draw = random.Random(7)
+    made = []
+    for number in range(NUM_STREAMS):
+        facts = "".join(
+            f"amber-{draw.choice(['ant', 'bee', 'apple'])} {draw.randrange(99)}; " for _ in range(number % 12)
+        )
+        prompt = f"{facts}amber-ant {number}; amber-ant?"
+        temperature = number % 2
+        made.append({"prompt": prompt, "max_tokens": 1 + number % 9, "temperature": temperature, "seed": number})
+    return made
+
+
+def generated(model: Path, directory: Path, requests: list[dict[str, Any]]) -> list[str]:
+    """Return what `generate` answers. A server draws from the stream of a request's first choice."""
+    lines = [
+        {
+            "id": number,
+            "prompt": body["prompt"],
+            "max_new_tokens": body["max_tokens"],
+            "temperature": body["temperature"],
+            "seed": body["seed"] << 31,
+        }
+        for number, body in enumerate(requests)
+    ]
+    files = directory / "in.jsonl", directory / "out.jsonl"
+    files[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--device", "cpu", "--dtype", "float32", "--prompt-file", files[0], "--output-file", files[1]]
+    run_forked(unattended(["-m", "dcpmla", "generate", "--model", model, *options], 1))
+    outputs = {output["id"]: output["text"] for output in map(json.loads, files[1].read_text().splitlines())}
+    return [outputs[number] for number in range(len(requests))]
+
+
+async def stream(client: httpx2.AsyncClient, body: dict[str, Any], num_chunks: int | None) -> str | None:
+    """Return a streamed answer; None where the client leaves after some chunks."""
+    lines = []
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        if num_chunks == 0:
+            return None
+        async for line in response.aiter_lines():
+            lines.append(line)
+            if num_chunks is not None and len(lines) >= 2 * num_chunks:
+                return None
+    return "".join(choice["text"] for chunk in read_events(lines) for choice in chunk["choices"])
+
+
+def test_every_answer_is_generate_s(server: RunningServer, model: Path, tmp_path: Path) -> None:
+    requests = bodies()
+    leaves = [random.Random(number).choice([0, 1, 2]) if number % 4 == 3 else None for number in range(NUM_STREAMS)]
+
+    async def ask() -> list[str | None]:
+        limits = httpx2.Limits(max_connections=None)
+        async with httpx2.AsyncClient(base_url=server.url, headers=AUTHORIZED, timeout=120, limits=limits) as client:
+            asked = (stream(client, body, leave) for body, leave in zip(requests, leaves, strict=True))
+            return list(await asyncio.gather(*asked))
+
+    answers = asyncio.run(ask())
+    expected = generated(model, tmp_path, requests)
+    for answer, leave, text in zip(answers, leaves, expected, strict=True):
+        assert answer == (text if leave is None else answer)
+        assert leave is not None or answer is not None
+    wait_for(server, "requests_running", 0)
+    assert server.metric("kv_cache_use", **AUTHORIZED) == 0
+    assert server.metric("requests_waiting", **AUTHORIZED) == 0
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_goes_away_frees_its_blocks(server: RunningServer, is_stream: bool) -> None:
+    """The request would take thousands of steps."""
+    body = {"prompt": "amber-ant?", "max_tokens": 8000, "ignore_eos": True, "stream": is_stream, "n": 2}
+    aborted = server.metric("requests_total", **AUTHORIZED)
+    with (
+        httpx2.Client(base_url=server.url, headers=AUTHORIZED, timeout=1) as client,
+        pytest.raises(httpx2.ReadTimeout)
+        if not is_stream
+        else client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        if not is_stream:
+            client.post("/v1/completions", json=body)
+        next(response.iter_lines())  # type: ignore[union-attr]
+    wait_for(server, "requests_running", 0, seconds=5)
+    assert server.metric("kv_cache_use", **AUTHORIZED) == 0
+    assert server.metric("requests_total", **AUTHORIZED) == aborted + 2
