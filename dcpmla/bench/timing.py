@@ -69,11 +69,23 @@ def time_operation(
     graph = _capture(operation, calls) if device.type == "cuda" else None
     sample = _sampler(operation, calls, device) if graph is None else _graph_sampler(graph)
     first = largest(sample(), device)  # a graph's first replay is slower: it only says how many there is time for
+    num_samples = int(min(num_samples or _NUM_SAMPLES[device.type], max(_FEWEST_SAMPLES, seconds * 1e6 / first)))
+    return Timing(_median(sample, num_samples, device) / calls, graph is not None)
+
+
+def time_graph(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
+    """Return microseconds of a replay of each rank's graph: the median, the slowest rank's. Collective."""
+    sample = _graph_sampler(graph)
+    sample()
+    return _median(sample, _NUM_SAMPLES["cuda"], device)
+
+
+def _median(sample: Callable[[], float], num_samples: int, device: torch.device) -> float:
     times = []
-    for _ in range(int(min(num_samples or _NUM_SAMPLES[device.type], max(_FEWEST_SAMPLES, seconds * 1e6 / first)))):
+    for _ in range(num_samples):
         dist.barrier()
-        times.append(sample() / calls)
-    return Timing(largest(statistics.median(times), device), graph is not None)
+        times.append(sample())
+    return largest(statistics.median(times), device)
 
 
 def time_with_result(

@@ -12,6 +12,11 @@ ROPE |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a model whose heads are narrow, for CPUs."""
+    return save_model(tmp_path_factory.mktemp("model"), num_heads=8, head_dim=32)
+
+
+def save_model(directory: Path, num_heads: int, head_dim: int) -> Path:
     """Save a dense DeepSeek-V3 of two layers, with what vLLM asks of a config, and widths that it has for MLA."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
@@ -20,13 +25,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         intermediate_size=192,
         num_hidden_layers=2,
         first_k_dense_replace=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         q_lora_rank=96,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
+        qk_nope_head_dim=head_dim,
+        v_head_dim=head_dim,
         max_position_embeddings=4096,
         bos_token_id=0,
         eos_token_id=1,
@@ -34,7 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         topk_method="noaux_tc",
         scoring_func="sigmoid",
     )
-    directory = tmp_path_factory.mktemp("model")
     model = DeepseekV3ForCausalLM(config)
     for parameter in model.parameters():
         if parameter.ndim > 1:

@@ -1,0 +1,228 @@
+"""Attention inside vLLM's engine: gather, attention and merge of a layer's decode, by this package and by vLLM's own.
+
+`python benchmarks/in_vllm.py --num-gpus 2`, where vLLM is installed. Each variant is an engine of its own over
+DeepSeek-V3's dense layers with random weights, under torchrun, with as many cached tokens as the load says. After some
+of vLLM's steps, two things are timed: the CUDA graph of vLLM's last step, and a graph of nothing but the calls between
+the layers' queries and their merged rows, with vLLM's own layers, caches and metadata of that step.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from dcpmla.bench.geometries import config_of  # noqa: E402
+from dcpmla.bench.results import add_commit_argument, installed, write_results  # noqa: E402
+from dcpmla.bench.timing import Timing, time_graph, time_operation  # noqa: E402
+
+LOADS = [(1, 65536), (8, 65536), (32, 8192), (128, 8192)]  # requests, cached tokens of each
+NUM_LAYERS, NUM_STEPS, BLOCK_SIZE, VOCAB_SIZE = 4, 8, 64, 16384
+GEOMETRY = "deepseek-v3"
+# Backends of vLLM's --attention-backend, and of its --dcp-comm-backend where ranks share a cache.
+WHOLE = [("CUSTOM", None), ("FLASH_ATTN_MLA", None), ("FLASHMLA", None), ("TRITON_MLA", None)]
+SHARED = [("CUSTOM", None), ("FLASH_ATTN_MLA", "ag_rs"), ("FLASH_ATTN_MLA", "a2a")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num-gpus", type=int, required=True, help="ranks of a job: -tp and -dcp")
+    add_commit_argument(parser)
+    parser.add_argument("--output", type=Path, default=None, help="default: benchmarks/results/h200xN/vllm.json")
+    args = parser.parse_args()
+    rows = [row for backend, exchange in WHOLE for row in launch(1, backend, exchange)]
+    if args.num_gpus > 1:
+        rows += [row for backend, exchange in SHARED for row in launch(args.num_gpus, backend, exchange)]
+    save(rows, args.num_gpus, args.commit, args.output)
+
+
+def launch(num_ranks: int, backend: str, exchange: str | None) -> list[dict[str, Any]]:
+    """Return the rows of a variant, measured by a job of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += [__file__, backend, exchange or "none"]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    ended = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def save(rows: list[dict[str, Any]], num_gpus: int, commit: str | None, output: Path | None) -> None:
+    """Write rows with how much faster this package is: its rows' `speedup_over_*`."""
+    keys = ("dcp", "batch", "context")
+    for ours in (row for row in rows if row["kernel"] == "dcpmla"):
+        for row in rows:
+            if row is not ours and all(row[key] == ours[key] for key in keys):
+                name = row["kernel"] if row["dcp"] == 1 else f"{row['kernel']}_{row['exchange']}"
+                ours[f"speedup_over_{name.lower()}"] = row["median_us"] / ours["median_us"]
+    output = output or ROOT / "benchmarks" / "results" / f"h200x{num_gpus}" / "vllm.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_results(output, rows, num_gpus, torch.device("cuda"), commit, {"vllm": installed("vllm")})
+
+
+def measure(engine: Any, recorder: "Recorder") -> list[dict[str, Any]]:
+    """Return an engine's rows, one for each load. Collective over the job."""
+    config = engine.vllm_config
+    parallel, backend = config.parallel_config, config.attention_config.backend.name
+    forward_context = config.compilation_config.static_forward_context
+    layers = [layer for layer in forward_context.values() if hasattr(layer, "impl")]
+    device = layers[0].kv_cache.device
+    exchange = parallel.dcp_comm_backend if parallel.decode_context_parallel_size > 1 else "none"
+    shared = {
+        "geometry": GEOMETRY,
+        "operation": "decode",
+        "kernel": "dcpmla" if backend == "CUSTOM" else backend,
+        "exchange": layers[0].impl.exchange.name if backend == "CUSTOM" else exchange,
+        "tp": parallel.tensor_parallel_size,
+        "dcp": parallel.decode_context_parallel_size,
+        "num_layers": len(layers),
+        "heads": layers[0].num_heads * parallel.tensor_parallel_size,
+        "block_size": BLOCK_SIZE,
+        "dtype": "bfloat16",
+    }
+    rows = []
+    for batch, context in LOADS:
+        names = decode(engine, batch, context)
+        if recorder.metadata.num_decode_tokens != batch or recorder.metadata.num_prefills:
+            raise RuntimeError(f"vLLM's last step was not one of {batch} decodes")
+        timing = time_attention(layers, recorder.metadata, device)
+        times = {"median_us": timing.median_us, "device_us": time_graph(recorder.graph, device)}
+        rows.append({**shared, "batch": batch, "context": context, "in_graph": timing.in_graph, **times})
+        if dist.get_rank() == 0:
+            print(rows[-1], file=sys.stderr, flush=True)
+        engine.abort_request(names)
+        while engine.has_unfinished_requests():
+            engine.step()
+    return rows
+
+
+class Recorder:
+    """What vLLM used last: the graph that it replayed, and the metadata of attention that it built."""
+
+    graph: torch.cuda.CUDAGraph
+    metadata: Any
+
+    def __init__(self) -> None:
+        from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+        replay, build = torch.cuda.CUDAGraph.replay, MLACommonMetadataBuilder.build
+
+        def recorded_replay(graph: torch.cuda.CUDAGraph) -> None:
+            self.graph = graph
+            replay(graph)
+
+        def recorded_build(builder: Any, *args: Any, **named: Any) -> Any:
+            self.metadata = build(builder, *args, **named)
+            return self.metadata
+
+        torch.cuda.CUDAGraph.replay = recorded_replay
+        MLACommonMetadataBuilder.build = recorded_build
+
+
+def start_engine(num_ranks: int, backend: str, exchange: str) -> Any:
+    """Return vLLM's engine over layers with random weights, and graphs of the loads' batches."""
+    from vllm import LLM
+
+    longest, most = max(context for _, context in LOADS), max(batch * context for batch, context in LOADS)
+    config = config_of(
+        GEOMETRY,
+        architectures=["DeepseekV3ForCausalLM"],
+        num_hidden_layers=NUM_LAYERS,
+        first_k_dense_replace=NUM_LAYERS,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=163840,
+        topk_method="noaux_tc",  # vLLM asks for these two
+        scoring_func="sigmoid",
+        dtype="bfloat16",
+    )
+    bytes_per_token = NUM_LAYERS * (config.kv_lora_rank + config.qk_rope_head_dim) * torch.bfloat16.itemsize
+    shared = {"dcp_comm_backend": exchange} if exchange != "none" else {}
+    batches = [batch for batch, _ in LOADS]
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        llm = LLM(
+            model=directory,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            tensor_parallel_size=num_ranks,
+            decode_context_parallel_size=num_ranks,
+            distributed_executor_backend="external_launcher",
+            attention_backend=backend,
+            block_size=BLOCK_SIZE,
+            max_model_len=longest + 4 * BLOCK_SIZE,
+            max_num_seqs=max(batches),
+            max_num_batched_tokens=2048,
+            kv_cache_memory_bytes=(most // num_ranks + 2 * BLOCK_SIZE * max(batches)) * bytes_per_token,
+            gpu_memory_utilization=0.1,  # of no meaning, but so much must be free
+            enable_prefix_caching=False,
+            disable_custom_all_reduce=True,
+            compilation_config={
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": batches,
+            },
+            # Requests' prompts are taken as cached: their blocks are filled with random numbers.
+            kv_transfer_config={
+                "kv_connector": "DecodeBenchConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
+            },
+            **shared,
+        )
+    return llm.llm_engine
+
+
+def decode(engine: Any, batch: int, context: int) -> list[str]:
+    """Have the engine decode some tokens of so many requests at once; return their names."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=2 * BLOCK_SIZE, temperature=0, detokenize=False, ignore_eos=True)
+    names = [f"{batch} {index}" for index in range(batch)]
+    for name in names:
+        prompt = [index % VOCAB_SIZE for index in range(context)]
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    for _ in range(NUM_STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    return names
+
+
+def time_attention(layers: list[Any], metadata: Any, device: torch.device) -> Timing:
+    """Time what vLLM's layer calls between absorbed queries and merged rows: one layer's share of all layers' calls."""
+    layer, num_tokens = layers[0], metadata.num_decode_tokens
+    widths = layer.kv_lora_rank, layer.qk_rope_head_dim
+    parts = [torch.randn(num_tokens, layer.num_heads, width, dtype=torch.bfloat16, device=device) for width in widths]
+
+    def attend(index: int) -> Any:
+        layer = layers[index]
+        manager, impl = layer.dcp_manager, layer.impl
+        if manager is None:
+            return impl.forward_mqa(tuple(parts), layer.kv_cache, metadata, layer)
+        out, lse = impl.forward_mqa(manager.query_gather(query), layer.kv_cache, metadata, layer)
+        query_start_loc = metadata.query_start_loc[: metadata.num_decodes + 1]
+        return manager.combine(out, lse, seq_lens=metadata.decode.seq_lens, query_start_loc=query_start_loc)
+
+    query = torch.cat(parts, -1)
+    with torch.inference_mode():
+        return time_operation(attend, device, len(layers), seconds=1.0)
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" not in os.environ:
+        main()
+    else:
+        record = Recorder()
+        running = start_engine(int(os.environ["WORLD_SIZE"]), *sys.argv[1:])  # it ends the process group with itself
+        found = measure(running, record)
+        if dist.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+        dist.barrier()
+        os._exit(0)  # vLLM's threads wait for requests
