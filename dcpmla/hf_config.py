@@ -76,7 +76,7 @@ def attention_config(config: Any) -> MLAConfig:
 
 
 def _indexer_config(config: Any) -> IndexerConfig:
-    _indexer_types(config)
+    indexer_types(config)
     interleaved = getattr(config, "indexer_rope_interleave", None)
     return IndexerConfig(
         num_heads=config.index_n_heads,
@@ -86,7 +86,7 @@ def _indexer_config(config: Any) -> IndexerConfig:
     )
 
 
-def _indexer_types(config: Any) -> list[str]:
+def indexer_types(config: Any) -> list[str]:
     """Say for each layer whether it selects ("full") or reuses the selection before it ("shared").
 
     The first of these that the config has decides: indexer_types, index_topk_pattern ("FSSF"), or index_topk_freq,
@@ -112,7 +112,7 @@ def _indexer_types(config: Any) -> list[str]:
 
 def skips_topk(config: Any, layer: int) -> bool:
     """Tell whether a layer has no indexer and attends to the selection of the layer before it."""
-    return config.model_type in SPARSE_MODEL_TYPES and _indexer_types(config)[layer] == "shared"
+    return config.model_type in SPARSE_MODEL_TYPES and indexer_types(config)[layer] == "shared"
 
 
 def num_index_layers(config: Any) -> int:

@@ -191,6 +191,8 @@ def test_options_of_generate() -> None:
         ("--dtype",),
         ("--expert-dtype",),
         ("--load-format",),
+        ("--speculative-method",),
+        ("--num-speculative-tokens",),
         ("--enforce-eager",),
         ("--device",),
         ("--timeout",),

@@ -8,11 +8,13 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import add_load, make_load
 from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name
@@ -21,7 +23,7 @@ from dcpmla.bench.step_times import is_quantized, step_times
 from dcpmla.bench.timing import is_h200, largest
 from dcpmla.cache.capacity import FORMATS
 from dcpmla.cache.formats import format_name
-from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
 from dcpmla.hf_config import read_attention
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -30,6 +32,9 @@ from dcpmla.job.join import Job
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, floor_us
 from dcpmla.planning.weights import ModelSize, read_model
+from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
+from dcpmla.runtime.drafts import Drafter
+from dcpmla.runtime.speculation import Speculation
 
 _OPTIONS = (
     *("decode_query_dtype", "index_cache_dtype", "index_hadamard", "dcp_q_replicate", "dcp_project_before_merge"),
@@ -38,10 +43,11 @@ _OPTIONS = (
 
 
 class Batch(NamedTuple):
-    """Requests that decode together, in one mode: "graph" or "eager"."""
+    """Requests that decode together, in one mode: "graph" or "eager"; acceptance: of drafts, None for none."""
 
     size: int
     mode: str
+    acceptance: float | None = None
 
 
 class Generate(Benchmark[Batch, None]):
@@ -59,6 +65,7 @@ class Generate(Benchmark[Batch, None]):
         seq_len = args.input_len + args.output_len - 1 + block_tokens
         self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * max(args.batch))
         self.graph, self.exchange = self.engine.graph, chosen.exchange.name
+        self.speculation = self.engine.speculation
         self.size = _model_size(files.config, self.engine.model.dtype, args.expert_dtype)
         needed, room = max(args.batch) * -(-seq_len // block_tokens), self.engine.cache.sizes.num_blocks
         if needed > room:  # requests that wait for blocks would make a smaller batch of it
@@ -75,6 +82,8 @@ class Generate(Benchmark[Batch, None]):
         add("--input-len", type=positive, default=512, metavar="N", help="tokens of a prompt")
         add("--output-len", type=positive, default=64, metavar="N", help="new tokens of a request")
         add("--seed", type=seed, default=0, help="of the prompts' tokens")
+        rates = "forced on the drafts of --speculative-method, one after the other"
+        add("--acceptance", type=share_list, default="0,0.5,0.8,1", metavar="A,B", help=rates)
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -97,6 +106,10 @@ class Generate(Benchmark[Batch, None]):
     def cases(self) -> Iterator[Batch]:
         for size in dict.fromkeys(self.args.batch):
             yield from (Batch(size, mode) for mode in (["graph"] if self.graph else []) + ["eager"])
+            drafter = self.speculation.drafter
+            if drafter is not None and size * (1 + drafter.num_speculative_tokens) <= MAX_DRAFT_ROWS:
+                mode = "graph" if self.graph else "eager"
+                yield from (Batch(size, mode, acceptance) for acceptance in self.args.acceptance)
 
     def inputs(self, case: Batch) -> None:
         """Nothing: the engine is there."""
@@ -104,7 +117,10 @@ class Generate(Benchmark[Batch, None]):
     def measure(self, case: Batch, inputs: None) -> list[Row]:
         args, engine = self.args, self.engine
         engine.graph = self.graph if case.mode == "graph" else None
-        seconds = largest(statistics.median(self._decode_seconds(case.size)), engine.model.device)
+        engine.speculation = Speculation(self._drafter(case))
+        steps = self._decode_steps(case.size)
+        seconds = largest(statistics.median(seconds for seconds, _ in steps), engine.model.device)
+        tokens_a_step = statistics.mean(num_tokens for _, num_tokens in steps)
         row = {
             "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
             "model": Path(args.model).name,  # where it lies is nobody's business
@@ -117,9 +133,12 @@ class Generate(Benchmark[Batch, None]):
             "mode": case.mode,
             "batch": case.size,
             "step_us": round(seconds * 1e6, 1),
-            "tokens_per_second": round(case.size / seconds, 1),
+            "tokens_per_second": round(tokens_a_step / seconds, 1),
         }
-        if case.mode == "graph":
+        if case.acceptance is not None:
+            drafts = {name: getattr(args, name) for name in ("speculative_method", "num_speculative_tokens")}
+            row |= {**drafts, "acceptance": case.acceptance, "tokens_a_step": round(tokens_a_step, 2)}
+        elif case.mode == "graph":
             row |= self._device_times(case.size)
         return [row]
 
@@ -158,35 +177,56 @@ class Generate(Benchmark[Batch, None]):
         us = floor_us(H200X8, self.size, setting, batch, args.input_len)
         return {"floor_us": round(us, 2), "floor_share": round(us / device_us, 4)}
 
-    def _decode_seconds(self, batch: int) -> list[float]:
-        """Return the seconds of each decode step of the whole batch, until its tokens are on the host."""
+    def _drafter(self, case: Batch) -> Drafter | None:
+        """Return the drafter of a case, with its forced acceptance."""
+        engine, drafter = self.engine, self.speculation.drafter
+        if case.acceptance is None or drafter is None:
+            return None
+        return ForcedDrafter(drafter, case.acceptance, engine.model.vocab_size, engine.model.device)
+
+    def _decode_steps(self, batch: int) -> list[tuple[float, int]]:
+        """Return the seconds of each decode step of the whole batch, until its tokens are on the host, and how many
+        tokens it gave.
+        """
         args, engine = self.args, self.engine
         self.job.watchdog.enter("queueing requests")
         vocab_size = engine.model.vocab_size
         add_load(engine, make_load(batch, math.inf, [args.input_len], [args.output_len], vocab_size, args.seed))
-        seconds = []
+        steps, drafter = [], engine.speculation.drafter
+        num_drafts = 0 if drafter is None else drafter.num_speculative_tokens
         while engine.has_requests:
-            num_before, started = engine.stats.num_decode_tokens, time.perf_counter()
+            before, started = replace(engine.stats), time.perf_counter()
+            num_running = len(engine.scheduler.running)
             engine.step()
-            if engine.stats.num_decode_tokens - num_before == batch:
-                seconds.append(time.perf_counter() - started)
-        if not seconds:
+            num_tokens = engine.stats.num_decode_tokens - before.num_decode_tokens
+            has_all = engine.stats.num_draft_tokens - before.num_draft_tokens == batch * num_drafts
+            if num_tokens >= batch == num_running and has_all:  # near their ends requests try fewer drafts
+                steps.append((time.perf_counter() - started, num_tokens))
+        if not steps:
             reason = f"with a batch of {batch} the first requests end before the last prompts are computed"
             raise ValueError(f"--output-len is {args.output_len}: {reason}; raise it, or --max-num-batched-tokens")
-        return seconds
+        return steps
 
     def line(self, rows: Sequence[Row]) -> str:
         (row,) = rows
         time, rate = f"{row['step_us'] / 1e3:>10.3f} ms", f"{row['tokens_per_second']:>10,.0f} tok/s"
         device = f"  device {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
         layer = f", a layer of experts {row['us_per_moe_layer']:>7.1f} us" if row.get("us_per_moe_layer") else ""
+        drafts = f"  {row['acceptance']:.0%} of drafts" if "acceptance" in row else ""
         floor = f", {row['floor_share']:.0%} of it at the memory's rate" if "floor_share" in row else ""
-        return f"batch {row['batch']:>5}  {row['mode']:<5}  {time}  {rate}{device}{floor}{layer}"
+        return f"batch {row['batch']:>5}  {row['mode']:<5}{drafts}  {time}  {rate}{device}{floor}{layer}"
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Yield how much faster graphs are, for each batch."""
-        times = {(row["batch"], row["mode"]): row["step_us"] for row in rows}
-        for batch in dict.fromkeys(row["batch"] for row in select(rows, mode="graph")):
+        """Yield how much faster graphs are, for each batch, and drafts."""
+        plain = [row for row in rows if "acceptance" not in row]
+        times = {(row["batch"], row["mode"]): row["step_us"] for row in plain}
+        rates = {(row["batch"], row["mode"]): row["tokens_per_second"] for row in plain}
+        for row in rows:
+            if "acceptance" in row and (row["batch"], row["mode"]) in rates:
+                faster = row["tokens_per_second"] / rates[row["batch"], row["mode"]]
+                share = row["acceptance"]
+                yield f"batch {row['batch']:>5}  {share:.0%} of drafts accepted: {faster:.2f} x the tokens/s"
+        for batch in dict.fromkeys(row["batch"] for row in select(plain, mode="graph")):
             if (batch, "eager") in times:
                 yield f"batch {batch:>5}  graphs {times[batch, 'eager'] / times[batch, 'graph']:.2f} x as fast"
 
@@ -194,7 +234,7 @@ class Generate(Benchmark[Batch, None]):
         plot_batches(path, rows)
 
     def close(self) -> None:
-        self.engine.graph = self.graph  # which is closed with the engine
+        self.engine.graph, self.engine.speculation = self.graph, self.speculation  # which are closed with the engine
         self.engine.close()
 
 
@@ -210,11 +250,14 @@ def plot_batches(path: Path, rows: Sequence[Row]) -> None:
     row = rows[0]
     title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}: decode after {row['input_len']} tokens"
     figure, (times, rates) = new_figure(title, num_axes=2)
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        points = sorted(select(rows, mode=mode), key=lambda row: row["batch"])
+    for mode, share in dict.fromkeys((row["mode"], row.get("acceptance")) for row in rows):
+        points = sorted(
+            (row for row in select(rows, mode=mode) if row.get("acceptance") == share), key=lambda row: row["batch"]
+        )
+        label = mode if share is None else f"{mode}, {share:.0%} of drafts accepted"
         batches = [row["batch"] for row in points]
-        times.plot(batches, [row["step_us"] / 1e3 for row in points], "o-", label=mode)
-        rates.plot(batches, [row["tokens_per_second"] for row in points], "o-", label=mode)
+        times.plot(batches, [row["step_us"] / 1e3 for row in points], "o-", label=label)
+        rates.plot(batches, [row["tokens_per_second"] for row in points], "o-", label=label)
     for axes, label in ((times, "time per token, ms"), (rates, "tokens/s")):
         axes.set_xlabel("batch")
         axes.set_ylabel(label)

@@ -80,7 +80,9 @@ FIELDS = {
     "error": "largest relative difference to float64; null: not finite",
     "lse_error": "largest difference of an LSE to float64; null: not finite",
     "different": "share of bytes or selected tokens that differ from the reference's",
-    "tokens_per_second": "`batch` / `step_us`",
+    "tokens_per_second": "`batch` / `step_us`; with drafts `tokens_a_step` / `step_us`",
+    "acceptance": "probability that a draft is accepted if those before it are, forced; none in rows without drafts",
+    "tokens_a_step": "new tokens of a step of the whole batch, on average",
     # a load that was served
     "url": "server that was driven over HTTP; without it the engine is driven in the same process",
     "request_rate": "requests a second of the Poisson process, or `inf`",
@@ -115,7 +117,7 @@ FIELDS = {
 OPTIONS = (  # of engine and load, which rows have by their own names
     *("cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "index_hadamard", "enforce_eager"),
     *("enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs", "num_requests", "input_len", "input_lens"),
-    *("output_len", "output_lens", "seed"),
+    *("output_len", "output_lens", "seed", "speculative_method", "num_speculative_tokens"),
 )
 
 

@@ -197,6 +197,12 @@ def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request
     stats = engine.stats
     _print_rate("prefill", stats.num_prefill_tokens, stats.prefill_seconds)
     _print_rate("decode", stats.num_decode_tokens, stats.decode_seconds)
+    if stats.num_draft_tokens:
+        mean = 1 + stats.num_accepted_tokens / sum(request.acceptance.num_steps for request in requests)
+        print(
+            f"drafts: {stats.num_draft_tokens}, accepted {stats.num_accepted_tokens} "
+            f"({stats.num_accepted_tokens / stats.num_draft_tokens:.0%}); {mean:.2f} tokens a step with drafts"
+        )
     print(f"from earlier requests: {stats.num_cached_tokens} tokens; preemptions: {stats.num_preemptions}")
     print(f"KV tokens per rank: {kv_tokens_per_rank}")
 

@@ -168,6 +168,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
         default="auto",
         help="dummy: random weights instead of a checkpoint's; the directory needs a config.json alone",
     )
+    add(
+        "--speculative-method",
+        choices=("none", "ngram", "mtp"),
+        default="none",
+        help="drafts that a step verifies at once: ngram: what followed the last tokens before, for texts that repeat "
+        "their prompt; mtp: the checkpoint's MTP module",
+    )
+    add("--num-speculative-tokens", type=positive, default=3, metavar="K", help="most drafts of a request in a step")
     add("--enforce-eager", action="store_true", help="no CUDA graphs of decode steps")
     add_job_arguments(parser)
 
@@ -227,8 +235,9 @@ def build_engine(
         print(f"ranks: {job.ranks.origin}\ncache: {engine.cache.sizes}")
         print(f"exchange: {chosen.exchange.name} ({chosen.reason})", flush=True)
         if engine.graph is not None:
-            sizes = engine.graph.batch_sizes
-            print(f"decode graphs: {len(sizes)}, the largest of {sizes[-1]} requests", flush=True)
+            sizes, wide = engine.graph.batch_sizes, engine.graph.wide_sizes
+            of_drafts = f"; with drafts {len(wide)}, the largest of {wide[-1]}" if wide else ""
+            print(f"decode graphs: {len(sizes)}, the largest of {sizes[-1]} requests{of_drafts}", flush=True)
     return engine, chosen
 
 
@@ -253,6 +262,17 @@ def seconds(text: str) -> int:
 def positive_list(text: str) -> list[int]:
     """Read whole numbers of at least 1, separated by commas."""
     return [positive(item) for item in text.split(",")]
+
+
+def share_list(text: str) -> list[float]:
+    """Read numbers in [0, 1], separated by commas."""
+    try:
+        shares = [float(item) for item in text.split(",")]
+    except ValueError:
+        shares = [-1.0]
+    if not all(0 <= share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers in [0, 1], as in 0,0.5,1")
+    return shares
 
 
 def name_list(text: str, choices: Sequence[str], what: str) -> list[str]:

@@ -55,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--index-cache-dtype", choices=INDEX_CACHE_DTYPES, default="auto", help=index)
     add("--batch", type=positive, default=32, metavar="B", help="requests that decode at once, on the whole job")
     add("--context", type=positive, default=131072, metavar="S", help="tokens of each of them")
+    drafts = "drafts of each request that a step verifies; their making is not counted"
+    add("--num-speculative-tokens", type=int, default=0, metavar="K", help=drafts)
+    rate = "probability that a draft is accepted, if those before it are"
+    add("--acceptance-rate", type=float, default=0.8, metavar="P", help=rate)
     add("--measured", type=Path, metavar="BENCH.json", help="print the rows of this file with their predictions")
     add("--json", type=Path, metavar="OUT.json", help="write the plan")
     add("--plot", type=Path, metavar="OUT.png", help="draw step times and capacities; needs the extra plot")
@@ -139,6 +143,8 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
             num_gpus=args.num_gpus,
             index_cache_dtype=args.index_cache_dtype,
             enable_expert_parallel=args.enable_expert_parallel,
+            num_speculative_tokens=args.num_speculative_tokens,
+            acceptance_rate=args.acceptance_rate,
         )
         for tp, name in product(dict.fromkeys(tp_sizes), args.kv_cache_dtype)
         for dcp in dict.fromkeys(dcp_sizes or divisors(tp))

@@ -5,12 +5,13 @@ that fails.
 import logging
 
 import torch
+from torch import Tensor
 
 from dcpmla.cache.compressed import AnyCache, new_cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.graph import CannotCapture, DecodeGraph
+from dcpmla.runtime.graph import CannotCapture, DecodeGraph, DecodeStep
 
 _logger = logging.getLogger(__name__)
 
@@ -20,15 +21,25 @@ class GraphMaker:
     over the TP group.
 
     Args:
+        step, input_like: as `DecodeGraph` takes them, of the model's.
         max_num_seqs: requests of the largest batch.
         max_model_len: tokens of the longest sequence.
+        max_query_len: tokens of a request with all its drafts.
     """
 
     def __init__(
-        self, model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, max_num_seqs: int, max_model_len: int
+        self,
+        model: ShardedModel,
+        step: DecodeStep,
+        input_like: Tensor,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_query_len: int = 1,
     ) -> None:
-        self._model, self._dcp, self._mesh = model, dcp, mesh
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        self._model, self._step, self._input_like, self._dcp, self._mesh = model, step, input_like, dcp, mesh
+        self._max_num_seqs, self._max_model_len, self._max_query_len = max_num_seqs, max_model_len, max_query_len
         self._has_failed = False
 
     def capture(self, cache: AnyCache) -> DecodeGraph | None:
@@ -38,9 +49,8 @@ class GraphMaker:
     def _capture(self, cache: AnyCache, longest: int) -> DecodeGraph | None:
         if self._has_failed:
             return None
-        model = self._model
-        token = torch.zeros((), dtype=torch.int64, device=model.device)
-        graph = DecodeGraph(model.decode, token, cache, self._mesh, self._max_num_seqs, longest)
+        limits = self._max_num_seqs, longest, self._max_query_len
+        graph = DecodeGraph(self._step, self._input_like, cache, self._mesh, *limits)
         try:
             graph.capture()
         except CannotCapture as reason:

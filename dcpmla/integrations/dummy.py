@@ -15,7 +15,7 @@ _FP4_SCALE = 120  # e8m0: e2m1's values lie within 6 x 2^-7
 # Linear layers that are published in block fp8, in models that have any.
 _QUANTIZED = re.compile(r"\.layers\..*(_proj(_with_mqa)?|\.w[qko](_[ab])?)\.weight$")
 _ROUTED = re.compile(r"\.experts\.\d+\.")
-_NOT_QUANTIZED = re.compile(r"\.(weights_proj|compressor)\b")
+_NOT_QUANTIZED = re.compile(r"\.(weights_proj|compressor|eh_proj)\b")
 
 
 def dummy_weights(

@@ -22,9 +22,17 @@ from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, opti
 from dcpmla.hf_config import check_index_options, read_attention
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.integrations.speculation import (
+    MAX_SPECULATIVE_TOKENS,
+    SPECULATIVE_METHODS,
+    check_speculation,
+    make_drafter,
+    mtp_row,
+)
 from dcpmla.integrations.transformers import find_model, load_config, load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.text import Tokenizer
 
@@ -41,6 +49,8 @@ _OPTION_RULES = {
     "enforce_eager": FLAG,
     "load_format": one_of(("auto", "dummy")),
     "expert_dtype": one_of(("auto", "fp8")),
+    "speculative_method": one_of(SPECULATIVE_METHODS),
+    "num_speculative_tokens": whole(1, MAX_SPECULATIVE_TOKENS),
 }
 ENGINE_OPTIONS = tuple(_OPTION_RULES)  # load_engine's keywords that are for its user to choose
 
@@ -108,6 +118,8 @@ def load_engine(
     enforce_eager: bool = False,
     load_format: str = "auto",
     expert_dtype: str = "auto",
+    speculative_method: str = "none",
+    num_speculative_tokens: int = 3,
     on_step: Callable[[str], object] = lambda line: None,
 ) -> Engine:
     """Load the weights, allocate the cache, on GPUs capture decode graphs. Collective over the job, whose ranks
@@ -134,6 +146,9 @@ def load_engine(
         enforce_eager: no decode graphs.
         expert_dtype: "auto" leaves experts as they are stored; "fp8" re-encodes those in 4 bits (DeepSeek-V4) without a
             rounding: twice the memory, and faster products.
+        speculative_method: where drafts come from: "ngram" looks the last tokens up in the request's own, "mtp" runs
+            the checkpoint's MTP module.
+        num_speculative_tokens: most drafts of a request in a step.
         load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights, for measuring.
         on_step: called with a line on what comes next, before each step.
     Raises:
@@ -146,6 +161,8 @@ def load_engine(
     with agree():
         files = model if isinstance(model, ModelFiles) else open_model(model)
         check_layout(files, dcp)
+        check_speculation(files.config, dcp, speculative_method)
+    has_mtp = speculative_method == "mtp"
     workspace = context_workspace_tokens(files.max_model_len, max_num_seqs, dcp)
     dcp = replace(dcp, context_workspace_tokens=workspace)
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
@@ -161,11 +178,20 @@ def load_engine(
             enable_expert_parallel,
             load_format,
             expert_dtype,
+            has_mtp,
         )
-    graphs = None
+    num_seqs = min(max_num_seqs, max_num_batched_tokens, len(seq_lens) if seq_lens else max_num_seqs)
+    query_len = 1 if speculative_method == "none" else 1 + num_speculative_tokens
+    if has_mtp:
+        sharded.keep_hidden_states(max(max_num_batched_tokens, num_seqs, MAX_DRAFT_ROWS))
+    graphs: list[GraphMaker] = []
     if device.type == "cuda" and not enforce_eager:
-        num_seqs = min(max_num_seqs, max_num_batched_tokens, len(seq_lens) if seq_lens else max_num_seqs)
-        graphs = GraphMaker(sharded, dcp, mesh, num_seqs, files.max_model_len)
+        where, token = (dcp, mesh), torch.zeros((), dtype=torch.int64, device=device)
+        graphs = [GraphMaker(sharded, sharded.decode, token, *where, num_seqs, files.max_model_len, query_len)]
+        if has_mtp:
+            num_drafting = min(num_seqs, MAX_DRAFT_ROWS // query_len)
+            sizes = num_drafting, files.max_model_len, query_len
+            graphs.append(GraphMaker(sharded, sharded.predict, mtp_row(sharded), *where, *sizes))
     num_bytes = kv_cache_memory_bytes
     if num_bytes is None:
         num_bytes = _free_bytes(
@@ -175,7 +201,9 @@ def load_engine(
     plan = _plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running)
     with agree():
         cache = new_cache(plan, device)
-    graph = graphs.capture(cache) if graphs else None
+    captured = [maker.capture(cache) for maker in graphs]
+    graph, mtp_graph = (*captured, None, None)[:2]
+    drafter = make_drafter(speculative_method, num_speculative_tokens, sharded, cache, dcp, mesh, mtp_graph)
     if plan.num_states:  # fewer where seq_lens says that fewer requests come
         max_num_seqs = min(max_num_seqs, plan.num_states)
     return Engine(
@@ -190,6 +218,7 @@ def load_engine(
         on_step,
         graph,
         enable_prefix_caching,
+        drafter,
     )
 
 
@@ -240,7 +269,7 @@ def _free_bytes(
     num_local_ranks: int,
     num_tokens: int,
     num_logits: int,
-    graphs: GraphMaker | None,
+    graphs: Sequence[GraphMaker],
 ) -> int:
     """Find this rank's bytes for the cache: what may be used, less what the largest step and decode graphs need."""
     if model.device.type == "cpu":
@@ -249,7 +278,7 @@ def _free_bytes(
     before = torch.cuda.memory_allocated(model.device)
     model.profile(num_tokens, min(num_tokens, num_logits))
     step_bytes = torch.cuda.max_memory_allocated(model.device) - before
-    graph_bytes = graphs.measure() if graphs else 0
+    graph_bytes = sum(maker.measure() for maker in graphs)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     return max(0, free - step_bytes - graph_bytes - int(total * (1 - utilization)))

@@ -66,10 +66,11 @@ class Parts:
     def mlp(self, name: str) -> MLP | MoE:
         """Return an MLP or a mixture of experts."""
         module = self.model.get_submodule(name)
-        return self._moe(name, module) if hasattr(module, "experts") else self._dense(name, module)
+        return self._moe(name, module) if hasattr(module, "experts") else self.dense(name)
 
-    def _dense(self, name: str, module: Any) -> MLP:
-        size, hidden_size = module.gate_proj.weight.shape
+    def dense(self, name: str) -> MLP:
+        """Return an MLP, of the size that the checkpoint gives it."""
+        size, hidden_size = self.weights[f"{name}.gate_proj.weight"].shape
         columns = self._cut(size)
         mlp = MLP(hidden_size, columns.stop - columns.start, self._swiglu_limit, self.dtype, self.device)
         mlp.load_weights(self.weights, f"{name}.", size, columns)
@@ -94,7 +95,7 @@ class Parts:
             gate,
             experts,
             own.start,
-            self._dense(f"{name}.shared_experts", module.shared_experts) if has_mlp else None,
+            self.dense(f"{name}.shared_experts") if has_mlp else None,
             self._swiglu_limit,
             num_experts if adds_identity else None,
         )

@@ -20,6 +20,7 @@ from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
+from dcpmla.model.mtp import MtpLayer
 
 AnyAttention = MLAAttention | CompressedAttention
 
@@ -33,10 +34,12 @@ class ShardedModel:
         head: head(hidden states [n, hidden]) -> logits [n, vocab] float32.
         rotary: transformers' rotary embedding.
         exchange, reduce: of its layers.
+        mtp: the MTP module and its layer's number in the cache; None for a model that does not draft with it.
     Attributes:
         attention_config: of every layer.
         num_attention_layers: caches that a step needs (two a decoder layer in LongCat).
         index_layers: those of them that have an index cache: the layers of sparse MLA that select by themselves.
+        hidden_rows: [N, hidden] normalized hidden states of the last step, kept for the MTP module; empty without one.
         eos_token_ids, vocab_size, dtype, device: of the model.
     """
 
@@ -53,7 +56,10 @@ class ShardedModel:
         eos_token_ids: frozenset[int],
         dtype: torch.dtype,
         device: torch.device,
+        mtp: tuple[MtpLayer, int] | None = None,
     ) -> None:
+        self._mtp = mtp
+        self.hidden_rows = torch.empty(0, device=device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
         self._exchanges = exchange, reduce
         self.attention_config, self.num_attention_layers = attention_config, num_attention_layers
@@ -96,6 +102,33 @@ class ShardedModel:
         """
         return self._forward(token_ids, metadata, cache, None)
 
+    def keep_hidden_states(self, num_tokens: int) -> None:
+        """Keep the hidden states of steps, of so many tokens at most, for the MTP module."""
+        size = self.attention_config.hidden_size
+        self.hidden_rows = torch.zeros(num_tokens, size, dtype=self.dtype, device=self.device)
+
+    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return rows for `predict`: tokens [T], and hidden states [T, hidden] of the positions before them."""
+        assert self._mtp is not None
+        return self._mtp[0].join(token_ids, hidden_states)
+
+    @torch.inference_mode()
+    def predict(self, rows: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
+        """Run the MTP module over rows [T, 2 hidden]: return its hidden states [T, hidden]. Collective over the TP
+        group.
+        """
+        assert self._mtp is not None
+        assert isinstance(cache, LatentCache)
+        mtp, layer = self._mtp
+        out: Tensor = mtp(rows, cache[layer], self.prepare(metadata))
+        return out
+
+    @torch.inference_mode()
+    def guess(self, hidden_states: Tensor) -> Tensor:
+        """Return the best tokens [n] int64 of hidden states [n, hidden]. Collective over the TP group."""
+        logits: Tensor = self.head(hidden_states)
+        return logits.argmax(-1)
+
     def check(self) -> None:
         """Raise what exchanges found in steps whose results have come to the host (`Exchange.check`)."""
         for exchange in self._exchanges:
@@ -121,6 +154,8 @@ class ShardedModel:
         indexer = self.attention_config.indexer
         selection = None if indexer is None else SelectedTokens.empty(num_tokens, indexer.topk, self.device)
         self._forward(token_ids, None, None, torch.zeros(num_logits, dtype=torch.int64, device=self.device))
+        if self._mtp is not None:
+            self._mtp[0](self.join(token_ids, self.hidden_rows[:num_tokens]), None, None)
         del selection  # a step's own, held during the whole pass
 
     def _forward(
@@ -130,6 +165,8 @@ class ShardedModel:
         if metadata is not None:
             metadata = self.prepare(metadata)
         hidden_states = self.hidden_states(token_ids, metadata, cache)
+        if self._mtp is not None:
+            self.hidden_rows[: len(hidden_states)].copy_(hidden_states)
         logits: Tensor = self.head(hidden_states if logits_at is None else hidden_states[logits_at])
         return logits
 

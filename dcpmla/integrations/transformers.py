@@ -15,7 +15,6 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from torch import nn
 from tqdm import tqdm
 
 from dcpmla.attention.compressed.layer import CompressedAttention
@@ -31,6 +30,7 @@ from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import module_name
 from dcpmla.integrations.config_checks import check_config, check_generation_config, check_raw_config, reason
 from dcpmla.integrations.dummy import dummy_weights
+from dcpmla.integrations.mtp import MtpNames, check_mtp_weights, load_mtp, with_mtp_layer
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import AnyAttention, FeedForward, SelfAttention, ShardedModel, TransformersLayers
 from dcpmla.integrations.skeleton import (
@@ -111,6 +111,7 @@ def load_model(
     enable_expert_parallel: bool = False,
     load_format: str = "auto",
     expert_dtype: str = "auto",
+    with_mtp: bool = False,
 ) -> ShardedModel:
     """Load a checkpoint, every rank its own part. Collective over the job, whose ranks must be the TP group.
 
@@ -120,21 +121,30 @@ def load_model(
         enable_expert_parallel: each rank holds its share of the experts whole, instead of a slice of every one.
         load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights.
         expert_dtype: "auto" leaves experts as they are stored, "fp8" re-encodes those in 4 bits without a rounding.
+        with_mtp: load the MTP module, too (`check_mtp`).
     Raises:
         ValueError: sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
     """
     check_generation_config(directory)
     attention_config = read_attention(config)
     attention_config.heads_per_rank(mesh.tp_size)
+    names, num_layers = MtpNames.of(config), config.num_hidden_layers
+    if with_mtp:
+        config = with_mtp_layer(config)
     model = build_skeleton(config)
+    mtp_shapes = names.shapes(config, published_shapes(model)) if with_mtp else {}
     quantization = getattr(config, "quantization_config", None)
     if load_format == "dummy":
         dtype = dtype or config.dtype or torch.bfloat16
         has_fp4_experts = getattr(config, "expert_dtype", None) == "fp4"
-        weights = dummy_weights(published_shapes(model), quantization is not None, has_fp4_experts, dtype, device)
+        shapes = published_shapes(model) | mtp_shapes
+        weights = dummy_weights(shapes, quantization is not None, has_fp4_experts, dtype, device)
     else:
         rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else str
         checkpoint = Checkpoint(directory, scale_block(quantization), rename)
+        if with_mtp:
+            check_mtp_weights(checkpoint.names, mtp_shapes)
+            checkpoint.check_shapes(mtp_shapes)
         check_shapes(model, checkpoint)
         dtype, weights = dtype or config.dtype or checkpoint.dtype, checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):
@@ -144,8 +154,14 @@ def load_model(
     parts = Parts(model, weights, mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1, expert_dtype)
     layers = _AttentionLayers(config, dcp, mesh, selection, weights, dtype, device)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
-    is_plain = all(is_plain_block(layer) for layer in model.model.layers)
-    hidden_states = (_load_decoder if is_plain else _load_around)(model, parts, layers.load, reduce)
+    hidden_states: Decoder | TransformersLayers
+    if all(is_plain_block(layer) for layer in model.model.layers):
+        hidden_states = _load_decoder(model, num_layers, parts, layers.load, reduce)
+        embedding = hidden_states.embedding
+    else:
+        hidden_states = _load_around(model, parts, layers.load, reduce)
+        embedding = model.model.embed_tokens.weight
+    mtp = load_mtp(parts, names, embedding, layers.load, reduce) if with_mtp else None
     parts.load("model.rotary_emb", model.model.rotary_emb)
     head = parts.head()
     layers.warn_of_missing_scales()
@@ -161,15 +177,16 @@ def load_model(
         _eos_token_ids(directory, config),
         dtype,
         device,
+        mtp,
     )
 
 
 LoadAttention = Callable[[str], tuple[AnyAttention, int]]
 
 
-def _load_decoder(model: Any, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> nn.Module:
-    """Load the layers of a model of plain blocks."""
-    names = [f"model.layers.{number}" for number in range(len(model.model.layers))]
+def _load_decoder(model: Any, num_layers: int, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> Decoder:
+    """Load the first layers of a model of plain blocks."""
+    names = [f"model.layers.{number}" for number in range(num_layers)]
     norms = [parts.vector(f"{name}.input_layernorm.weight") for name in names] + [parts.vector("model.norm.weight")]
     eps = model.config.rms_norm_eps
     blocks = []
@@ -181,7 +198,7 @@ def _load_decoder(model: Any, parts: Parts, load_attention: LoadAttention, reduc
     return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, eps)
 
 
-def _load_around(model: Any, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> nn.Module:
+def _load_around(model: Any, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> TransformersLayers:
     """Load our parts into transformers' layers, and what is left of these."""
     replaced: tuple[str, ...] = ()
     for name, module in _progress(list(model.model.named_modules(prefix="model")), parts.mesh):

@@ -8,6 +8,7 @@ from math import prod
 from dcpmla.cache.capacity import FORMATS
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.fields import check_fields, number, option_label, whole
 from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.parameter import Parameter
@@ -28,7 +29,9 @@ _SELECTION_KERNELS = 4  # queries prepared, keys scored, this rank's candidates,
 class Setting:
     """How a model is cut and cached, and the GPUs of the job (None: one TP group), beyond one TP group its replicas.
 
-    With enable_expert_parallel a rank has its share of the experts whole, instead of a slice of every one.
+    With enable_expert_parallel a rank has its share of the experts whole, instead of a slice of every one. A step
+    verifies num_speculative_tokens drafts of each request, of which each is accepted with probability acceptance_rate
+    if those before it are; what drafting itself takes is not counted.
     """
 
     tp: int
@@ -37,8 +40,12 @@ class Setting:
     num_gpus: int | None = None
     index_cache_dtype: str = "auto"
     enable_expert_parallel: bool = False
+    num_speculative_tokens: int = 0
+    acceptance_rate: float = 0.8
 
     def __post_init__(self) -> None:
+        limits = {"num_speculative_tokens": whole(0, 15), "acceptance_rate": number(0, 1)}
+        check_fields(limits, {name: getattr(self, name) for name in limits}, option_label)
         if self.kv_cache_dtype not in FORMATS:
             raise ValueError(
                 f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; choose from {', '.join(FORMATS)}"
@@ -57,6 +64,16 @@ class Setting:
             kv_cache_dtype=self.kv_cache_dtype,
             index_cache_dtype=self.index_cache_dtype,
         )
+
+    @property
+    def query_len(self) -> int:
+        """Tokens that a step computes of each request."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def tokens_a_step(self) -> float:
+        """New tokens that a step gives each request on average: the accepted drafts, and one past them."""
+        return sum(self.acceptance_rate**num for num in range(self.query_len))
 
     @property
     def num_ranks(self) -> int:
@@ -80,14 +97,14 @@ def predict_step(
     candidates gathered as queries are; every all-reduce, MLPs, experts, embedding and head are the rest.
 
     Args:
-        batch: requests of the TP group, one new token each.
+        batch: requests of the TP group, one new token each, and drafts.
         context: cached tokens of each request.
         backend: of the exchange (`exchange_us`).
     """
-    attention = model.attention
+    attention, num_tokens = model.attention, batch * setting.query_len
     parts = dict.fromkeys(PARTS if attention.indexer is None else SPARSE_PARTS, 0.0)
     for parameter in model.parameters:
-        for part, time in _parameter_us(machine, model, parameter, setting, batch).items():
+        for part, time in _parameter_us(machine, model, parameter, setting, num_tokens).items():
             parts[part] += parameter.count * time
     for reads in layer_reads(attention, model.num_attention_layers, model.num_index_layers, context):
         times = _exchange_and_attention_us(machine, attention, reads, setting, batch, backend)
@@ -117,16 +134,19 @@ def attention_us(
     kv_cache_dtype: str,
     batch: int,
     dcp: int = 1,
+    query_len: int = 1,
 ) -> float:
     """Return the microseconds of decode attention of one layer on one rank of a DCP group: an overhead, then the slower
     of reading its part of the rows and multiplying.
 
+    A request's tokens share the rows that they read, but where each selects its own.
     Each rank is taken to own the same share of the rows. Kernels over a quantized cache are taken to multiply at the
     bfloat16 rate, for they widen what they read.
     """
     num_rows = batch * -(-reads.num_rows // dcp)
-    flops = 2 * num_rows * num_heads * (reads.query_dim + reads.out_dim)
-    return machine.attention_overhead_us + _cache_us(machine, num_rows * kv_row_bytes(attention, kv_cache_dtype), flops)
+    flops = 2 * query_len * num_rows * num_heads * (reads.query_dim + reads.out_dim)
+    num_bytes = num_rows * kv_row_bytes(attention, kv_cache_dtype) * (query_len if reads.num_keys else 1)
+    return machine.attention_overhead_us + _cache_us(machine, num_bytes, flops)
 
 
 def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -> float:
@@ -148,12 +168,14 @@ def _exchange_and_attention_us(
     backend: str,
 ) -> dict[str, float]:
     """Return the times of one layer."""
-    num_heads = attention.heads_per_rank(setting.tp) * setting.dcp
+    num_heads, num_tokens = attention.heads_per_rank(setting.tp) * setting.dcp, batch * setting.query_len
     where = setting.dcp, machine.num_nodes(setting.dcp, setting.num_ranks), backend
     return {
-        "gather": exchange_us(machine, "gather_heads", batch, num_heads, reads.query_dim, *where),
-        "attention": attention_us(machine, attention, reads, num_heads, setting.kv_cache_dtype, batch, setting.dcp),
-        "combine": exchange_us(machine, "combine", batch, num_heads, reads.out_dim, *where),
+        "gather": exchange_us(machine, "gather_heads", num_tokens, num_heads, reads.query_dim, *where),
+        "attention": attention_us(
+            machine, attention, reads, num_heads, setting.kv_cache_dtype, batch, setting.dcp, setting.query_len
+        ),
+        "combine": exchange_us(machine, "combine", num_tokens, num_heads, reads.out_dim, *where),
     }
 
 
@@ -164,12 +186,12 @@ def _selection_us(
     local_keys = -(-reads.num_keys // setting.dcp)
     num_keys = batch * local_keys
     num_bytes = num_keys * index_row_bytes(indexer, setting.index_cache_dtype)
-    flops = 2 * num_keys * indexer.num_heads * indexer.head_dim
+    flops = 2 * setting.query_len * num_keys * indexer.num_heads * indexer.head_dim
     num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
     num_candidates = min(reads.num_candidates, local_keys)
     return {
         "selection": _SELECTION_KERNELS * machine.kernel_us + _cache_us(machine, num_bytes, flops),
-        "gather": candidates_us(machine, batch, num_candidates, setting.dcp, num_nodes, backend),
+        "gather": candidates_us(machine, batch * setting.query_len, num_candidates, setting.dcp, num_nodes, backend),
     }
 
 

@@ -23,6 +23,7 @@ class Plan:
 
     Attributes:
         enable_expert_parallel: a rank has its share of the experts whole.
+        num_speculative_tokens, acceptance_rate: drafts of each request in a step, and how likely one is accepted.
         weights_widened: the cut runs through blocks of quantized weights, which the ranks then hold dequantized.
         kv_bytes_per_token: that the cache grows by with a token of context: all layers, one copy, index caches among
             them.
@@ -46,6 +47,8 @@ class Plan:
     kv_cache_dtype: str
     index_cache_dtype: str
     enable_expert_parallel: bool
+    num_speculative_tokens: int
+    acceptance_rate: float
     weight_bytes_per_rank: int
     weights_widened: bool
     kv_bytes_per_token: int
@@ -74,6 +77,8 @@ class Plan:
             num_gpus=self.num_gpus,
             index_cache_dtype=self.index_cache_dtype,
             enable_expert_parallel=self.enable_expert_parallel,
+            num_speculative_tokens=self.num_speculative_tokens,
+            acceptance_rate=self.acceptance_rate,
         )
 
 
@@ -105,6 +110,8 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         kv_cache_dtype=setting.kv_cache_dtype,
         index_cache_dtype=setting.index_cache_dtype,
         enable_expert_parallel=setting.enable_expert_parallel,
+        num_speculative_tokens=setting.num_speculative_tokens,
+        acceptance_rate=setting.acceptance_rate,
         weight_bytes_per_rank=weight_bytes,
         weights_widened=model.cuts_blocks(*layout),
         kv_bytes_per_token=cache.bytes_per_token,
@@ -121,7 +128,7 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         longest_context=cache.num_blocks // share * cache.block_tokens,
         max_num_seqs=max_num_seqs,
         step_us={part: round(time, 2) for part, time in step.items()},
-        tokens_per_second=round(batch / step["total"] * 1e6, 1),
+        tokens_per_second=round(batch * setting.tokens_a_step / step["total"] * 1e6, 1),
         crossover=_crossover(machine, model, setting, batch, context) if setting.dcp > 1 else {},
     )
 

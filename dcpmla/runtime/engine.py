@@ -1,9 +1,8 @@
 """The engine: requests that come and go -> steps of decodes and prefill chunks -> tokens, texts, measurements."""
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,17 +17,19 @@ from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.agreement import Agreement, Feed, News
+from dcpmla.runtime.callbacks import Callbacks
+from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
 from dcpmla.runtime.penalties import shape_logits
 from dcpmla.runtime.pending import PendingStep, StepInputs
 from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.sampling import SamplingParams, sample
-from dcpmla.runtime.scheduler import NOW, Arrivals, Scheduler, Step
+from dcpmla.runtime.scheduler import NOW, Arrivals, Piece, Scheduler, Step
+from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
 from dcpmla.runtime.text import TextStream, Tokenizer
 
-_logger = logging.getLogger(__name__)
 _MAX_SLEEP = 1.0  # seconds; whoever watches the steps hears of an idle engine as often as that
 
 
@@ -56,7 +57,7 @@ class Engine:
 
     A step is launched before the tokens of the one before it are on the host. So a request that is added joins the
     next step but one, and one that ends before its last possible token has been computed once more than needed; that
-    token is thrown away.
+    token is thrown away. Where drafts are to follow a step's tokens, the next step waits for them.
 
     Args:
         cache: its blocks are handed out to requests as they run.
@@ -67,6 +68,7 @@ class Engine:
         on_step: called with a line on what comes next, before the work of each step.
         graph: the model's decode step over the cache; takes steps of decodes alone, up to its largest batch.
         enable_prefix_caching: reuse the blocks of earlier requests that begin with the same tokens.
+        drafter: of drafts, which steps verify; None for one token a request and step.
     Raises:
         ValueError: a limit that is too low.
     """
@@ -84,6 +86,7 @@ class Engine:
         on_step: Callable[[str], object] = lambda line: None,
         graph: DecodeGraph | None = None,
         enable_prefix_caching: bool = True,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
         self.max_model_len, self.tokenizer, self.on_step, self.graph = max_model_len, tokenizer, on_step, graph
@@ -92,6 +95,7 @@ class Engine:
         self.allocator = BlockAllocator(sizes.num_blocks, sizes.block_tokens, sizes.num_states)
         self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs, enable_prefix_caching)
         self.stats = Stats()
+        self.speculation = Speculation(drafter)
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
@@ -100,7 +104,7 @@ class Engine:
         self._first_now = 0.0  # seconds on the first rank's, which all ranks know: who has arrived by then is served
         self._pending: PendingStep | None = None  # launched, its tokens not taken yet
         self._last_end = 0.0  # seconds on the host's clock (`time.perf_counter`) when tokens were taken last
-        self._called: list[Request] = []  # since the last launch: any rank's callback may have failed
+        self._callbacks = Callbacks()
         self._arrivals = Arrivals()
         self.feed: Feed | None = None  # of a server
         self._finished: deque[Request] = deque()  # not given to the caller yet
@@ -188,6 +192,7 @@ class Engine:
             self._pending = None
         if self.graph is not None:
             self.graph.release()
+        self.speculation.close()
         self._agreement.close()
 
     def restart_clock(self) -> None:
@@ -203,10 +208,17 @@ class Engine:
         if self._pending is None:
             self._wait_for_arrival()
             return
-        pending, self._pending = self._pending, self._launch()
-        self._collect(pending)
+        pending = self._pending
+        if self.speculation.waits_for(pending, self.scheduler.running):
+            self._pending = None
+            texts = self._collect(pending)
+            self._pending = self._launch()
+        else:
+            self._pending = self._launch()
+            texts = self._collect(pending)
+        self._callbacks.tell(texts)
         if self._pending is not None and not (self.scheduler.running or self.scheduler.waiting):
-            self._collect(self._pending)  # its requests have ended, and nothing comes after it
+            self._callbacks.tell(self._collect(self._pending))  # its requests have ended, and nothing comes after it
             self._pending = None
 
     def cache_use(self) -> float:
@@ -227,55 +239,62 @@ class Engine:
         """Return the decode graph, if the step is one for it."""
         if self.graph is None or self._lacks_scales:
             return None
-        if len(step.pieces) > self.graph.batch_sizes[-1] or any(num > 1 for _, num in step.pieces):
+        query_len = step.most_drafts + 1
+        if any(piece.num_tokens > query_len for piece in step.pieces):
             return None
-        return self.graph
+        return self.graph if self.graph.takes(len(step.pieces), query_len) else None
 
     def _launch(self) -> PendingStep | None:
         """Schedule a step and start it, after the one under way; return None where there is nothing to compute."""
         self.scheduler.waiting += self._arrivals.take(self._first_now)
-        step = self.scheduler.schedule(self._agreement.clock())
+        is_ahead = self._pending is not None
+        num_drafts = None if is_ahead else self.speculation.num_wanted(self.scheduler.running)
+        step = self.scheduler.schedule(self._agreement.clock(), num_drafts)
         if not step.pieces:
             return None
+        drafts = None if is_ahead else self.speculation.draft(step)
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started = time.perf_counter()
-        is_prefill = any(num > 1 or not request.num_new_tokens for request, num in step.pieces)
-        num_tokens, graph = sum(num for _, num in step.pieces), self._graph_of(step)
-        as_graph = f"; decode graph of {graph.batch_size(num_tokens)} requests" if graph else ""
+        is_prefill = step.has_prompts
+        graph = self._graph_of(step)
+        batch = graph.batch(len(step.pieces), step.most_drafts + 1) if graph else None
+        as_graph = f"; decode graph of {batch}" if batch else ""
         self.on_step(
-            f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps + (self._pending is not None)} "
-            f"({len(step.pieces)} requests, {num_tokens} tokens{as_graph})"
+            f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps + is_ahead} ({step.words}{as_graph})"
         )
         prompts = PromptRows.of(step)
-        ready, logits = self._compute(step, graph, prompts)
-        generators = [request.generator if request.params.temperature else None for request in ready]
-        shaped = shape_logits(logits[: len(ready)], ready, self._pending)
-        tokens = sample(shaped, [request.params for request in ready], generators)
-        called, self._called = self._called, []
-        failed = [request.error is not None for request in called]
-        message = self._agreement.start(tokens, failed, self.model.faults, self._news())
-        logprobs = Logprobs(logits, ready, message.tokens, prompts)
-        return PendingStep(ready, message, called, logits, logprobs, is_prefill, num_tokens, started)
+        inputs, logits = self._compute(step, drafts, graph, prompts)
+        tokens = self._sample(inputs.ready, logits)
+        called, failed = self._callbacks.take()
+        chosen = tokens if drafts is None else torch.cat([tokens, drafts])
+        message = self._agreement.start(chosen, failed, self.model.faults, self._news())
+        logprobs = Logprobs(logits, inputs.ready, message.tokens, prompts)
+        row_lens = [batch.query_len if batch else piece.num_tokens for piece in step.pieces]
+        return PendingStep(step.pieces, row_lens, inputs.ready, message, called, logits, logprobs, is_prefill, started)
 
-    def _compute(self, step: Step, graph: DecodeGraph | None, prompts: PromptRows) -> tuple[list[Request], Tensor]:
-        """Compute a step's tokens; return the requests that have all theirs computed, and the logits of these and
-        then of the prompts' tokens that are scored.
+    def _compute(
+        self, step: Step, drafts: Tensor | None, graph: DecodeGraph | None, prompts: PromptRows
+    ) -> tuple[StepInputs, Tensor]:
+        """Compute a step's tokens; return them, and the logits of those that new ones follow, then of the prompts'
+        tokens that are scored.
         """
         for copy in step.copies:
             self._copy_state(*copy)
         metadata = StepMetadata.build(
-            query_lens=[num_tokens for _, num_tokens in step.pieces],
-            seq_lens=[request.num_computed_tokens + num_tokens for request, num_tokens in step.pieces],
-            block_tables=[request.block_ids for request, _ in step.pieces],
+            query_lens=[piece.num_tokens for piece in step.pieces],
+            seq_lens=[piece.request.num_computed_tokens + piece.num_tokens for piece in step.pieces],
+            block_tables=[piece.request.block_ids for piece in step.pieces],
             dcp=self.dcp,
             dcp_rank=self.mesh.dcp_rank,
             device=self.model.device if graph is None else "cpu",
-            max_decode_query_len=0 if self._lacks_scales else 1,  # else a prompt of one token counts as a decode
+            max_decode_query_len=0
+            if self._lacks_scales
+            else step.most_drafts + 1,  # else a prompt of one token counts as a decode
             workspace=self._workspace,
-            **self.cache.sizes.step_layout([request.state for request, _ in step.pieces]),
+            **self.cache.sizes.step_layout([piece.request.state for piece in step.pieces]),
         )
         self._lacks_scales = False
-        inputs = StepInputs.of(step, self._pending, self.model.device)
+        inputs = StepInputs.of(step, self._pending, drafts, self.model.device)
         logits_at = prompts.join(inputs.logits_at)
         if graph is None:
             logits = self.model.step(inputs.token_ids, metadata, self.cache, logits_at)
@@ -283,9 +302,19 @@ class Engine:
             logits = graph.run(inputs.token_ids, metadata, self.cache)
             if logits_at is not None:
                 logits = logits[logits_at]
-        for request, _ in step.pieces:
-            self._remember(request)
-        return inputs.ready, logits
+        for piece in step.pieces:
+            self._remember(piece.request)
+        return inputs, logits
+
+    def _sample(self, ready: Sequence[Piece], logits: Tensor) -> Tensor:
+        """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
+        requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
+        generators = [request.generator if request.params.temperature else None for request in requests]
+        for piece in ready:
+            if piece.num_drafts:
+                piece.request.mark_draws()
+        shaped = shape_logits(logits[: len(requests)], requests, self._pending)
+        return sample(shaped, [request.params for request in requests], generators)
 
     def _remember(self, request: Request) -> None:
         copied = self.scheduler.remember(request)
@@ -296,8 +325,10 @@ class Engine:
         assert isinstance(self.cache, CompressedCache)  # only its plan has states
         self.cache.copy_state(source, target)
 
-    def _collect(self, pending: PendingStep) -> None:
-        """Wait for a step, take its tokens, and tell of them."""
+    def _collect(self, pending: PendingStep) -> list[tuple[Request, str]]:
+        """Wait for a step and take its tokens; return the requests that got some, each with the text that became
+        certain.
+        """
         words = pending.wait()
         self.model.check()
         agreed = pending.message.read(words)
@@ -305,48 +336,36 @@ class Engine:
         self._end_failed(pending.called, agreed.failed)
         self._hear(News(self._agreement.share(pending.message.content, agreed.num_bytes), agreed.is_told))
         pending.logprobs.give()
-        pieces = self._append(zip(pending.rows, agreed.tokens, strict=True), pending)
-        ended = time.perf_counter()
-        self.stats.count_step(pending.is_prefill, pending.num_tokens, ended - max(pending.started, self._last_end))
-        self._last_end = ended
-        self._call_back(pieces)
-
-    def _append(self, tokens: Iterable[tuple[Request, int]], pending: PendingStep) -> list[tuple[Request, str]]:
-        """Give each request that has not ended its token, finish those that end with it, and return each with the text
-        that became certain.
-        """
-        pieces = []
-        for request, token_id in tokens:
-            if request.finish_reason:
+        texts, num_rejected = [], 0
+        for piece, drafts, sampled in pending.results(agreed.tokens):
+            if piece.request.finish_reason:
                 continue
+            tokens = self.speculation.accept(piece, drafts, sampled)
+            num_rejected += len(sampled) - len(tokens)
+            self.stats.count_drafts(len(drafts), len(tokens) - 1)
+            texts.append((piece.request, self._append(piece.request, tokens, pending)))
+        self.speculation.end(pending)
+        ended = time.perf_counter()
+        num_tokens = sum(piece.num_tokens for piece in pending.pieces) - num_rejected
+        self.stats.count_step(pending.is_prefill, num_tokens, ended - max(pending.started, self._last_end))
+        self._last_end = ended
+        return texts
+
+    def _append(self, request: Request, tokens: Sequence[int], pending: PendingStep) -> str:
+        """Give a request its tokens up to one that ends it, finish it then, and return the text that became certain."""
+        text = ""
+        if request.first_token_time is None:
+            request.first_token_time = self.now
+        for index, token_id in enumerate(tokens):
             if request.keep_logits:
-                request.logits.append(pending.logits[request])
-            if request.first_token_time is None:
-                request.first_token_time = self.now
-            pieces.append((request, request.append(token_id, self.model.eos_token_ids)))
+                request.logits.append(pending.logits[request][index])
+            text += request.append(token_id, self.model.eos_token_ids)
+            self.stats.num_new_tokens += 1
             if request.finish_reason:
                 self._finish(request)
-            else:
-                self._remember(request)  # with this token a block may be known that the step under way fills
-        self.stats.num_new_tokens += len(pieces)
-        return pieces
-
-    def _call_back(self, pieces: Sequence[tuple[Request, str]]) -> None:
-        """Tell of a step's tokens, after all requests have theirs: a callback may abort any of them.
-
-        One that raises may do so on this rank alone, while the other ranks are already at the next step. So its
-        request goes on, untold, until the next step that is launched has told them; one that has ended by itself stays
-        as it is.
-        """
-        self._called += [request for request, _ in pieces]
-        for request, piece in pieces:
-            if request.on_token is None or request.error is not None:
-                continue
-            try:
-                request.on_token(request, piece)
-            except Exception as error:
-                request.error = error
-                _logger.error("on_token of request %r failed", request.request_id, exc_info=error)
+                return text
+        self._remember(request)  # with these tokens a block may be known that the step under way fills
+        return text
 
     def _finish(self, request: Request) -> None:
         request.finish_time = self.now

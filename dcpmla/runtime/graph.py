@@ -16,9 +16,11 @@ from torch import Tensor
 
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.compressed import AnyCache
+from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.collectives import is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.padding import PaddedStep
+from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
+from dcpmla.runtime.padding import Batch, PaddedStep
 
 DecodeStep = Callable[[Tensor, StepMetadata, AnyCache], Tensor]
 _TORCH = str(Path(torch.__file__).parent)
@@ -29,7 +31,8 @@ class CannotCapture(RuntimeError):
 
 
 class DecodeGraph:
-    """A decode step, one token a request, captured per batch size and replayed for batches padded to the next one.
+    """A decode step, captured per batch and replayed for steps padded to the next one: of one token a request, and
+    where tokens are drafted, of max_query_len.
 
     A replay gives bit for bit what `run_eagerly` gives: the same step on the same padded rows, without a graph. (Matrix
     products pick their kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows
@@ -37,20 +40,23 @@ class DecodeGraph:
     the same memory.
 
     Args:
-        step: step(inputs [N, ...], metadata, cache) -> [N, ...], N tokens of N decodes: a model, or a stack of
+        step: step(inputs [N, ...], metadata, cache) -> [N, ...], N tokens of decodes: a model, or a stack of
             `MLAAttention` layers. It may not look at results from the host, and its collectives must be the same on all
             ranks.
-        input_like: [...], shape, dtype and device of one request's input: a token id, or a row of hidden states.
+        input_like: [...], shape, dtype and device of one token's input: its id, or a row of hidden states.
         cache: written and read by the step; its tensors must keep their addresses.
         mesh: groups of this rank.
         max_num_seqs: requests of the largest batch.
         max_model_len: longest sequence, which bounds the block table.
+        max_query_len: tokens of a request with all its drafts; 1 where none are drafted.
     Raises:
-        ValueError: max_num_seqs or max_model_len below 1.
+        ValueError: max_num_seqs, max_model_len or max_query_len below 1.
 
     Attributes:
-        batch_sizes: ascending: 1, 2, 4, then each multiple of 8 to 256 and of 16 beyond, and max_num_seqs (the sizes
-            that vLLM captures).
+        batch_sizes: requests of the batches of one token each, ascending: 1, 2, 4, then each multiple of 8 to 256 and
+            of 16 beyond, and max_num_seqs (the sizes that vLLM captures).
+        wide_sizes: requests of the batches of max_query_len tokens each, the same up to `MAX_DRAFT_ROWS` tokens; empty
+            where none are drafted.
         is_captured: whether `run` replays.
     """
 
@@ -62,58 +68,78 @@ class DecodeGraph:
         mesh: DCPMesh,
         max_num_seqs: int,
         max_model_len: int,
+        max_query_len: int = 1,
     ) -> None:
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_query_len": max_query_len}
+        check_fields(dict.fromkeys(limits, whole(1)), limits)
         self._step, self._cache, self._mesh, self._device = step, cache, mesh, input_like.device
         self._addresses = _addresses(cache)
-        self._padded = PaddedStep(input_like, max_num_seqs, max_model_len, cache.sizes, mesh.dcp_rank)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._out: Tensor | None = None  # of the largest batch, [max_num_seqs, ...]
-        self.batch_sizes = batch_sizes(max_num_seqs)
+        self.batch_sizes, self.wide_sizes = batch_sizes(max_num_seqs), tuple[int, ...]()
+        most = min(max_num_seqs, MAX_DRAFT_ROWS // max_query_len)
+        if max_query_len > 1 and most:
+            self.wide_sizes = batch_sizes(most)
+        self._max_query_len = max_query_len
+        self._batches = [Batch(size) for size in self.batch_sizes]
+        self._batches += [Batch(size, max_query_len) for size in self.wide_sizes]
+        self._batches.sort(key=lambda batch: batch.num_rows)
+        self._padded = PaddedStep(input_like, self._batches, max_model_len, cache.sizes, mesh.dcp_rank)
+        self._graphs: dict[Batch, torch.cuda.CUDAGraph] = {}
+        self._out: Tensor | None = None  # of the largest batch, [rows, ...]
 
     @property
     def is_captured(self) -> bool:
         """True once `capture` has succeeded: `run` replays."""
         return bool(self._graphs)
 
-    def batch_size(self, num_reqs: int) -> int:
-        """Return the batch size that so many requests are padded to.
+    def takes(self, num_reqs: int, query_len: int = 1) -> bool:
+        """Tell whether it has a batch for so many requests of at most query_len tokens each."""
+        sizes = self.batch_sizes if query_len == 1 else self.wide_sizes
+        return bool(sizes) and 1 <= num_reqs <= sizes[-1] and query_len <= self._max_query_len
+
+    def batch(self, num_reqs: int, query_len: int = 1) -> Batch:
+        """Return the batch that so many requests of at most query_len tokens each are padded to.
 
         Raises:
-            ValueError: more than the largest batch has, or none.
+            ValueError: none is as large, or there are no requests.
         """
-        if not 1 <= num_reqs <= self.batch_sizes[-1]:
+        if not self.takes(num_reqs, query_len):
+            wide = f", or {self._max_query_len} tokens each of 1 to {self.wide_sizes[-1]}" if self.wide_sizes else ""
             raise ValueError(
-                f"num_reqs is {num_reqs}; the decode graph is for 1 to {self.batch_sizes[-1]} requests (max_num_seqs)"
+                f"the step has {num_reqs} requests of at most {query_len} tokens each; the decode graph is for one "
+                f"token each of 1 to {self.batch_sizes[-1]} requests (max_num_seqs){wide}"
             )
-        return self.batch_sizes[bisect_left(self.batch_sizes, num_reqs)]
+        if query_len == 1:
+            return Batch(self.batch_sizes[bisect_left(self.batch_sizes, num_reqs)])
+        return Batch(self.wide_sizes[bisect_left(self.wide_sizes, num_reqs)], self._max_query_len)
 
     def run(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
         """Run a decode step: a replay, or before `capture` the padded step itself. Collective over the TP group.
 
         Args:
             inputs: [n, ...], n = metadata.num_tokens.
-            metadata: of n decodes of one token each, built on the CPU: its numbers go to the GPU in one transfer.
+            metadata: of n tokens of decodes, built on the CPU: its numbers go to the GPU in one transfer.
             cache: the one it was made for.
         Returns:
-            [n, ...] in static memory: good until the next run.
+            [n, ...], which may be static memory: good until the next run.
         Raises:
             ValueError: more requests or longer ones than it was made for, prefills, another cache, blocks that the
                 cache does not have, other shapes, dtypes or devices.
         """
-        batch_size = self._fill(inputs, metadata, cache)
-        if batch_size not in self._graphs:
-            return self._compute(batch_size)[: metadata.num_tokens]
-        assert self._out is not None
-        with named(f"decode graph of {batch_size} requests", self._mesh.tp_group):
-            self._graphs[batch_size].replay()
-        return self._out[: metadata.num_tokens]
+        batch, rows = self._fill(inputs, metadata, cache)
+        if batch not in self._graphs:
+            out = self._compute(batch)
+        else:
+            assert self._out is not None
+            out = self._out
+            with named(f"decode graph of {batch}", self._mesh.tp_group):
+                self._graphs[batch].replay()
+        return out[: metadata.num_tokens] if rows is None else out.index_select(0, rows)
 
     def run_eagerly(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
         """Run a decode step without its graphs: a replay equals it bit for bit."""
-        return self._compute(self._fill(inputs, metadata, cache))[: metadata.num_tokens]
+        batch, rows = self._fill(inputs, metadata, cache)
+        out = self._compute(batch)
+        return out[: metadata.num_tokens] if rows is None else out.index_select(0, rows)
 
     def capture(self) -> None:
         """Capture all batch sizes, the largest first: one memory pool serves them all. Collective over the TP group.
@@ -144,50 +170,54 @@ class DecodeGraph:
         """
         self._graphs = {}
 
-    def _fill(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> int:
+    def _fill(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> tuple[Batch, Tensor | None]:
+        """Fill the static memory; return the batch, and the tokens' rows in it where these are not the first."""
         if _addresses(cache) != self._addresses:
             raise ValueError(
                 "cache is another one than the decode graph was made for; give that one, or make a graph for this one"
             )
+        if metadata.prefill is not None or metadata.decode is None:
+            raise ValueError(
+                "metadata has prefills; a decode graph runs decodes alone, give such a step to the model itself"
+            )
         metadata.check_blocks(cache.sizes.num_blocks)
-        batch_size = self.batch_size(metadata.num_tokens)
-        self._padded.fill(inputs, metadata, batch_size)
-        return batch_size
+        batch = self.batch(len(metadata.decode.block_table), metadata.decode.max_query_len)
+        return batch, self._padded.fill(inputs, metadata, batch)
 
     @torch.inference_mode()
-    def _compute(self, batch_size: int) -> Tensor:
-        out = self._step(*self._padded.rows(batch_size), self._cache)
+    def _compute(self, batch: Batch) -> Tensor:
+        out, num_rows = self._step(*self._padded.rows(batch), self._cache), batch.num_rows
         if self._out is None:
+            most = self._batches[-1].num_rows
             with torch.inference_mode(False):  # the caller may use it outside of inference mode
-                self._out = torch.empty(self.batch_sizes[-1], *out.shape[1:], dtype=out.dtype, device=out.device)
-        if tuple(out.shape) != (batch_size, *self._out.shape[1:]):
+                self._out = torch.empty(most, *out.shape[1:], dtype=out.dtype, device=out.device)
+        if tuple(out.shape) != (num_rows, *self._out.shape[1:]):
             raise ValueError(
-                f"step returned shape {tuple(out.shape)}; expected {(batch_size, *self._out.shape[1:])}, a row a "
-                f"request"
+                f"step returned shape {tuple(out.shape)}; expected {(num_rows, *self._out.shape[1:])}, a row a token"
             )
-        return self._out[:batch_size].copy_(out)
+        return self._out[:num_rows].copy_(out)
 
     def _capture_all(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        largest = self.batch_sizes[-1]
+        largest = self._batches[-1]
         self._warm_up(largest, stream)
         self._agree(self._host_sync(largest, stream))
-        for size in reversed(self.batch_sizes):
-            self._warm_up(size, stream)
-            self._graphs[size] = torch.cuda.CUDAGraph()
-            self._agree(self._capture(self._graphs[size], size, stream, pool))
+        for batch in reversed(self._batches):
+            self._warm_up(batch, stream)
+            self._graphs[batch] = torch.cuda.CUDAGraph()
+            self._agree(self._capture(self._graphs[batch], batch, stream, pool))
 
-    def _warm_up(self, batch_size: int, stream: torch.cuda.Stream) -> None:
+    def _warm_up(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         """Make the first call, whose compiling, loading and allocating may not be part of a graph."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._compute(batch_size)
+            self._compute(batch)
         torch.cuda.synchronize()
 
-    def _host_sync(self, batch_size: int, stream: torch.cuda.Stream) -> str:
+    def _host_sync(self, batch: Batch, stream: torch.cuda.Stream) -> str:
         """Return where the step waits for the GPU, "" for nowhere: found here, for a capture would break off there."""
         try:
             with torch.cuda.stream(stream), error_on_host_sync():
-                self._compute(batch_size)
+                self._compute(batch)
         except RuntimeError as error:
             if is_failed_collective(error):
                 raise
@@ -196,7 +226,7 @@ class DecodeGraph:
             torch.cuda.synchronize()
         return ""
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, batch_size: int, stream: torch.cuda.Stream, pool: Any) -> str:
+    def _capture(self, graph: torch.cuda.CUDAGraph, batch: Batch, stream: torch.cuda.Stream, pool: Any) -> str:
         """Capture a size; return where it ran out of memory, or "": other errors leave no orderly end."""
         try:
             # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's
@@ -205,13 +235,12 @@ class DecodeGraph:
                 torch.cuda.stream(stream),
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):
-                self._compute(batch_size)
+                self._compute(batch)
         except torch.OutOfMemoryError as error:
             return _reason(error)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the decode graph of {batch_size} requests broke off (--enforce-eager goes without graphs): "
-                f"{_reason(error)}"
+                f"the decode graph of {batch} broke off (--enforce-eager goes without graphs): {_reason(error)}"
             ) from error
         return ""
 

@@ -4,6 +4,7 @@ They are the model's own, before temperature, penalties and what else shapes a d
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.runtime.request import Request, TokenLogprobs
-from dcpmla.runtime.scheduler import Step
+from dcpmla.runtime.scheduler import Piece, Step
 from dcpmla.upload import upload
 
 _MAX_ROWS = 64  # at once: what is made of the logits stays small compared with those of a large batch
@@ -34,7 +35,7 @@ class PromptRows(NamedTuple):
     def of(cls, step: Step) -> "PromptRows":
         """Find the tokens of a step, before they count as computed."""
         found, row = cls([], [], []), 0
-        for request, num_tokens in step.pieces:
+        for request, num_tokens, _ in step.pieces:
             start = max(request.num_computed_tokens, request.num_scored_tokens)
             end = min(request.num_computed_tokens + num_tokens, len(request.prompt_token_ids) - 1)
             if request.is_scored and start < end:
@@ -57,21 +58,23 @@ class Logprobs:
     """A step's log probabilities, on their way to the host.
 
     Args:
-        logits: [n + p, vocab] float32, of the requests that get a token, then of the prompts' tokens.
-        ready: [n] requests that get a token.
-        tokens: [n] int64 on the device, theirs.
+        logits: [n + p, vocab] float32, of the tokens that new ones follow, then of the prompts' tokens.
+        ready: pieces of the requests that get tokens: one, and one after each draft, [n] in all.
+        tokens: int64 on the device, the first [n] of them theirs.
         prompts: [p] tokens of prompts.
     """
 
-    def __init__(self, logits: Tensor, ready: Sequence[Request], tokens: Tensor, prompts: PromptRows) -> None:
-        self._new = {request: row for row, request in enumerate(ready) if request.params.logprobs is not None}
+    def __init__(self, logits: Tensor, ready: Sequence[Piece], tokens: Tensor, prompts: PromptRows) -> None:
+        starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
+        rows_of = zip((piece.request for piece in ready), starts, strict=False)
+        self._new = {request: row for request, row in rows_of if request.params.logprobs is not None}
         self._counts, num_new = prompts.counts, len(self._new)
         wanted = [request.params.logprobs or 0 for request in self._new]
         wanted += [request.params.prompt_logprobs or 0 for request, _ in self._counts]
         self._num_top, self._parts = max(wanted, default=0), list[tuple[Tensor, ...]]()
         if not wanted:
             return
-        rows = [*self._new.values(), *range(len(ready), len(ready) + len(prompts.rows))]
+        rows = [*self._new.values(), *range(starts[-1], starts[-1] + len(prompts.rows))]
         at, targets = upload([np.asarray(rows), np.asarray(prompts.targets, dtype=np.int64)], logits.device)
         targets = torch.cat([tokens.index_select(0, at[:num_new]), targets])
         for part, target in zip(at.split(_MAX_ROWS), targets.split(_MAX_ROWS), strict=True):

@@ -1,5 +1,6 @@
 """The static memory that a captured graph reads: the numbers of a decode step, padded to a batch size."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -10,6 +11,7 @@ from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
 from dcpmla.cache.compressed import AnyPlan, CompressedPlan
+from dcpmla.upload import upload
 
 _NONE = -1  # the slot and the state of a token for which nothing is written
 _ALIGNMENT = 4  # words: columns begin at multiples of 16 bytes
@@ -28,26 +30,42 @@ class _Numbers(NamedTuple):
     block_table: Any
 
     @classmethod
-    def of(cls, memory: Any, int64: Any, max_num_seqs: int, max_blocks: int) -> Self:
+    def of(cls, memory: Any, int64: Any, num_rows: int, max_blocks: int) -> Self:
         """Cut a memory of at least 7 columns."""
-        words = _column_words(max_num_seqs)
-        positions, slots = (memory[at : at + 2 * max_num_seqs].view(int64) for at in (0, 2 * words))
-        lens, seq_lens, states = (memory[at * words : at * words + max_num_seqs] for at in (4, 5, 6))
+        words = _column_words(num_rows)
+        positions, slots = (memory[at : at + 2 * num_rows].view(int64) for at in (0, 2 * words))
+        lens, seq_lens, states = (memory[at * words : at * words + num_rows] for at in (4, 5, 6))
         return cls(positions, slots, lens, seq_lens, states, memory[7 * words :].reshape(-1, max_blocks))
 
 
-def _column_words(max_num_seqs: int) -> int:
-    return -(-max_num_seqs // _ALIGNMENT) * _ALIGNMENT
+def _column_words(num_rows: int) -> int:
+    return -(-num_rows // _ALIGNMENT) * _ALIGNMENT
+
+
+class Batch(NamedTuple):
+    """A size that decode steps are padded to: requests, and tokens of each."""
+
+    num_reqs: int
+    query_len: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many tokens it has."""
+        return self.num_reqs * self.query_len
+
+    def __str__(self) -> str:
+        return f"{self.num_reqs} requests" + (f" of {self.query_len} tokens" if self.query_len > 1 else "")
 
 
 class PaddedStep:
-    """A decode step of at most max_num_seqs requests, one token each, in memory that never moves.
+    """A decode step of one of several batches, in memory that never moves.
 
-    A row of padding is token 0 at position 0: its latent goes to no slot, and it attends to no token.
+    A request of padding has token 0 at position 0: its latent goes to no slot, and it attends to no token. A request
+    with fewer tokens than its batch gives it repeats the last one, whose latent is written once.
 
     Args:
-        input_like: [...], shape, dtype and device of one request's input: a token id, or a row of hidden states.
-        max_num_seqs: requests of the largest batch.
+        input_like: [...], shape, dtype and device of one token's input: its id, or a row of hidden states.
+        batches: at least one.
         max_model_len: tokens of the longest request.
         sizes: of the cache.
         dcp_rank: this rank's number in its DCP group.
@@ -56,22 +74,24 @@ class PaddedStep:
     def __init__(
         self,
         input_like: Tensor,
-        max_num_seqs: int,
+        batches: Sequence[Batch],
         max_model_len: int,
         sizes: AnyPlan,
         dcp_rank: int,
     ) -> None:
         device = input_like.device
-        self._inputs = torch.zeros(max_num_seqs, *input_like.shape, dtype=input_like.dtype, device=device)
-        self._shape = max_num_seqs, -(-max_model_len // sizes.block_tokens)
-        self._padding = np.zeros(self._num_words(max_num_seqs), dtype=np.int32)
+        num_rows = max(batch.num_rows for batch in batches)
+        self._inputs = torch.zeros(num_rows, *input_like.shape, dtype=input_like.dtype, device=device)
+        self._shape = num_rows, -(-max_model_len // sizes.block_tokens)
+        self._padding = np.zeros(self._num_words(max(batch.num_reqs for batch in batches)), dtype=np.int32)
         padding = _Numbers.of(self._padding, np.int64, *self._shape)
         padding.slot_mapping[:] = padding.states[:] = _NONE
         self._memory = torch.empty(len(self._padding), dtype=torch.int32, device=device)
         self._numbers = _Numbers.of(self._memory, torch.int64, *self._shape)
         self._workspace = decode_workspace(device)
         self._max_model_len, self._sizes, self._dcp_rank = max_model_len, sizes, dcp_rank
-        self._request = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
+        rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+        self._request = {query_len: rows // query_len for _, query_len in batches}
         self.clear()
 
     def clear(self) -> None:
@@ -80,97 +100,104 @@ class PaddedStep:
         self._memory.copy_(torch.from_numpy(self._padding))
 
     @torch.inference_mode()  # inputs may have a gradient's history: static memory must not take it over
-    def fill(self, inputs: Tensor, metadata: StepMetadata, batch_size: int) -> None:
-        """Copy a step's numbers, padded to batch_size rows: one transfer, and the inputs. Nothing waits for the device.
+    def fill(self, inputs: Tensor, metadata: StepMetadata, batch: Batch) -> Tensor | None:
+        """Copy a step's numbers, padded to a batch: one transfer, and the inputs. Nothing waits for the device.
 
         Args:
             inputs: [n, ...], n = metadata.num_tokens.
-            metadata: on the CPU, of n decodes of one token each, none longer than max_model_len.
+            metadata: on the CPU, of n tokens of decodes, none longer than max_model_len.
+            batch: of at least as many requests, and tokens of each.
+        Returns:
+            [n] int64, on the device, the tokens' rows; None where these are the first n.
         Raises:
             ValueError: anything else, or numbers of another dtype or device.
         """
         decode, num_tokens = self._check(inputs, metadata), metadata.num_tokens
+        tokens = rows = None
+        num_rows, num_reqs = num_tokens, len(decode.block_table)
+        if decode.query_start_loc is not None or decode.max_query_len < batch.query_len:
+            num_rows = num_reqs * batch.query_len
+            tokens, is_repeated = _repeat_last(decode, num_reqs, batch.query_len)
+            tokens_there, rows = upload([tokens, np.flatnonzero(~is_repeated)], self._inputs.device)
+            inputs = inputs.index_select(0, tokens_there)
+        numbers = metadata.positions.numpy(), metadata.slot_mapping.numpy(), decode.local_seq_lens.numpy()
+        positions, slots, local_seq_lens = numbers if tokens is None else (array[tokens] for array in numbers)
         # Memory of its own, for the transfer of the step before may still read its own.
-        num_words = self._num_words(batch_size)
+        num_words = self._num_words(batch.num_reqs)
         memory = torch.empty(num_words, dtype=torch.int32, pin_memory=self._memory.is_cuda)
-        words, positions = memory.numpy(), metadata.positions.numpy()
+        words = memory.numpy()
         words[:] = self._padding[:num_words]
-        numbers = _Numbers.of(words, np.int64, *self._shape)
-        numbers.positions[:num_tokens] = positions
-        numbers.slot_mapping[:num_tokens] = metadata.slot_mapping.numpy()
-        numbers.local_seq_lens[:num_tokens] = decode.local_seq_lens.numpy()
-        numbers.seq_lens[:num_tokens] = positions + 1
+        padded = _Numbers.of(words, np.int64, *self._shape)
+        padded.positions[:num_rows] = positions
+        padded.slot_mapping[:num_rows] = slots if tokens is None else np.where(is_repeated, _NONE, slots)
+        padded.local_seq_lens[:num_rows] = local_seq_lens
+        padded.seq_lens[:num_rows] = positions + 1
         if metadata.compressed is not None:
-            numbers.states[:num_tokens] = metadata.compressed.states.numpy()
-        numbers.block_table[:num_tokens, : decode.block_table.shape[1]] = decode.block_table.numpy()
+            padded.states[:num_reqs] = metadata.compressed.states.numpy()
+        padded.block_table[:num_reqs, : decode.block_table.shape[1]] = decode.block_table.numpy()
         self._memory[:num_words].copy_(memory, non_blocking=True)
-        self._inputs[:num_tokens].copy_(inputs)
-        if num_tokens < batch_size:
-            self._inputs[num_tokens:batch_size].zero_()
+        self._inputs[:num_rows].copy_(inputs)
+        if num_rows < batch.num_rows:
+            self._inputs[num_rows : batch.num_rows].zero_()
+        return rows
 
-    def _num_words(self, batch_size: int) -> int:
-        max_num_seqs, max_blocks = self._shape
-        return 7 * _column_words(max_num_seqs) + batch_size * max_blocks
+    def _num_words(self, num_reqs: int) -> int:
+        num_rows, max_blocks = self._shape
+        return 7 * _column_words(num_rows) + num_reqs * max_blocks
 
-    def rows(self, batch_size: int) -> tuple[Tensor, StepMetadata]:
-        """Return the first rows, as a step's inputs [batch_size, ...] and metadata."""
-        numbers = self._numbers
+    def rows(self, batch: Batch) -> tuple[Tensor, StepMetadata]:
+        """Return a batch's inputs [batch.num_rows, ...] and metadata."""
+        numbers, num_rows = self._numbers, batch.num_rows
         return (
-            self._inputs[:batch_size],
+            self._inputs[:num_rows],
             StepMetadata(
-                num_tokens=batch_size,
-                num_decode_tokens=batch_size,
+                num_tokens=num_rows,
+                num_decode_tokens=num_rows,
                 num_blocks=0,  # a replay's own is checked when it is filled in
-                positions=numbers.positions[:batch_size],
-                slot_mapping=numbers.slot_mapping[:batch_size],
+                positions=numbers.positions[:num_rows],
+                slot_mapping=numbers.slot_mapping[:num_rows],
                 decode=DecodeMetadata(
-                    block_table=numbers.block_table[:batch_size],
-                    local_seq_lens=numbers.local_seq_lens[:batch_size],
+                    block_table=numbers.block_table[: batch.num_reqs],
+                    local_seq_lens=numbers.local_seq_lens[:num_rows],
                     query_start_loc=None,
-                    max_query_len=1,
+                    max_query_len=batch.query_len,
                     workspace=self._workspace,
                 ),
                 prefill=None,
-                sparse=self._sparse(batch_size),
-                compressed=self._compressed(batch_size),
+                sparse=self._sparse(batch),
+                compressed=self._compressed(batch),
             ),
         )
 
-    def _sparse(self, batch_size: int) -> SparseMetadata | None:
+    def _sparse(self, batch: Batch) -> SparseMetadata | None:
         if isinstance(self._sizes, CompressedPlan) or not self._sizes.index_layers:
             return None
-        numbers = self._numbers
-        lens = numbers.seq_lens[:batch_size], numbers.local_seq_lens[:batch_size]
-        return SparseMetadata(numbers.block_table[:batch_size], self._request[:batch_size], *lens, self._max_model_len)
+        numbers, num_rows = self._numbers, batch.num_rows
+        lens = numbers.seq_lens[:num_rows], numbers.local_seq_lens[:num_rows]
+        request = self._request[batch.query_len][:num_rows]
+        return SparseMetadata(numbers.block_table[: batch.num_reqs], request, *lens, self._max_model_len)
 
-    def _compressed(self, batch_size: int) -> CompressedMetadata | None:
+    def _compressed(self, batch: Batch) -> CompressedMetadata | None:
         if not isinstance(self._sizes, CompressedPlan):
             return None
-        numbers = self._numbers
-        seq_lens = numbers.seq_lens[:batch_size]
+        assert batch.query_len == 1
+        numbers, num_reqs = self._numbers, batch.num_reqs
+        seq_lens = numbers.seq_lens[:num_reqs]
         return CompressedMetadata(
             plan=self._sizes,
             dcp_rank=self._dcp_rank,
-            positions=numbers.positions[:batch_size],
-            request=self._request[:batch_size],
+            positions=numbers.positions[:num_reqs],
+            request=self._request[1][:num_reqs],
             first_position=seq_lens - 1,
             seq_lens=seq_lens,
-            states=numbers.states[:batch_size],
-            block_table=numbers.block_table[:batch_size],
+            states=numbers.states[:num_reqs],
+            block_table=numbers.block_table[:num_reqs],
             max_seq_len=self._max_model_len,
         )
 
     def _check(self, inputs: Tensor, metadata: StepMetadata) -> DecodeMetadata:
         decode, num_tokens = metadata.decode, metadata.num_tokens
-        if metadata.prefill is not None or decode is None:
-            raise ValueError(
-                "metadata has prefills; a decode graph runs decodes alone, give such a step to the model itself"
-            )
-        if decode.max_query_len != 1 or decode.block_table.shape[0] != num_tokens:
-            raise ValueError(
-                f"metadata has {num_tokens} query tokens of {decode.block_table.shape[0]} requests, at most "
-                f"{decode.max_query_len} each; a decode graph runs one a request"
-            )
+        assert decode is not None
         num_columns, max_blocks = decode.block_table.shape[1], self._shape[1]
         if num_columns > max_blocks:
             raise ValueError(
@@ -192,3 +219,16 @@ class PaddedStep:
             if (given.dtype, given.device) != (dtype, device):
                 raise ValueError(f"{name} is {given.dtype} on {given.device}; a decode graph takes {dtype} on {device}")
         return decode
+
+
+def _repeat_last(decode: DecodeMetadata, num_reqs: int, query_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token [num_reqs * query_len] of each row of requests that are padded to query_len tokens with their
+    last one, and which rows repeat it.
+    """
+    if decode.query_start_loc is None:
+        starts = np.arange(num_reqs + 1) * decode.max_query_len
+    else:
+        starts = decode.query_start_loc.numpy()
+    offsets = np.arange(query_len)
+    tokens = np.minimum(starts[:-1, None] + offsets, starts[1:, None] - 1)
+    return tokens.ravel(), (offsets >= np.diff(starts)[:, None]).ravel()

@@ -1,45 +1,54 @@
 """A step under way: launched on the device, its tokens not on the host yet; the next step may already read them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.runtime.agreement import Message
+from dcpmla.runtime.drafts import Computed
 from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.scheduler import Step
+from dcpmla.runtime.scheduler import Piece, Step
 from dcpmla.upload import upload
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The tokens that a step computes, and who gets a new one from it.
+    """The tokens that a step computes, and who gets new ones from it.
 
     Attributes:
         token_ids: [T] int64 on the device.
-        ready: [n] requests that have all their tokens computed with it.
-        logits_at: [n] int64 on the device, rows of their last tokens; None where these are all rows.
+        ready: the pieces of requests that have all their tokens computed with it.
+        logits_at: [n] int64 on the device, rows of their last tokens and of all drafts; None where these are all rows.
     """
 
     token_ids: Tensor
-    ready: list[Request]
+    ready: list[Piece]
     logits_at: Tensor | None
 
     @classmethod
-    def of(cls, step: Step, previous: "PendingStep | None", device: torch.device) -> "StepInputs":
-        """Take a step's tokens from the requests, or from where the step under way will have written them, and count
-        them as computed.
+    def of(
+        cls, step: Step, previous: "PendingStep | None", drafts: Tensor | None, device: torch.device
+    ) -> "StepInputs":
+        """Take a step's tokens from the requests, or from where the device will have written them, and count them as
+        computed, all but drafts.
+
+        Args:
+            previous: the step under way, whose tokens a step without drafts may take.
+            drafts: [N] int64 on the device, piece after piece.
         """
         token_ids: list[int] = []
-        last_rows: list[int] = []
+        logits_rows: list[int] = []
         unknown: list[int] = []  # rows whose tokens the host does not know
-        sources: list[int] = []  # and their rows among the tokens of the step under way
+        sources: list[int] = []  # and their rows among drafts, or among what the step under way samples
         ready = []
-        for request, num_tokens in step.pieces:
-            start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        for piece in step.pieces:
+            request, num_tokens, num_drafts = piece
+            start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens - num_drafts
             if end > request.num_known_tokens:  # a decode: its one token is being sampled
                 assert previous is not None
                 unknown.append(len(token_ids))
@@ -47,60 +56,72 @@ class StepInputs:
                 token_ids.append(0)
             else:
                 token_ids += request.tokens(start, end)
+            for _ in range(num_drafts):
+                sources.append(len(unknown))
+                unknown.append(len(token_ids))
+                token_ids.append(0)
             request.num_computed_tokens = end
             if not request.num_pending_tokens:
-                ready.append(request)
-                last_rows.append(len(token_ids) - 1)
+                ready.append(piece)
+                logits_rows += range(len(token_ids) - 1 - num_drafts, len(token_ids))
         num_tokens = len(token_ids)
         if previous is not None and sources == list(range(num_tokens)) == list(range(len(previous.rows))):
             return cls(previous.message.tokens, ready, None)  # as most steps: the same requests go on
-        numbers = [np.asarray(rows, dtype=np.int64) for rows in (token_ids, last_rows, unknown, sources)]
+        numbers = [np.asarray(rows, dtype=np.int64) for rows in (token_ids, logits_rows, unknown, sources)]
         known, logits_at, unknown_rows, source_rows = upload(numbers, device)
         if unknown:
-            assert previous is not None
-            known.index_copy_(0, unknown_rows, previous.message.tokens.index_select(0, source_rows))
-        return cls(known, ready, None if len(ready) == num_tokens else logits_at)
+            sampled = drafts if previous is None else previous.message.tokens
+            assert sampled is not None
+            known.index_copy_(0, unknown_rows, sampled.index_select(0, source_rows))
+        return cls(known, ready, None if len(logits_rows) == num_tokens else logits_at)
 
 
 class PendingStep:
     """A step under way.
 
     Args:
-        ready: [n] requests that it samples a token for.
-        message: what the ranks agree on, its tokens those of the requests.
+        pieces: all of it.
+        row_lens: rows of each piece in the model's hidden states: its tokens, and where a graph pads it more.
+        ready: those of requests that it samples tokens for, one and one after each draft.
+        message: what the ranks agree on, its tokens [n] those of the requests, then all drafts.
         called: requests whose callbacks the message's flags are of.
         logits: [n, vocab] float32, which the tokens are chosen from; rows of requests that keep theirs are copied.
         logprobs: those that requests keep.
-        is_prefill, num_tokens: for `Stats.count_step`.
+        is_prefill: for `Stats.count_step`.
 
     Attributes:
-        rows: of the requests among the tokens.
-        logits: [vocab] on the host, of requests that keep theirs; good once the step has been waited for.
+        rows: of the requests' first tokens among the message's.
+        logits: [tokens, vocab] on the host, of requests that keep theirs; good once the step has been waited for.
         started: seconds on the host's clock (`time.perf_counter`).
     """
 
     def __init__(
         self,
-        ready: Sequence[Request],
+        pieces: Sequence[Piece],
+        row_lens: Sequence[int],
+        ready: Sequence[Piece],
         message: Message,
         called: Sequence[Request],
         logits: Tensor,
         logprobs: Logprobs,
         is_prefill: bool,
-        num_tokens: int,
         started: float,
     ) -> None:
-        self.message, self.called, self.logprobs, self.is_prefill = message, called, logprobs, is_prefill
-        self.num_tokens, self.started = num_tokens, started
-        self.rows = {request: row for row, request in enumerate(ready)}
-        for request in ready:
+        self.pieces, self.row_lens, self.ready = pieces, row_lens, ready
+        self.message, self.called, self.logprobs = message, called, logprobs
+        self.is_prefill, self.started = is_prefill, started
+        self.num_drafts = sum(piece.num_drafts for piece in pieces)
+        self._positions = [piece.request.num_computed_tokens - piece.num_tokens + piece.num_drafts for piece in pieces]
+        starts = accumulate((1 + piece.num_drafts for piece in ready), initial=0)
+        self.rows = {piece.request: row for piece, row in zip(ready, starts, strict=False)}
+        for request in self.rows:
             request.num_in_flight += 1
         # Copied in the order of the device's work, into pinned memory on a GPU: nobody waits here.
         self._on_host = message.words.to("cpu", non_blocking=True)
         self.logits = {
-            request: logits[row].to("cpu", non_blocking=True, copy=True)
-            for request, row in self.rows.items()
-            if request.keep_logits
+            piece.request: logits[row : row + 1 + piece.num_drafts].to("cpu", non_blocking=True, copy=True)
+            for piece, row in zip(ready, self.rows.values(), strict=True)
+            if piece.request.keep_logits
         }
         self._done = torch.cuda.Event() if message.words.is_cuda else None  # the CPU is done already
         if self._done is not None:
@@ -114,3 +135,26 @@ class PendingStep:
             request.num_in_flight -= 1
         words: list[int] = self._on_host.tolist()
         return words
+
+    def results(self, tokens: Sequence[int]) -> Iterator[tuple[Piece, Sequence[int], Sequence[int]]]:
+        """Yield each request with its drafts, and the tokens sampled before each of them and after the last.
+
+        Args:
+            tokens: [n + num_drafts] of the message.
+        """
+        at = len(tokens) - self.num_drafts
+        for piece, row in zip(self.ready, self.rows.values(), strict=True):
+            drafts = tokens[at : at + piece.num_drafts]
+            at += piece.num_drafts
+            yield piece, drafts, tokens[row : row + 1 + piece.num_drafts]
+
+    def computed(self) -> list[Computed]:
+        """Return the tokens that the running requests keep of it, once they have its new ones, and before the next
+        step.
+        """
+        starts = accumulate(self.row_lens, initial=0)
+        return [
+            Computed(request, row, position, request.num_computed_tokens - position)
+            for (request, _, _), row, position in zip(self.pieces, starts, self._positions, strict=False)
+            if not request.finish_reason
+        ]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.fields import FLAG, Rule, check_fields, is_number, is_whole, optional
+from dcpmla.runtime.acceptance import Acceptance
 from dcpmla.runtime.sampling import SamplingParams, new_generator
 from dcpmla.runtime.text import TextStream
 
@@ -44,11 +45,13 @@ class Request:
             None before.
         error: what on_token raised, on this rank or (a RuntimeError says so) on another.
         state: where its state is, in a cache that has states; None while it does not run.
-        num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet.
+        num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet. (A step
+            with drafts may bring more; none is launched before they are known.)
         num_computed_tokens: whose latents are in the cache, or are being written by a step under way.
         num_cached_tokens: of the prompt, that an earlier request had computed.
         num_scored_tokens: of the prompt, whose successors' log probabilities are known, or being computed.
         num_preemptions: how often its blocks were taken away, so that it was computed again.
+        acceptance: of its drafts.
     """
 
     prompt_token_ids: list[int]
@@ -78,6 +81,7 @@ class Request:
     num_remembered_blocks: int = 0
     num_scored_tokens: int = 0
     num_preemptions: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     def __post_init__(self) -> None:
         if self.params.prompt_logprobs is not None:
@@ -87,6 +91,17 @@ class Request:
     def generator(self) -> torch.Generator:
         """The request's own random numbers, which depend on its seed alone: not on other requests, nor on the ranks."""
         return new_generator(self.params.seed)
+
+    def mark_draws(self) -> None:
+        """Let `keep_draws` count from here."""
+        if self.params.temperature:
+            self._mark = self.generator.get_state()
+
+    def keep_draws(self, num_draws: int) -> None:
+        """Give random numbers back but so many since the last mark: the next draw is of the number after those."""
+        if self.params.temperature:
+            self.generator.set_state(self._mark)
+            torch.rand(num_draws, dtype=torch.float64, generator=self.generator)
 
     @cached_property
     def prompt_vocabulary(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
@@ -115,6 +130,13 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.token_ids) + self.num_in_flight
+
+    @property
+    def can_draft(self) -> bool:
+        """Tell whether drafts may follow its tokens: not where a choice looks at the tokens before it, nor where log
+        probabilities are kept.
+        """
+        return not self.params.shapes_logits and self.params.logprobs is None
 
     @property
     def is_scored(self) -> bool:
@@ -160,13 +182,15 @@ class Request:
 
     def metrics(self) -> dict[str, float | None]:
         """Return seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (of those
-        after the first); None for what an aborted request did not reach.
+        after the first), None for what an aborted request did not reach; and where it drafted, what
+        became of that (`Acceptance.metrics`).
         """
         per_token = _seconds(self.first_token_time, self.finish_time, max(1, len(self.token_ids) - 1))
         return {
             "queue_seconds": _seconds(self.arrival_time, self.scheduled_time),
             "time_to_first_token": _seconds(self.arrival_time, self.first_token_time),
             "time_per_token": per_token,
+            **(self.acceptance.metrics() if self.acceptance.num_steps else {}),
         }
 
 

@@ -9,8 +9,9 @@ import heapq
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.fields import check_fields, option_label, whole
@@ -58,9 +59,22 @@ class Arrivals:
             yield request
 
 
+class Piece(NamedTuple):
+    """A request's part of a step.
+
+    Attributes:
+        num_tokens: computed, drafts included.
+        num_drafts: the last of them, which are only tried.
+    """
+
+    request: Request
+    num_tokens: int
+    num_drafts: int = 0
+
+
 @dataclass
 class Step:
-    """Requests, and how many tokens of each the step computes; pieces of one token come first.
+    """Requests, and how many tokens of each the step computes; pieces of one token and its drafts come first.
 
     Attributes:
         budget: further tokens that the step has room for.
@@ -69,7 +83,7 @@ class Step:
     """
 
     budget: int
-    pieces: list[tuple[Request, int]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_scored: int = 0
 
@@ -84,8 +98,33 @@ class Step:
         num_tokens = min(num_tokens, self.room(request))
         if request.is_scored:
             self.num_scored += num_tokens
-        self.pieces.append((request, num_tokens))
+        self.pieces.append(Piece(request, num_tokens))
         self.budget -= num_tokens
+
+    @property
+    def has_prompts(self) -> bool:
+        """Return whether any of its tokens is a prompt's."""
+        return any(
+            num_tokens - num_drafts > 1 or not request.num_new_tokens for request, num_tokens, num_drafts in self.pieces
+        )
+
+    @property
+    def most_drafts(self) -> int:
+        """Return the drafts of the request that has most."""
+        return max(piece.num_drafts for piece in self.pieces)
+
+    @property
+    def words(self) -> str:
+        """Return what it computes, for whoever watches."""
+        num_tokens, num_drafts = (sum(nums) for nums in list(zip(*self.pieces, strict=True))[1:])
+        of_drafts = f", {num_drafts} of them drafts" if num_drafts else ""
+        return f"{len(self.pieces)} requests, {num_tokens} tokens{of_drafts}"
+
+    def set_drafts(self, index: int, num_drafts: int) -> None:
+        """Give a piece, a decode, so many drafts, which the step must have room for."""
+        request, num_tokens, num_before = self.pieces[index]
+        self.pieces[index] = Piece(request, num_tokens + num_drafts - num_before, num_drafts)
+        self.budget -= num_drafts - num_before
 
 
 class Scheduler:
@@ -141,16 +180,24 @@ class Scheduler:
                 f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
             )
 
-    def schedule(self, now: float) -> Step:
+    def schedule(self, now: float, num_drafts: Callable[[Request], int] | None = None) -> Step:
         """Return the next step, without pieces when there are no requests.
 
-        Its blocks are taken, from the youngest requests if need be.
+        Its blocks are taken, from the youngest requests if need be; for drafts only those that nobody misses.
+
+        Args:
+            num_drafts: most drafts of a request, for a step after which no other is launched before it has ended; None
+                for no drafts.
         """
         step = Step(self.max_num_batched_tokens)
         self._schedule_decodes(step)
+        if num_drafts is not None:
+            for index, piece in enumerate(step.pieces):
+                wanted = min(num_drafts(piece.request), step.budget)
+                step.set_drafts(index, self._take_room(piece.request, wanted))
         self._schedule_prefills(step)
         self._admit(step, now)
-        step.pieces.sort(key=lambda piece: piece[1] != 1)
+        step.pieces.sort(key=lambda piece: piece.num_tokens - piece.num_drafts != 1)
         return step
 
     def remember(self, request: Request) -> tuple[int, int] | None:
@@ -265,6 +312,16 @@ class Scheduler:
                 if youngest is request:
                     return False
         return True
+
+    def _take_room(self, request: Request, num_drafts: int) -> int:
+        """Return how many drafts may follow a decode's token, and take blocks for them that no other request misses."""
+        num_drafts = min(num_drafts, request.params.max_new_tokens - request.num_new_tokens - 1)
+        num_seen = request.num_computed_tokens + 1
+        num_new = self._num_blocks(num_seen + num_drafts) - len(request.block_ids)
+        spare = self.allocator.num_free - len(self.running)  # the others may want one each
+        if num_new > 0:
+            request.block_ids.extend(self.allocator.allocate(max(0, min(num_new, spare))))
+        return max(0, min(num_drafts, len(request.block_ids) * self.allocator.block_tokens - num_seen))
 
     def _free(self, request: Request) -> None:
         self.allocator.free(request.block_ids)

@@ -7,11 +7,13 @@ from dcpmla.runtime.request import Request
 
 @dataclass
 class Stats:
-    """Totals of a run. A step with a prompt's tokens in it counts as prefill, with all its tokens; any other as decode.
+    """Totals of a run. A step with a prompt's tokens in it counts as prefill, any other as decode; with all its tokens
+    but rejected drafts.
 
     Attributes:
         num_preemptions: of the finished requests.
         num_cached_tokens: of the finished requests' prompts, that earlier requests had computed.
+        num_draft_tokens, num_accepted_tokens: drafts computed, and those that became tokens.
         max_num_running: most requests that held blocks at the same time.
     """
 
@@ -24,6 +26,8 @@ class Stats:
     num_new_tokens: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     max_num_running: int = 0
 
     def count_step(self, is_prefill: bool, num_tokens: int, seconds: float) -> None:
@@ -35,6 +39,11 @@ class Stats:
         else:
             self.num_decode_tokens += num_tokens
             self.decode_seconds += seconds
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Add a request's drafts in a step."""
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
 
     def count_finished(self, request: Request) -> None:
         """Add what a request that has finished went through."""

@@ -61,6 +61,18 @@ def test_without_graphs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "     3  " in capsys.readouterr().out
 
 
+def test_drafts_of_a_forced_acceptance(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    drafts = {"speculative_method": "ngram", "num_speculative_tokens": 2, "acceptance": "0,1"}
+    assert bench(model, json=out, plot=tmp_path / "out.png", output_len=14, batch="2", **drafts) == 0
+    plain, *drafted = json.loads(out.read_text())["rows"]
+    assert "acceptance" not in plain
+    assert [(row["acceptance"], row["tokens_a_step"]) for row in drafted] == [(0, 2), (1, 6)]
+    for row in drafted:
+        assert row["tokens_per_second"] * row["step_us"] == pytest.approx(row["tokens_a_step"] * 1e6, rel=0.05)
+    assert "100% of drafts accepted: " in capsys.readouterr().out
+
+
 def test_both_modes_in_one_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from dcpmla.cache.latent import CachePlan, LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph
+from dcpmla.runtime.padding import Batch
 from tests.support.hash_model import BLOCK, MESH, HashModel
 
 NUM_BLOCKS = 7
@@ -25,7 +26,7 @@ def make_cache() -> LatentCache:
 
 def make_maker(max_model_len: int, mesh: Any = MESH) -> GraphMaker:
     model: Any = HashModel()
-    return GraphMaker(model, DCPConfig(block_size=BLOCK), mesh, 3, max_model_len)
+    return GraphMaker(model, model.decode, torch.tensor(0), DCPConfig(block_size=BLOCK), mesh, 3, max_model_len)
 
 
 @pytest.mark.parametrize(("max_model_len", "num_columns"), [(3 * BLOCK - 1, 3), (1000 * BLOCK, NUM_BLOCKS)])
@@ -35,7 +36,7 @@ def test_a_block_table_no_wider_than_the_longest_request(
     monkeypatch.setattr(DecodeGraph, "capture", lambda _: None)
     graph = make_maker(max_model_len).capture(make_cache())
     assert graph is not None
-    _, metadata = graph._padded.rows(3)
+    _, metadata = graph._padded.rows(Batch(3))
     assert metadata.decode is not None
     assert metadata.decode.block_table.shape == (3, num_columns)
 
@@ -68,7 +69,7 @@ def test_a_capture_that_fails_leaves_no_graphs(monkeypatch: pytest.MonkeyPatch) 
     for without_memory, sizes in ((2, [3, 2]), (0, [3, 2, 1])):
         tried: list[int] = []
         graph._capture = lambda _, size, *rest, full=without_memory, tried=tried: (
-            tried.append(size) or "no memory" * (size == full)
+            tried.append(size.num_reqs) or "no memory" * (size.num_reqs == full)
         )
         with pytest.raises(CannotCapture, match="^no memory, on rank 0$") if without_memory else nullcontext():
             graph.capture()

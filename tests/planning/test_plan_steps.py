@@ -33,6 +33,23 @@ def test_a_step_reads_the_experts_that_it_hits(v3: ModelSize) -> None:
     assert one < 0.5 * reading_all < reading_all < many
 
 
+def test_drafts_by_hand(v3: ModelSize) -> None:
+    """A step of 3 drafts takes what one of four times the requests takes, but for the cache, which is read once."""
+    plain = Setting(tp=8, dcp=2, kv_cache_dtype="bf16")
+    drafted = replace(plain, num_speculative_tokens=3, acceptance_rate=0.5)
+    assert drafted.tokens_a_step == 1 + 0.5 + 0.25 + 0.125
+    long, wide = (predict_step(H200X8, v3, setting, 4, 131072) for setting in (plain, drafted))
+    four_times = predict_step(H200X8, v3, plain, 16, 131072)
+    for part in ("projections", "gather", "combine", "rest"):
+        assert wide[part] == four_times[part] >= long[part]
+    assert long["attention"] <= wide["attention"] < four_times["attention"]
+    plans = [make_plan(H200X8, v3, setting, 4, 131072) for setting in (plain, drafted)]
+    assert plans[1].tokens_per_second == pytest.approx(4 * 1.875 / wide["total"] * 1e6, rel=1e-3)
+    assert plans[1].setting == replace(drafted, num_gpus=8)
+    with pytest.raises(ValueError, match=r"acceptance_rate \(--acceptance-rate\) is 2"):
+        replace(plain, acceptance_rate=2)
+
+
 def test_the_floor_of_a_step_by_hand(v3: ModelSize) -> None:
     """DeepSeek-V3 on 8 ranks: a batch of one reads 8 of 256 experts, a huge one multiplies."""
     hidden, latents, routed = 7168, 7168 * (1536 + 576), 3 * 7168 * 2048

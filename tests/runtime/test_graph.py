@@ -20,7 +20,7 @@ from dcpmla.cache.latent import CachePlan, LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph, batch_sizes
-from dcpmla.runtime.padding import PaddedStep
+from dcpmla.runtime.padding import Batch, PaddedStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.runtime.test_engine import Load, loads
@@ -81,16 +81,49 @@ def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
         out = graph.run(token_ids, metadata, cache)
         assert torch.equal(out, sums(token_ids, metadata, cache))
         memory.add(out.data_ptr())
-        assert len(padded[-1]) == graph.batch_size(len(seq_lens))
+        assert len(padded[-1]) == graph.batch(len(seq_lens)).num_rows
         assert padded[-1][len(seq_lens) :, :4].tolist() == [[0, 0, -1, 0]] * (len(padded[-1]) - len(seq_lens))
     assert len(memory) == 1
 
 
+@given(query_lens=st.lists(st.integers(1, 3), min_size=1, max_size=MAX_NUM_SEQS))
+@settings(max_examples=30, deadline=None)
+def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> None:
+    cache, padded = make_cache(), list[Tensor]()
+    graph = DecodeGraph(
+        lambda *numbers: padded.append(sums_of_rows(*numbers)) or padded[-1],  # type: ignore[func-returns-value]
+        torch.tensor(0),
+        cache,
+        MESH,
+        MAX_NUM_SEQS,
+        MAX_MODEL_LEN,
+        3,
+    )
+    metadata = step_of([7 + index for index in range(len(query_lens))], query_lens, max_decode_query_len=3)
+    token_ids = torch.arange(sum(query_lens)) + 10
+    out = graph.run(token_ids, metadata, cache)
+    assert torch.equal(out, sums_of_rows(token_ids, metadata, cache))
+    query_len = 3 if max(query_lens) > 1 else 1
+    assert len(padded[0]) == graph.batch(len(query_lens), max(query_lens)).num_rows
+    of_requests = padded[0][: len(query_lens) * query_len].unflatten(0, (-1, query_len))
+    for rows, num_tokens in zip(of_requests, query_lens, strict=True):
+        last = rows[num_tokens - 1].clone()
+        last[2] = -1  # written once
+        assert torch.equal(rows[num_tokens:], last.expand(query_len - num_tokens, -1))
+
+
+def sums_of_rows(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+    """Make a step that shows the numbers of each token."""
+    assert metadata.decode is not None
+    numbers = inputs, metadata.positions, metadata.slot_mapping, metadata.decode.local_seq_lens
+    return torch.stack([number.double() for number in numbers], -1)
+
+
 def test_hidden_rows_are_padded_with_zeros() -> None:
-    padded = PaddedStep(torch.empty(3, dtype=torch.bfloat16), 4, 20, make_cache().sizes, 0)
-    padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), step_of([1, 2, 3]), 4)
-    padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), step_of([7]), 2)
-    inputs, metadata = padded.rows(2)
+    padded = PaddedStep(torch.empty(3, dtype=torch.bfloat16), [Batch(2), Batch(4)], 20, make_cache().sizes, 0)
+    padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), step_of([1, 2, 3]), Batch(4))
+    padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), step_of([7]), Batch(2))
+    inputs, metadata = padded.rows(Batch(2))
     assert inputs.tolist() == [[1, 1, 1], [0, 0, 0]]
     assert (metadata.num_tokens, metadata.num_decode_tokens) == (2, 2)
     assert metadata.slot_mapping.tolist() == [6, -1]
@@ -113,9 +146,9 @@ REFUSED = {
     "a prefill": (step_of([1, 3], [1, 3]), "metadata has prefills"),
     "two tokens": (
         step_of([2, 2], [2, 2], max_decode_query_len=2),
-        "metadata has 4 query tokens of 2 requests, at most 2 each",
+        "2 requests of at most 2 tokens each; the decode graph is for one token each",
     ),
-    "too many": (step_of([1] * 7), r"num_reqs is 7; the decode graph is for 1 to 6 requests \(max_num_seqs\)"),
+    "too many": (step_of([1] * 7), r"step has 7 requests .* for one token each of 1 to 6 requests \(max_num_seqs\)"),
     "too long": (
         StepMetadata.build([1], [MAX_MODEL_LEN + 1], [[*range(6)]], DCP, 0),
         "block table of 6 columns; .* at most 5, raise max_model_len",
@@ -166,16 +199,16 @@ def test_refuses_other_memory() -> None:
 
 def test_refuses_steps_that_return_other_rows() -> None:
     cache = make_cache()
-    with pytest.raises(ValueError, match=r"step returned shape \(1, 5\); expected \(2, 5\), a row a request"):
+    with pytest.raises(ValueError, match=r"step returned shape \(1, 5\); expected \(2, 5\), a row a token"):
         make_graph(lambda *numbers: sums(*numbers)[:1], cache).run(
             torch.zeros(2, dtype=torch.int64), step_of([1, 1]), cache
         )
 
 
 def test_static_memory_takes_no_history_of_gradients() -> None:
-    padded = PaddedStep(torch.zeros(3), MAX_NUM_SEQS, 20, make_cache().sizes, 0)
-    padded.fill(torch.ones(2, 3, requires_grad=True) * 2, step_of([1, 1]), 2)
-    inputs, _ = padded.rows(2)
+    padded = PaddedStep(torch.zeros(3), [Batch(2)], 20, make_cache().sizes, 0)
+    padded.fill(torch.ones(2, 3, requires_grad=True) * 2, step_of([1, 1]), Batch(2))
+    inputs, _ = padded.rows(Batch(2))
     assert inputs.tolist() == [[2, 2, 2]] * 2
     assert not inputs.requires_grad
 
@@ -191,7 +224,7 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory it ends in order; any other error leaves torch's allocator in a state to stop in."""
     for context in ("stream", "graph"):
         monkeypatch.setattr(torch.cuda, context, lambda *_, **__: nullcontext())
-    numbers: Any = (None, 2, None, None)
+    numbers: Any = (None, Batch(2), None, None)
     too_much = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total capacity of\nMuch more"
     )

@@ -69,11 +69,11 @@ class Recording(TorchDispatchMode):
 def capture(graph: DecodeGraph) -> None:
     """`DecodeGraph.capture` without a GPU: rows of padding alone, the largest batch first, each once to warm up."""
     graph._padded.clear()
-    for size in reversed(graph.batch_sizes):
-        graph._compute(size)
+    for batch in reversed(graph._batches):
+        graph._compute(batch)
         with Recording() as recording:
-            graph._compute(size)
-        graph._graphs[size] = recording  # type: ignore[assignment]
+            graph._compute(batch)
+        graph._graphs[batch] = recording  # type: ignore[assignment]
 
 
 def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int], Tensor]]:

@@ -23,18 +23,18 @@ def serve(scheduler: Scheduler, requests: list[Request], memory: dict[int, list[
             break
         for source, target in step.copies:
             memory[target] = list(memory[source])
-        assert len({request.state for request, _ in step.pieces}) == len(step.pieces)
-        for request, num in step.pieces:
+        assert len({request.state for request, *_ in step.pieces}) == len(step.pieces)
+        for request, num, _ in step.pieces:
             assert request.state is not None
             start, end = request.num_computed_tokens, request.num_computed_tokens + num
             if start:
                 assert memory[request.state] == request.tokens(0, start)
             memory[request.state] = request.tokens(0, end)
             request.num_computed_tokens = end
-        for request, _ in step.pieces:
+        for request, *_ in step.pieces:
             if (copy := scheduler.remember(request)) is not None:
                 memory[copy[1]] = list(memory[copy[0]])
-        for request, _ in step.pieces:
+        for request, *_ in step.pieces:
             if not request.num_pending_tokens:
                 request.append(1 + len(request.token_ids) % 2, frozenset())
             if request.finish_reason:

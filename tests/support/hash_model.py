@@ -5,6 +5,7 @@ and continues it by a hash. A block handed to two requests, lost, or reused wron
 """
 
 import hashlib
+import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,10 @@ import dcpmla.runtime.engine as engine_module
 from dcpmla.attention.step import ContextChunk, StepMetadata
 from dcpmla.cache.latent import CachePlan, LatentCache
 from dcpmla.config import DCPConfig
+from dcpmla.runtime.drafts import Computed, Drafter, Drafts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.request import Request
 
 VOCAB_SIZE, EOS, BLOCK = 30, 29, 4
 MESH: Any = SimpleNamespace(tp_size=1, tp_rank=0, dcp_size=1, dcp_rank=0, tp_group=None)
@@ -57,14 +60,19 @@ class HashModel:
         return self.step(token_ids, metadata, cache, None)
 
     def _sequences(self, token_ids: Tensor, metadata: StepMetadata, rows: Tensor) -> dict[int, tuple[list[int], int]]:
-        """Row of each request's last token -> its sequence, and how many tokens of it are new."""
+        """Row of each decode's token and of each other request's last one -> the sequence up to there, and how many
+        tokens of it are new (in a decode of several, one each).
+        """
         ends: dict[int, tuple[list[int], int]] = {}
-        if metadata.decode is not None:
-            for index, (blocks, length) in enumerate(
-                zip(metadata.decode.block_table, metadata.decode.local_seq_lens, strict=True)
-            ):
-                slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:length]
-                ends[index] = read(rows[slots]), 1
+        decode = metadata.decode
+        if decode is not None:
+            starts: Sequence[int] = range(0, metadata.num_decode_tokens + 1, decode.max_query_len)
+            if decode.query_start_loc is not None:
+                starts = decode.query_start_loc.tolist()
+            for blocks, start, end in zip(decode.block_table, starts, starts[1:], strict=False):
+                slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+                for index in range(start, end):
+                    ends[index] = read(rows[slots[: decode.local_seq_lens[index]]]), 1
         if metadata.prefill is not None:
             starts = metadata.prefill.queries.start
             for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
@@ -106,6 +114,38 @@ def alone_ignoring_eos(prompt: list[int], num_new: int) -> list[int]:
     return tokens
 
 
+class HashDrafter(Drafter):
+    """Drafts of the hash model, each right or wrong by a random number, and as many as another one says.
+
+    Args:
+        share: of drafts that are right.
+        always: every request wants all drafts that there is room for.
+    """
+
+    def __init__(self, num_speculative_tokens: int, share: float, seed: int = 0, always: bool = False) -> None:
+        super().__init__(num_speculative_tokens)
+        self.share, self.always, self.rng = share, always, random.Random(seed)
+
+    def num_wanted(self, request: Request, num_running: int) -> int:
+        return self.num_speculative_tokens
+
+    def waits(self, requests: Sequence[Request]) -> bool:
+        return self.always or self.rng.random() < 0.8
+
+    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
+        for request, _, position, num_tokens in computed:
+            assert position + num_tokens == request.num_computed_tokens
+        return Drafts.of([self._guess(request, num) for request, num in wanted], HashModel.device)
+
+    def _guess(self, request: Request, num_wanted: int) -> list[int]:
+        sequence = request.tokens(0, request.num_known_tokens)
+        start = len(sequence)
+        for _ in range(num_wanted if self.always else self.rng.randint(0, num_wanted)):
+            right = next_token(sequence)
+            sequence.append(right if self.rng.random() < self.share else (right + 1) % VOCAB_SIZE)
+        return sequence[start:]
+
+
 class Letters:
     """A tokenizer: a token is a character, except for the special one at the end."""
 
@@ -126,6 +166,7 @@ def make_engine(
     mesh: Any = MESH,
     tokenizer: Letters | None = None,
     with_graph: bool = False,
+    drafter: Drafter | None = None,
 ) -> Engine:
     plan = CachePlan(
         num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
@@ -134,8 +175,12 @@ def make_engine(
     cache.layers[0].fill_(torch.nan)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs))
     model = model or HashModel()
-    graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, max_num_seqs, max_model_len) if with_graph else None
-    return Engine(model, cache, dcp, mesh, max_model_len, max_num_batched_tokens, max_num_seqs, tokenizer, graph=graph)
+    graph = None
+    if with_graph:
+        query_len = 1 if drafter is None else 1 + drafter.num_speculative_tokens
+        graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, max_num_seqs, max_model_len, query_len)
+    limits = max_model_len, max_num_batched_tokens, max_num_seqs
+    return Engine(model, cache, dcp, mesh, *limits, tokenizer, graph=graph, drafter=drafter)
 
 
 class Clock:

@@ -1,0 +1,45 @@
+"""Drafts of which a chosen share is accepted, whatever the model says: the cost of speculation at any acceptance."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dcpmla.runtime.drafts import Computed, Drafter, Drafts
+from dcpmla.runtime.request import Request
+from dcpmla.upload import upload
+
+
+class ForcedDrafter(Drafter):
+    """Drafts of another drafter, each accepted by a random number if those before it are.
+
+    Args:
+        drafter: whose work is done; where it has fewer drafts than are wanted, random tokens stand in.
+        share: probability that a draft is accepted, in [0, 1].
+    """
+
+    def __init__(self, drafter: Drafter, share: float, vocab_size: int, device: torch.device) -> None:
+        super().__init__(drafter.num_speculative_tokens)
+        self._drafter, self._share, self._vocab_size, self._device = drafter, share, vocab_size, device
+        self._rng = random.Random(0)  # the same on all ranks
+
+    def num_wanted(self, request: Request, num_running: int) -> int:
+        """Return the most: what they cost is measured, whatever they bring."""
+        return self.num_speculative_tokens
+
+    def waits(self, requests: Sequence[Request]) -> bool:
+        """Wait: there are always drafts."""
+        return True
+
+    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
+        """Return the other's drafts, or random tokens."""
+        drafts, nums = self._drafter.draft(wanted, computed), [num for _, num in wanted]
+        if drafts.nums == nums:
+            return drafts
+        random_tokens = np.array([self._rng.randrange(self._vocab_size) for _ in range(sum(nums))], dtype=np.int64)
+        return Drafts(nums, upload([random_tokens], self._device)[0])
+
+    def num_accepted(self, drafts: Sequence[int], sampled: Sequence[int]) -> int:
+        """Draw how many drafts count as accepted."""
+        return next((num for num in range(len(drafts)) if self._rng.random() >= self._share), len(drafts))

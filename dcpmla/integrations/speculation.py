@@ -1,0 +1,63 @@
+"""Speculative decoding of a loaded model: which methods it has, and their drafters."""
+
+from typing import Any
+
+import torch
+
+from dcpmla.cache.compressed import AnyCache
+from dcpmla.cache.latent import LatentCache
+from dcpmla.config import DCPConfig
+from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
+from dcpmla.integrations.mtp import check_mtp
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.runtime.drafts import Drafter
+from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.mtp import MtpDrafter
+from dcpmla.runtime.ngram import NgramDrafter
+
+SPECULATIVE_METHODS = ("none", "ngram", "mtp")
+MAX_SPECULATIVE_TOKENS = 15  # so that a batch of some requests fits into `MAX_DRAFT_ROWS`
+
+
+def check_speculation(config: Any, dcp: DCPConfig, method: str) -> None:
+    """Raise ValueError, before any weight is read, for a method that a model does not have."""
+    if method != "none" and config.model_type in COMPRESSED_MODEL_TYPES:
+        raise ValueError(
+            f"speculative_method (--speculative-method) is {method!r}, but the states of {config.model_type} cannot "
+            f"take back a rejected draft; leave it out"
+        )
+    if method == "mtp":
+        check_mtp(config)
+        if dcp.calculate_kv_scales:
+            raise ValueError(
+                "speculative_method (--speculative-method) is 'mtp', whose layer takes no scales from the first "
+                "prompts; leave --calculate-kv-scales out, or take ngram"
+            )
+
+
+def make_drafter(
+    method: str,
+    num_speculative_tokens: int,
+    model: ShardedModel,
+    cache: AnyCache,
+    dcp: DCPConfig,
+    mesh: DCPMesh,
+    graph: DecodeGraph | None,
+) -> Drafter | None:
+    """Return the drafter of a method; None for "none".
+
+    Args:
+        graph: of the MTP module; None runs it eagerly.
+    """
+    if method == "none":
+        return None
+    if method == "ngram":
+        return NgramDrafter(num_speculative_tokens, model.device)
+    assert isinstance(cache, LatentCache)
+    return MtpDrafter(num_speculative_tokens, model, cache, dcp, mesh, graph)
+
+
+def mtp_row(model: ShardedModel) -> torch.Tensor:
+    """Return zeros like a row that the MTP module takes (`MtpLayer.join`)."""
+    return torch.zeros(2 * model.attention_config.hidden_size, dtype=model.dtype, device=model.device)

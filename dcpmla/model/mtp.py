@@ -1,0 +1,59 @@
+"""The module of multi-token prediction (MTP): a decoder layer that guesses the token after the next."""
+
+import torch
+from torch import Tensor, nn
+
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.latent import LayerCache
+from dcpmla.comm.reduce import rms_norm
+from dcpmla.model.block import DecoderBlock
+from dcpmla.parallel.fp8 import plain
+from dcpmla.parallel.linear import Linear
+
+
+class MtpLayer(nn.Module):
+    """A decoder layer over the model's hidden states and the embeddings of the tokens that follow them.
+
+    At position p it takes the hidden state of position p and the embedding of token p + 1; what it gives is, through
+    the model's own head, a guess at token p + 2. Its cache is one more layer of the model's.
+
+    Args:
+        embedding: [vocab, hidden], the model's.
+        embedding_norm, hidden_norm: weights [hidden] (enorm, hnorm).
+        projection: [hidden, 2 hidden] (eh_proj), whole on each rank.
+        input_norm: weight [hidden] of the block's first norm.
+        block: its output_norm is the module's last.
+    Source: DeepSeek-V3's report, section 2.2.
+    """
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        embedding_norm: Tensor,
+        hidden_norm: Tensor,
+        projection: Linear,
+        input_norm: Tensor,
+        block: DecoderBlock,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.norms = nn.ParameterList(
+            [nn.Parameter(norm, requires_grad=False) for norm in (embedding_norm, hidden_norm, input_norm)]
+        )
+        self.projection, self.block, self.eps = projection, block, eps
+
+    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return the rows [T, 2 hidden] that `forward` takes: embeddings of tokens [T], then hidden states [T, hidden]
+        of the positions before them.
+        """
+        return torch.cat([nn.functional.embedding(token_ids, self.embedding), hidden_states], -1)
+
+    def forward(self, rows: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
+        """Return the normalized hidden states [T, hidden] of rows [T, 2 hidden]. Collective over the TP group."""
+        embedding_norm, hidden_norm, input_norm = self.norms
+        embedded, hidden_states = (part.contiguous() for part in rows.chunk(2, -1))
+        normalized = rms_norm(embedded, embedding_norm, self.eps), rms_norm(hidden_states, hidden_norm, self.eps)
+        residual = self.projection(torch.cat(normalized, -1))
+        x, _ = self.block(rms_norm(residual, input_norm, self.eps), residual, cache, step)
+        return plain(x)

@@ -1,0 +1,101 @@
+"""Drafts: guesses at the tokens that follow a request's, which a step verifies all at once."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
+from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.request import Request
+from dcpmla.upload import upload
+
+
+class Drafts(NamedTuple):
+    """Drafts of a step's decodes.
+
+    Attributes:
+        nums: how many each request has.
+        token_ids: [sum of nums] int64 on the device, request after request.
+    """
+
+    nums: list[int]
+    token_ids: Tensor
+
+    @classmethod
+    def of(cls, token_ids: Sequence[Sequence[int]], device: torch.device) -> Self:
+        """Upload drafts that the host knows."""
+        flat = np.array([token for tokens in token_ids for token in tokens], dtype=np.int64)
+        return cls([len(tokens) for tokens in token_ids], upload([flat], device)[0])
+
+
+class Computed(NamedTuple):
+    """A request's tokens in the step before, whose tokens are known.
+
+    Attributes:
+        row: of its first token in the model's hidden states.
+        position: of its first token.
+        num_tokens: those that it keeps: all but rejected drafts.
+    """
+
+    request: Request
+    row: int
+    position: int
+    num_tokens: int
+
+
+class Drafter(ABC):
+    """A source of drafts. Every rank has its own, and all come to the same drafts.
+
+    Args:
+        num_speculative_tokens: most drafts of a request in a step.
+        graph: of its own steps, where it has any.
+    """
+
+    def __init__(self, num_speculative_tokens: int, graph: DecodeGraph | None = None) -> None:
+        self.num_speculative_tokens, self.graph = num_speculative_tokens, graph
+
+    @abstractmethod
+    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
+        """Guess what follows all known tokens of some requests.
+
+        Args:
+            wanted: requests that the next step decodes, and how many drafts of each it has room for.
+            computed: the tokens of the step before; empty where it was not waited for.
+        Returns:
+            At most as many drafts of each request as are wanted.
+        """
+
+    def num_accepted(self, drafts: Sequence[int], sampled: Sequence[int]) -> int:
+        """Return how many drafts are accepted: those up to the first that is not the token sampled at its position.
+
+        So each is accepted with the probability that sampling gives it, and the tokens are those of sampling one at a
+        time: rejection sampling of drafts that are certain, with the random numbers that plain decoding draws.
+
+        Args:
+            drafts: [k] of a request.
+            sampled: [k + 1] tokens: before each draft, and after the last.
+        """
+        pairs = zip(drafts, sampled, strict=False)
+        return next((num for num, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+
+    def num_wanted(self, request: Request, num_running: int) -> int:
+        """Return how many drafts to try of a request, one of so many that run."""
+        most = self.num_speculative_tokens
+        return request.acceptance.num_wanted(most if num_running * (1 + most) <= MAX_DRAFT_ROWS else 0)
+
+    def waits(self, requests: Sequence[Request]) -> bool:
+        """Tell whether the next step waits for the tokens of the one under way, for drafts to follow them.
+
+        Args:
+            requests: all that run.
+        """
+        return any(self.num_wanted(request, len(requests)) for request in requests)
+
+    def close(self) -> None:
+        """Free the graph."""
+        if self.graph is not None:
+            self.graph.release()

@@ -1,0 +1,79 @@
+"""Drafts by prompt lookup: what followed the last tokens where they occurred before."""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from dcpmla.runtime.drafts import Computed, Drafter, Drafts
+from dcpmla.runtime.request import Request
+
+_SHORTEST, _LONGEST = 3, 8  # tokens that must be the same, and that are looked at
+
+
+class NgramDrafter(Drafter):
+    """Drafts from a request's own tokens, of its prompt and new ones; no weights. For texts that repeat what the prompt
+    says: code, quotations, answers from documents.
+
+    Source: Saxena, Prompt Lookup Decoding.
+    """
+
+    def __init__(self, num_speculative_tokens: int, device: torch.device) -> None:
+        super().__init__(num_speculative_tokens)
+        self._device = device
+        self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
+
+    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
+        """Guess that the longest match of the last tokens, the latest of the longest, goes on as it did."""
+        found = [self._history(request).following(num) if num else [] for request, num in wanted]
+        return Drafts.of(found, self._device)
+
+    def waits(self, requests: Sequence[Request]) -> bool:
+        """Tell whether the tokens known so far have a match: so probably will those with the one under way."""
+        decoding = [request for request in requests if request.num_in_flight]
+        return any(
+            self.num_wanted(request, len(requests)) and self._history(request).following(1) for request in decoding
+        )
+
+    def _history(self, request: Request) -> "_History":
+        history = self._histories.setdefault(request, _History())
+        history.extend(request.tokens(len(history), request.num_known_tokens))
+        return history
+
+
+class _History:
+    """All known tokens of a request, to search in."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, dtype=np.int32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens."""
+        end = self._length + len(token_ids)
+        if end > len(self._memory):
+            memory = np.empty(2 * end, dtype=np.int32)
+            memory[: self._length] = self._memory[: self._length]
+            self._memory = memory
+        self._memory[self._length : end] = token_ids
+        self._length = end
+
+    def following(self, num_tokens: int) -> list[int]:
+        """Return so many tokens that may follow the last one, or none. A match that reaches the end goes round."""
+        tokens = self._memory[: self._length]
+        ends = np.flatnonzero(tokens[_SHORTEST - 1 : -1] == tokens[-1:]) + _SHORTEST - 1
+        for back in range(1, _LONGEST):
+            longer = ends[ends >= back]
+            longer = longer[tokens[longer - back] == tokens[-1 - back]] if len(longer) else longer
+            if not len(longer):
+                if back < _SHORTEST:
+                    return []
+                break
+            ends = longer
+        period = self._length - 1 - int(ends[-1])
+        found: list[int] = tokens[int(ends[-1]) + 1 + np.arange(num_tokens) % period].tolist()
+        return found

@@ -1,0 +1,91 @@
+"""Drafts on real models: tokens and logits of transformers' unsharded model, whatever is drafted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcpmla.cache.compressed import new_cache
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.drafts import Drafter
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.ranks import run_ranks
+from tests.support.recorded import RecordedDrafter
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]  # of the sparse families' 24 tokens, fewer and more
+Outcome = list[tuple[list[int], torch.Tensor]]
+
+
+def serve(
+    model: Any, dcp: DCPConfig, mesh: Any, num_new: int, drafter: Drafter | None, with_graph: bool = False
+) -> tuple[Outcome, int]:
+    """Return each prompt's tokens and their logits, and the number of steps."""
+    plan = model.plan_cache(dcp, [len(prompt) + num_new for prompt in PROMPTS], len(PROMPTS))
+    cache = new_cache(plan, CPU)
+    for memory in cache.tensors:
+        memory.fill_(torch.nan)
+    graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, 4, 100, 5) if with_graph else None
+    engine = Engine(model, cache, dcp, mesh, 100, 64, 4, graph=graph, drafter=drafter)
+    params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
+    requests = [engine.add(prompt, params, request_id=index, keep_logits=True) for index, prompt in enumerate(PROMPTS)]
+    list(engine.run())
+    assert engine.allocator.num_free == plan.num_blocks
+    engine.close()
+    return [(request.token_ids, torch.stack(request.logits)) for request in requests], engine.stats.num_steps
+
+
+def serve_families(directories: list[Path], tp: int, dcp_size: int, interleave: int) -> list[Outcome]:
+    """On one rank: each model's outcomes with drafts of which most are right, as they are and padded as graphs are."""
+    dcp = DCPConfig(
+        tensor_parallel_size=tp,
+        decode_context_parallel_size=dcp_size,
+        cp_kv_cache_interleave_size=interleave,
+        block_size=4,
+        context_workspace_tokens=4 * 4 * dcp_size * interleave,
+    )
+    mesh = init_mesh(tp, dcp_size)
+    exchange = select_exchange(dcp, mesh.dcp_group, CPU)
+    outcomes = []
+    for directory in directories:
+        model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, CPU)
+        plain, num_plain_steps = serve(model, dcp, mesh, 13, None)
+        recorded = {index: tokens for index, (tokens, _) in enumerate(plain)}
+        drafter = RecordedDrafter(4, recorded, 0.8, VOCAB_SIZE, CPU)
+        for with_graph in (False, True):
+            drafted, num_steps = serve(model, dcp, mesh, 13, drafter, with_graph)
+            assert num_steps < 0.8 * num_plain_steps
+            outcomes.append(drafted)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp_size", "interleave", "families"),
+    [
+        (2, 2, 1, ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4")),
+        (2, 2, 2, ("deepseek_v32", "glm_moe_dsa")),
+        (4, 4, 1, ("deepseek_v32",)),
+    ],
+)
+def test_drafts_change_no_token(
+    tp: int, dcp_size: int, interleave: int, families: tuple[str, ...], tmp_path: Path
+) -> None:
+    references = [save_tiny(family, tmp_path / family) for family in families]
+    directories = [tmp_path / family for family in families]
+    ranks = run_ranks(tp, serve_families, directories, tp, dcp_size, interleave)
+    for index, outcome in enumerate(ranks[0]):
+        reference = references[index // 2]
+        for other in ranks[1:]:
+            assert [tokens for tokens, _ in other[index]] == [tokens for tokens, _ in outcome]
+        for prompt, (tokens, logits) in zip(PROMPTS, outcome, strict=True):
+            with torch.no_grad():
+                expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+            assert tokens == expected.argmax(-1).tolist()

@@ -1,0 +1,185 @@
+"""Drafts of MTP modules against a module in plain torch, around transformers' own attention and experts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from dcpmla.cache.compressed import new_cache
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.mtp import MtpNames, check_mtp, with_mtp_layer
+from dcpmla.integrations.speculation import check_speculation
+from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.mtp import MtpDrafter
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.models import random_model, tiny_config
+from tests.support.ranks import run_ranks
+
+CPU, NUM_DRAFTS = torch.device("cpu"), 3
+FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "longcat_flash")
+PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]
+Record = list[tuple[list[int], list[int]]]  # known tokens of a request, and the drafts that followed
+
+
+class PlainMtp:
+    """The report's module: norms of the embedding and of the hidden state, a projection of both, a decoder layer."""
+
+    def __init__(self, family: str) -> None:
+        torch.manual_seed(1)
+        self.config = tiny_config(family)
+        self.config.num_nextn_predict_layers = 1
+        self.with_layer = random_model(with_mtp_layer(self.config))
+        self.base = random_model(self.config, seed=0)
+        state = self.with_layer.state_dict()
+        self.base.load_state_dict({name: state[name] for name in self.base.state_dict()})
+        layer, self.names = self.with_layer.model.layers[-1], MtpNames.of(self.config)
+        if family == "longcat_flash":  # any of its layers has the parts of the module's, twice
+            parts = layer.self_attn[0], layer.mlps[0], layer.input_layernorm[0], layer.post_attention_layernorm[0]
+        else:
+            parts = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+        self.attention, self.mlp, self.first_norm, self.second_norm = parts
+        shapes = self.names.shapes(self.config, {})
+        self.own = {
+            name: torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) * 0.2
+            for name, shape in shapes.items()
+            if "_layernorm" not in name
+        }
+
+    def save(self, directory: Path) -> Path:
+        """Write it as checkpoints are published."""
+        state = self.with_layer.state_dict() | self.own
+        if self.config.model_type == "longcat_flash":
+            modules = {f"{self.names.block}.self_attn": self.attention, self.names.mlp: self.mlp}
+            modules |= {f"{self.names.block}.input_layernorm": self.first_norm}
+            modules |= {f"{self.names.block}.post_attention_layernorm": self.second_norm}
+            state = self.base.state_dict() | self.own
+            state |= {
+                f"{name}.{key}": value for name, part in modules.items() for key, value in part.state_dict().items()
+            }
+        directory.mkdir()
+        self.config.save_pretrained(directory)
+        save_file({name: tensor.clone() for name, tensor in state.items()}, directory / "model.safetensors")
+        return directory
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], num_drafts: int) -> list[int]:
+        """Draft after tokens, with all of the module's states computed anew each time."""
+        hidden = self.base.model(torch.tensor([tokens])).last_hidden_state[:, :-1]
+        tokens = list(tokens)
+        for _ in range(num_drafts):
+            out = self._run(torch.tensor([tokens[1:]]), hidden)
+            tokens.append(int(self.base.lm_head(out[0, -1]).argmax()))
+            hidden = torch.cat([hidden, out[:, -1:]], 1)
+        return tokens[-num_drafts:]
+
+    def _run(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        embedded = self._norm(self.base.model.embed_tokens(tokens), self.names.embedding_norm)
+        joined = torch.cat([embedded, self._norm(hidden, self.names.hidden_norm)], -1)
+        residual = joined @ self.own[self.names.projection].T
+        positions = torch.arange(tokens.shape[1])[None]
+        mask = torch.full((tokens.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        how = {"position_embeddings": self.base.model.rotary_emb(residual, positions), "position_ids": positions}
+        attended = self.attention(self.first_norm(residual), attention_mask=mask, **how)[0]
+        residual = residual + attended
+        return self._norm(residual + self.mlp(self.second_norm(residual)), self.names.output_norm)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.own[name], self.config.rms_norm_eps)
+
+
+class Recording(MtpDrafter):
+    """It notes what it drafts."""
+
+    def draft(self, wanted: Any, computed: Any) -> Any:
+        drafts = super().draft(wanted, computed)
+        flat = drafts.token_ids.tolist()
+        for (request, _), num in zip(wanted, drafts.nums, strict=True):
+            if num:
+                self.record.append((request.tokens(0, request.num_known_tokens), flat[:num]))
+                flat = flat[num:]
+        return drafts
+
+    def num_wanted(self, request: Any, num_running: int) -> int:
+        return NUM_DRAFTS - request.request_id  # other numbers in one step
+
+
+def serve_families(directories: list[Path], tp: int, dcp_size: int) -> list[tuple[list[list[int]], Record]]:
+    """On one rank: each model's tokens and drafts, eagerly and padded as graphs are."""
+    dcp = DCPConfig(
+        tensor_parallel_size=tp,
+        decode_context_parallel_size=dcp_size,
+        block_size=4,
+        context_workspace_tokens=4 * 4 * dcp_size,
+    )
+    mesh = init_mesh(tp, dcp_size)
+    exchange = select_exchange(dcp, mesh.dcp_group, CPU)
+    outcomes = []
+    for directory in directories:
+        config = load_config(directory)
+        check_mtp(config)
+        model = load_model(directory, config, dcp, mesh, exchange, torch.float32, CPU, with_mtp=True)
+        model.keep_hidden_states(64)
+        for with_graph in (False, True):
+            plan = model.plan_cache(dcp, [60] * 4, 4)
+            cache: Any = new_cache(plan, CPU)
+            for memory in cache.tensors:
+                memory.fill_(torch.nan)
+            graph = mtp_graph = None
+            if with_graph:
+                graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, 4, 100, 1 + NUM_DRAFTS)
+                row = torch.zeros(2 * config.hidden_size)
+                mtp_graph = DecodeGraph(model.predict, row, cache, mesh, 4, 100, 1 + NUM_DRAFTS)
+            drafter = Recording(NUM_DRAFTS, model, cache, dcp, mesh, mtp_graph)
+            drafter.record = []
+            engine = Engine(model, cache, dcp, mesh, 100, 16, 4, graph=graph, drafter=drafter)
+            params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+            requests = [engine.add(prompt, params, request_id=index) for index, prompt in enumerate(PROMPTS)]
+            list(engine.run())
+            assert engine.allocator.num_free == plan.num_blocks
+            outcomes.append(([request.token_ids for request in requests], drafter.record))
+    return outcomes
+
+
+@pytest.mark.parametrize(("tp", "dcp_size", "families"), [(2, 2, FAMILIES), (4, 2, ("deepseek_v3",))])
+def test_drafts_are_those_of_the_module(tp: int, dcp_size: int, families: tuple[str, ...], tmp_path: Path) -> None:
+    modules = [PlainMtp(family) for family in families]
+    directories = [module.save(tmp_path / family) for module, family in zip(modules, families, strict=True)]
+    ranks = run_ranks(tp, serve_families, directories, tp, dcp_size)
+    assert all(outcome == ranks[0] for outcome in ranks[1:])
+    for index, (tokens, record) in enumerate(ranks[0]):
+        module = modules[index // 2]
+        for prompt, new in zip(PROMPTS, tokens, strict=True):
+            with torch.no_grad():
+                logits = module.base(torch.tensor([prompt + new[:-1]])).logits[0, len(prompt) - 1 :]
+            assert new == logits.argmax(-1).tolist()
+        assert len(record) > 10
+        for known, drafts in record[:: max(1, len(record) // 6)]:
+            assert drafts == module.drafts(known, len(drafts)), (families[index // 2], index % 2, len(known))
+
+
+def test_models_without_a_module_are_refused() -> None:
+    with pytest.raises(ValueError, match="config has no num_nextn_predict_layers: leave --speculative-method mtp out"):
+        check_mtp(tiny_config("mistral4"))
+    for method in ("ngram", "mtp"):
+        with pytest.raises(ValueError, match=f"is '{method}', but the states of deepseek_v4 cannot take back"):
+            check_speculation(tiny_config("deepseek_v4"), DCPConfig(), method)
+    scaled = DCPConfig(kv_cache_dtype="fp8", calculate_kv_scales=True)
+    with pytest.raises(ValueError, match="leave --calculate-kv-scales out, or take ngram"):
+        check_speculation(tiny_config("longcat_flash"), scaled, "mtp")
+    check_speculation(tiny_config("mistral4"), DCPConfig(), "ngram")
+
+
+def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
+    module = PlainMtp("deepseek_v3")
+    module.own = {}
+    directory = module.save(tmp_path / "model")
+    with pytest.raises(AssertionError, match=r"model\.layers\.2\.eh_proj\.weight of the MTP module is missing"):
+        run_ranks(1, serve_families, [directory], 1, 1)

@@ -1,0 +1,66 @@
+"""Drafts on GPUs: wide decode graphs, drafters with graphs of their own, the tokens of decoding without either."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.loading import load_engine, open_model
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.speculation import Speculation
+from tests.integrations.test_mtp import PlainMtp
+from tests.multigpu.test_graph_gpu import NUM_GPUS
+from tests.support.models import VOCAB_SIZE
+from tests.support.ranks import run_ranks
+from tests.support.recorded import RecordedDrafter
+
+
+def serve(directory: Path, dcp: DCPConfig, dtype: str) -> list[tuple[str, list[list[int]], int, bool]]:
+    """Each method's tokens, how many drafts it tried, and whether its graphs were captured; "recorded": drafts that
+    are mostly right.
+    """
+    device, rng = torch.device("cuda", dist.get_rank()), random.Random(0)
+    prompts = [[rng.randrange(1, 9) for _ in range(rng.randrange(1, 30))] for _ in range(5)]
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    results: list[tuple[str, list[list[int]], int, bool]] = []
+    for method, enforce_eager in (
+        ("none", False),
+        ("recorded", False),
+        ("recorded", True),
+        ("ngram", False),
+        ("mtp", False),
+    ):
+        options: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 5, "seq_lens": [80] * 5}
+        options |= {"enforce_eager": enforce_eager, "max_num_batched_tokens": 64, "num_speculative_tokens": 3}
+        options |= {"speculative_method": "ngram" if method == "recorded" else method}
+        chosen = select_exchange(dcp, mesh.dcp_group, device)
+        engine = load_engine(open_model(str(directory)), dcp, mesh, chosen, device, **options)
+        if method == "recorded":
+            drafter = RecordedDrafter(3, dict(enumerate(results[0][1])), 0.8, VOCAB_SIZE, device)
+            engine.speculation = Speculation(drafter)
+        params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+        requests = [engine.add(prompt, params, request_id=index) for index, prompt in enumerate(prompts)]
+        list(engine.run())
+        is_captured = engine.graph is not None and engine.graph.is_captured
+        tokens = [request.token_ids for request in requests]
+        results.append((method, tokens, engine.stats.num_draft_tokens, is_captured))
+        engine.close()
+    return results
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "longcat_flash"])
+def test_drafts_change_no_token(num_gpus: int, family: str, tmp_path: Path) -> None:
+    directory = PlainMtp(family).save(tmp_path / family)
+    dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=16)
+    for results in run_ranks(num_gpus, serve, directory, dcp, "float32", device="cuda", timeout=240):
+        assert [is_captured for *_, is_captured in results] == [True, True, False, True, True]
+        for method, tokens, num_drafts, _ in results[1:]:
+            assert tokens == results[0][1], method
+            assert num_drafts > 0 or method == "ngram"

@@ -1,0 +1,199 @@
+"""Drafts change the number of steps, and nothing else."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.runtime.acceptance import Acceptance
+from dcpmla.runtime.drafts import Drafter
+from dcpmla.runtime.ngram import NgramDrafter
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from tests.runtime.test_engine import Load, check_limits, check_totals, loads
+from tests.support.hash_model import (
+    BLOCK,
+    EOS,
+    VOCAB_SIZE,
+    HashDrafter,
+    HashModel,
+    Letters,
+    alone,
+    alone_ignoring_eos,
+    make_engine,
+)
+
+
+@given(
+    load=loads(),
+    num_drafts=st.integers(1, 6),
+    share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    with_graph=st.booleans(),
+    abort_at=st.integers(1, 30),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_request_gets_what_it_gets_alone(
+    load: Load, num_drafts: int, share: float, with_graph: bool, abort_at: int
+) -> None:
+    """With drafts right and wrong, at the ends of blocks and of requests, under preemption and aborts."""
+    limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
+    engine = make_engine(*limits, with_graph=with_graph, drafter=HashDrafter(num_drafts, share, abort_at))
+    requests: dict[int, Request] = {}
+    finished: list[Request] = []
+    num_steps = 0
+    while len(requests) < len(load.prompts) or engine.has_requests:
+        for index, (prompt, num_new, arrival) in enumerate(load.prompts):
+            if index not in requests and (arrival <= num_steps or not engine.has_requests):
+                requests[index] = engine.add(prompt, SamplingParams(max_new_tokens=num_new), request_id=index)
+        finished += engine.step()
+        num_steps += 1
+        if num_steps == abort_at:
+            engine.abort(next(iter(requests.values())))
+        if not with_graph:  # whose model sees rows of padding
+            check_limits(engine, load)
+    for index, (prompt, num_new, _) in enumerate(load.prompts):
+        request, expected = requests[index], alone(prompt, num_new)
+        if request.finish_reason == "abort":
+            assert request.token_ids == expected[: len(request.token_ids)]
+            continue
+        assert request.token_ids == expected, (index, request.num_preemptions)
+        assert request.finish_reason == ("stop" if request.token_ids[-1] == EOS else "length")
+    assert engine.allocator.num_free == load.num_blocks
+
+
+def test_right_drafts_save_steps() -> None:
+    engine = make_engine(num_blocks=50, drafter=HashDrafter(3, share=1.0, always=True))
+    requests = [engine.add([index, 1], SamplingParams(max_new_tokens=13, ignore_eos=True)) for index in range(3)]
+    list(engine.run())
+    for request in requests:
+        assert request.token_ids == alone_ignoring_eos(request.prompt_token_ids, 13)
+        assert (request.acceptance.num_drafted, request.acceptance.num_accepted) == (9, 9)
+    model: Any = engine.model
+    assert [sum(step) for step in model.steps] == [6, 12, 12, 12]  # the prompt gives one token, a step four
+    assert (engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens) == (27, 27)
+    assert (engine.stats.num_decode_tokens, engine.stats.num_new_tokens) == (36, 39)
+    check_totals(engine, requests)
+
+
+def test_wrong_drafts_count_as_computed_nowhere() -> None:
+    engine = make_engine(num_blocks=50, drafter=HashDrafter(3, share=0.0, always=True))
+    request = engine.add([1, 2], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    list(engine.run())
+    assert request.token_ids == alone_ignoring_eos([1, 2], 8)
+    assert (engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens) == (3 * 4 + 2 + 1, 0)  # fewer at the end
+    assert engine.stats.num_decode_tokens == 7
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_sampling_draws_what_it_draws_without_drafts(share: float) -> None:
+    """So its distribution is that of sampling, to the token; wide batches, too, whose rows are drawn in parts."""
+    params = [SamplingParams(max_new_tokens=20, temperature=1.0 + index, seed=index, top_k=9) for index in range(24)]
+
+    def tokens(drafter: Drafter | None) -> list[list[int]]:
+        engine = make_engine(num_blocks=200, max_num_seqs=24, max_num_batched_tokens=300, drafter=drafter)
+        requests = [engine.add([index], param, keep_logits=True) for index, param in enumerate(params)]
+        list(engine.run())
+        assert all(len(request.logits) == len(request.token_ids) for request in requests)
+        return [request.token_ids for request in requests]
+
+    drafter = HashDrafter(4, share)
+    assert tokens(drafter) == tokens(None)
+
+
+def test_who_looks_at_earlier_tokens_drafts_nothing() -> None:
+    """Penalties and log probabilities are those of one token a step; others in the same steps draft."""
+    params = [{"presence_penalty": 0.4}, {"logprobs": 2}, {}]
+
+    def outcome(drafter: Drafter | None) -> list[object]:
+        engine = make_engine(num_blocks=50, drafter=drafter)
+        requests = [engine.add([index, 2], SamplingParams(ignore_eos=True, **own)) for index, own in enumerate(params)]  # type: ignore[arg-type]
+        list(engine.run())
+        assert [request.acceptance.num_drafted > 0 for request in requests] == [False, False, drafter is not None]
+        return [(request.token_ids, request.logprobs) for request in requests]
+
+    assert outcome(HashDrafter(3, 0.9)) == outcome(None)
+
+
+def test_texts_stop_inside_accepted_drafts() -> None:
+    seen: list[tuple[int, str]] = []
+    expected = alone_ignoring_eos([3, 1], 9)
+    stop = Letters().decode(expected[4:6])
+    engine = make_engine(num_blocks=50, drafter=HashDrafter(6, share=1.0, always=True), tokenizer=Letters())
+    request = engine.add(
+        [3, 1],
+        SamplingParams(max_new_tokens=40, stop=stop, ignore_eos=True),
+        on_token=lambda request, text: seen.append((len(request.token_ids), text)),
+    )
+    list(engine.run())
+    assert (request.token_ids, request.text) == (expected[:6], Letters().decode(expected[:4]))
+    assert "".join(text for _, text in seen) == request.text
+    assert (request.finish_reason, engine.allocator.num_free) == ("stop", 50)
+    assert len(seen) == 2  # the prompt's token, and those of one step
+
+
+def test_nothing_is_waited_for_where_no_draft_pays() -> None:
+    """Steps are one ahead again where drafts are rejected, and only now and then one is tried."""
+
+    class Wrong(HashDrafter):
+        num_wanted = Drafter.num_wanted
+        waits = Drafter.waits
+
+    engine = make_engine(num_blocks=200, max_model_len=700, drafter=Wrong(3, share=0.0, always=True))
+    request = engine.add([1], SamplingParams(max_new_tokens=600, ignore_eos=True))
+    list(engine.run())
+    assert request.token_ids == alone_ignoring_eos([1], 600)
+    assert 20 < engine.stats.num_draft_tokens < 45
+
+
+def test_acceptance_decides_how_many_drafts_to_try() -> None:
+    right, wrong, half = Acceptance(), Acceptance(), Acceptance()
+    for step in range(40):
+        right.count(4, 4)
+        wrong.count(1, 0)
+        half.count(4, (0, 1, 2, 1)[step % 4])
+    assert (right.num_wanted(8), right.num_wanted(0), wrong.num_wanted(8)) == (8, 0, 0)
+    assert half.num_wanted(8) in (1, 2, 3)
+    for _ in range(32):
+        wrong.count(0, 0)
+    assert (wrong.num_wanted(8), wrong.num_wanted(0)) == (1, 0)
+
+
+def test_large_batches_draft_nothing() -> None:
+    drafter, request = NgramDrafter(3, torch.device("cpu")), Request([1], SamplingParams())
+    assert [drafter.num_wanted(request, num_running) for num_running in (1, 64, 65)] == [3, 3, 0]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_a_lookup_finds_the_latest_of_the_longest_matches(tokens: list[int], num_wanted: int) -> None:
+    request = Request(tokens[:-1] or tokens, SamplingParams())
+    drafter = NgramDrafter(5, torch.device("cpu"))
+    if len(tokens) > 1:
+        drafter.draft([(request, 1)], [])  # its tokens are known, then one more
+        request.token_ids.append(tokens[-1])
+    drafts = drafter.draft([(request, num_wanted)], [])
+    best = (2, 0)
+    for end in range(1, len(tokens)):
+        length = next((n for n in range(8, 0, -1) if n <= end and tokens[end - n : end] == tokens[-n:]), 0)
+        best = max(best, (length, end))
+    expected = list(np.resize(tokens[best[1] :], num_wanted)) if best[0] > 2 else []
+    assert (drafts.nums, drafts.token_ids.tolist()) == ([len(expected)], expected)
+
+
+def test_lookups_draft_where_a_text_repeats_itself() -> None:
+    class Copying(HashModel):
+        """Goes round a text of ten tokens."""
+
+        def step(self, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+            super().step(token_ids, *args)
+            last = token_ids if args[-1] is None else token_ids[args[-1]]
+            return torch.eye(VOCAB_SIZE)[(last + 1) % 10]
+
+    engine = make_engine(num_blocks=50, model=Copying(), drafter=NgramDrafter(4, torch.device("cpu")))
+    request = engine.add([*range(10), 0, 1], SamplingParams(max_new_tokens=BLOCK * 10))
+    list(engine.run())
+    assert request.token_ids == [token % 10 for token in range(2, 2 + BLOCK * 10)]
+    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 25

@@ -1,0 +1,43 @@
+"""Drafts from a recorded run, a chosen share of them right."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dcpmla.runtime.drafts import Computed, Drafter, Drafts
+from dcpmla.runtime.request import Request
+
+
+class RecordedDrafter(Drafter):
+    """Drafts of requests whose tokens are known from a run without drafts.
+
+    Args:
+        token_ids: new tokens of each request, by its id.
+        share: of drafts that are right, in [0, 1]; one that follows a wrong one counts as any other.
+    """
+
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        token_ids: Mapping[str | int, Sequence[int]],
+        share: float,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(num_speculative_tokens)
+        self._token_ids, self._share, self._vocab_size, self._device = token_ids, share, vocab_size, device
+        self._rng = random.Random(0)
+
+    def num_wanted(self, request: Request, num_running: int) -> int:
+        """Return the most, whatever they bring."""
+        return self.num_speculative_tokens
+
+    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
+        """Take the recorded tokens, some of them made wrong."""
+        return Drafts.of([self._draft(request, num) for request, num in wanted], self._device)
+
+    def _draft(self, request: Request, num_wanted: int) -> list[int]:
+        start = len(request.token_ids)
+        right = self._token_ids[request.request_id][start : start + num_wanted]
+        return [token if self._rng.random() < self._share else (token + 1) % self._vocab_size for token in right]
