@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 import dcpmla.serving.client as client_module
+from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.client import Engine, merged
 from dcpmla.serving.errors import ApiError
+from dcpmla.serving.loop import ServingLoop
 from dcpmla.serving.messages import Abort, Output, Report, Started, Submit, unpack
 from dcpmla.serving.metrics import Metrics
 
@@ -62,8 +64,9 @@ def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
     assert not engine.is_healthy
     engine._last = now
-    engine._hand_out(Report([Output(7, "late")], 0, 0, 0.0, 0))  # abandoned meanwhile
+    engine._hand_out(Report([Output(7, "late")], 0, 0, 0.0, {"preemptions": 2}))  # abandoned meanwhile
     assert engine.is_healthy
+    assert b"dcpmla_preemptions_total 2.0" in engine.metrics.text()
     now += 11
     assert not engine.is_healthy
 
@@ -77,3 +80,16 @@ def test_outputs_that_wait_come_as_one() -> None:
     first, second = merged(outputs)
     assert (first.text, first.num_tokens, first.finish_reason, first.num_cached_tokens) == ("ab", 2, "stop", 4)
     assert second == outputs[1]
+
+
+def test_all_tokens_of_a_step_are_told() -> None:
+    """Drafts that are accepted bring several at once."""
+    frontend: Any = object()
+    engine: Any = None
+    loop = ServingLoop(engine, frontend)
+    request = Request([1, 2], SamplingParams(max_new_tokens=9, prompt_logprobs=0), request_id=3)
+    for num_tokens, reason in ((1, None), (4, None), (6, "length")):
+        request.token_ids = [5] * num_tokens
+        request.finish_reason = reason
+        loop._collect(request, "x")
+    assert [(output.num_tokens, len(output.prompt_logprobs)) for output in loop._outputs] == [(1, 1), (3, 0), (2, 0)]
