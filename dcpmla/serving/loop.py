@@ -26,6 +26,7 @@ class ServingLoop:
         self._engine, self._frontend = engine, frontend
         self._requests: dict[int, Request] = {}
         self._outputs: list[Output] = []
+        self._num_told = dict[int, int]()  # new tokens of each request that the HTTP process knows of
         self._told = threading.Event()  # by a signal to this rank
         self._is_draining = self._is_closed = False
 
@@ -83,6 +84,7 @@ class ServingLoop:
 
     def _abort(self, request_id: int) -> None:
         request = self._requests.pop(request_id, None)
+        self._num_told.pop(request_id, None)
         if request is not None:  # else it has just finished
             self._engine.abort(request)
 
@@ -90,16 +92,19 @@ class ServingLoop:
         return None if self._frontend is None else self._collect
 
     def _collect(self, request: Request, text: str) -> None:
-        is_first = len(request.token_ids) == 1
+        request_id, num_tokens = int(request.request_id), len(request.token_ids)
+        num_told = self._num_told.pop(request_id, 0)
+        if not request.finish_reason:
+            self._num_told[request_id] = num_tokens
         self._outputs.append(
             Output(
-                int(request.request_id),
+                request_id,
                 text,
-                num_tokens=1,
-                logprobs=tuple(request.logprobs[-1:]),
+                num_tokens=num_tokens - num_told,
+                logprobs=tuple(request.logprobs[num_told:]),
                 finish_reason=request.finish_reason,
                 num_cached_tokens=request.num_cached_tokens,
-                prompt_logprobs=tuple(request.prompt_logprobs) if is_first else (),
+                prompt_logprobs=() if num_told else tuple(request.prompt_logprobs),
             )
         )
 
@@ -108,10 +113,13 @@ class ServingLoop:
         if self._frontend is None:
             return
         scheduler, stats = self._engine.scheduler, self._engine.stats
-        num_waiting = len(scheduler.waiting)
-        self._frontend.send(
-            Report(outputs, len(scheduler.running), num_waiting, self._engine.cache_use(), stats.num_preemptions)
-        )
+        totals = {
+            "preemptions": stats.num_preemptions,
+            "draft_tokens": stats.num_draft_tokens,
+            "accepted_draft_tokens": stats.num_accepted_tokens,
+        }
+        num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
+        self._frontend.send(Report(outputs, num_running, num_waiting, self._engine.cache_use(), totals))
 
 
 def started(engine: Engine, tokenizer: object, no_tokenizer: str) -> Started:

@@ -86,14 +86,14 @@ class Report:
 
     Attributes:
         cache_use: part of the cache's blocks that running requests hold, in [0, 1].
-        num_preemptions: of all finished requests.
+        totals: since the engine's start, by the names of metrics.
     """
 
     outputs: list[Output]
     num_running: int
     num_waiting: int
     cache_use: float
-    num_preemptions: int
+    totals: dict[str, int]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,12 @@ class Metrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self._cached_tokens = self._counter("cached_prompt_tokens", "Tokens of prompts that were cached already.")
         self._new_tokens = self._counter("generation_tokens", "New tokens.")
-        self._preemptions = self._gauge("preemptions", "Times that finished requests gave up their blocks.")
+        self._totals = {
+            "preemptions": self._counter("preemptions", "Times that finished requests gave up their blocks."),
+            "draft_tokens": self._counter("draft_tokens", "Drafts that steps have tried."),
+            "accepted_draft_tokens": self._counter("accepted_draft_tokens", "Drafts that became tokens."),
+        }
+        self._seen = dict.fromkeys(self._totals, 0)
         self._running = self._gauge("requests_running", "Requests that hold blocks of the cache.")
         self._waiting = self._gauge("requests_waiting", "Requests that wait for blocks.")
         self._cache_use = self._gauge("kv_cache_use", "Part of the cache's blocks that requests hold.")
@@ -56,7 +61,9 @@ class Metrics:
         self._running.set(report.num_running)
         self._waiting.set(report.num_waiting)
         self._cache_use.set(report.cache_use)
-        self._preemptions.set(report.num_preemptions)
+        for name, total in report.totals.items():
+            self._totals[name].inc(total - self._seen[name])
+        self._seen |= report.totals
 
     def observe(self, output: Output, timings: Timings, now: float) -> None:
         """Take a request's new tokens."""
