@@ -169,7 +169,7 @@ def test_mask_kernel_compiles_for_hopper() -> None:
 
 def test_a_mask_passes_over_kernels_that_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU where all kernels of prefill could run."""
-    for name in ("_half_on_gpu_obstacle", "_missing_flashinfer"):
+    for name in ("_half_on_gpu_obstacle", "_hopper_gpu_obstacle", "_missing_flashinfer"):
         monkeypatch.setattr(backends, name, lambda *_: "")
     rows = torch.empty(1, 1, 192), torch.empty(1, 64), torch.empty(1, 1, 128)
     masks = None, torch.zeros(1, 1, dtype=torch.int32)
