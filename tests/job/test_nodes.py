@@ -14,6 +14,7 @@ from tests.support.launchers import (
     MPIRUN,
     ROOT,
     Host,
+    free_port,
     mpirun,
     read_lines,
     run_together,
@@ -122,3 +123,46 @@ def hydra(hosts: tuple[Host, Host], directory: Path) -> dict[str, str]:
         "HYDRA_IFACE": "cable",
         "MASTER_ADDR": hosts[0].address,
     }
+
+
+CLIENT = """
+import json, os, signal, sys, time
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+url, prompt = sys.argv[1:]
+until = time.monotonic() + 120
+while True:
+    try:
+        urlopen(url + "/health").close()
+        break
+    except OSError:
+        assert time.monotonic() < until
+        time.sleep(0.2)
+body = {"prompt": list(map(int, prompt.split(","))), "max_tokens": 6, "temperature": 0, "logprobs": 0}
+with urlopen(Request(url + "/v1/completions", json.dumps(body).encode())) as answer:
+    print(json.load(answer)["usage"]["completion_tokens"])
+port = url.rsplit(":", 1)[1]
+for command in Path("/proc").glob("[0-9]*/cmdline"):
+    words = command.read_text().split("\\0")
+    if words[1:4] == ["-m", "dcpmla", "serve"] and port in words:
+        os.kill(int(command.parent.name), signal.SIGTERM)
+        break
+"""
+
+
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpirun", marks=needs_mpirun)])
+def test_a_server_over_two_hosts(launcher: str, hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """The first rank's host answers a client on the other one; asked to stop, all ranks end well."""
+    port, address = free_port(), hosts[0].address
+    where = ["--host", address, "--port", port, "--device", "cpu", "-tp", 2, "-dcp", 2, "--block-size", 8]
+    serve = ["-m", "dcpmla", "serve", "--model", ROOT / "examples" / "needle" / "model", *where]
+    if launcher == "srun":
+        tasks = srun(serve, [1, 1], "n[1-2]", MASTER_ADDR=address)
+        commands = [hosts[int(env["SLURM_NODEID"])].command(argv, env) for argv, env in tasks]
+    else:
+        argv = mpirun(serve, 2, "-hosts", ",".join(host.address for host in hosts), "-ppn", 1)
+        commands = [hosts[0].command(argv, hydra(hosts, tmp_path))]
+    client = [sys.executable, "-c", CLIENT, f"http://{address}:{port}", "5,6,7"]
+    *_, ended = run_together([*commands, hosts[1].command(client, {})])
+    assert ended.stdout.strip() == "6"
