@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from dcpmla.parallel.mesh import DCPMesh
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
 _HEAD = 3  # words before the flags: clock, bytes of news, ranks that are told to stop
+# One for each TP group, for good: torch gives a second group of the same ranks the name of the first, if that has been
+# destroyed, and so the addresses that it left in the job's store.
+_groups_of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 class News(NamedTuple):
@@ -158,12 +162,6 @@ class Agreement:
             dist.broadcast(shared, group=self._hosts, group_src=0)
         return shared.numpy().tobytes()
 
-    def close(self) -> None:
-        """Free what was made for the agreement."""
-        if self._hosts is not None and self._hosts is not self._mesh.tp_group:
-            dist.destroy_process_group(self._hosts)
-        self._hosts = None
-
     def _head(self, news: News) -> list[int]:
         is_first = self._mesh.tp_rank == 0
         return [int(self.clock() / _MICROSECOND) if is_first else 0, len(news.content), int(news.is_told)]
@@ -173,6 +171,7 @@ def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:
     """Return a group of the same ranks whose collectives take tensors of the CPU: the group itself, if it does."""
     if dist.get_backend(group) == "gloo":
         return group
-    ranks = dist.get_process_group_ranks(group)
-    hosts: ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return hosts
+    if group not in _groups_of_hosts:
+        ranks = dist.get_process_group_ranks(group)
+        _groups_of_hosts[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _groups_of_hosts[group]

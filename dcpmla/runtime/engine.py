@@ -171,7 +171,6 @@ class Engine:
         if self.graph is not None:
             self.graph.release()
         self.speculation.close()
-        self._agreement.close()
 
     def restart_clock(self) -> None:
         """Set the engine's clock to 0: arrival times count from here."""
