@@ -220,6 +220,30 @@ class StepMetadata:
             return self
         return replace(self, selection=SelectedTokens.empty(self.num_tokens, topk, self.positions.device))
 
+    def of_tokens(self, index: int) -> "StepMetadata":
+        """Return the step of each request's token of this index alone, for decodes that all bring equally many."""
+        decode, sparse = self.decode, self.sparse
+        assert decode is not None
+        assert decode.query_start_loc is None
+        size = decode.max_query_len
+
+        def tokens(column: Tensor) -> Tensor:
+            return column[index::size].contiguous()
+
+        if sparse is not None:
+            lens = tokens(sparse.seq_lens), tokens(sparse.local_seq_lens)
+            sparse = SparseMetadata(sparse.block_table, tokens(sparse.request), *lens, sparse.max_seq_len)
+        return StepMetadata(
+            num_tokens=len(decode.block_table),
+            num_decode_tokens=len(decode.block_table),
+            num_blocks=self.num_blocks,
+            positions=tokens(self.positions),
+            slot_mapping=tokens(self.slot_mapping),
+            decode=DecodeMetadata(decode.block_table, tokens(decode.local_seq_lens), None, 1, decode.workspace),
+            prefill=None,
+            sparse=sparse,
+        )
+
     def check_blocks(self, num_blocks: int) -> None:
         """Raise ValueError for block ids beyond a cache of so many blocks."""
         if self.num_blocks > num_blocks:

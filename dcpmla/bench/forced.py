@@ -3,12 +3,8 @@
 import random
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-
 from dcpmla.runtime.drafts import Computed, Drafter, Drafts
 from dcpmla.runtime.request import Request
-from dcpmla.upload import upload
 
 
 class ForcedDrafter(Drafter):
@@ -19,9 +15,9 @@ class ForcedDrafter(Drafter):
         share: probability that a draft is accepted, in [0, 1].
     """
 
-    def __init__(self, drafter: Drafter, share: float, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, drafter: Drafter, share: float, vocab_size: int) -> None:
         super().__init__(drafter.num_speculative_tokens)
-        self._drafter, self._share, self._vocab_size, self._device = drafter, share, vocab_size, device
+        self._drafter, self._share, self._vocab_size = drafter, share, vocab_size
         self._rng = random.Random(0)  # the same on all ranks
 
     def num_wanted(self, request: Request, num_running: int) -> int:
@@ -37,8 +33,7 @@ class ForcedDrafter(Drafter):
         drafts, nums = self._drafter.draft(wanted, computed), [num for _, num in wanted]
         if drafts.nums == nums:
             return drafts
-        random_tokens = np.array([self._rng.randrange(self._vocab_size) for _ in range(sum(nums))], dtype=np.int64)
-        return Drafts(nums, upload([random_tokens], self._device)[0])
+        return Drafts.of([[self._rng.randrange(self._vocab_size) for _ in range(num)] for num in nums])
 
     def num_accepted(self, drafts: Sequence[int], sampled: Sequence[int]) -> int:
         """Draw how many drafts count as accepted."""

@@ -46,11 +46,18 @@ class GraphMaker:
         """Capture the graph over a cache; or return None, and the first rank logs why."""
         return self._capture(cache, min(self._max_model_len, cache.sizes.tokens_total))
 
+    def make(self, cache: AnyCache) -> DecodeGraph:
+        """Return the graph over a cache, not captured: it pads its steps, and runs them eagerly."""
+        return self._make(cache, min(self._max_model_len, cache.sizes.tokens_total))
+
+    def _make(self, cache: AnyCache, longest: int) -> DecodeGraph:
+        limits = self._max_num_seqs, longest, self._max_query_len
+        return DecodeGraph(self._step, self._input_like, cache, self._mesh, *limits)
+
     def _capture(self, cache: AnyCache, longest: int) -> DecodeGraph | None:
         if self._has_failed:
             return None
-        limits = self._max_num_seqs, longest, self._max_query_len
-        graph = DecodeGraph(self._step, self._input_like, cache, self._mesh, *limits)
+        graph = self._make(cache, longest)
         try:
             graph.capture()
         except CannotCapture as reason:

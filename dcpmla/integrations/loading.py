@@ -27,7 +27,7 @@ from dcpmla.integrations.speculation import (
     SPECULATIVE_METHODS,
     check_speculation,
     make_drafter,
-    mtp_row,
+    mtp_graphs,
 )
 from dcpmla.integrations.transformers import find_model, load_config, load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
@@ -184,26 +184,28 @@ def load_engine(
     query_len = 1 if speculative_method == "none" else 1 + num_speculative_tokens
     if has_mtp:
         sharded.keep_hidden_states(max(max_num_batched_tokens, num_seqs, MAX_DRAFT_ROWS))
-    graphs: list[GraphMaker] = []
-    if device.type == "cuda" and not enforce_eager:
-        where, token = (dcp, mesh), torch.zeros((), dtype=torch.int64, device=device)
-        graphs = [GraphMaker(sharded, sharded.decode, token, *where, num_seqs, files.max_model_len, query_len)]
-        if has_mtp:
-            num_drafting = min(num_seqs, MAX_DRAFT_ROWS // query_len)
-            sizes = num_drafting, files.max_model_len, query_len
-            graphs.append(GraphMaker(sharded, sharded.predict, mtp_row(sharded), *where, *sizes))
+    token, sizes = torch.zeros((), dtype=torch.int64, device=device), (num_seqs, files.max_model_len)
+    makers = [GraphMaker(sharded, sharded.decode, token, dcp, mesh, *sizes, query_len)]
+    if has_mtp:
+        makers += mtp_graphs(num_speculative_tokens, sharded, dcp, mesh, *sizes)
+    captures = device.type == "cuda" and not enforce_eager
     num_bytes = kv_cache_memory_bytes
     if num_bytes is None:
         num_bytes = _free_bytes(
-            sharded, gpu_memory_utilization, num_local_ranks, max_num_batched_tokens, max_num_seqs, graphs
+            sharded,
+            gpu_memory_utilization,
+            num_local_ranks,
+            max_num_batched_tokens,
+            max_num_seqs,
+            makers if captures else [],
         )
     num_running = min(max_num_seqs, len(seq_lens)) if seq_lens else max_num_seqs
     plan = _plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running)
     with agree():
         cache = new_cache(plan, device)
-    captured = [maker.capture(cache) for maker in graphs]
-    graph, mtp_graph = (*captured, None, None)[:2]
-    drafter = make_drafter(speculative_method, num_speculative_tokens, sharded, cache, dcp, mesh, mtp_graph)
+    graph, *of_mtp = [maker.capture(cache) if captures else None for maker in makers]
+    mtp = [found or maker.make(cache) for found, maker in zip(of_mtp, makers[1:], strict=True)]
+    drafter = make_drafter(speculative_method, num_speculative_tokens, sharded, cache, dcp, mesh, mtp)
     if plan.num_states:  # fewer where seq_lens says that fewer requests come
         max_num_seqs = min(max_num_seqs, plan.num_states)
     return Engine(

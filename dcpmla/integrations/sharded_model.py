@@ -124,8 +124,28 @@ class ShardedModel:
         return out
 
     @torch.inference_mode()
-    def guess(self, hidden_states: Tensor) -> Tensor:
-        """Return the best tokens [n] int64 of hidden states [n, hidden]. Collective over the TP group."""
+    def draft(self, hidden_states: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
+        """Draft tokens in turn, for a `DecodeGraph`: each request's first from a hidden state of the MTP module, each
+        other from what the module makes of the one before. Collective over the TP group.
+
+        Args:
+            hidden_states: [n k, hidden], k rows a request; the first is the module's at the last token that it has
+                computed, the others are not looked at.
+            metadata: of n requests' k tokens, that last one and k - 1 drafts.
+        Returns:
+            [n k] int64, request after request.
+        """
+        assert metadata.decode is not None
+        num_drafts = metadata.decode.max_query_len
+        hidden_states = hidden_states[::num_drafts].contiguous()
+        drafts = [self._guess(hidden_states)]
+        for index in range(1, num_drafts):
+            rows = self.join(drafts[-1], hidden_states)
+            hidden_states = self.predict(rows, metadata.of_tokens(index), cache)
+            drafts.append(self._guess(hidden_states))
+        return torch.stack(drafts, 1).flatten()
+
+    def _guess(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.head(hidden_states)
         return logits.argmax(-1)
 

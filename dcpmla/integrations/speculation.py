@@ -1,5 +1,6 @@
 """Speculative decoding of a loaded model: which methods it has, and their drafters."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,9 +9,11 @@ from dcpmla.cache.compressed import AnyCache
 from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
+from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.mtp import check_mtp
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mtp import MtpDrafter
@@ -43,21 +46,32 @@ def make_drafter(
     cache: AnyCache,
     dcp: DCPConfig,
     mesh: DCPMesh,
-    graph: DecodeGraph | None,
+    graphs: Sequence[DecodeGraph],
 ) -> Drafter | None:
     """Return the drafter of a method; None for "none".
 
     Args:
-        graph: of the MTP module; None runs it eagerly.
+        graphs: of `mtp_graphs`, made or captured over the cache.
     """
     if method == "none":
         return None
     if method == "ngram":
-        return NgramDrafter(num_speculative_tokens, model.device)
+        return NgramDrafter(num_speculative_tokens)
     assert isinstance(cache, LatentCache)
-    return MtpDrafter(num_speculative_tokens, model, cache, dcp, mesh, graph)
+    return MtpDrafter(num_speculative_tokens, model, cache, dcp, mesh, *graphs)
 
 
-def mtp_row(model: ShardedModel) -> torch.Tensor:
-    """Return zeros like a row that the MTP module takes (`MtpLayer.join`)."""
-    return torch.zeros(2 * model.attention_config.hidden_size, dtype=model.dtype, device=model.device)
+def mtp_graphs(
+    num_speculative_tokens: int, model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, max_num_seqs: int, longest: int
+) -> list[GraphMaker]:
+    """Return the makers of the MTP module's graphs: of its steps over tokens, and over its own drafts.
+
+    Args:
+        longest: tokens of the longest sequence.
+    """
+    num_reqs = min(max_num_seqs, MAX_DRAFT_ROWS // (1 + num_speculative_tokens))
+    where, hidden_state = (dcp, mesh, num_reqs, longest), torch.zeros_like(model.hidden_rows[0])
+    return [
+        GraphMaker(model, model.predict, hidden_state.repeat(2), *where, 1 + num_speculative_tokens),
+        GraphMaker(model, model.draft, hidden_state, *where, num_speculative_tokens),
+    ]

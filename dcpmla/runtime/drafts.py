@@ -4,14 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
-from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.request import Request
-from dcpmla.upload import upload
 
 
 class Drafts(NamedTuple):
@@ -19,17 +16,17 @@ class Drafts(NamedTuple):
 
     Attributes:
         nums: how many each request has.
-        token_ids: [sum of nums] int64 on the device, request after request.
+        token_ids: [sum of nums] int64, request after request; on the CPU where the host knows them, else on the device.
     """
 
     nums: list[int]
     token_ids: Tensor
 
     @classmethod
-    def of(cls, token_ids: Sequence[Sequence[int]], device: torch.device) -> Self:
-        """Upload drafts that the host knows."""
-        flat = np.array([token for tokens in token_ids for token in tokens], dtype=np.int64)
-        return cls([len(tokens) for tokens in token_ids], upload([flat], device)[0])
+    def of(cls, token_ids: Sequence[Sequence[int]]) -> Self:
+        """Return drafts that the host knows."""
+        flat = [token for tokens in token_ids for token in tokens]
+        return cls([len(tokens) for tokens in token_ids], torch.tensor(flat, dtype=torch.int64))
 
 
 class Computed(NamedTuple):
@@ -52,11 +49,10 @@ class Drafter(ABC):
 
     Args:
         num_speculative_tokens: most drafts of a request in a step.
-        graph: of its own steps, where it has any.
     """
 
-    def __init__(self, num_speculative_tokens: int, graph: DecodeGraph | None = None) -> None:
-        self.num_speculative_tokens, self.graph = num_speculative_tokens, graph
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
 
     @abstractmethod
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
@@ -95,7 +91,5 @@ class Drafter(ABC):
         """
         return any(self.num_wanted(request, len(requests)) for request in requests)
 
-    def close(self) -> None:
-        """Free the graph."""
-        if self.graph is not None:
-            self.graph.release()
+    def close(self) -> None:  # noqa: B027 -- most hold nothing
+        """Free what it holds."""

@@ -5,8 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import torch
-
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.compressed import AnyCache
 from dcpmla.config import DCPConfig
@@ -236,11 +234,11 @@ class Engine:
             self._remember(piece.request)
         tokens = choose_tokens(inputs.ready, logits, self._pending)
         called, failed = self._callbacks.take()
-        chosen = tokens if drafts is None else torch.cat([tokens, drafts])
-        message = self._agreement.start(chosen, failed, self.model.faults, self._news())
+        message = self._agreement.start(tokens, failed, self.model.faults, self._news())
         logprobs = Logprobs(logits, inputs.ready, message.tokens, prompts)
         row_lens = [batch.query_len if batch else piece.num_tokens for piece in step.pieces]
-        return PendingStep(step.pieces, row_lens, inputs.ready, message, called, logits, logprobs, is_prefill, started)
+        ready, told = inputs.ready, (message, drafts, called)
+        return PendingStep(step.pieces, row_lens, ready, *told, logits, logprobs, is_prefill, started)
 
     def _remember(self, request: Request) -> None:
         copied = self.scheduler.remember(request)

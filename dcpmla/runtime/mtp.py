@@ -35,7 +35,7 @@ class MtpModel(Protocol):
 
     def predict(self, rows: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor: ...
 
-    def guess(self, hidden_states: Tensor) -> Tensor: ...
+    def draft(self, hidden_states: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor: ...
 
 
 class MtpDrafter(Drafter):
@@ -45,7 +45,8 @@ class MtpDrafter(Drafter):
     drafts, and no token is wrong for it.
 
     Args:
-        graph: of `model.predict`; None runs it eagerly.
+        graph: of `model.predict`, for as many tokens of a request as a step with drafts has.
+        chain: of `model.draft`, for as many as are drafted.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class MtpDrafter(Drafter):
         cache: LatentCache,
         dcp: DCPConfig,
         mesh: DCPMesh,
-        graph: DecodeGraph | None = None,
+        graph: DecodeGraph,
+        chain: DecodeGraph,
     ) -> None:
-        super().__init__(num_speculative_tokens, graph)
+        super().__init__(num_speculative_tokens)
         self._model, self._cache, self._dcp, self._mesh = model, cache, dcp, mesh
+        self._graph, self._chain = graph, chain
         self._workspace = decode_workspace(model.device)
 
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
@@ -67,83 +70,58 @@ class MtpDrafter(Drafter):
         last_rows = np.cumsum([part.num_tokens for part in parts]) - 1
         last = {part.request: row for part, row in zip(parts, last_rows, strict=True)}
         nums = [num if request in last else 0 for request, num in wanted]
-        if not parts:
-            return Drafts(nums, torch.empty(0, dtype=torch.int64, device=self._model.device))
-        hidden_states = self._predict_computed(parts)
+        hidden_states = self._predict(parts) if parts else None
         drafting = [(request, num) for (request, _), num in zip(wanted, nums, strict=True) if num]
-        if not drafting:
-            return Drafts(nums, torch.empty(0, dtype=torch.int64, device=self._model.device))
-        by_num = sorted(drafting, key=lambda pair: -pair[1])
-        (rows,) = upload([np.array([last[request] for request, _ in by_num])], self._model.device)
-        token_ids = self._guess_on(by_num, hidden_states.index_select(0, rows))
+        if hidden_states is None or not drafting or not self._chain.takes(len(drafting), max(nums)):
+            return Drafts.of([[]] * len(nums))
+        requests, query_lens = zip(*drafting, strict=True)
+        (rows,) = upload([np.repeat([last[request] for request in requests], query_lens)], self._model.device)
+        # The first token is the last one computed, whose guess is there; the others are drafts, all but the last.
+        seq_lens = [request.num_known_tokens - 2 + num for request, num in drafting]
+        metadata = self._metadata(query_lens, seq_lens, requests, "cpu")
+        token_ids = self._chain.run(hidden_states.index_select(0, rows), metadata, self._cache)
         if self._mesh.tp_size > 1:
             with named("agreeing on drafts", self._mesh.tp_group):
                 dist.broadcast(token_ids, group=self._mesh.tp_group, group_src=0)
-        return Drafts(nums, token_ids.index_select(0, self._in_order(drafting, by_num)))
+        return Drafts(nums, token_ids)
 
-    def _predict_computed(self, parts: Sequence[Computed]) -> Tensor:
+    def close(self) -> None:
+        """Free the graphs."""
+        self._graph.release()
+        self._chain.release()
+
+    def _predict(self, parts: Sequence[Computed]) -> Tensor:
         """Run the module over the last step's tokens: return its hidden states [T, hidden]."""
         token_ids = [token for part in parts for token in _following(part)]
         rows = np.concatenate([np.arange(part.row, part.row + part.num_tokens) for part in parts])
         tokens_there, rows_there = upload([np.array(token_ids, dtype=np.int64), rows], self._model.device)
-        hidden_states = self._model.hidden_rows.index_select(0, rows_there)
-        ends = [part.position + part.num_tokens for part in parts]
-        return self._predict(
-            tokens_there, hidden_states, [part.request for part in parts], [part.num_tokens for part in parts], ends
-        )
+        inputs = self._model.join(tokens_there, self._model.hidden_rows.index_select(0, rows_there))
+        query_lens = [part.num_tokens for part in parts]
+        seq_lens = [part.position + part.num_tokens for part in parts]
+        requests = [part.request for part in parts]
+        if self._graph.takes(len(parts), max(query_lens)):
+            return self._graph.run(inputs, self._metadata(query_lens, seq_lens, requests, "cpu"), self._cache)
+        metadata = self._metadata(query_lens, seq_lens, requests, self._model.device)
+        return self._model.predict(inputs, metadata, self._cache)
 
-    def _guess_on(self, by_num: Sequence[tuple[Request, int]], hidden_states: Tensor) -> Tensor:
-        """Return the drafts of requests, those of most drafts first: the first of each [n], the second of those that
-        want two, and so on.
-
-        Args:
-            hidden_states: [n, hidden] the module's, at each request's last token but one.
-        """
-        drafts = [self._model.guess(hidden_states)]
-        for index in range(1, by_num[0][1]):
-            requests = [request for request, num in by_num if num > index]
-            inputs = drafts[-1][: len(requests)], hidden_states[: len(requests)]
-            seq_lens = [request.num_known_tokens - 1 + index for request in requests]
-            hidden_states = self._predict(*inputs, requests, [1] * len(requests), seq_lens)
-            drafts.append(self._model.guess(hidden_states))
-        return torch.cat(drafts)
-
-    def _in_order(self, drafting: Sequence[tuple[Request, int]], by_num: Sequence[tuple[Request, int]]) -> Tensor:
-        """Return where the drafts of each request are in what `_guess_on` gave, request after request."""
-        counts = [sum(num > index for _, num in by_num) for index in range(by_num[0][1])]
-        starts = np.cumsum([0, *counts])
-        row_of = {request: row for row, (request, _) in enumerate(by_num)}
-        order = [starts[index] + row_of[request] for request, num in drafting for index in range(num)]
-        return upload([np.array(order)], self._model.device)[0]
-
-    def _predict(
+    def _metadata(
         self,
-        token_ids: Tensor,
-        hidden_states: Tensor,
-        requests: Sequence[Request],
         query_lens: Sequence[int],
         seq_lens: Sequence[int],
-    ) -> Tensor:
-        """Run the module over tokens [T] and the hidden states [T, hidden] of the positions before them."""
-        most = 1 + self.num_speculative_tokens
-        graph = self.graph
-        if graph is not None and not (max(query_lens) <= most and graph.takes(len(requests), max(query_lens))):
-            graph = None
-        metadata = StepMetadata.build(
+        requests: Sequence[Request],
+        device: torch.device | str,
+    ) -> StepMetadata:
+        return StepMetadata.build(
             query_lens,
             seq_lens,
             [request.block_ids for request in requests],
             self._dcp,
             self._mesh.dcp_rank,
-            self._model.device if graph is None else "cpu",
-            max_decode_query_len=most,
+            device,
+            max_decode_query_len=1 + self.num_speculative_tokens,
             workspace=self._workspace,
             **self._cache.sizes.step_layout([None] * len(requests)),
         )
-        rows = self._model.join(token_ids, hidden_states)
-        if graph is None:
-            return self._model.predict(rows, metadata, self._cache)
-        return graph.run(rows, metadata, self._cache)
 
 
 def _following(part: Computed) -> list[int]:

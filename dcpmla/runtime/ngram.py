@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 
 from dcpmla.runtime.drafts import Computed, Drafter, Drafts
 from dcpmla.runtime.request import Request
@@ -19,15 +18,14 @@ class NgramDrafter(Drafter):
     Source: Saxena, Prompt Lookup Decoding.
     """
 
-    def __init__(self, num_speculative_tokens: int, device: torch.device) -> None:
+    def __init__(self, num_speculative_tokens: int) -> None:
         super().__init__(num_speculative_tokens)
-        self._device = device
         self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
 
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
         """Guess that the longest match of the last tokens, the latest of the longest, goes on as it did."""
         found = [self._history(request).following(num) if num else [] for request, num in wanted]
-        return Drafts.of(found, self._device)
+        return Drafts.of(found)
 
     def waits(self, requests: Sequence[Request]) -> bool:
         """Tell whether the tokens known so far have a match: so probably will those with the one under way."""

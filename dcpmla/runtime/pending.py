@@ -39,8 +39,9 @@ class StepInputs:
 
         Args:
             previous: the step under way, whose tokens a step without drafts may take.
-            drafts: [N] int64 on the device, piece after piece.
+            drafts: [N] int64, piece after piece, on the CPU where the host knows them.
         """
+        known_drafts = [] if drafts is None or drafts.is_cuda else drafts.tolist()
         token_ids: list[int] = []
         logits_rows: list[int] = []
         unknown: list[int] = []  # rows whose tokens the host does not know
@@ -56,10 +57,13 @@ class StepInputs:
                 token_ids.append(0)
             else:
                 token_ids += request.tokens(start, end)
-            for _ in range(num_drafts):
-                sources.append(len(unknown))
-                unknown.append(len(token_ids))
-                token_ids.append(0)
+            if drafts is not None and drafts.is_cuda:
+                sources += range(len(unknown), len(unknown) + num_drafts)
+                unknown += range(len(token_ids), len(token_ids) + num_drafts)
+                token_ids += [0] * num_drafts
+            else:
+                token_ids += known_drafts[:num_drafts]
+                del known_drafts[:num_drafts]
             request.num_computed_tokens = end
             if not request.num_pending_tokens:
                 ready.append(piece)
@@ -67,13 +71,15 @@ class StepInputs:
         num_tokens = len(token_ids)
         if previous is not None and sources == list(range(num_tokens)) == list(range(len(previous.rows))):
             return cls(previous.message.tokens, ready, None)  # as most steps: the same requests go on
-        numbers = [np.asarray(rows, dtype=np.int64) for rows in (token_ids, logits_rows, unknown, sources)]
-        known, logits_at, unknown_rows, source_rows = upload(numbers, device)
+        rows = [] if len(logits_rows) == num_tokens else [logits_rows]
+        rows += [unknown, sources] if unknown else []
+        known, *rows_there = upload([np.asarray(numbers, dtype=np.int64) for numbers in (token_ids, *rows)], device)
         if unknown:
+            *rows_there, unknown_rows, source_rows = rows_there
             sampled = drafts if previous is None else previous.message.tokens
             assert sampled is not None
             known.index_copy_(0, unknown_rows, sampled.index_select(0, source_rows))
-        return cls(known, ready, None if len(logits_rows) == num_tokens else logits_at)
+        return cls(known, ready, rows_there[0] if rows_there else None)
 
 
 class PendingStep:
@@ -83,7 +89,8 @@ class PendingStep:
         pieces: all of it.
         row_lens: rows of each piece in the model's hidden states: its tokens, and where a graph pads it more.
         ready: those of requests that it samples tokens for, one and one after each draft.
-        message: what the ranks agree on, its tokens [n] those of the requests, then all drafts.
+        message: what the ranks agree on.
+        drafts: which the step verifies, piece after piece; None for none.
         called: requests whose callbacks the message's flags are of.
         logits: [n, vocab] float32, which the tokens are chosen from; rows of requests that keep theirs are copied.
         logprobs: those that requests keep.
@@ -101,6 +108,7 @@ class PendingStep:
         row_lens: Sequence[int],
         ready: Sequence[Piece],
         message: Message,
+        drafts: Tensor | None,
         called: Sequence[Request],
         logits: Tensor,
         logprobs: Logprobs,
@@ -110,7 +118,7 @@ class PendingStep:
         self.pieces, self.row_lens, self.ready = pieces, row_lens, ready
         self.message, self.called, self.logprobs = message, called, logprobs
         self.is_prefill, self.started = is_prefill, started
-        self.num_drafts = sum(piece.num_drafts for piece in pieces)
+        self.num_drafts = 0 if drafts is None else len(drafts)
         self._positions = [piece.request.num_computed_tokens - piece.num_tokens + piece.num_drafts for piece in pieces]
         starts = accumulate((1 + piece.num_drafts for piece in ready), initial=0)
         self.rows = {piece.request: row for piece, row in zip(ready, starts, strict=False)}
@@ -118,6 +126,7 @@ class PendingStep:
             request.num_in_flight += 1
         # Copied in the order of the device's work, into pinned memory on a GPU: nobody waits here.
         self._on_host = message.words.to("cpu", non_blocking=True)
+        self._drafts = None if drafts is None else drafts.to("cpu", non_blocking=True)
         self.logits = {
             piece.request: logits[row : row + 1 + piece.num_drafts].to("cpu", non_blocking=True, copy=True)
             for piece, row in zip(ready, self.rows.values(), strict=True)
@@ -140,13 +149,13 @@ class PendingStep:
         """Yield each request with its drafts, and the tokens sampled before each of them and after the last.
 
         Args:
-            tokens: [n + num_drafts] of the message.
+            tokens: [n] of the message.
         """
-        at = len(tokens) - self.num_drafts
+        drafts, at = [] if self._drafts is None else self._drafts.tolist(), 0
         for piece, row in zip(self.ready, self.rows.values(), strict=True):
-            drafts = tokens[at : at + piece.num_drafts]
-            at += piece.num_drafts
-            yield piece, drafts, tokens[row : row + 1 + piece.num_drafts]
+            end = at + piece.num_drafts
+            yield piece, drafts[at:end], tokens[row : row + 1 + piece.num_drafts]
+            at = end
 
     def computed(self) -> list[Computed]:
         """Return the tokens that the running requests keep of it, once they have its new ones, and before the next

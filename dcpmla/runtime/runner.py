@@ -65,7 +65,7 @@ class StepRunner:
 
         Args:
             previous: the step under way, which may have its tokens on the device alone.
-            drafts: tokens to verify, on the device.
+            drafts: tokens to verify (`Drafts.token_ids`).
             graph: to replay instead of calling the model.
         """
         for copy in step.copies:

@@ -38,9 +38,7 @@ class Speculation:
         return lambda request: drafter.num_wanted(request, len(running)) if request.can_draft else 0
 
     def draft(self, step: Step) -> Tensor | None:
-        """Give a step's decodes the drafts that there are; return these, [N] int64 on the device, piece after piece;
-        None for none.
-        """
+        """Give a step's decodes the drafts that there are; return these (`Drafts.token_ids`), None for none."""
         if self.drafter is None:
             return None
         # Who has given way since then is computed anew.

@@ -58,7 +58,7 @@ def serve_families(directories: list[Path], tp: int, dcp_size: int, interleave: 
         model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, CPU)
         plain, num_plain_steps = serve(model, dcp, mesh, 13, None)
         recorded = {index: tokens for index, (tokens, _) in enumerate(plain)}
-        drafter = RecordedDrafter(4, recorded, 0.8, VOCAB_SIZE, CPU)
+        drafter = RecordedDrafter(4, recorded, 0.8, VOCAB_SIZE)
         for with_graph in (False, True):
             drafted, num_steps = serve(model, dcp, mesh, 13, drafter, with_graph)
             assert num_steps < 0.8 * num_plain_steps

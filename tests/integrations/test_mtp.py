@@ -13,7 +13,7 @@ from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.mtp import MtpNames, check_mtp, with_mtp_layer
-from dcpmla.integrations.speculation import check_speculation
+from dcpmla.integrations.speculation import check_speculation, mtp_graphs
 from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
@@ -132,12 +132,11 @@ def serve_families(directories: list[Path], tp: int, dcp_size: int) -> list[tupl
             cache: Any = new_cache(plan, CPU)
             for memory in cache.tensors:
                 memory.fill_(torch.nan)
-            graph = mtp_graph = None
+            graph = None
             if with_graph:
                 graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, 4, 100, 1 + NUM_DRAFTS)
-                row = torch.zeros(2 * config.hidden_size)
-                mtp_graph = DecodeGraph(model.predict, row, cache, mesh, 4, 100, 1 + NUM_DRAFTS)
-            drafter = Recording(NUM_DRAFTS, model, cache, dcp, mesh, mtp_graph)
+            graphs = [maker.make(cache) for maker in mtp_graphs(NUM_DRAFTS, model, dcp, mesh, 4, 100)]
+            drafter = Recording(NUM_DRAFTS, model, cache, dcp, mesh, *graphs)
             drafter.record = []
             engine = Engine(model, cache, dcp, mesh, 100, 16, 4, graph=graph, drafter=drafter)
             params = SamplingParams(max_new_tokens=6, ignore_eos=True)

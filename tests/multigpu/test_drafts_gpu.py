@@ -42,7 +42,7 @@ def serve(directory: Path, dcp: DCPConfig, dtype: str) -> list[tuple[str, list[l
         chosen = select_exchange(dcp, mesh.dcp_group, device)
         engine = load_engine(open_model(str(directory)), dcp, mesh, chosen, device, **options)
         if method == "recorded":
-            drafter = RecordedDrafter(3, dict(enumerate(results[0][1])), 0.8, VOCAB_SIZE, device)
+            drafter = RecordedDrafter(3, dict(enumerate(results[0][1])), 0.8, VOCAB_SIZE)
             engine.speculation = Speculation(drafter)
         params = SamplingParams(max_new_tokens=30, ignore_eos=True)
         requests = [engine.add(prompt, params, request_id=index) for index, prompt in enumerate(prompts)]

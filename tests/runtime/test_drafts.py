@@ -162,7 +162,7 @@ def test_acceptance_decides_how_many_drafts_to_try() -> None:
 
 
 def test_large_batches_draft_nothing() -> None:
-    drafter, request = NgramDrafter(3, torch.device("cpu")), Request([1], SamplingParams())
+    drafter, request = NgramDrafter(3), Request([1], SamplingParams())
     assert [drafter.num_wanted(request, num_running) for num_running in (1, 64, 65)] == [3, 3, 0]
 
 
@@ -170,7 +170,7 @@ def test_large_batches_draft_nothing() -> None:
 @settings(max_examples=60, deadline=None)
 def test_a_lookup_finds_the_latest_of_the_longest_matches(tokens: list[int], num_wanted: int) -> None:
     request = Request(tokens[:-1] or tokens, SamplingParams())
-    drafter = NgramDrafter(5, torch.device("cpu"))
+    drafter = NgramDrafter(5)
     if len(tokens) > 1:
         drafter.draft([(request, 1)], [])  # its tokens are known, then one more
         request.token_ids.append(tokens[-1])
@@ -192,7 +192,7 @@ def test_lookups_draft_where_a_text_repeats_itself() -> None:
             last = token_ids if args[-1] is None else token_ids[args[-1]]
             return torch.eye(VOCAB_SIZE)[(last + 1) % 10]
 
-    engine = make_engine(num_blocks=50, model=Copying(), drafter=NgramDrafter(4, torch.device("cpu")))
+    engine = make_engine(num_blocks=50, model=Copying(), drafter=NgramDrafter(4))
     request = engine.add([*range(10), 0, 1], SamplingParams(max_new_tokens=BLOCK * 10))
     list(engine.run())
     assert request.token_ids == [token % 10 for token in range(2, 2 + BLOCK * 10)]

@@ -135,7 +135,7 @@ class HashDrafter(Drafter):
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
         for request, _, position, num_tokens in computed:
             assert position + num_tokens == request.num_computed_tokens
-        return Drafts.of([self._guess(request, num) for request, num in wanted], HashModel.device)
+        return Drafts.of([self._guess(request, num) for request, num in wanted])
 
     def _guess(self, request: Request, num_wanted: int) -> list[int]:
         sequence = request.tokens(0, request.num_known_tokens)

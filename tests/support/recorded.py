@@ -3,8 +3,6 @@
 import random
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from dcpmla.runtime.drafts import Computed, Drafter, Drafts
 from dcpmla.runtime.request import Request
 
@@ -23,10 +21,9 @@ class RecordedDrafter(Drafter):
         token_ids: Mapping[str | int, Sequence[int]],
         share: float,
         vocab_size: int,
-        device: torch.device,
     ) -> None:
         super().__init__(num_speculative_tokens)
-        self._token_ids, self._share, self._vocab_size, self._device = token_ids, share, vocab_size, device
+        self._token_ids, self._share, self._vocab_size = token_ids, share, vocab_size
         self._rng = random.Random(0)
 
     def num_wanted(self, request: Request, num_running: int) -> int:
@@ -35,7 +32,7 @@ class RecordedDrafter(Drafter):
 
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
         """Take the recorded tokens, some of them made wrong."""
-        return Drafts.of([self._draft(request, num) for request, num in wanted], self._device)
+        return Drafts.of([self._draft(request, num) for request, num in wanted])
 
     def _draft(self, request: Request, num_wanted: int) -> list[int]:
         start = len(request.token_ids)
