@@ -13,20 +13,14 @@ class ForcedDrafter(Drafter):
     Args:
         drafter: whose work is done; where it has fewer drafts than are wanted, random tokens stand in.
         share: probability that a draft is accepted, in [0, 1].
+        drafts_always: in every step, not only where that pays.
     """
 
-    def __init__(self, drafter: Drafter, share: float, vocab_size: int) -> None:
+    def __init__(self, drafter: Drafter, share: float, vocab_size: int, drafts_always: bool) -> None:
         super().__init__(drafter.num_speculative_tokens)
+        self.drafts_always, self.follows_prompts = drafts_always, drafter.follows_prompts
         self._drafter, self._share, self._vocab_size = drafter, share, vocab_size
         self._rng = random.Random(0)  # the same on all ranks
-
-    def num_wanted(self, request: Request, num_running: int) -> int:
-        """Return the most: what they cost is measured, whatever they bring."""
-        return self.num_speculative_tokens
-
-    def waits(self, requests: Sequence[Request]) -> bool:
-        """Wait: there are always drafts."""
-        return True
 
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
         """Return the other's drafts, or random tokens."""

@@ -43,11 +43,18 @@ _OPTIONS = (
 
 
 class Batch(NamedTuple):
-    """Requests that decode together, in one mode: "graph" or "eager"; acceptance: of drafts, None for none."""
+    """Requests that decode together.
+
+    Attributes:
+        mode: "graph" or "eager".
+        acceptance: of drafts, None for none.
+        is_adaptive: drafts where they pay, not in every step.
+    """
 
     size: int
     mode: str
     acceptance: float | None = None
+    is_adaptive: bool = False
 
 
 class Generate(Benchmark[Batch, None]):
@@ -109,7 +116,8 @@ class Generate(Benchmark[Batch, None]):
             drafter = self.speculation.drafter
             if drafter is not None and size * (1 + drafter.num_speculative_tokens) <= MAX_DRAFT_ROWS:
                 mode = "graph" if self.graph else "eager"
-                yield from (Batch(size, mode, acceptance) for acceptance in self.args.acceptance)
+                for acceptance in self.args.acceptance:
+                    yield from (Batch(size, mode, acceptance, is_adaptive) for is_adaptive in (False, True))
 
     def inputs(self, case: Batch) -> None:
         """Nothing: the engine is there."""
@@ -119,7 +127,9 @@ class Generate(Benchmark[Batch, None]):
         engine.graph = self.graph if case.mode == "graph" else None
         engine.speculation = Speculation(self._drafter(case))
         steps = self._decode_steps(case.size)
-        seconds = largest(statistics.median(seconds for seconds, _ in steps), engine.model.device)
+        # Steps of a kind are alike; where some have drafts and others none, all of them count.
+        average = statistics.mean if case.is_adaptive else statistics.median
+        seconds = largest(average([seconds for seconds, _ in steps]), engine.model.device)
         tokens_a_step = statistics.mean(num_tokens for _, num_tokens in steps)
         row = {
             "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
@@ -137,7 +147,8 @@ class Generate(Benchmark[Batch, None]):
         }
         if case.acceptance is not None:
             drafts = {name: getattr(args, name) for name in ("speculative_method", "num_speculative_tokens")}
-            row |= {**drafts, "acceptance": case.acceptance, "tokens_a_step": round(tokens_a_step, 2)}
+            row |= {**drafts, "acceptance": case.acceptance, "is_adaptive": case.is_adaptive}
+            row["tokens_a_step"] = round(tokens_a_step, 2)
         elif case.mode == "graph":
             row |= self._device_times(case.size)
         return [row]
@@ -182,7 +193,7 @@ class Generate(Benchmark[Batch, None]):
         engine, drafter = self.engine, self.speculation.drafter
         if case.acceptance is None or drafter is None:
             return None
-        return ForcedDrafter(drafter, case.acceptance, engine.model.vocab_size)
+        return ForcedDrafter(drafter, case.acceptance, engine.model.vocab_size, not case.is_adaptive)
 
     def _decode_steps(self, batch: int) -> list[tuple[float, int]]:
         """Return the seconds of each decode step of the whole batch, until its tokens are on the host, and how many
@@ -193,13 +204,13 @@ class Generate(Benchmark[Batch, None]):
         vocab_size = engine.model.vocab_size
         add_load(engine, make_load(batch, math.inf, [args.input_len], [args.output_len], vocab_size, args.seed))
         steps, drafter = [], engine.speculation.drafter
-        num_drafts = 0 if drafter is None else drafter.num_speculative_tokens
+        num_drafts = drafter.num_speculative_tokens if drafter is not None and drafter.drafts_always else 0
         while engine.has_requests:
             before, started = replace(engine.stats), time.perf_counter()
             num_running = len(engine.scheduler.running)
             engine.step()
             num_tokens = engine.stats.num_decode_tokens - before.num_decode_tokens
-            has_all = engine.stats.num_draft_tokens - before.num_draft_tokens == batch * num_drafts
+            has_all = engine.stats.num_draft_tokens - before.num_draft_tokens >= batch * num_drafts
             if num_tokens >= batch == num_running and has_all:  # near their ends requests try fewer drafts
                 steps.append((time.perf_counter() - started, num_tokens))
         if not steps:
@@ -212,7 +223,7 @@ class Generate(Benchmark[Batch, None]):
         time, rate = f"{row['step_us'] / 1e3:>10.3f} ms", f"{row['tokens_per_second']:>10,.0f} tok/s"
         device = f"  device {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
         layer = f", a layer of experts {row['us_per_moe_layer']:>7.1f} us" if row.get("us_per_moe_layer") else ""
-        drafts = f"  {row['acceptance']:.0%} of drafts" if "acceptance" in row else ""
+        drafts = f"  {_words(row)}" if "acceptance" in row else ""
         floor = f", {row['floor_share']:.0%} of it at the memory's rate" if "floor_share" in row else ""
         return f"batch {row['batch']:>5}  {row['mode']:<5}{drafts}  {time}  {rate}{device}{floor}{layer}"
 
@@ -224,8 +235,7 @@ class Generate(Benchmark[Batch, None]):
         for row in rows:
             if "acceptance" in row and (row["batch"], row["mode"]) in rates:
                 faster = row["tokens_per_second"] / rates[row["batch"], row["mode"]]
-                share = row["acceptance"]
-                yield f"batch {row['batch']:>5}  {share:.0%} of drafts accepted: {faster:.2f} x the tokens/s"
+                yield f"batch {row['batch']:>5}  {_words(row)}: {faster:.2f} x the tokens/s"
         for batch in dict.fromkeys(row["batch"] for row in select(plain, mode="graph")):
             if (batch, "eager") in times:
                 yield f"batch {batch:>5}  graphs {times[batch, 'eager'] / times[batch, 'graph']:.2f} x as fast"
@@ -250,11 +260,8 @@ def plot_batches(path: Path, rows: Sequence[Row]) -> None:
     row = rows[0]
     title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}: decode after {row['input_len']} tokens"
     figure, (times, rates) = new_figure(title, num_axes=2)
-    for mode, share in dict.fromkeys((row["mode"], row.get("acceptance")) for row in rows):
-        points = sorted(
-            (row for row in select(rows, mode=mode) if row.get("acceptance") == share), key=lambda row: row["batch"]
-        )
-        label = mode if share is None else f"{mode}, {share:.0%} of drafts accepted"
+    for label in dict.fromkeys(map(_label, rows)):
+        points = sorted((row for row in rows if _label(row) == label), key=lambda row: row["batch"])
         batches = [row["batch"] for row in points]
         times.plot(batches, [row["step_us"] / 1e3 for row in points], "o-", label=label)
         rates.plot(batches, [row["tokens_per_second"] for row in points], "o-", label=label)
@@ -268,3 +275,12 @@ def plot_batches(path: Path, rows: Sequence[Row]) -> None:
 
 
 BENCHMARK = Generate
+
+
+def _words(row: Row) -> str:
+    return f"{row['acceptance']:.0%} of drafts accepted{', where they pay' if row['is_adaptive'] else ''}"
+
+
+def _label(row: Row) -> str:
+    mode: str = row["mode"]
+    return f"{mode}, {_words(row)}" if "acceptance" in row else mode

@@ -82,6 +82,7 @@ FIELDS = {
     "different": "share of bytes or selected tokens that differ from the reference's",
     "tokens_per_second": "`batch` / `step_us`; with drafts `tokens_a_step` / `step_us`",
     "acceptance": "probability that a draft is accepted if those before it are, forced; none in rows without drafts",
+    "is_adaptive": "drafts in those steps where they pay, and `step_us` is the mean; else in every step",
     "tokens_a_step": "new tokens of a step of the whole batch, on average",
     # a load that was served
     "url": "server that was driven over HTTP; without it the engine is driven in the same process",

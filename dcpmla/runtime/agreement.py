@@ -14,10 +14,11 @@ from torch.distributed import ProcessGroup
 
 from dcpmla.parallel.collectives import PeerFault, named
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.runtime.acceptance import StepTime
 
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
-_HEAD = 3  # words before the flags: clock, bytes of news, ranks that are told to stop
+_HEAD = 4  # words before the flags: clock, bytes of news, ranks that are told to stop, a step's time
 # One for each TP group, for good: torch gives a second group of the same ranks the name of the first, if that has been
 # destroyed, and so the addresses that it left in the job's store.
 _groups_of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
@@ -54,6 +55,7 @@ class Agreed:
         num_bytes: of the first rank's news, which `Agreement.share` brings.
         is_told: whether any rank is told to stop.
         failed: which of the flags that each rank gave were set on any.
+        step_time: of a step before, on the first rank's clock.
         tokens: the first rank's.
     """
 
@@ -61,6 +63,7 @@ class Agreed:
     num_bytes: int
     is_told: bool
     failed: list[bool]
+    step_time: StepTime | None
     tokens: list[int]
 
 
@@ -69,15 +72,17 @@ class Message:
     """A step's one message, summed over the ranks.
 
     Attributes:
-        words: [3 + num_flags + num_faults + n] int64 on the device: the first rank's clock, bytes of news, ranks that
-            are told to stop, flags, faults, and the first rank's tokens.
+        words: [4 + num_flags + num_faults + n] int64 on the device: the first rank's clock, bytes of news, ranks that
+            are told to stop, the first rank's time of a step, flags, faults, and the first rank's tokens.
         content: this rank's news.
+        step_time: this rank's.
     """
 
     words: Tensor
     content: bytes
     num_flags: int
     num_faults: int
+    step_time: StepTime | None
 
     @property
     def tokens(self) -> Tensor:
@@ -95,7 +100,8 @@ class Message:
         if any(words[faults_at:tokens_at]):
             raise PeerFault("an exchange of this step failed on another rank, which says what it waited for")
         failed = [count > 0 for count in words[_HEAD:faults_at]]
-        return Agreed(words[0] * _MICROSECOND, words[1], words[2] > 0, failed, list(words[tokens_at:]))
+        step_time = self.step_time and self.step_time._replace(seconds=words[3] * _MICROSECOND)
+        return Agreed(words[0] * _MICROSECOND, words[1], words[2] > 0, failed, step_time, list(words[tokens_at:]))
 
 
 class Agreement:
@@ -116,7 +122,14 @@ class Agreement:
         """Return seconds on this rank's clock."""
         return time.monotonic() - self._started
 
-    def start(self, tokens: Tensor, failed: Sequence[bool], faults: Sequence[Tensor], news: News) -> Message:
+    def start(
+        self,
+        tokens: Tensor,
+        failed: Sequence[bool],
+        faults: Sequence[Tensor],
+        news: News,
+        step_time: StepTime | None = None,
+    ) -> Message:
         """Send a step's message. Collective over the TP group, with as many of everything on every rank.
 
         Args:
@@ -125,9 +138,10 @@ class Agreement:
             faults: [1] int64 each, in pinned memory, not 0 once a kernel of this rank has waited in vain; read in the
                 order of the device's work.
             news: of this rank.
+            step_time: of the last step, as this rank has taken it; of the same step on every rank.
         """
         is_first = self._mesh.tp_rank == 0
-        numbers = np.array([*self._head(news), *failed], dtype=np.int64)
+        numbers = np.array([*self._head(news, step_time), *failed], dtype=np.int64)
         head = torch.from_numpy(numbers)
         sources = [head.pin_memory() if tokens.is_cuda else head, *faults, tokens]
         words = torch.zeros(sum(map(len, sources)), dtype=torch.int64, device=tokens.device)
@@ -138,7 +152,7 @@ class Agreement:
         if self._mesh.tp_size > 1:
             with named(_OPERATION, self._mesh.tp_group):
                 dist.all_reduce(words, group=self._mesh.tp_group)
-        return Message(words, news.content, len(failed), len(faults))
+        return Message(words, news.content, len(failed), len(faults), step_time)
 
     def meet(self, news: News) -> tuple[float, News]:
         """Return seconds on the first rank's clock, its news, and whether any rank is told to stop. Collective over the
@@ -148,7 +162,7 @@ class Agreement:
         if self._hosts is not None:
             with named("agreeing on the time", self._hosts):
                 dist.all_reduce(words, group=self._hosts)
-        now, num_bytes, num_told = words.tolist()
+        now, num_bytes, num_told, _ = words.tolist()
         return now * _MICROSECOND, News(self.share(news.content, num_bytes), num_told > 0)
 
     def share(self, content: bytes, num_bytes: int) -> bytes:
@@ -162,9 +176,10 @@ class Agreement:
             dist.broadcast(shared, group=self._hosts, group_src=0)
         return shared.numpy().tobytes()
 
-    def _head(self, news: News) -> list[int]:
-        is_first = self._mesh.tp_rank == 0
-        return [int(self.clock() / _MICROSECOND) if is_first else 0, len(news.content), int(news.is_told)]
+    def _head(self, news: News, step_time: StepTime | None = None) -> list[int]:
+        times = self.clock(), 0.0 if step_time is None else step_time.seconds
+        now, taken = (int(seconds / _MICROSECOND) if self._mesh.tp_rank == 0 else 0 for seconds in times)
+        return [now, len(news.content), int(news.is_told), taken]
 
 
 def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:

@@ -7,7 +7,6 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.request import Request
 
 
@@ -49,7 +48,14 @@ class Drafter(ABC):
 
     Args:
         num_speculative_tokens: most drafts of a request in a step.
+
+    Attributes:
+        drafts_always: in every step, not only where that pays.
+        follows_prompts: it looks at the tokens of steps with prompts, which are waited for.
     """
+
+    drafts_always = False
+    follows_prompts = False
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -78,18 +84,9 @@ class Drafter(ABC):
         pairs = zip(drafts, sampled, strict=False)
         return next((num for num, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
-    def num_wanted(self, request: Request, num_running: int) -> int:
-        """Return how many drafts to try of a request, one of so many that run."""
-        most = self.num_speculative_tokens
-        return request.acceptance.num_wanted(most if num_running * (1 + most) <= MAX_DRAFT_ROWS else 0)
-
-    def waits(self, requests: Sequence[Request]) -> bool:
-        """Tell whether the next step waits for the tokens of the one under way, for drafts to follow them.
-
-        Args:
-            requests: all that run.
-        """
-        return any(self.num_wanted(request, len(requests)) for request in requests)
+    def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return those of some requests that there are drafts for: all."""
+        return requests
 
     def close(self) -> None:  # noqa: B027 -- most hold nothing
         """Free what it holds."""

@@ -214,7 +214,7 @@ class Engine:
         """Schedule a step and start it, after the one under way; return None where there is nothing to compute."""
         self.scheduler.waiting += self._arrivals.take(self._first_now)
         is_ahead = self._pending is not None
-        num_drafts = None if is_ahead else self.speculation.num_wanted(self.scheduler.running)
+        num_drafts = 0 if is_ahead else self.speculation.num_wanted(self.scheduler.running)
         step = self.scheduler.schedule(self._agreement.clock(), num_drafts)
         if not step.pieces:
             return None
@@ -234,7 +234,8 @@ class Engine:
             self._remember(piece.request)
         tokens = choose_tokens(inputs.ready, logits, self._pending)
         called, failed = self._callbacks.take()
-        message = self._agreement.start(tokens, failed, self.model.faults, self._news())
+        step_time = self.speculation.step_time
+        message = self._agreement.start(tokens, failed, self.model.faults, self._news(), step_time)
         logprobs = Logprobs(logits, inputs.ready, message.tokens, prompts)
         row_lens = [batch.query_len if batch else piece.num_tokens for piece in step.pieces]
         ready, told = inputs.ready, (message, drafts, called)
@@ -264,8 +265,9 @@ class Engine:
             num_rejected += len(sampled) - len(tokens)
             self.stats.count_drafts(len(drafts), len(tokens) - 1)
             texts.append((piece.request, self._append(piece.request, tokens, pending)))
-        self.speculation.end(pending)
         ended = time.perf_counter()
+        self.speculation.learn(agreed.step_time)
+        self.speculation.end(pending, ended - self._last_end)
         num_tokens = sum(piece.num_tokens for piece in pending.pieces) - num_rejected
         self.stats.count_step(pending.is_prefill, num_tokens, ended - max(pending.started, self._last_end))
         self._last_end = ended

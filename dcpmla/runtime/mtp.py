@@ -49,6 +49,8 @@ class MtpDrafter(Drafter):
         chain: of `model.draft`, for as many as are drafted.
     """
 
+    follows_prompts = True
+
     def __init__(
         self,
         num_speculative_tokens: int,

@@ -27,12 +27,9 @@ class NgramDrafter(Drafter):
         found = [self._history(request).following(num) if num else [] for request, num in wanted]
         return Drafts.of(found)
 
-    def waits(self, requests: Sequence[Request]) -> bool:
-        """Tell whether the tokens known so far have a match: so probably will those with the one under way."""
-        decoding = [request for request in requests if request.num_in_flight]
-        return any(
-            self.num_wanted(request, len(requests)) and self._history(request).following(1) for request in decoding
-        )
+    def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return those whose known tokens have a match, where one is under way: so probably will those with it."""
+        return [request for request in requests if request.num_new_tokens and self._history(request).following(1)]
 
     def _history(self, request: Request) -> "_History":
         history = self._histories.setdefault(request, _History())

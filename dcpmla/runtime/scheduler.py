@@ -9,7 +9,7 @@ import heapq
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -180,21 +180,21 @@ class Scheduler:
                 f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
             )
 
-    def schedule(self, now: float, num_drafts: Callable[[Request], int] | None = None) -> Step:
+    def schedule(self, now: float, num_drafts: int = 0) -> Step:
         """Return the next step, without pieces when there are no requests.
 
         Its blocks are taken, from the youngest requests if need be; for drafts only those that nobody misses.
 
         Args:
-            num_drafts: most drafts of a request, for a step after which no other is launched before it has ended; None
-                for no drafts.
+            num_drafts: most drafts of a request that can draft; for a step after which no other is launched before it
+                has ended.
         """
         step = Step(self.max_num_batched_tokens)
         self._schedule_decodes(step)
-        if num_drafts is not None:
+        if num_drafts:
             for index, piece in enumerate(step.pieces):
-                wanted = min(num_drafts(piece.request), step.budget)
-                step.set_drafts(index, self._take_room(piece.request, wanted))
+                if piece.request.can_draft:
+                    step.set_drafts(index, self._take_room(piece.request, min(num_drafts, step.budget)))
         self._schedule_prefills(step)
         self._admit(step, now)
         step.pieces.sort(key=lambda piece: piece.num_tokens - piece.num_drafts != 1)

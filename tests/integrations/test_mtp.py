@@ -96,9 +96,12 @@ class PlainMtp:
 
 
 class Recording(MtpDrafter):
-    """It notes what it drafts."""
+    """It drafts in every step, other numbers for other requests, and notes what."""
+
+    drafts_always = True
 
     def draft(self, wanted: Any, computed: Any) -> Any:
+        wanted = [(request, max(0, min(num, NUM_DRAFTS - request.request_id))) for request, num in wanted]
         drafts = super().draft(wanted, computed)
         flat = drafts.token_ids.tolist()
         for (request, _), num in zip(wanted, drafts.nums, strict=True):
@@ -106,9 +109,6 @@ class Recording(MtpDrafter):
                 self.record.append((request.tokens(0, request.num_known_tokens), flat[:num]))
                 flat = flat[num:]
         return drafts
-
-    def num_wanted(self, request: Any, num_running: int) -> int:
-        return NUM_DRAFTS - request.request_id  # other numbers in one step
 
 
 def serve_families(directories: list[Path], tp: int, dcp_size: int) -> list[tuple[list[list[int]], Record]]:

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.runtime.acceptance import Acceptance
+from dcpmla.runtime.acceptance import Acceptance, Payoff, StepTime
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.ngram import NgramDrafter
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.speculation import Speculation
 from tests.runtime.test_engine import Load, check_limits, check_totals, loads
 from tests.support.hash_model import (
     BLOCK,
@@ -134,36 +135,52 @@ def test_texts_stop_inside_accepted_drafts() -> None:
     assert len(seen) == 2  # the prompt's token, and those of one step
 
 
-def test_nothing_is_waited_for_where_no_draft_pays() -> None:
-    """Steps are one ahead again where drafts are rejected, and only now and then one is tried."""
+def test_nothing_is_waited_for_where_no_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are one ahead again where drafts are rejected, and only now and then they are tried."""
 
     class Wrong(HashDrafter):
-        num_wanted = Drafter.num_wanted
-        waits = Drafter.waits
+        drafts_always = False
 
+    learn = Payoff.learn  # a step with drafts takes half as long again
+    monkeypatch.setattr(
+        Payoff, "learn", lambda self, time: learn(self, time._replace(seconds=1.5 if time.has_drafts else 1.0))
+    )
     engine = make_engine(num_blocks=200, max_model_len=700, drafter=Wrong(3, share=0.0, always=True))
     request = engine.add([1], SamplingParams(max_new_tokens=600, ignore_eos=True))
     list(engine.run())
     assert request.token_ids == alone_ignoring_eos([1], 600)
-    assert 20 < engine.stats.num_draft_tokens < 45
+    assert 3 * 20 < engine.stats.num_draft_tokens < 3 * 30  # one step in 25, and a few at first
 
 
-def test_acceptance_decides_how_many_drafts_to_try() -> None:
-    right, wrong, half = Acceptance(), Acceptance(), Acceptance()
-    for step in range(40):
-        right.count(4, 4)
-        wrong.count(1, 0)
-        half.count(4, (0, 1, 2, 1)[step % 4])
-    assert (right.num_wanted(8), right.num_wanted(0), wrong.num_wanted(8)) == (8, 0, 0)
-    assert half.num_wanted(8) in (1, 2, 3)
-    for _ in range(32):
-        wrong.count(0, 0)
-    assert (wrong.num_wanted(8), wrong.num_wanted(0)) == (1, 0)
+def test_drafts_are_tried_where_they_pay() -> None:
+    payoff, right, wrong = Payoff(), Acceptance(), Acceptance()
+    assert not payoff.pays([right], 1, 3)  # not known what steps take
+    for _ in range(3):
+        payoff.learn(StepTime(1, False, 1.0))
+        payoff.learn(StepTime(8, False, 1.0))
+        payoff.count_step(has_drafts=False)
+    assert payoff.pays([wrong], 1, 3)  # to know what it takes
+    for seconds in (9.0, 1.4, 1.4, 1.4, 1.4, 1.4):  # the first one compiles
+        payoff.learn(StepTime(1, True, seconds))
+        payoff.learn(StepTime(8, True, 1.4))
+        for acceptance, num_accepted in ((right, 3), (wrong, 0)):
+            acceptance.count(3, num_accepted)
+            payoff.count(3, num_accepted)
+        payoff.count_step(has_drafts=True)
+    assert payoff.pays([right], 1, 3)
+    assert not payoff.pays([wrong], 1, 3)
+    assert not payoff.pays([right], 8, 3)  # one of eight: 3 tokens more for a time of 11.2 instead of 8
+    assert payoff.pays([right] * 3, 8, 3)
+    for num_plain in range(21):  # 0.4 of a step in 20
+        assert num_plain == 20 or not payoff.pays([wrong], 1, 3)
+        payoff.count_step(has_drafts=False)
+    assert payoff.pays([wrong], 1, 3)
 
 
 def test_large_batches_draft_nothing() -> None:
-    drafter, request = NgramDrafter(3), Request([1], SamplingParams())
-    assert [drafter.num_wanted(request, num_running) for num_running in (1, 64, 65)] == [3, 3, 0]
+    speculation = Speculation(HashDrafter(3, 1.0, always=True))
+    request = Request([1], SamplingParams())
+    assert [speculation.num_wanted([request] * num_running) for num_running in (1, 64, 65)] == [3, 3, 0]
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5))
@@ -184,6 +201,9 @@ def test_a_lookup_finds_the_latest_of_the_longest_matches(tokens: list[int], num
 
 
 def test_lookups_draft_where_a_text_repeats_itself() -> None:
+    class Always(NgramDrafter):
+        drafts_always = True
+
     class Copying(HashModel):
         """Goes round a text of ten tokens."""
 
@@ -192,7 +212,7 @@ def test_lookups_draft_where_a_text_repeats_itself() -> None:
             last = token_ids if args[-1] is None else token_ids[args[-1]]
             return torch.eye(VOCAB_SIZE)[(last + 1) % 10]
 
-    engine = make_engine(num_blocks=50, model=Copying(), drafter=NgramDrafter(4))
+    engine = make_engine(num_blocks=50, model=Copying(), drafter=Always(4))
     request = engine.add([*range(10), 0, 1], SamplingParams(max_new_tokens=BLOCK * 10))
     list(engine.run())
     assert request.token_ids == [token % 10 for token in range(2, 2 + BLOCK * 10)]

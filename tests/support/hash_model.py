@@ -122,15 +122,14 @@ class HashDrafter(Drafter):
         always: every request wants all drafts that there is room for.
     """
 
+    drafts_always = True
+
     def __init__(self, num_speculative_tokens: int, share: float, seed: int = 0, always: bool = False) -> None:
         super().__init__(num_speculative_tokens)
         self.share, self.always, self.rng = share, always, random.Random(seed)
 
-    def num_wanted(self, request: Request, num_running: int) -> int:
-        return self.num_speculative_tokens
-
-    def waits(self, requests: Sequence[Request]) -> bool:
-        return self.always or self.rng.random() < 0.8
+    def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
+        return requests if self.always or self.rng.random() < 0.8 else []
 
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
         for request, _, position, num_tokens in computed:

@@ -15,6 +15,8 @@ class RecordedDrafter(Drafter):
         share: of drafts that are right, in [0, 1]; one that follows a wrong one counts as any other.
     """
 
+    drafts_always = True
+
     def __init__(
         self,
         num_speculative_tokens: int,
@@ -25,10 +27,6 @@ class RecordedDrafter(Drafter):
         super().__init__(num_speculative_tokens)
         self._token_ids, self._share, self._vocab_size = token_ids, share, vocab_size
         self._rng = random.Random(0)
-
-    def num_wanted(self, request: Request, num_running: int) -> int:
-        """Return the most, whatever they bring."""
-        return self.num_speculative_tokens
 
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
         """Take the recorded tokens, some of them made wrong."""
