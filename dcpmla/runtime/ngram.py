@@ -24,31 +24,36 @@ class NgramDrafter(Drafter):
 
     def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
         """Guess that the longest match of the last tokens, the latest of the longest, goes on as it did."""
-        found = [self._history(request).following(num) if num else [] for request, num in wanted]
-        return Drafts.of(found)
+        return Drafts.of([self._following(request)[:num] if num else [] for request, num in wanted])
 
     def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Return those whose known tokens have a match, where one is under way: so probably will those with it."""
-        return [request for request in requests if request.num_new_tokens and self._history(request).following(1)]
+        return [request for request in requests if request.num_new_tokens and self._following(request)]
 
-    def _history(self, request: Request) -> "_History":
-        history = self._histories.setdefault(request, _History())
-        history.extend(request.tokens(len(history), request.num_known_tokens))
-        return history
+    def _following(self, request: Request) -> list[int]:
+        history = self._histories.setdefault(request, _History(self.num_speculative_tokens))
+        if len(history) < request.num_known_tokens:
+            history.extend(request.tokens(len(history), request.num_known_tokens))
+        return history.following
 
 
 class _History:
-    """All known tokens of a request, to search in."""
+    """All known tokens of a request, to search in.
 
-    def __init__(self) -> None:
+    Attributes:
+        following: num_tokens that may follow the last one, or none.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
         self._memory = np.empty(0, dtype=np.int32)
-        self._length = 0
+        self._length, self._num_tokens = 0, num_tokens
+        self.following: list[int] = []
 
     def __len__(self) -> int:
         return self._length
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens."""
+        """Append tokens, and search for the last ones."""
         end = self._length + len(token_ids)
         if end > len(self._memory):
             memory = np.empty(2 * end, dtype=np.int32)
@@ -56,9 +61,10 @@ class _History:
             self._memory = memory
         self._memory[self._length : end] = token_ids
         self._length = end
+        self.following = self._search()
 
-    def following(self, num_tokens: int) -> list[int]:
-        """Return so many tokens that may follow the last one, or none. A match that reaches the end goes round."""
+    def _search(self) -> list[int]:
+        """Return what followed the longest match. One that reaches the end goes round."""
         tokens = self._memory[: self._length]
         ends = np.flatnonzero(tokens[_SHORTEST - 1 : -1] == tokens[-1:]) + _SHORTEST - 1
         for back in range(1, _LONGEST):
@@ -70,5 +76,5 @@ class _History:
                 break
             ends = longer
         period = self._length - 1 - int(ends[-1])
-        found: list[int] = tokens[int(ends[-1]) + 1 + np.arange(num_tokens) % period].tolist()
+        found: list[int] = tokens[int(ends[-1]) + 1 + np.arange(self._num_tokens) % period].tolist()
         return found

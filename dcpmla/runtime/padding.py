@@ -22,6 +22,7 @@ class _Numbers(NamedTuple):
     those of a small batch are a front of it. Tensors of the device, or arrays of the host.
     """
 
+    token_ids: Any
     positions: Any
     slot_mapping: Any
     local_seq_lens: Any
@@ -31,11 +32,11 @@ class _Numbers(NamedTuple):
 
     @classmethod
     def of(cls, memory: Any, int64: Any, num_rows: int, max_blocks: int) -> Self:
-        """Cut a memory of at least 7 columns."""
+        """Cut a memory of at least 9 columns."""
         words = _column_words(num_rows)
-        positions, slots = (memory[at : at + 2 * num_rows].view(int64) for at in (0, 2 * words))
-        lens, seq_lens, states = (memory[at * words : at * words + num_rows] for at in (4, 5, 6))
-        return cls(positions, slots, lens, seq_lens, states, memory[7 * words :].reshape(-1, max_blocks))
+        ids, positions, slots = (memory[at * words : at * words + 2 * num_rows].view(int64) for at in (0, 2, 4))
+        lens, seq_lens, states = (memory[at * words : at * words + num_rows] for at in (6, 7, 8))
+        return cls(ids, positions, slots, lens, seq_lens, states, memory[9 * words :].reshape(-1, max_blocks))
 
 
 def _column_words(num_rows: int) -> int:
@@ -81,13 +82,16 @@ class PaddedStep:
     ) -> None:
         device = input_like.device
         num_rows = max(batch.num_rows for batch in batches)
-        self._inputs = torch.zeros(num_rows, *input_like.shape, dtype=input_like.dtype, device=device)
         self._shape = num_rows, -(-max_model_len // sizes.block_tokens)
         self._padding = np.zeros(self._num_words(max(batch.num_reqs for batch in batches)), dtype=np.int32)
         padding = _Numbers.of(self._padding, np.int64, *self._shape)
         padding.slot_mapping[:] = padding.states[:] = _NONE
         self._memory = torch.empty(len(self._padding), dtype=torch.int32, device=device)
         self._numbers = _Numbers.of(self._memory, torch.int64, *self._shape)
+        self._has_ids = (input_like.shape, input_like.dtype) == ((), torch.int64)
+        self._inputs: Tensor = self._numbers.token_ids
+        if not self._has_ids:
+            self._inputs = torch.zeros(num_rows, *input_like.shape, dtype=input_like.dtype, device=device)
         self._workspace = decode_workspace(device)
         self._max_model_len, self._sizes, self._dcp_rank = max_model_len, sizes, dcp_rank
         rows = torch.arange(num_rows, dtype=torch.int32, device=device)
@@ -104,7 +108,7 @@ class PaddedStep:
         """Copy a step's numbers, padded to a batch: one transfer, and the inputs. Nothing waits for the device.
 
         Args:
-            inputs: [n, ...], n = metadata.num_tokens.
+            inputs: [n, ...], n = metadata.num_tokens; token ids may be on the CPU, for the same transfer.
             metadata: on the CPU, of n tokens of decodes, none longer than max_model_len.
             batch: of at least as many requests, and tokens of each.
         Returns:
@@ -119,7 +123,7 @@ class PaddedStep:
             num_rows = num_reqs * batch.query_len
             tokens, is_repeated = _repeat_last(decode, num_reqs, batch.query_len)
             tokens_there, rows = upload([tokens, np.flatnonzero(~is_repeated)], self._inputs.device)
-            inputs = inputs.index_select(0, tokens_there)
+            inputs = inputs.index_select(0, torch.from_numpy(tokens) if inputs.is_cpu else tokens_there)
         numbers = metadata.positions.numpy(), metadata.slot_mapping.numpy(), decode.local_seq_lens.numpy()
         positions, slots, local_seq_lens = numbers if tokens is None else (array[tokens] for array in numbers)
         # Memory of its own, for the transfer of the step before may still read its own.
@@ -135,15 +139,18 @@ class PaddedStep:
         if metadata.compressed is not None:
             padded.states[:num_reqs] = metadata.compressed.states.numpy()
         padded.block_table[:num_reqs, : decode.block_table.shape[1]] = decode.block_table.numpy()
+        is_on_host = self._has_ids and inputs.is_cpu
+        if is_on_host:
+            padded.token_ids[:num_rows] = inputs.numpy()
         self._memory[:num_words].copy_(memory, non_blocking=True)
-        self._inputs[:num_rows].copy_(inputs)
-        if num_rows < batch.num_rows:
+        if not is_on_host:
+            self._inputs[:num_rows].copy_(inputs)
             self._inputs[num_rows : batch.num_rows].zero_()
         return rows
 
     def _num_words(self, num_reqs: int) -> int:
         num_rows, max_blocks = self._shape
-        return 7 * _column_words(num_rows) + num_reqs * max_blocks
+        return 9 * _column_words(num_rows) + num_reqs * max_blocks
 
     def rows(self, batch: Batch) -> tuple[Tensor, StepMetadata]:
         """Return a batch's inputs [batch.num_rows, ...] and metadata."""
@@ -209,8 +216,9 @@ class PaddedStep:
                 f"inputs has shape {tuple(inputs.shape)}; expected {(num_tokens, *self._inputs.shape[1:])}"
             )
         cpu = torch.device("cpu")
+        of_inputs = cpu if self._has_ids and inputs.is_cpu else self._inputs.device
         for name, given, dtype, device in (
-            ("inputs", inputs, self._inputs.dtype, self._inputs.device),
+            ("inputs", inputs, self._inputs.dtype, of_inputs),
             ("metadata.positions", metadata.positions, torch.int64, cpu),
             ("metadata.slot_mapping", metadata.slot_mapping, torch.int64, cpu),
             ("metadata.decode.local_seq_lens", decode.local_seq_lens, torch.int32, cpu),

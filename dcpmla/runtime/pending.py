@@ -21,7 +21,7 @@ class StepInputs:
     """The tokens that a step computes, and who gets new ones from it.
 
     Attributes:
-        token_ids: [T] int64 on the device.
+        token_ids: [T] int64 on the device; on the CPU where the host knows them all, and wants all rows' logits.
         ready: the pieces of requests that have all their tokens computed with it.
         logits_at: [n] int64 on the device, rows of their last tokens and of all drafts; None where these are all rows.
     """
@@ -73,13 +73,18 @@ class StepInputs:
             return cls(previous.message.tokens, ready, None)  # as most steps: the same requests go on
         rows = [] if len(logits_rows) == num_tokens else [logits_rows]
         rows += [unknown, sources] if unknown else []
-        known, *rows_there = upload([np.asarray(numbers, dtype=np.int64) for numbers in (token_ids, *rows)], device)
+        numbers = [np.array(column, dtype=np.int64) for column in (token_ids, *rows)]
+        known, *rows_there = upload(numbers, device if rows else "cpu")
         if unknown:
             *rows_there, unknown_rows, source_rows = rows_there
             sampled = drafts if previous is None else previous.message.tokens
             assert sampled is not None
             known.index_copy_(0, unknown_rows, sampled.index_select(0, source_rows))
         return cls(known, ready, rows_there[0] if rows_there else None)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the tokens on the device."""
+        return upload([self.token_ids.numpy()], device)[0] if self.token_ids.is_cpu else self.token_ids
 
 
 class PendingStep:

@@ -86,7 +86,7 @@ class StepRunner:
         inputs = StepInputs.of(step, previous, drafts, self.model.device)
         logits_at = prompts.join(inputs.logits_at)
         if graph is None:
-            logits = self.model.step(inputs.token_ids, metadata, self.cache, logits_at)
+            logits = self.model.step(inputs.on(self.model.device), metadata, self.cache, logits_at)
         else:
             logits = graph.run(inputs.token_ids, metadata, self.cache)
             if logits_at is not None:
