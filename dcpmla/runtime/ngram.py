@@ -66,15 +66,18 @@ class _History:
     def _search(self) -> list[int]:
         """Return what followed the longest match. One that reaches the end goes round."""
         tokens = self._memory[: self._length]
-        ends = np.flatnonzero(tokens[_SHORTEST - 1 : -1] == tokens[-1:]) + _SHORTEST - 1
+        first = _SHORTEST - 1
+        ends = (tokens[first:-1] == tokens[-1:]).nonzero()[0] + first
         for back in range(1, _LONGEST):
-            longer = ends[ends >= back]
-            longer = longer[tokens[longer - back] == tokens[-1 - back]] if len(longer) else longer
-            if not len(longer):
-                if back < _SHORTEST:
+            longer = ends if back <= first else ends[ends >= back]
+            longer = longer[tokens[longer - back] == tokens[-1 - back]] if longer.size else longer
+            if not longer.size:
+                if back <= first:
                     return []
                 break
             ends = longer
+            if back >= first and ends.size == 1:
+                break
         period = self._length - 1 - int(ends[-1])
         found: list[int] = tokens[int(ends[-1]) + 1 + np.arange(self._num_tokens) % period].tolist()
         return found
