@@ -228,7 +228,8 @@ class StepMetadata:
         size = decode.max_query_len
 
         def tokens(column: Tensor) -> Tensor:
-            return column[index::size].contiguous()
+            # Not `contiguous`, which leaves a single one as it is, with its stride.
+            return column[index::size].clone(memory_format=torch.contiguous_format)
 
         if sparse is not None:
             lens = tokens(sparse.seq_lens), tokens(sparse.local_seq_lens)

@@ -137,7 +137,7 @@ class ShardedModel:
         """
         assert metadata.decode is not None
         num_drafts = metadata.decode.max_query_len
-        hidden_states = hidden_states[::num_drafts].contiguous()
+        hidden_states = hidden_states[::num_drafts].clone(memory_format=torch.contiguous_format)
         drafts = [self._guess(hidden_states)]
         for index in range(1, num_drafts):
             rows = self.join(drafts[-1], hidden_states)

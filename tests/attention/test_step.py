@@ -446,3 +446,25 @@ def test_workspace_has_room_for_every_request(
     workspace = context_workspace_tokens(max_model_len, max_num_seqs, batch.dcp)
     batch.dcp = DCPConfig(**{**vars(batch.dcp), "context_workspace_tokens": workspace})
     check_chunks(batch, batch.build())
+
+
+@pytest.mark.parametrize("num_reqs", [1, 3])
+def test_a_step_of_one_token_of_each_request(num_reqs: int) -> None:
+    dcp, seq_lens = DCPConfig(block_size=4), [7 + index for index in range(num_reqs)]
+    tables = [[4 * index + block for block in range(4)] for index in range(num_reqs)]
+    layout: dict[str, Any] = {"dcp": dcp, "dcp_rank": 0, "device": "cpu", "max_decode_query_len": 3, "is_sparse": True}
+    step = StepMetadata.build([3] * num_reqs, seq_lens, tables, **layout)
+    for index in range(3):
+        found = step.of_tokens(index)
+        expected = StepMetadata.build([1] * num_reqs, [each - 2 + index for each in seq_lens], tables, **layout)
+        assert found.decode is not None
+        assert expected.decode is not None
+        assert found.sparse is not None
+        assert expected.sparse is not None
+        for name in ("positions", "slot_mapping"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+        assert found.decode.local_seq_lens.tolist() == expected.decode.local_seq_lens.tolist()
+        assert found.decode.local_seq_lens.stride() == (1,)  # what kernels ask for
+        for name in ("request", "seq_lens", "local_seq_lens"):
+            assert getattr(found.sparse, name).tolist() == getattr(expected.sparse, name).tolist()
+            assert getattr(found.sparse, name).stride() == (1,)
