@@ -29,6 +29,8 @@ class CompressedPlan:
 
     Attributes:
         num_states: requests whose states there is room for at the same time, remembered ones among them.
+        num_drafts: most tokens of a request in a step that may be rejected. A state goes back over them: its window has
+            as many rows more, and its sums are kept for as many tokens before the last.
         dtype, index_dtype: formats of the rows (`dcpmla.cache.shared_rows`) and of the indexers' keys.
     """
 
@@ -38,6 +40,7 @@ class CompressedPlan:
     num_states: int
     dtype: torch.dtype
     index_dtype: torch.dtype
+    num_drafts: int = 0
 
     def step_layout(self, states: Sequence[int | None]) -> dict[str, Any]:
         """Return the arguments of `StepMetadata.build` that say for which caches a step is."""
@@ -55,8 +58,8 @@ class CompressedPlan:
     @property
     def ring_rows(self) -> int:
         """Rows of one request's window: a token at position p has row p % ring_rows of them."""
-        window = self.config.sliding_window
-        return -(-window // PAGE_ROWS) * PAGE_ROWS if self.dtype == torch.uint8 else window
+        num_rows = self.config.sliding_window + self.num_drafts
+        return -(-num_rows // PAGE_ROWS) * PAGE_ROWS if self.dtype == torch.uint8 else num_rows
 
     @property
     def window_rows(self) -> int:
@@ -79,8 +82,11 @@ class CompressedPlan:
         return self.num_blocks, self.entries_per_block(ratio), width
 
     def sums_shape(self, kind: LayerKind, width: int) -> tuple[int, int, int, int]:
-        """Return the shape of a layer's sums of entries in progress: where they overlap, of two."""
-        return self.num_states, 2 if kind.has_indexer else 1, NUM_SUMS, width
+        """Return the shape of a layer's sums of entries in progress: where they overlap, of two.
+
+        A state has 1 + num_drafts of them: those after the token at position p are number p % (1 + num_drafts).
+        """
+        return self.num_states * (1 + self.num_drafts), 2 if kind.has_indexer else 1, NUM_SUMS, width
 
     @property
     def bytes_per_block(self) -> int:
@@ -146,9 +152,10 @@ class CompressedLayerCache(NamedTuple):
 
     Attributes:
         rows: windows, then entries (`dcpmla.cache.shared_rows`).
-        sums: float32 [num_states, 1 or 2, 3, D] of the entries in progress; None in a layer without entries.
+        sums: float32 [num_states (1 + num_drafts), 1 or 2, 3, D] of the entries in progress; None in a layer without
+            entries.
         index_keys: [num_blocks, entries_per_block, width] of a layer with an indexer (`dcpmla.cache.index_keys`).
-        index_sums: float32 [num_states, 2, 3, indexer's D] of its keys in progress.
+        index_sums: float32 [num_states (1 + num_drafts), 2, 3, indexer's D] of its keys in progress.
     """
 
     rows: Tensor
@@ -191,13 +198,14 @@ class CompressedCache:
 
     def _state(self, state: int) -> list[Tensor]:
         """Return views of one state in all layers."""
-        ring = self.sizes.ring_rows
+        ring, num_sums = self.sizes.ring_rows, 1 + self.sizes.num_drafts
         if self.sizes.dtype == torch.uint8:
             ring //= PAGE_ROWS
         views = []
         for layer in self._layers:
             views.append(layer.rows[state * ring : (state + 1) * ring])
-            views += [sums[state] for sums in (layer.sums, layer.index_sums) if sums is not None]
+            of_state = slice(state * num_sums, (state + 1) * num_sums)
+            views += [sums[of_state] for sums in (layer.sums, layer.index_sums) if sums is not None]
         return views
 
 
@@ -215,7 +223,12 @@ def new_cache(plan: AnyPlan, device: torch.device) -> AnyCache:
 
 
 def plan_compressed(
-    config: CompressedConfig, dcp: DCPConfig, seq_lens: list[int], dtype: torch.dtype, num_states: int | None = None
+    config: CompressedConfig,
+    dcp: DCPConfig,
+    seq_lens: list[int],
+    dtype: torch.dtype,
+    num_states: int | None = None,
+    num_drafts: int = 0,
 ) -> CompressedPlan:
     """Return the sizes of caches that hold sequences of the given final lengths at once.
 
@@ -224,6 +237,7 @@ def plan_compressed(
         seq_lens: tokens of each sequence, prompt and answer; each starts on a block of its own.
         dtype: that the model computes in.
         num_states: None for one a sequence.
+        num_drafts: most of a request in a step.
     Raises:
         ValueError: no sequences, a negative length, options or a format that the model cannot have.
     """
@@ -237,6 +251,7 @@ def plan_compressed(
         num_states=len(seq_lens) if num_states is None else num_states,
         dtype=storage_dtype(dcp.kv_cache_dtype, dtype),
         index_dtype=index_storage_dtype(dcp.index_cache_dtype, dtype),
+        num_drafts=num_drafts,
     )
     num_blocks = max(1, sum(-(-seq_len // plan.block_tokens) for seq_len in seq_lens))
     return replace(plan, num_blocks=num_blocks)

@@ -72,7 +72,7 @@ class GraphMaker:
         the graphs over one block are dropped.
         """
         model = self._model
-        plan = model.plan_cache(self._dcp, [1], self._max_num_seqs)
+        plan = model.plan_cache(self._dcp, [1], self._max_num_seqs, self._max_query_len - 1)
         # At the full length: what selects among tokens grows with their number.
         graph = self._capture(new_cache(plan, model.device), self._max_model_len)
         torch.cuda.empty_cache()

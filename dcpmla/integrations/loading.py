@@ -200,7 +200,7 @@ def load_engine(
             makers if captures else [],
         )
     num_running = min(max_num_seqs, len(seq_lens)) if seq_lens else max_num_seqs
-    plan = _plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running)
+    plan = _plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, query_len - 1)
     with agree():
         cache = new_cache(plan, device)
     graph, *of_mtp = [maker.capture(cache) if captures else None for maker in makers]
@@ -243,12 +243,13 @@ def _plan_cache(
     seq_lens: Sequence[int] | None,
     num_bytes: int,
     num_running: int,
+    num_drafts: int,
 ) -> AnyPlan:
     """Plan as many blocks as the sequences need together, or as the rank with the least memory has room for; states,
     where there are any, of all requests that may run, and of some that are remembered.
     """
     lens = list(seq_lens) if seq_lens else [1]
-    plan = model.plan_cache(dcp, lens, num_states(num_running))
+    plan = model.plan_cache(dcp, lens, num_states(num_running), num_drafts)
     block_bytes = plan.bytes_per_block or _EMPTY_BLOCK_BYTES
     state_bytes = plan.num_states * plan.bytes_per_state
     affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)

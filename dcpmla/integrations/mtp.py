@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.comm.reduce import Reduce
-from dcpmla.hf_config import SPARSE_MODEL_TYPES, indexer_types
+from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, SPARSE_MODEL_TYPES, indexer_types
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import DecoderBlock
 from dcpmla.model.mtp import MtpLayer
@@ -58,6 +58,11 @@ class MtpNames(NamedTuple):
 
 def check_mtp(config: Any) -> None:
     """Raise ValueError for a model whose family has no MTP module that this package computes."""
+    if config.model_type in COMPRESSED_MODEL_TYPES:
+        raise ValueError(
+            f"speculative_method (--speculative-method) is 'mtp', but the MTP module of {config.model_type} is not "
+            f"computed here; take ngram"
+        )
     if config.model_type != "longcat_flash" and not getattr(config, "num_nextn_predict_layers", None):
         raise ValueError(
             f"speculative_method (--speculative-method) is 'mtp', but the model's config has no "

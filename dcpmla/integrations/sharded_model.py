@@ -66,15 +66,16 @@ class ShardedModel:
         self.index_layers = tuple(index_layers)
         self.eos_token_ids, self.vocab_size, self.dtype, self.device = eos_token_ids, head.vocab_size, dtype, device
 
-    def plan_cache(self, dcp: DCPConfig, seq_lens: list[int], num_states: int) -> AnyPlan:
+    def plan_cache(self, dcp: DCPConfig, seq_lens: list[int], num_states: int, num_drafts: int = 0) -> AnyPlan:
         """Return the sizes of a cache for sequences of the given final lengths at once.
 
         Args:
             num_states: of requests, where the model's caches have states.
+            num_drafts: most of a request in a step, which such states must go back over.
         """
         config = self.attention_config
         if isinstance(config, CompressedConfig):
-            return plan_compressed(config, dcp, seq_lens, self.dtype, num_states)
+            return plan_compressed(config, dcp, seq_lens, self.dtype, num_states, num_drafts)
         return LatentCache.plan(config, dcp, self.num_attention_layers, seq_lens, self.dtype, self.index_layers)
 
     @torch.inference_mode()

@@ -8,7 +8,6 @@ import torch
 from dcpmla.cache.compressed import AnyCache
 from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
-from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.mtp import check_mtp
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -25,11 +24,6 @@ MAX_SPECULATIVE_TOKENS = 15  # so that a batch of some requests fits into `MAX_D
 
 def check_speculation(config: Any, dcp: DCPConfig, method: str) -> None:
     """Raise ValueError, before any weight is read, for a method that a model does not have."""
-    if method != "none" and config.model_type in COMPRESSED_MODEL_TYPES:
-        raise ValueError(
-            f"speculative_method (--speculative-method) is {method!r}, but the states of {config.model_type} cannot "
-            f"take back a rejected draft; leave it out"
-        )
     if method == "mtp":
         check_mtp(config)
         if dcp.calculate_kv_scales:

@@ -187,16 +187,15 @@ class PaddedStep:
     def _compressed(self, batch: Batch) -> CompressedMetadata | None:
         if not isinstance(self._sizes, CompressedPlan):
             return None
-        assert batch.query_len == 1
-        numbers, num_reqs = self._numbers, batch.num_reqs
-        seq_lens = numbers.seq_lens[:num_reqs]
+        numbers, num_reqs, num_rows = self._numbers, batch.num_reqs, batch.num_rows
+        seen = numbers.seq_lens[:num_rows].view(num_reqs, batch.query_len)  # 0 for padding
         return CompressedMetadata(
             plan=self._sizes,
             dcp_rank=self._dcp_rank,
-            positions=numbers.positions[:num_reqs],
-            request=self._request[1][:num_reqs],
-            first_position=seq_lens - 1,
-            seq_lens=seq_lens,
+            positions=numbers.positions[:num_rows],
+            request=self._request[batch.query_len][:num_rows],
+            first_position=seen[:, 0] - 1,
+            seq_lens=seen[:, -1].contiguous(),
             states=numbers.states[:num_reqs],
             block_table=numbers.block_table[:num_reqs],
             max_seq_len=self._max_model_len,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata
 from dcpmla.attention.compressed import compressor
-from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.attention.compressed.step import CompressedMetadata, Part
 from dcpmla.cache.compressed import CompressedPlan, plan_compressed
 from dcpmla.cache.shared_rows import ROPE_DIM
 from dcpmla.compressed_config import CompressedConfig, LayerKind
@@ -56,34 +56,49 @@ def pool(pairs: Tensor, bias: Tensor, norm: Tensor, num_halves: int, cos_sin: Te
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
-    """Any ratio, however prompts are cut into steps, whichever rank an entry is on; nothing else is written."""
+    """Any ratio, however prompts are cut into steps, whichever rank an entry is on, and whatever tokens of a step are
+    rejected; nothing else is written.
+    """
     ratio, num_halves = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 2))
     size, interleave = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
     lens = data.draw(st.lists(st.tuples(*[st.integers(0, 11)] * 2).filter(any), min_size=1, max_size=7))
+    num_drafts = data.draw(st.integers(0, 2))
+    rejected = [tuple(data.draw(st.integers(0, max(0, min(new - 1, num_drafts)))) for new in each) for each in lens]
+    rejected = [
+        tuple(r if n <= 1 + num_drafts else 0 for n, r in zip(*both, strict=True))
+        for both in zip(lens, rejected, strict=True)
+    ]
     width, rope = 6, 4
     config = config_of(LayerKind(ratio, num_halves == 2), width, rope)
     layout = {"tensor_parallel_size": size, "decode_context_parallel_size": size}
     dcp = DCPConfig(**layout, cp_kv_cache_interleave_size=interleave, block_size=2 * interleave)
-    totals = [sum(new) for new in zip(*lens, strict=True)]
+    totals = [
+        sum(new) - sum(gone) for new, gone in zip(zip(*lens, strict=True), zip(*rejected, strict=True), strict=True)
+    ]
     prompts = [cut(randn(total, 2 * num_halves * width, seed=i)) for i, total in enumerate(totals)]
-    angles = randn(max(totals), rope, seed=9)
+    angles = randn(max(totals) + num_drafts, rope, seed=9)
     bias, norm = randn(ratio, num_halves * width, seed=7), randn(width, seed=8)
-    plan = plan_compressed(config, dcp, totals, torch.float32, num_states=3)
-    tables = tables_of(plan, totals)
+    longest = [total + num_drafts for total in totals]
+    plan = plan_compressed(config, dcp, longest, torch.float32, 3, num_drafts)
+    tables = tables_of(plan, longest)
     found: list[dict[int, Tensor]] = [{} for _ in totals]
     for rank in range(size):
         cache = torch.full(plan.rows_shape(ratio), torch.nan)
         sums = torch.full(plan.sums_shape(config.layer_kinds[0], width), torch.nan)
         done = [0] * len(totals)
-        for new in lens:
-            step = build(plan, rank, new, done, tables)
-            pairs = torch.cat([prompts[i][done[i] : done[i] + new[i]] for i in decodes_first(new)])
-            done = [a + b for a, b in zip(done, new, strict=True)]
+        for new, gone in zip(lens, rejected, strict=True):
+            step, parts = build(plan, rank, new, done, tables)
+            kept = [a + b - c for a, b, c in zip(done, new, gone, strict=True)]
+            wrong = randn(num_drafts, 2 * num_halves * width, seed=99)
+            pairs = torch.cat(
+                [rows for i in decodes_first(plan, new) for rows in (prompts[i][done[i] : kept[i]], wrong[: gone[i]])]
+            )
+            done = kept
             where = step.entry_table(ratio, step.block_table), plan.entries_per_block(ratio), *step.layout
-            per_request = step.request, step.first_position, step.seq_lens, step.states
             cos_sin = angles[step.positions // ratio * ratio]
-            arguments = pairs, bias, norm, EPS, sums, cache, step.positions, *per_request, cos_sin
-            compressor.compress_(*arguments, *where, False, False)
+            for part in parts:
+                arguments = pairs, bias, norm, EPS, sums, cache, step.positions, step.request, *part, cos_sin
+                compressor.compress_(*arguments, *where, False, False)
         written = 0
         for i, table in enumerate(tables):
             for entry in range(totals[i] // ratio):
@@ -93,7 +108,8 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
                     row = plan.window_rows + table[block] * plan.entries_per_block(ratio) + offset
                     found[i][entry] = cache[row, 0]
                     written += 1
-        assert int((~cache.isnan()).any(-1).sum()) == written
+        # Rejected tokens may have completed an entry more.
+        assert written <= int((~cache.isnan()).any(-1).sum()) <= written + (len(totals) if num_drafts else 0)
     for i, prompt in enumerate(prompts):
         wanted = pool(prompt, bias, norm, num_halves, angles)
         assert sorted(found[i]) == list(range(len(wanted)))
@@ -202,7 +218,7 @@ def compressor_cases(
     """Yield arguments of `compress_`, step by step, over the same sums and the same cache."""
     kind, width, rope = config.layer_kinds[0], config.head_dim, config.rope_dim
     totals = [sum(new) for new in zip(*steps, strict=True)]
-    plan = plan_compressed(config, dcp, totals, dtype, num_states=4)
+    plan = plan_compressed(config, dcp, totals, dtype, 4, num_drafts=2 * (rank % 2))
     shape = plan.index_shape(kind.ratio) if is_index else plan.rows_shape(kind.ratio)
     cache = torch.empty(shape, dtype=plan.index_dtype if is_index else plan.dtype)
     sums = torch.full(plan.sums_shape(kind, width), torch.nan)
@@ -212,25 +228,26 @@ def compressor_cases(
     bias, norm = randn(kind.ratio, halves * width, seed=1), 0.5 + randn(width, seed=2).abs()
     done = [0] * len(totals)
     for number, new in enumerate(steps):
-        step = build(plan, rank, new, done, tables)
+        step, parts = build(plan, rank, new, done, tables)
         done = [a + b for a, b in zip(done, new, strict=True)]
         num_tokens = len(step.positions)
         pairs = cut(randn(num_tokens, 2 * halves * width, dtype=dtype, seed=number))
         cos_sin = torch.rand(num_tokens, rope, generator=torch.Generator().manual_seed(number))
         table = step.block_table if is_index else step.entry_table(kind.ratio, step.block_table)
-        requests = step.positions, step.request, step.first_position, step.seq_lens, step.states
         how = plan.entries_per_block(kind.ratio), *step.layout, is_index, is_index and width & (width - 1) == 0
-        yield [pairs, bias, norm, 1e-3, sums, cache, *requests, cos_sin, table, *how], (sums, cache)
+        for part in parts:
+            tokens = step.positions, step.request, *part
+            yield [pairs, bias, norm, 1e-3, sums, cache, *tokens, cos_sin, table, *how], (sums, cache)
 
 
-def decodes_first(new: tuple[int, ...]) -> list[int]:
-    return sorted((i for i, count in enumerate(new) if count), key=lambda i: new[i] > 1)
+def decodes_first(plan: CompressedPlan, new: tuple[int, ...]) -> list[int]:
+    return sorted((i for i, count in enumerate(new) if count), key=lambda i: new[i] > 1 + plan.num_drafts)
 
 
 def build(
     plan: CompressedPlan, rank: int, new: tuple[int, ...], done: list[int], tables: list[list[int]]
-) -> CompressedMetadata:
-    requests = decodes_first(new)
+) -> tuple[CompressedMetadata, tuple[Part, ...]]:
+    requests = decodes_first(plan, new)
     lens = [new[i] for i in requests]
     step = StepMetadata.build(
         lens,
@@ -238,11 +255,12 @@ def build(
         [tables[i] for i in requests],
         plan.dcp,
         rank,
+        max_decode_query_len=1 + plan.num_drafts,
         plan=plan,
         states=[2 - i for i in requests],
-    ).compressed
-    assert step is not None
-    return step
+    )
+    assert step.compressed is not None
+    return step.compressed, step.compressed.parts_of(step.decode)
 
 
 def check_compressor_in_the_interpreter() -> None:
@@ -285,7 +303,8 @@ def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
     pytest.importorskip("triton")
     from dcpmla.attention.compressed.kernels.compressor import compress_kernel
 
-    types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}"}
+    numbers = dict.fromkeys(("end_ptr", "source_ptr", "target_ptr"), "*i32")
+    types = {**TYPES, **numbers, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}"}
     pooled: dict[str, Any] = {"ROPE": 64, "HADAMARD_BITS": 0, "IS_INDEX": False, "WIDTH": 512, "COLUMNS": 512}
     index = {**pooled, "IS_INDEX": True, "WIDTH": 128, "COLUMNS": 128, "HADAMARD_BITS": 7}
     for ratio, halves, tokens in itertools.product((4, 128), (1, 2), (1, 8)):

@@ -28,7 +28,8 @@ def serve(
     model: Any, dcp: DCPConfig, mesh: Any, num_new: int, drafter: Drafter | None, with_graph: bool = False
 ) -> tuple[Outcome, int]:
     """Return each prompt's tokens and their logits, and the number of steps."""
-    plan = model.plan_cache(dcp, [len(prompt) + num_new for prompt in PROMPTS], len(PROMPTS))
+    num_drafts = 0 if drafter is None else drafter.num_speculative_tokens
+    plan = model.plan_cache(dcp, [len(prompt) + num_new for prompt in PROMPTS], 4, num_drafts)
     cache = new_cache(plan, CPU)
     for memory in cache.tensors:
         memory.fill_(torch.nan)
@@ -72,6 +73,7 @@ def serve_families(directories: list[Path], tp: int, dcp_size: int, interleave: 
         (2, 2, 1, ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4")),
         (2, 2, 2, ("deepseek_v32", "glm_moe_dsa")),
         (4, 4, 1, ("deepseek_v32",)),
+        (2, 2, 1, ("deepseek_v4",)),
     ],
 )
 def test_drafts_change_no_token(

@@ -50,7 +50,7 @@ def compress(
             overlap (of either, first the pair for the next span's entry), else 1. Contiguous columns.
         bias: [ratio, A D] float32, added to the gates by their token's place in its span.
         norm_weight: [D] float32, of the entries' RMSNorm.
-        sums: float32 [num_states, A, 3, D] of entries in progress, their own and the next one's; written.
+        sums: float32 [num_sums, A, 3, D] of entries in progress, their own and the next one's; written.
         cache: written: rows of a layer, or with is_index an indexer's keys, whose rotated columns come first.
         hadamard: as in `finish_index_keys`, of index keys alone.
     Source: DeepSeek-V4's report, equations 9-12 and 20-23.
@@ -59,10 +59,10 @@ def compress(
     plan = step.plan
     table = step.block_table if is_index else step.entry_table(ratio, step.block_table)
     per_block = plan.entries_per_block(ratio)
-    requests = step.request, step.first_position, step.seq_lens, step.states
-    where = table, per_block, *step.layout
-    angles = step.angles.entries[ratio]
-    compress_(pairs, bias, norm_weight, eps, sums, cache, step.positions, *requests, angles, *where, is_index, hadamard)
+    where = step.angles.entries[ratio], table, per_block, *step.layout
+    for part in step.parts:
+        tokens = step.positions, step.request, *part
+        compress_(pairs, bias, norm_weight, eps, sums, cache, *tokens, *where, is_index, hadamard)
 
 
 @torch.library.custom_op("dcpmla::compress_", mutates_args=("sums", "cache"))
@@ -76,8 +76,9 @@ def compress_(
     positions: Tensor,
     request: Tensor,
     first_position: Tensor,
-    seq_lens: Tensor,
-    states: Tensor,
+    end: Tensor,
+    source: Tensor,
+    target: Tensor,
     cos_sin: Tensor,
     block_table: Tensor,
     entries_per_block: int,
@@ -87,7 +88,7 @@ def compress_(
     is_index: bool,
     hadamard: bool,
 ) -> None:
-    """Compute `compress`; the arguments are those and the fields of `CompressedMetadata`.
+    """Compute a part of `compress`; the arguments are those, and the fields of `CompressedMetadata` and `Part`.
 
     The entries' angles cos_sin [T, R] are those of each token's span; block_table is in blocks of the cache.
     """
@@ -95,13 +96,15 @@ def compress_(
         from dcpmla.attention.compressed.kernels import compressor as kernels  # triton is there on Linux only
 
         where = block_table, entries_per_block, dcp_rank, dcp_size, interleave
-        requests = positions, request, first_position, seq_lens, states
+        requests = positions, request, first_position, end, source, target
         kernels.compress_(pairs, bias, norm_weight, eps, sums, cache, *requests, cos_sin, *where, is_index, hadamard)
         return
     ratio, width = bias.shape[0], sums.shape[-1]
     is_first = (positions % ratio == 0) | (positions == first_position[request])
-    token = (is_first & (states[request] >= 0)).nonzero().flatten()  # the first of each span
-    entries, is_complete = _pool(pairs, bias, sums, positions, request, first_position, seq_lens, states, token)
+    is_in_part = (positions >= first_position[request]) & (positions < end[request]) & (target[request] >= 0)
+    token = (is_first & is_in_part).nonzero().flatten()  # the first of each span
+    tokens = positions, request, first_position, end, source, target, token
+    entries, is_complete = _pool(pairs, bias, sums, *tokens)
     token, entries = token[is_complete], entries[is_complete]
     entries = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight
     entries = entries.to(pairs.dtype)
@@ -129,8 +132,9 @@ def _pool(
     positions: Tensor,
     request: Tensor,
     first_position: Tensor,
-    seq_lens: Tensor,
-    states: Tensor,
+    ends: Tensor,
+    source: Tensor,
+    target: Tensor,
     token: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Pool the spans whose first tokens in the step are given [N], and leave the sums of each request's last.
@@ -140,7 +144,7 @@ def _pool(
     """
     ratio, (_, num_halves, _, width) = bias.shape[0], sums.shape
     position, of_token = positions[token], request[token].long()
-    start, end, state = first_position[of_token], seq_lens[of_token], states[of_token].long()
+    start, end, state = first_position[of_token], ends[of_token], source[of_token].long()
     order = position // ratio - start // ratio  # of the span in its request's part of the step
     place = position % ratio
     num = torch.minimum(ratio - place, end - position)
@@ -162,7 +166,7 @@ def _pool(
     left = [_choose(is_complete, empty if following is None else following, entry)]
     if following is not None:
         left.append(_choose(is_complete, empty, following))
-    sums[state[is_last]] = torch.stack([torch.stack(half, 1) for half in left], 1)[is_last]
+    sums[target[of_token].long()[is_last]] = torch.stack([torch.stack(half, 1) for half in left], 1)[is_last]
     return entry.values / entry.total, is_complete
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.compressed.visible import visible_rows
-from dcpmla.attention.step import ContextChunk, SelectedTokens, SparseMetadata, StepMetadata
+from dcpmla.attention.step import ContextChunk, DecodeMetadata, SelectedTokens, SparseMetadata, StepMetadata
 from dcpmla.cache.compressed import CompressedPlan
 from dcpmla.compressed_config import LayerKind
 
@@ -48,6 +48,20 @@ class ContextRows:
     entries: dict[int, ContextChunk]
 
 
+class Part(NamedTuple):
+    """The part of each request's tokens that goes into its sums at once.
+
+    Attributes:
+        first_position, end: [num_reqs] int32, of its tokens; the same where there are none.
+        source, target: [num_reqs] int32, numbers of the sums before them and after; negative for padding.
+    """
+
+    first_position: Tensor
+    end: Tensor
+    source: Tensor
+    target: Tensor
+
+
 @dataclass(frozen=True)
 class CompressedMetadata:
     """The requests of a step, as layers with entries see them; T tokens, decodes and prefills alike.
@@ -64,6 +78,7 @@ class CompressedMetadata:
         max_seq_len: no less than any of seq_lens, and the same on all ranks.
         context: of the prefill tokens; None where there are none.
         angles: None before `with_angles`.
+        parts: one after the other, what the compressors pool; empty before `with_angles`.
         decode_rows: by ratio, `visible_rows` of the decodes where nothing selects; empty before `with_angles`.
     """
 
@@ -78,6 +93,7 @@ class CompressedMetadata:
     max_seq_len: int
     context: ContextRows | None = None
     angles: Angles | None = None
+    parts: tuple[Part, ...] = ()
     decode_rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -90,6 +106,21 @@ class CompressedMetadata:
         """dcp_rank, dcp_size and interleave, as functions of `dcpmla.ownership` order them."""
         dcp = self.plan.dcp
         return self.dcp_rank, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
+
+    def parts_of(self, decode: DecodeMetadata | None) -> tuple[Part, ...]:
+        """Return the parts of a step: one, or where tokens may be rejected the decodes' tokens one by one, for each of
+        them leaves sums of its own; prefills are in the first.
+        """
+        first, end, num_sums = self.first_position, self.seq_lens, 1 + self.plan.num_drafts
+        if num_sums == 1:
+            return (Part(first, end, self.states, self.states),)
+        sums, num_decodes = self.states * num_sums, 0 if decode is None else len(decode.block_table)
+        parts = []
+        for _ in range(1 if decode is None else decode.max_query_len):
+            part_end = torch.cat([torch.minimum(first + 1, end)[:num_decodes], end[num_decodes:]])
+            parts.append(Part(first, part_end, sums + (first - 1) % num_sums, sums + (part_end - 1) % num_sums))
+            first = part_end
+        return tuple(parts)
 
     def max_entries(self, ratio: int) -> int:
         """Return no less than the entries that any token sees; the same on all ranks."""
@@ -158,7 +189,7 @@ def with_angles(step: StepMetadata, rotary: Callable[[Tensor, bool], Tensor]) ->
     return replace(
         step,
         selection=compressed.new_selection(step.num_decode_tokens) if is_selected else None,
-        compressed=replace(compressed, angles=angles, decode_rows=rows),
+        compressed=replace(compressed, angles=angles, parts=compressed.parts_of(step.decode), decode_rows=rows),
     )
 
 

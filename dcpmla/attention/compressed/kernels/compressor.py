@@ -119,8 +119,9 @@ def compress_kernel(
     positions_ptr,
     request_ptr,
     first_position_ptr,
-    seq_lens_ptr,
-    states_ptr,
+    end_ptr,
+    source_ptr,
+    target_ptr,
     cos_sin_ptr,
     table_ptr,
     pairs_stride,
@@ -147,16 +148,19 @@ def compress_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(request_ptr + token)
-    state = tl.load(states_ptr + request).to(tl.int64)
+    source, target = tl.load(source_ptr + request).to(tl.int64), tl.load(target_ptr + request).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int32)
-    start, end = tl.load(first_position_ptr + request), tl.load(seq_lens_ptr + request)
+    start, end = tl.load(first_position_ptr + request), tl.load(end_ptr + request)
     first_span = start // RATIO
     own, last = position // RATIO - first_span, (end - 1) // RATIO - first_span  # numbers of spans in the step
     is_first = position == start
-    if (state < 0) | ((not is_first) & ((position % RATIO != 0) | (own < HALVES) | (own == last))):
+    if (target < 0) | (position < start) | (position >= end):
+        return
+    if (not is_first) & ((position % RATIO != 0) | (own < HALVES) | (own == last)):
         return
     column = tl.arange(0, COLUMNS)
-    sums_ptr += state * (HALVES * 3 * WIDTH)
+    target_sums_ptr = sums_ptr + target * (HALVES * 3 * WIDTH)
+    sums_ptr += source * (HALVES * 3 * WIDTH)
     num_spans = tl.where(is_first, tl.minimum(last, HALVES) + 1, 1)
     for index in range(0, num_spans):
         order = tl.where(is_first, tl.where(index < HALVES, index, last), own)
@@ -220,12 +224,13 @@ def compress_kernel(
         if order == last:
             tl.debug_barrier()  # other threads may still read what is written here
             left_peak, left_total = tl.where(is_complete, next_peak, peak), tl.where(is_complete, next_total, total)
-            _store_sums(sums_ptr, column, left_peak, left_total, tl.where(is_complete, next_values, values), WIDTH)
+            left_values = tl.where(is_complete, next_values, values)
+            _store_sums(target_sums_ptr, column, left_peak, left_total, left_values, WIDTH)
             if HALVES == 2:
                 next_peak = tl.where(is_complete, float("-inf"), next_peak)
                 next_total = tl.where(is_complete, 0.0, next_total)
                 next_values = tl.where(is_complete, 0.0, next_values)
-                _store_sums(sums_ptr + 3 * WIDTH, column, next_peak, next_total, next_values, WIDTH)
+                _store_sums(target_sums_ptr + 3 * WIDTH, column, next_peak, next_total, next_values, WIDTH)
         entry = (first_span + order).to(tl.int64)
         if is_complete & (entry // interleave % dcp_size == dcp_rank):
             one = tl.zeros([1, 1], tl.int64)
@@ -257,8 +262,9 @@ def compress_(
     positions: Tensor,
     request: Tensor,
     first_position: Tensor,
-    seq_lens: Tensor,
-    states: Tensor,
+    end: Tensor,
+    source: Tensor,
+    target: Tensor,
     cos_sin: Tensor,
     block_table: Tensor,
     entries_per_block: int,
@@ -283,8 +289,9 @@ def compress_(
         positions,
         request,
         first_position,
-        seq_lens,
-        states,
+        end,
+        source,
+        target,
         cos_sin.contiguous(),
         block_table,
         pairs.stride(0),
@@ -300,7 +307,7 @@ def compress_(
         WIDTH=width,
         ROPE=cos_sin.shape[1],
         COLUMNS=triton.next_power_of_2(width),
-        TOKENS=1 if num_tokens <= len(seq_lens) else _TOKENS,  # one a request, in most steps of decodes alone
+        TOKENS=1 if num_tokens <= len(end) else _TOKENS,  # one a request, in most steps of decodes alone
         IS_INDEX=is_index,
         HADAMARD_BITS=width.bit_length() - 1 if hadamard else 0,
     )
