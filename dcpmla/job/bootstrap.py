@@ -1,6 +1,8 @@
 """Start-up and shutdown of the ranks: launcher -> device -> torch.distributed, and what all ranks must agree on."""
 
+import gc
 import os
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -135,6 +137,9 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
             yield
     except BaseException as error:
         if isinstance(error, ValueError) or ranks.num_ranks == 1:
+            # NCCL waits for the end of graphs that hold its operations, and the error's frames hold graphs.
+            traceback.clear_frames(error.__traceback__)
+            gc.collect()
             dist.destroy_process_group()
         raise
     dist.barrier()

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -399,3 +400,29 @@ def test_a_launch_is_read_as_often_as_one_likes(monkeypatch: pytest.MonkeyPatch)
         with process_groups(ranks, dist.HashStore(), SOON):
             assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
         assert "RANK" not in os.environ
+
+
+def test_groups_end_after_what_an_error_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for a decode graph of a call that has failed."""
+
+    class Graph:
+        pass
+
+    graphs: list[weakref.ref[Graph]] = []
+
+    def load() -> None:
+        graph = Graph()
+        graphs.append(weakref.ref(graph))
+        raise ValueError("no room")
+
+    destroy = dist.destroy_process_group
+    held: list[bool] = []
+
+    def destroy_groups() -> None:
+        held.append(graphs[0]() is not None)
+        destroy()
+
+    monkeypatch.setattr(dist, "destroy_process_group", destroy_groups)
+    with pytest.raises(ValueError, match="no room"), process_groups(read_launcher("cpu"), dist.HashStore(), SOON):
+        load()
+    assert held == [False]
