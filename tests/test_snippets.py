@@ -1,6 +1,7 @@
 """The Python of README and docs, and the examples: they run, as they stand, from the repository's root."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,21 @@ def test_a_snippet_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_layer_s_example(num_ranks: int) -> None:
-    first, *_ = run_forked(unattended([ROOT / "examples" / "layer.py"], num_ranks))
+    page = (ROOT / "docs" / "plugging_in.md").read_text()
+    (example,) = re.findall(r"\(\.\./(examples/\w+\.py)\)", page)
+    first, *_ = run_forked(unattended([ROOT / example], num_ranks))
     lines = first.stdout.splitlines()
     assert len(lines) == 9
     assert lines[-1].startswith("tokens 47 to 48: [-0.016, -0.025, -0.028, ")  # of any number of ranks
+
+
+def test_what_pip_installs_is_declared() -> None:
+    """The extras that pages name, of the package or of a checkout, are pyproject.toml's."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = re.findall(r"pip install '([\w.]+)\[([\w,]+)\]'", "".join(page.read_text() for page in PAGES))
+    assert {package for package, _ in found} == {".", declared["name"]}
+    extras = {extra for _, extras in found for extra in extras.split(",")}
+    assert {"vllm", "sglang"} <= extras <= set(declared["optional-dependencies"])
 
 
 def test_the_stream_s_example() -> None:

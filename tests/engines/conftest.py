@@ -1,4 +1,4 @@
-"""The model that engines run: dense, of DeepSeek-V3's kind."""
+"""The model that engines run, of DeepSeek-V3's kind."""
 
 from pathlib import Path
 
@@ -16,15 +16,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), num_heads=8, head_dim=32)
 
 
-def save_model(directory: Path, num_heads: int, head_dim: int) -> Path:
-    """Save a dense DeepSeek-V3 of two layers, with what vLLM asks of a config, and widths that it has for MLA."""
+def save_model(directory: Path, num_heads: int, head_dim: int, num_dense: int = 2) -> Path:
+    """Save a DeepSeek-V3 of two layers, the first of them dense or both, with what vLLM asks of a config, and widths
+    that it has for MLA; return its directory.
+    """
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=512,
         hidden_size=128,
         intermediate_size=192,
         num_hidden_layers=2,
-        first_k_dense_replace=2,
+        first_k_dense_replace=num_dense,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
         q_lora_rank=96,
@@ -32,6 +34,11 @@ def save_model(directory: Path, num_heads: int, head_dim: int) -> Path:
         qk_rope_head_dim=64,
         qk_nope_head_dim=head_dim,
         v_head_dim=head_dim,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
         max_position_embeddings=4096,
         bos_token_id=0,
         eos_token_id=1,
@@ -43,5 +50,7 @@ def save_model(directory: Path, num_heads: int, head_dim: int) -> Path:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)
+    for layer in model.model.layers[num_dense:]:
+        torch.nn.init.normal_(layer.mlp.gate.e_score_correction_bias, std=0.1)
     model.float().save_pretrained(directory)
     return directory

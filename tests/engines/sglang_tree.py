@@ -1,18 +1,46 @@
 """SGLang without CUDA: its wheel unpacked, beside the packages that it imports and this project does not."""
 
+import os
 import sys
 import zipfile
 from functools import partial
 from pathlib import Path
 
-from tests.engines.trees import cache, once, packages, pip
+from tests.engines.trees import cache, metadata, once, packages, pip
+from tests.support.launchers import ROOT
 
 VERSION = "0.5.23"
+CPU = ROOT / "tests" / "engines" / "sglang_cpu"
 # What a CPU never calls: empty modules in its place (`sglang_cpu/sitecustomize.py`).
 STUBS = (
     "torchvision,torchaudio,sgl_kernel,tvm_ffi,datasets,IPython,gguf,soundfile,sentencepiece,tiktoken,"
     "compressed_tensors,outlines,xgrammar,opentelemetry"
 )
+
+
+def sglang_variables(site: Path) -> dict[str, str]:
+    """Return the environment of SGLang on a CPU; `site` takes what pip would install of the plug-ins' metadata."""
+    _write_entry_points(site)
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "PYTHONPATH": os.pathsep.join(map(str, [site, CPU, *sglang_path(), ROOT])),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+        "SGLANG_TEST_STUBS": STUBS,
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _write_entry_points(site: Path) -> None:
+    """Write our entry points, and those of the tests' plug-in."""
+    declared = metadata()["entry-points"]["sglang.srt.plugins"]
+    of_tests = {"tests": "tests.engines.sglang_cpu.plugin:register"}
+    for name, points in (("dcpmla", declared), ("dcpmla_tests", of_tests)):
+        folder = site / f"{name}-0.0.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.0\n")
+        lines = "".join(f"{key} = {value}\n" for key, value in points.items())
+        (folder / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{lines}")
 
 
 def sglang_path(version: str = VERSION) -> list[str]:

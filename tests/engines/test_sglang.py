@@ -1,10 +1,8 @@
 """SGLang's own engine over our backend, TP 2 x DCP 2 on CPUs: transformers' tokens and logprobs."""
 
 import json
-import os
 import subprocess
 import sys
-import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,10 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.sglang_tree import STUBS, sglang_path
+from tests.engines.sglang_tree import CPU, sglang_variables
 from tests.support.launchers import environment
 from tests.support.models import random_model
 
-ROOT = Path(__file__).parents[2]
-CPU = ROOT / "tests" / "engines" / "sglang_cpu"
 NUM_NEW, CHUNK = 6, 64
 CONFIG = transformers.DeepseekV3Config(
     vocab_size=192,
@@ -101,36 +97,15 @@ def expected(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
     return tokens[len(prompt) :], logprobs
 
 
-def install(site: Path) -> None:
-    """Write what pip would of our entry points, and those of the tests' plug-in."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
-    of_tests = {"tests": "tests.engines.sglang_cpu.plugin:register"}
-    for name, points in (("dcpmla", declared), ("dcpmla_tests", of_tests)):
-        folder = site / f"{name}-0.0.0.dist-info"
-        folder.mkdir(parents=True)
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.0\n")
-        lines = "".join(f"{key} = {value}\n" for key, value in points.items())
-        (folder / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{lines}")
-
-
 def serve(
     directory: Path, where: Path, batches: list[list[list[int]]], options: dict[str, Any], **variables: str
 ) -> tuple[list[list[dict[str, Any]]], Counter[str]]:
     """Return what SGLang generates for batches of prompts, and how often our functions were called on a rank."""
     site, calls, job, result = (where / name for name in ("site", "calls", "job.json", "result.json"))
-    install(site)
     calls.touch()
     engine = ENGINE | {"model_path": str(directory)} | options
     job.write_text(json.dumps({"engine": engine, "batches": batches, "max_new_tokens": NUM_NEW}))
-    cores = sorted(os.sched_getaffinity(0))
-    env = environment() | {
-        "PYTHONPATH": os.pathsep.join(map(str, [site, CPU, *sglang_path(), ROOT])),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
-        "SGLANG_TEST_STUBS": STUBS,
-        "SGLANG_TEST_CALLS": str(calls),
-        "HF_HUB_OFFLINE": "1",
-    }
+    env = environment() | sglang_variables(site) | {"SGLANG_TEST_CALLS": str(calls)}
     command = [sys.executable, str(CPU / "serve.py"), str(job), str(result)]
     done = subprocess.run(
         command, env=env | variables, cwd=where, capture_output=True, text=True, timeout=500, check=False

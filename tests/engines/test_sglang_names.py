@@ -8,6 +8,7 @@ import pytest
 
 from dcpmla.integrations.sglang import SUPPORTED
 from tests.engines.sglang_tree import VERSION, sglang_path
+from tests.engines.trees import metadata
 
 # File under sglang/srt -> functions, and the arguments that they must take, in this order, after self.
 FUNCTIONS = {
@@ -76,5 +77,6 @@ def test_what_the_plug_in_takes_is_there(release: str) -> None:
     assert not moved, "\n".join(moved)
 
 
-def test_the_release_of_the_tests_is_supported() -> None:
-    assert VERSION in SUPPORTED
+def test_the_release_of_the_tests_is_supported_and_declared() -> None:
+    assert SUPPORTED == (VERSION,)
+    assert metadata()["optional-dependencies"]["sglang"] == [f"sglang=={VERSION}"]

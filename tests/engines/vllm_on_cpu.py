@@ -5,6 +5,7 @@ platform lack for these tests. Entry points of vLLM find it (`tests.engines.tree
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,11 @@ from dcpmla import ownership
 
 
 def platform() -> str:
-    """Return the path of vLLM's CPU platform, after the compiled ops that a dense model needs are defined in torch."""
-    _define_ops()
+    """Return the path of vLLM's CPU platform, after the compiled ops that a dense model needs are defined in torch,
+    unless they are in this tree.
+    """
+    if find_spec("vllm._C") is None:
+        _define_ops()
     return "vllm.platforms.cpu.CpuPlatform"
 
 
@@ -55,16 +59,18 @@ def _accept_drafts(
 
 
 def patch() -> None:
-    """Let vLLM's CPU platform shard a cache, cut prompts into chunks and reuse prefixes, for backends that can; and
-    draft by n-grams without a compiler.
+    """Let vLLM's CPU platform shard a cache, cut prompts into chunks and reuse prefixes, for backends that can; draft
+    by n-grams without a compiler; and leave no shared memory in /dev/shm, under a name that the next job would find.
     """
     plain = SimpleNamespace(jit=_undecorated, njit=_undecorated, prange=range)
     plain.get_num_threads, plain.set_num_threads = (lambda: 1), (lambda number: None)
     sys.modules["numba"] = plain  # type: ignore[assignment]
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.platforms.cpu import CpuPlatform
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._compute_slot_mapping_kernel_impl = slot_mapping
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
     original = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
