@@ -28,14 +28,15 @@ class ModelCaches:
     num_layers: int
     num_index_layers: int | None = None
 
-    def block(self, dcp: DCPConfig, num_states: int) -> AnyPlan:
-        """Return the sizes of a cache of one block, and of so many requests' states where it has states.
+    def block(self, dcp: DCPConfig, num_states: int, num_drafts: int = 0) -> AnyPlan:
+        """Return the sizes of a cache of one block, and of so many requests' states where it has states, which go back
+        over so many rejected drafts.
 
         Raises:
             ValueError: options or a format that the model cannot have.
         """
         if isinstance(self.config, CompressedConfig):
-            return plan_compressed(self.config, dcp, [1], torch.bfloat16, num_states)
+            return plan_compressed(self.config, dcp, [1], torch.bfloat16, num_states, num_drafts)
         index_layers = None if self.num_index_layers is None else range(self.num_index_layers)
         return LatentCache.plan(self.config, dcp, self.num_layers, [1], torch.bfloat16, index_layers)
 
@@ -56,12 +57,15 @@ def largest_cache(block: AnyPlan, gpu_bytes: int) -> AnyPlan:
     return largest
 
 
-def capacity_table(caches: ModelCaches, gpu_bytes: int, dcp_sizes: Sequence[int], num_states: int = 1) -> list[AnyPlan]:
+def capacity_table(
+    caches: ModelCaches, gpu_bytes: int, dcp_sizes: Sequence[int], num_states: int = 1, num_drafts: int = 0
+) -> list[AnyPlan]:
     """Return the largest cache of a model for each format that it can have, and for each DCP size.
 
     Args:
         gpu_bytes: for the cache, on each GPU.
-        num_states: of requests, where the caches have states. Each format of rows goes with each of the index cache.
+        num_states, num_drafts: of requests, where the caches have states. Each format of rows goes with each of the
+            index cache.
     """
     formats = [name for name in FORMATS if caches.has_format(name)]
     index_formats = INDEX_CACHE_DTYPES[:1] if caches.config.indexer is None else INDEX_CACHE_DTYPES
@@ -73,6 +77,6 @@ def capacity_table(caches: ModelCaches, gpu_bytes: int, dcp_sizes: Sequence[int]
             kv_cache_dtype=kv_cache_dtype,
             index_cache_dtype=index_cache_dtype,
         )
-        return largest_cache(caches.block(dcp, num_states), gpu_bytes)
+        return largest_cache(caches.block(dcp, num_states, num_drafts), gpu_bytes)
 
     return [largest(*setting) for setting in product(formats, index_formats, dcp_sizes)]

@@ -262,7 +262,7 @@ def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list
             "tokens a GB": f"{plan.tokens_per_gb:,}",
             f"tokens on {tp} GPUs": f"{plan.tokens_total:,}",
         }
-        for plan in capacity_table(model.caches, gpu_bytes, dcp_sizes, widest.num_states)
+        for plan in capacity_table(model.caches, gpu_bytes, dcp_sizes, widest.num_states, widest.num_speculative_tokens)
     ]
     caches = f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU"
     states = f", besides the states of {widest.num_states:,} requests" if widest.num_states else ""

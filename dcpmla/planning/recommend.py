@@ -149,7 +149,8 @@ def _cache(model: ModelSize, setting: Setting, num_bytes: int, num_seqs: int) ->
     """Return the largest cache in so many bytes of each rank for num_seqs requests at once, in blocks of the runtime's
     default size.
     """
-    return largest_cache(model.caches.block(setting.dcp_config, num_states(num_seqs)), num_bytes)
+    sizes = num_states(num_seqs), setting.num_speculative_tokens
+    return largest_cache(model.caches.block(setting.dcp_config, *sizes), num_bytes)
 
 
 def _share(setting: Setting, batch: int) -> int:
