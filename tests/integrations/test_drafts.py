@@ -29,7 +29,7 @@ def serve(
 ) -> tuple[Outcome, int]:
     """Return each prompt's tokens and their logits, and the number of steps."""
     num_drafts = 0 if drafter is None else drafter.num_speculative_tokens
-    plan = model.plan_cache(dcp, [len(prompt) + num_new for prompt in PROMPTS], 4, num_drafts)
+    plan = model.plan_cache(dcp, [len(prompt) + num_new for prompt in PROMPTS], 8, num_drafts)
     cache = new_cache(plan, CPU)
     for memory in cache.tensors:
         memory.fill_(torch.nan)
@@ -38,9 +38,17 @@ def serve(
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
     requests = [engine.add(prompt, params, request_id=index, keep_logits=True) for index, prompt in enumerate(PROMPTS)]
     list(engine.run())
+    num_steps = engine.stats.num_steps
+    # Those that begin as these did go on from their blocks, and states, where drafts were rejected.
+    known = [prompt + request.token_ids[:-3] for prompt, request in zip(PROMPTS, requests, strict=True)]
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    again = [engine.add(prompt, params, request_id=len(PROMPTS) + index) for index, prompt in enumerate(known)]
+    list(engine.run())
+    assert [request.token_ids for request in again] == [request.token_ids[-3:] for request in requests]
+    assert any(request.num_cached_tokens > len(prompt) for prompt, request in zip(PROMPTS, again, strict=True))
     assert engine.allocator.num_free == plan.num_blocks
     engine.close()
-    return [(request.token_ids, torch.stack(request.logits)) for request in requests], engine.stats.num_steps
+    return [(request.token_ids, torch.stack(request.logits)) for request in requests], num_steps
 
 
 def serve_families(directories: list[Path], tp: int, dcp_size: int, interleave: int) -> list[Outcome]:
@@ -59,6 +67,7 @@ def serve_families(directories: list[Path], tp: int, dcp_size: int, interleave: 
         model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, CPU)
         plain, num_plain_steps = serve(model, dcp, mesh, 13, None)
         recorded = {index: tokens for index, (tokens, _) in enumerate(plain)}
+        recorded |= {len(PROMPTS) + index: tokens[-3:] for index, tokens in recorded.items()}
         drafter = RecordedDrafter(4, recorded, 0.8, VOCAB_SIZE)
         for with_graph in (False, True):
             drafted, num_steps = serve(model, dcp, mesh, 13, drafter, with_graph)
