@@ -238,8 +238,9 @@ class Engine:
         message = self._agreement.start(tokens, failed, self.model.faults, self._news(), step_time)
         logprobs = Logprobs(logits, inputs.ready, message.tokens, prompts)
         row_lens = [batch.query_len if batch else piece.num_tokens for piece in step.pieces]
-        ready, told = inputs.ready, (message, drafts, called)
-        return PendingStep(step.pieces, row_lens, ready, *told, logits, logprobs, is_prefill, started)
+        return PendingStep(
+            step.pieces, row_lens, inputs.ready, message, drafts, called, logits, logprobs, is_prefill, started
+        )
 
     def _remember(self, request: Request) -> None:
         copied = self.scheduler.remember(request)
