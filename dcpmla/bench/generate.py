@@ -274,9 +274,6 @@ def plot_batches(path: Path, rows: Sequence[Row]) -> None:
     save_figure(path, figure)
 
 
-BENCHMARK = Generate
-
-
 def _words(row: Row) -> str:
     return f"{row['acceptance']:.0%} of drafts accepted{', where they pay' if row['is_adaptive'] else ''}"
 
@@ -284,3 +281,6 @@ def _words(row: Row) -> str:
 def _label(row: Row) -> str:
     mode: str = row["mode"]
     return f"{mode}, {_words(row)}" if "acceptance" in row else mode
+
+
+BENCHMARK = Generate

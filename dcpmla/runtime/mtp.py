@@ -35,8 +35,6 @@ class MtpModel(Protocol):
 
     def predict(self, rows: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor: ...
 
-    def draft(self, hidden_states: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor: ...
-
 
 class MtpDrafter(Drafter):
     """Drafts of the MTP module: the first over all tokens of the step before, each other over the draft before it.
@@ -46,7 +44,7 @@ class MtpDrafter(Drafter):
 
     Args:
         graph: of `model.predict`, for as many tokens of a request as a step with drafts has.
-        chain: of `model.draft`, for as many as are drafted.
+        chain: of `ShardedModel.draft`, for as many as are drafted.
     """
 
     follows_prompts = True
