@@ -216,9 +216,10 @@ def check_refusals(directory: Path) -> None:
     graph.capture()
     token_ids, metadata = torch.tensor([7, 8, 9], device="cuda"), step_of([3, 4, 5])
     expected = sums(token_ids, step_of([3, 4, 5], device="cuda"), cache)
-    assert torch.equal(graph.run(token_ids, metadata, cache), expected)
+    for inputs in (token_ids, token_ids.cpu()):  # ids may come with the step's numbers
+        assert torch.equal(graph.run(inputs, metadata, cache), expected)
     for match, arguments in {
-        "inputs is torch.int64 on cpu; a decode graph takes torch.int64 on cuda:0": (token_ids.cpu(), metadata, cache),
+        "inputs is torch.int32 on cuda:0; a decode graph takes torch.int64": (token_ids.int(), metadata, cache),
         "positions is torch.int64 on cuda:0": (token_ids, step_of([3, 4, 5], device="cuda"), cache),
         "cache is another one": (token_ids, metadata, make_cache("cuda")),
         "metadata has prefills": (token_ids, step_of([3, 4, 5], [1, 1, 2]), cache),
