@@ -30,6 +30,7 @@ class CachePlan:
     row_width: int
     dtype: torch.dtype
     dcp_size: int
+    interleave: int = 1
     index_layers: tuple[int, ...] = ()
     index_row_width: int = 0
     index_dtype: torch.dtype = torch.uint8
@@ -183,6 +184,7 @@ class LatentCache:
             row_width=row_width(storage, config.kv_lora_rank, config.qk_rope_head_dim),
             dtype=storage,
             dcp_size=dcp.decode_context_parallel_size,
+            interleave=dcp.cp_kv_cache_interleave_size,
             index_layers=() if indexer is None else tuple(range(num_layers) if index_layers is None else index_layers),
             index_row_width=0 if indexer is None else index_row_width(index_storage, indexer.head_dim),
             index_dtype=index_storage,

@@ -50,7 +50,7 @@ def make_drafter(
     if method == "none":
         return None
     if method == "ngram":
-        return NgramDrafter(num_speculative_tokens)
+        return NgramDrafter(num_speculative_tokens, model.device)
     assert isinstance(cache, LatentCache)
     return MtpDrafter(num_speculative_tokens, model, cache, dcp, mesh, *graphs)
 

@@ -2,12 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.runtime.request import Request
+from dcpmla.upload import upload
+
+if TYPE_CHECKING:
+    from dcpmla.runtime.pending import PendingStep
+
+NO_DRAFT = -1  # in place of a draft's id where a drafter finds none: the model computes token 0, and it is rejected
 
 
 class Drafts(NamedTuple):
@@ -15,7 +23,8 @@ class Drafts(NamedTuple):
 
     Attributes:
         nums: how many each request has.
-        token_ids: [sum of nums] int64, request after request; on the CPU where the host knows them, else on the device.
+        token_ids: [sum of nums] int64, request after request, some maybe `NO_DRAFT`; on the CPU where the host knows
+            them, else on the device.
     """
 
     nums: list[int]
@@ -28,21 +37,6 @@ class Drafts(NamedTuple):
         return cls([len(tokens) for tokens in token_ids], torch.tensor(flat, dtype=torch.int64))
 
 
-class Computed(NamedTuple):
-    """A request's tokens in the step before, whose tokens are known.
-
-    Attributes:
-        row: of its first token in the model's hidden states.
-        position: of its first token.
-        num_tokens: those that it keeps: all but rejected drafts.
-    """
-
-    request: Request
-    row: int
-    position: int
-    num_tokens: int
-
-
 class Drafter(ABC):
     """A source of drafts. Every rank has its own, and all come to the same drafts.
 
@@ -51,38 +45,44 @@ class Drafter(ABC):
 
     Attributes:
         drafts_always: in every step, not only where that pays.
-        follows_prompts: it looks at the tokens of steps with prompts, which are waited for.
+        reads_tokens: it looks at all tokens so far on the host, so steps that drafts follow are waited for; one that
+            does not takes the tokens under way from the device.
     """
 
     drafts_always = False
-    follows_prompts = False
+    reads_tokens = True
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
 
     @abstractmethod
-    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
-        """Guess what follows all known tokens of some requests.
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: "PendingStep | None") -> Drafts:
+        """Guess what follows all tokens of some requests. Called for each step, before it is launched.
 
         Args:
-            wanted: requests that the next step decodes, and how many drafts of each it has room for.
-            computed: the tokens of the step before; empty where it was not waited for.
+            wanted: requests that the step computes, and how many drafts of each it has room for.
+            previous: the step before, under way or not; None before the first.
         Returns:
             At most as many drafts of each request as are wanted.
         """
 
-    def num_accepted(self, drafts: Sequence[int], sampled: Sequence[int]) -> int:
-        """Return how many drafts are accepted: those up to the first that is not the token sampled at its position.
+    def num_accepted(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Tensor:
+        """Count the drafts of each request that are accepted: those up to the first that is not the token sampled at
+        its position. Nothing waits for the device.
 
         So each is accepted with the probability that sampling gives it, and the tokens are those of sampling one at a
         time: rejection sampling of drafts that are certain, with the random numbers that plain decoding draws.
 
         Args:
-            drafts: [k] of a request.
-            sampled: [k + 1] tokens: before each draft, and after the last.
+            drafts: [sum of nums] int64.
+            sampled: [sum of nums + n] int64: of each request, before each of its drafts, and after the last.
+            nums: [n] drafts of each request.
+        Returns:
+            [n] int64.
         """
-        pairs = zip(drafts, sampled, strict=False)
-        return next((num for num, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+        guesses = by_request(drafts, nums, missing=NO_DRAFT)
+        tokens = by_request(sampled, [num + 1 for num in nums], missing=0)[:, :-1]
+        return (guesses == tokens).cumprod(-1).sum(-1)
 
     def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Return those of some requests that there are drafts for: all."""
@@ -90,3 +90,14 @@ class Drafter(ABC):
 
     def close(self) -> None:  # noqa: B027 -- most hold nothing
         """Free what it holds."""
+
+
+def by_request(flat: Tensor, nums: Sequence[int], missing: int) -> Tensor:
+    """Return the numbers [sum of nums] of requests as rows [n, largest of nums], filled up with what is missing."""
+    most = max(nums)
+    if min(nums) == most:
+        return flat.view(len(nums), most)
+    starts, columns = np.array([*accumulate(nums[:-1], initial=0)]), np.arange(most)
+    at = np.where(columns < np.array(nums)[:, None], starts[:, None] + columns, len(flat))
+    (there,) = upload([at], flat.device)
+    return torch.cat([flat, flat.new_full((1,), missing)])[there]

@@ -35,7 +35,9 @@ class Engine:
 
     A step is launched before the tokens of the one before it are on the host. So a request that is added joins the
     next step but one, and one that ends before its last possible token has been computed once more than needed; that
-    token is thrown away. Where drafts are to follow a step's tokens, the next step waits for them.
+    token is thrown away. After a step with drafts the next one is laid out for all the tokens that there may be, and
+    moved back on the device, by the drafts that are rejected; where it cannot be (`_can_move`), or the drafter reads
+    tokens on the host, the step is waited for.
 
     Args:
         cache: its blocks are handed out to requests as they run.
@@ -79,6 +81,7 @@ class Engine:
         self.now = 0.0  # seconds on this rank's clock when the last step ended
         self._first_now = 0.0  # seconds on the first rank's, which all ranks know: who has arrived by then is served
         self._pending: PendingStep | None = None  # launched, its tokens not taken yet
+        self._latest: PendingStep | None = None  # launched last, its tokens maybe taken
         self._last_end = 0.0  # seconds on the host's clock (`time.perf_counter`) when tokens were taken last
         self._callbacks = Callbacks()
         self._arrivals = Arrivals()
@@ -184,7 +187,7 @@ class Engine:
             self._wait_for_arrival()
             return
         pending = self._pending
-        if self.speculation.waits_for(pending, self.scheduler.running):
+        if self.speculation.waits_for(pending, self.scheduler.running, self._can_move):
             self._pending = None
             texts = self._collect(pending)
             self._pending = self._launch()
@@ -210,37 +213,51 @@ class Engine:
         if self._arrivals:
             time.sleep(min(_MAX_SLEEP, max(0.0, self._arrivals.next_time - self._first_now)))
 
+    def _can_move(self) -> bool:
+        """Tell whether the next step's numbers can be moved back on the device: if it is one of decodes alone, for a
+        decode graph, over a cache without states.
+        """
+        running, graph, drafter = self.scheduler.running, self.graph, self.speculation.drafter
+        if graph is None or drafter is None or self.allocator.states.num_states or self.scheduler.waiting:
+            return False
+        if self._arrivals and self._arrivals.next_time <= self._first_now:
+            return False
+        if any(request.num_pending_tokens > 1 for request in running):
+            return False
+        return all(graph.takes(len(running), query_len) for query_len in (1, 1 + drafter.num_speculative_tokens))
+
     def _launch(self) -> PendingStep | None:
         """Schedule a step and start it, after the one under way; return None where there is nothing to compute."""
         self.scheduler.waiting += self._arrivals.take(self._first_now)
         is_ahead = self._pending is not None
-        num_drafts = 0 if is_ahead else self.speculation.num_wanted(self.scheduler.running)
+        num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
         step = self.scheduler.schedule(self._agreement.clock(), num_drafts)
         if not step.pieces:
             return None
-        drafts = None if is_ahead else self.speculation.draft(step)
+        drafts = self.speculation.draft(step, self._latest)
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started = time.perf_counter()
-        is_prefill = step.has_prompts
         graph = self._runner.graph_of(step, self.graph)
         batch = graph.batch(len(step.pieces), step.most_drafts + 1) if graph else None
         as_graph = f"; decode graph of {batch}" if batch else ""
         self.on_step(
-            f"{'prefill' if is_prefill else 'decode'} step {self.stats.num_steps + is_ahead} ({step.words}{as_graph})"
+            f"{'prefill' if step.has_prompts else 'decode'} step {self.stats.num_steps + is_ahead} "
+            f"({step.words}{as_graph})"
         )
         prompts = PromptRows.of(step)
-        inputs, logits = self._runner.run(step, self._pending, drafts, graph, prompts)
+        inputs, computed, logits = self._runner.run(step, self._pending, drafts, graph, prompts)
         for piece in step.pieces:
             self._remember(piece.request)
         tokens = choose_tokens(inputs.ready, logits, self._pending)
         called, failed = self._callbacks.take()
         step_time = self.speculation.step_time
         message = self._agreement.start(tokens, failed, self.model.faults, self._news(), step_time)
+        verified = self.speculation.verify(drafts, inputs.ready, message.tokens)
         logprobs = Logprobs(logits, inputs.ready, message.tokens, prompts)
-        row_lens = [batch.query_len if batch else piece.num_tokens for piece in step.pieces]
-        return PendingStep(
-            step.pieces, row_lens, inputs.ready, message, drafts, called, logits, logprobs, is_prefill, started
+        self._latest = PendingStep(
+            step, inputs.ready, computed, message, drafts, verified, called, logits, logprobs, started
         )
+        return self._latest
 
     def _remember(self, request: Request) -> None:
         copied = self.scheduler.remember(request)
@@ -259,12 +276,12 @@ class Engine:
         self._hear(News(self._agreement.share(pending.message.content, agreed.num_bytes), agreed.is_told))
         pending.logprobs.give()
         texts, num_rejected = [], 0
-        for piece, drafts, sampled in pending.results(agreed.tokens):
+        for piece, drafts, tokens in pending.results(agreed.tokens):
             if piece.request.finish_reason:
                 continue
-            tokens = self.speculation.accept(piece, drafts, sampled)
-            num_rejected += len(sampled) - len(tokens)
-            self.stats.count_drafts(len(drafts), len(tokens) - 1)
+            num_drafts = self.speculation.accept(piece, drafts, len(tokens) - 1)
+            num_rejected += len(drafts) + 1 - len(tokens)
+            self.stats.count_drafts(num_drafts, len(tokens) - 1)
             texts.append((piece.request, self._append(piece.request, tokens, pending)))
         ended = time.perf_counter()
         self.speculation.learn(agreed.step_time)

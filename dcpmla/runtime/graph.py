@@ -84,6 +84,7 @@ class DecodeGraph:
         self._batches.sort(key=lambda batch: batch.num_rows)
         self._padded = PaddedStep(input_like, self._batches, max_model_len, cache.sizes, mesh.dcp_rank)
         self._graphs: dict[Batch, torch.cuda.CUDAGraph] = {}
+        self._latest: tuple[Batch, Tensor | None] = self._batches[0], None
         self._out: Tensor | None = None  # of the largest batch, [rows, ...]
 
     @property
@@ -112,28 +113,49 @@ class DecodeGraph:
             return Batch(self.batch_sizes[bisect_left(self.batch_sizes, num_reqs)])
         return Batch(self.wide_sizes[bisect_left(self.wide_sizes, num_reqs)], self._max_query_len)
 
-    def run(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
+    @property
+    def latest_rows(self) -> Tensor | None:
+        """Return the latest step's tokens' rows, [n] int64 on the device; None where they are the first n."""
+        return self._latest[1]
+
+    @property
+    def latest_metadata(self) -> StepMetadata:
+        """Return how the latest step is laid out, in static memory."""
+        return self._padded.rows(self._latest[0])[1]
+
+    def run(
+        self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache, num_rejected: Tensor | None = None
+    ) -> Tensor:
         """Run a decode step: a replay, or before `capture` the padded step itself. Collective over the TP group.
 
         Args:
             inputs: [n, ...], n = metadata.num_tokens.
             metadata: of n tokens of decodes, built on the CPU: its numbers go to the GPU in one transfer.
             cache: the one it was made for.
+            num_rejected: [num_reqs] int64 on the device, positions to move each request back by; None for 0.
         Returns:
             [n, ...], which may be static memory: good until the next run.
         Raises:
             ValueError: more requests or longer ones than it was made for, prefills, another cache, blocks that the
                 cache does not have, other shapes, dtypes or devices.
         """
-        batch, rows = self._fill(inputs, metadata, cache)
-        if batch not in self._graphs:
-            out = self._compute(batch)
-        else:
-            assert self._out is not None
-            out = self._out
-            with named(f"decode graph of {batch}", self._mesh.tp_group):
-                self._graphs[batch].replay()
+        batch, rows = self._fill(inputs, metadata, cache, num_rejected)
+        out = self._replay(batch)
         return out[: metadata.num_tokens] if rows is None else out.index_select(0, rows)
+
+    def follow(self, inputs: Tensor, leader: "DecodeGraph") -> Tensor | None:
+        """Run over the latest step of another decode graph over the same cache. Collective over the TP group.
+
+        Args:
+            inputs: [rows, ...], a row for each of the padded step's.
+        Returns:
+            [rows, ...], as `run` does; None where it has no such batch.
+        """
+        batch, _ = leader._latest
+        if batch not in self._batches:
+            return None
+        self._padded.take(inputs, leader._padded, batch)
+        return self._replay(batch)
 
     def run_eagerly(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
         """Run a decode step without its graphs: a replay equals it bit for bit."""
@@ -170,7 +192,17 @@ class DecodeGraph:
         """
         self._graphs = {}
 
-    def _fill(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> tuple[Batch, Tensor | None]:
+    def _replay(self, batch: Batch) -> Tensor:
+        if batch not in self._graphs:
+            return self._compute(batch)
+        assert self._out is not None
+        with named(f"decode graph of {batch}", self._mesh.tp_group):
+            self._graphs[batch].replay()
+        return self._out[: batch.num_rows]
+
+    def _fill(
+        self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache, num_rejected: Tensor | None = None
+    ) -> tuple[Batch, Tensor | None]:
         """Fill the static memory; return the batch, and the tokens' rows in it where these are not the first."""
         if _addresses(cache) != self._addresses:
             raise ValueError(
@@ -182,10 +214,13 @@ class DecodeGraph:
             )
         metadata.check_blocks(cache.sizes.num_blocks)
         batch = self.batch(len(metadata.decode.block_table), metadata.decode.max_query_len)
-        return batch, self._padded.fill(inputs, metadata, batch)
+        self._latest = batch, self._padded.fill(inputs, metadata, batch, num_rejected)
+        return self._latest
 
     @torch.inference_mode()
     def _compute(self, batch: Batch) -> Tensor:
+        if self._padded.moves_in_steps:
+            self._padded.move_back(batch)
         out, num_rows = self._step(*self._padded.rows(batch), self._cache), batch.num_rows
         if self._out is None:
             most = self._batches[-1].num_rows

@@ -15,8 +15,9 @@ from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.drafts import Computed, Drafter, Drafts
+from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
@@ -37,7 +38,8 @@ class MtpModel(Protocol):
 
 
 class MtpDrafter(Drafter):
-    """Drafts of the MTP module: the first over all tokens of the step before, each other over the draft before it.
+    """Drafts of the MTP module: the first over all tokens of the step before, rejected drafts among them, each other
+    over the draft before it.
 
     Where requests have not drafted for a while, or their blocks came from earlier ones, its cache has gaps: that costs
     drafts, and no token is wrong for it.
@@ -47,7 +49,7 @@ class MtpDrafter(Drafter):
         chain: of `ShardedModel.draft`, for as many as are drafted.
     """
 
-    follows_prompts = True
+    reads_tokens = False
 
     def __init__(
         self,
@@ -64,22 +66,23 @@ class MtpDrafter(Drafter):
         self._graph, self._chain = graph, chain
         self._workspace = decode_workspace(model.device)
 
-    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
         """Guess with the module. Collective over the TP group, whose first rank's drafts all take."""
-        parts = sorted(computed, key=lambda part: part.num_tokens)  # decodes first
-        last_rows = np.cumsum([part.num_tokens for part in parts]) - 1
-        last = {part.request: row for part, row in zip(parts, last_rows, strict=True)}
-        nums = [num if request in last else 0 for request, num in wanted]
-        hidden_states = self._predict(parts) if parts else None
+        rows = {} if previous is None else previous.rows
+        nums = [num if request in rows else 0 for request, num in wanted]
         drafting = [(request, num) for (request, _), num in zip(wanted, nums, strict=True) if num]
-        if hidden_states is None or not drafting or not self._chain.takes(len(drafting), max(nums)):
+        is_served = bool(drafting) and self._chain.takes(len(drafting), max(nums))
+        if previous is None or not (is_served or previous.is_prefill):
             return Drafts.of([[]] * len(nums))
-        requests, query_lens = zip(*drafting, strict=True)
-        (rows,) = upload([np.repeat([last[request] for request in requests], query_lens)], self._model.device)
-        # The first token is the last one computed, whose guess is there; the others are drafts, all but the last.
-        seq_lens = [request.num_known_tokens - 2 + num for request, num in drafting]
-        metadata = self._metadata(query_lens, seq_lens, requests, "cpu")
-        token_ids = self._chain.run(hidden_states.index_select(0, rows), metadata, self._cache)
+        at = previous.sampled_rows
+        hidden_states = self._predict(previous, at)
+        if not is_served:
+            return Drafts.of([[]] * len(nums))
+        (places,) = upload([np.repeat([rows[each] for each, _ in drafting], [num for _, num in drafting])], at.device)
+        newest = at if previous.verified is None else at.index_select(0, previous.verified.newest)
+        first = hidden_states.index_select(0, newest.index_select(0, places))
+        num_rejected = previous.num_rejected([each for each, _ in drafting]) if previous.is_under_way else None
+        token_ids = self._chain.run(first, self._metadata(drafting), self._cache, num_rejected)
         if self._mesh.tp_size > 1:
             with named("agreeing on drafts", self._mesh.tp_group):
                 dist.broadcast(token_ids, group=self._mesh.tp_group, group_src=0)
@@ -90,40 +93,44 @@ class MtpDrafter(Drafter):
         self._graph.release()
         self._chain.release()
 
-    def _predict(self, parts: Sequence[Computed]) -> Tensor:
-        """Run the module over the last step's tokens: return its hidden states [T, hidden]."""
-        token_ids = [token for part in parts for token in _following(part)]
-        rows = np.concatenate([np.arange(part.row, part.row + part.num_tokens) for part in parts])
-        tokens_there, rows_there = upload([np.array(token_ids, dtype=np.int64), rows], self._model.device)
-        inputs = self._model.join(tokens_there, self._model.hidden_rows.index_select(0, rows_there))
-        query_lens = [part.num_tokens for part in parts]
-        seq_lens = [part.position + part.num_tokens for part in parts]
-        requests = [part.request for part in parts]
-        if self._graph.takes(len(parts), max(query_lens)):
-            return self._graph.run(inputs, self._metadata(query_lens, seq_lens, requests, "cpu"), self._cache)
-        metadata = self._metadata(query_lens, seq_lens, requests, self._model.device)
-        return self._model.predict(inputs, metadata, self._cache)
+    def _predict(self, previous: PendingStep, at: Tensor) -> Tensor:
+        """Run the module over a step, laid out as it was: return its hidden states, a row for each of the model's.
 
-    def _metadata(
-        self,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        requests: Sequence[Request],
-        device: torch.device | str,
-    ) -> StepMetadata:
+        Args:
+            at: [n] rows of the tokens that new ones follow.
+        """
+        by = previous.computed.by
+        metadata = by.latest_metadata if isinstance(by, DecodeGraph) else by
+        token_ids = at.new_zeros(metadata.num_tokens)
+        if previous.is_prefill:
+            (token_ids,) = upload([np.array(_following(previous), dtype=np.int64)], self._model.device)
+        token_ids = token_ids.index_copy(0, at, previous.message.tokens)
+        inputs = self._model.join(token_ids, self._model.hidden_rows[: metadata.num_tokens])
+        hidden_states = self._graph.follow(inputs, by) if isinstance(by, DecodeGraph) else None
+        return self._model.predict(inputs, metadata, self._cache) if hidden_states is None else hidden_states
+
+    def _metadata(self, drafting: Sequence[tuple[Request, int]]) -> StepMetadata:
+        """Lay out the drafts: the first token of each request is its last one computed, whose guess is there, the
+        others are drafts, all but the last.
+        """
+        requests, query_lens = zip(*drafting, strict=True)
         return StepMetadata.build(
             query_lens,
-            seq_lens,
+            [request.num_tokens + request.num_tried - 2 + num for request, num in drafting],
             [request.block_ids for request in requests],
             self._dcp,
             self._mesh.dcp_rank,
-            device,
+            "cpu",
             max_decode_query_len=1 + self.num_speculative_tokens,
             workspace=self._workspace,
             **self._cache.sizes.step_layout([None] * len(requests)),
         )
 
 
-def _following(part: Computed) -> list[int]:
-    """Return the tokens that follow a request's in the step before."""
-    return part.request.tokens(part.position + 1, part.position + part.num_tokens + 1)
+def _following(previous: PendingStep) -> list[int]:
+    """Return the tokens that follow a step's, 0 for those that are not known."""
+    token_ids: list[int] = []
+    for (request, num_tokens, _), position in zip(previous.pieces, previous.positions, strict=True):
+        known = request.tokens(position + 1, position + num_tokens + 1)
+        token_ids += known + [0] * (num_tokens - len(known))
+    return token_ids

@@ -1,14 +1,19 @@
-"""Drafts by prompt lookup: what followed the last tokens where they occurred before."""
+"""Drafts by prompt lookup: what followed the last tokens where they occurred before, found on the device."""
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from dcpmla.runtime.drafts import Computed, Drafter, Drafts
+from dcpmla.runtime.drafts import NO_DRAFT, Drafter, Drafts
+from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
+from dcpmla.upload import upload
 
 _SHORTEST, _LONGEST = 3, 8  # tokens that must be the same, and that are looked at
+_ID_BITS = 21  # of a token: three of them are one number
 
 
 class NgramDrafter(Drafter):
@@ -18,66 +23,149 @@ class NgramDrafter(Drafter):
     Source: Saxena, Prompt Lookup Decoding.
     """
 
-    def __init__(self, num_speculative_tokens: int) -> None:
-        super().__init__(num_speculative_tokens)
-        self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
+    reads_tokens = False
 
-    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
+    def __init__(self, num_speculative_tokens: int, device: torch.device) -> None:
+        super().__init__(num_speculative_tokens)
+        self._texts: WeakKeyDictionary[Request, _Text] = WeakKeyDictionary()
+        self._tokens = torch.zeros(0, 0, dtype=torch.int32, device=device)  # a row for each request that drafts
+        self._nothing = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
         """Guess that the longest match of the last tokens, the latest of the longest, goes on as it did."""
-        return Drafts.of([self._following(request)[:num] if num else [] for request, num in wanted])
+        nums = [num for _, num in wanted]
+        drafting = [request for request, num in wanted if num]
+        if not drafting:
+            return Drafts(nums, torch.zeros(0, dtype=torch.int64))
+        texts = [self._texts.setdefault(request, _Text()) for request in drafting]
+        self._reserve(texts, max(request.max_seq_len for request in drafting) + 1 + self.num_speculative_tokens)
+        self._write(drafting, texts)
+        columns = [_column(request, text, previous) for request, text in zip(drafting, texts, strict=True)]
+        (columns_there,) = upload([np.array(columns, dtype=np.int64).T], self._tokens.device)
+        sampled = num_accepted = self._nothing
+        if previous is not None:
+            sampled = previous.message.tokens
+            num_accepted = num_accepted if previous.verified is None else previous.verified.num_accepted
+        found = lookup(self._tokens, columns_there, sampled, num_accepted, self.num_speculative_tokens).flatten()
+        wants = [num for num in nums if num]
+        if min(wants) < self.num_speculative_tokens:
+            at = [row * self.num_speculative_tokens + index for row, num in enumerate(wants) for index in range(num)]
+            found = found.index_select(0, upload([np.array(at)], found.device)[0])
+        return Drafts(nums, found)
 
     def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Return those whose known tokens have a match, where one is under way: so probably will those with it."""
-        return [request for request in requests if request.num_new_tokens and self._following(request)]
+        return [request for request in requests if request.num_new_tokens and self._text(request).has_match]
 
-    def _following(self, request: Request) -> list[int]:
-        history = self._histories.setdefault(request, _History(self.num_speculative_tokens))
-        if len(history) < request.num_known_tokens:
-            history.extend(request.tokens(len(history), request.num_known_tokens))
-        return history.following
+    def _text(self, request: Request) -> "_Text":
+        text = self._texts.setdefault(request, _Text())
+        if text.num_seen < request.num_known_tokens:
+            text.extend(request.tokens(text.num_seen, request.num_known_tokens))
+        return text
+
+    def _write(self, drafting: Sequence[Request], texts: Sequence["_Text"]) -> None:
+        """Write the known tokens of requests that the device does not have."""
+        for request, text in zip(drafting, texts, strict=True):
+            if text.under_way is not None:
+                text.num_written += 1 + text.under_way.num_accepted[text.under_way.rows[request]]
+                text.under_way = None
+        lacking = [
+            (request.tokens(text.num_written, request.num_known_tokens), text)
+            for request, text in zip(drafting, texts, strict=True)
+            if text.num_written < request.num_known_tokens
+        ]
+        if not lacking:
+            return
+        there = upload([np.array(tokens, dtype=np.int32) for tokens, _ in lacking], self._tokens.device)
+        for (tokens, text), part in zip(lacking, there, strict=True):
+            end = text.num_written + len(tokens)
+            self._tokens[text.row, text.num_written : end] = part
+            text.num_written = end
+
+    def _reserve(self, texts: Sequence["_Text"], width: int) -> None:
+        """Have a row of so many tokens for each text."""
+        if width <= self._tokens.shape[1] and all(text.row >= 0 for text in texts):
+            return
+        used = {text.row for request, text in self._texts.items() if not request.finish_reason}
+        free = (row for row in range(len(used) + len(texts)) if row not in used)
+        for text in texts:
+            if text.row < 0:
+                text.row = next(free)
+        num_rows, num_columns = self._tokens.shape
+        shape = max(num_rows, 1 + max(text.row for text in texts)), max(num_columns, width)
+        if shape != (num_rows, num_columns):
+            tokens = self._tokens.new_zeros(shape)
+            tokens[:num_rows, :num_columns] = self._tokens
+            self._tokens = tokens
 
 
-class _History:
-    """All known tokens of a request, to search in.
+class _Text:
+    """All known tokens of a request.
 
     Attributes:
-        following: num_tokens that may follow the last one, or none.
+        num_seen: of them, those that were searched.
+        has_match: whether the last three of those occurred before.
+        row, num_written: where they are on the device, -1 for nowhere, and how many.
+        under_way: the step whose tokens were written besides when it was under way.
     """
 
-    def __init__(self, num_tokens: int) -> None:
-        self._memory = np.empty(0, dtype=np.int32)
-        self._length, self._num_tokens = 0, num_tokens
-        self.following: list[int] = []
-
-    def __len__(self) -> int:
-        return self._length
+    def __init__(self) -> None:
+        self.num_seen, self.has_match, self.row, self.num_written = 0, False, -1, 0
+        self.under_way: PendingStep | None = None
+        self._last: list[int] = []
+        self._trigrams: set[int] = set()
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens, and search for the last ones."""
-        end = self._length + len(token_ids)
-        if end > len(self._memory):
-            memory = np.empty(2 * end, dtype=np.int32)
-            memory[: self._length] = self._memory[: self._length]
-            self._memory = memory
-        self._memory[self._length : end] = token_ids
-        self._length = end
-        self.following = self._search()
+        """Append tokens."""
+        self.num_seen += len(token_ids)
+        tokens = np.array([*self._last, *token_ids], dtype=np.int64)
+        self._last = tokens[1 - _SHORTEST :].tolist()
+        trigrams = ((tokens[:-2] << 2 * _ID_BITS) + (tokens[1:-1] << _ID_BITS) + tokens[2:]).tolist()
+        if trigrams:
+            self._trigrams.update(trigrams[:-1])
+            self.has_match = trigrams[-1] in self._trigrams
+            self._trigrams.add(trigrams[-1])
 
-    def _search(self) -> list[int]:
-        """Return what followed the longest match. One that reaches the end goes round."""
-        tokens = self._memory[: self._length]
-        first = _SHORTEST - 1
-        ends = (tokens[first:-1] == tokens[-1:]).nonzero()[0] + first
-        for back in range(1, _LONGEST):
-            longer = ends if back <= first else ends[ends >= back]
-            longer = longer[tokens[longer - back] == tokens[-1 - back]] if longer.size else longer
-            if not longer.size:
-                if back <= first:
-                    return []
-                break
-            ends = longer
-            if back >= first and ends.size == 1:
-                break
-        period = self._length - 1 - int(ends[-1])
-        found: list[int] = tokens[int(ends[-1]) + 1 + np.arange(self._num_tokens) % period].tolist()
-        return found
+
+def _column(request: Request, text: _Text, previous: PendingStep | None) -> tuple[int, ...]:
+    """Return a request's numbers for `lookup`, which writes its tokens under way."""
+    num_known = request.num_known_tokens
+    if previous is None or not request.num_in_flight:
+        return text.row, num_known, 0, 0, -1
+    row, text.under_way = previous.rows[request], previous
+    return text.row, num_known, previous.starts[row], 1 + request.num_tried, -1 if previous.verified is None else row
+
+
+def lookup(texts: Tensor, columns: Tensor, sampled: Tensor, num_accepted: Tensor, num_wanted: int) -> Tensor:
+    """Append tokens under way to texts, and look up what follows the last ones: on a GPU by a kernel, which documents
+    arguments and results.
+    """
+    if texts.is_cuda:
+        from dcpmla.runtime.kernels import lookup as kernels  # triton is there on Linux only
+
+        return kernels.lookup(texts, columns, sampled, num_accepted, num_wanted, _SHORTEST, _LONGEST)
+    found = []
+    for row, num_known, start, num_sampled, order in columns.T.tolist():
+        texts[row, num_known : num_known + num_sampled] = sampled[start : start + num_sampled]
+        length = num_known + (num_sampled > 0) + (int(num_accepted[order]) if order >= 0 else 0)
+        found.append(find_following(texts[row, :length], num_wanted))
+    return torch.stack(found)
+
+
+def find_following(text: Tensor, num_wanted: int) -> Tensor:
+    """Look up what followed a text's last tokens where they occurred before: the longest match, the latest of the
+    longest. One that reaches the end goes round.
+
+    Args:
+        text: [length] integers, at least one.
+    Returns:
+        [num_wanted] int64; `NO_DRAFT` without a match of 3 tokens.
+    """
+    windows = torch.nn.functional.pad(text.long(), (_LONGEST - 1, 0), value=NO_DRAFT).unfold(0, _LONGEST, 1)
+    is_same = ((windows[:-1] == windows[-1]) & (windows[-1] >= 0)).flip(-1)  # the last token first
+    num_same = is_same.cumprod(-1).sum(-1)
+    longest = int(num_same.max()) if len(num_same) else 0
+    if longest < _SHORTEST:
+        return torch.full((num_wanted,), NO_DRAFT)
+    end = int((num_same == longest).nonzero()[-1])
+    return text.long()[end + 1 + torch.arange(num_wanted) % (len(text) - 1 - end)]

@@ -7,13 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dcpmla import ownership
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
 from dcpmla.cache.compressed import AnyPlan, CompressedPlan
+from dcpmla.cache.latent import CachePlan
 from dcpmla.upload import upload
 
-_NONE = -1  # the slot and the state of a token for which nothing is written
+_NONE = -1  # the state of a request that has none
+_UNWRITTEN = -2  # the slot of a row that is never written; -1 for one that another rank writes
 _ALIGNMENT = 4  # words: columns begin at multiples of 16 bytes
 
 
@@ -28,15 +31,18 @@ class _Numbers(NamedTuple):
     local_seq_lens: Any
     seq_lens: Any
     states: Any
+    num_rejected: Any
     block_table: Any
 
     @classmethod
     def of(cls, memory: Any, int64: Any, num_rows: int, max_blocks: int) -> Self:
-        """Cut a memory of at least 9 columns."""
+        """Cut a memory of at least 11 columns."""
         words = _column_words(num_rows)
-        ids, positions, slots = (memory[at * words : at * words + 2 * num_rows].view(int64) for at in (0, 2, 4))
+        wide = (memory[at * words : at * words + 2 * num_rows].view(int64) for at in (0, 2, 4, 9))
+        ids, positions, slots, num_rejected = wide
         lens, seq_lens, states = (memory[at * words : at * words + num_rows] for at in (6, 7, 8))
-        return cls(ids, positions, slots, lens, seq_lens, states, memory[9 * words :].reshape(-1, max_blocks))
+        table = memory[11 * words :].reshape(-1, max_blocks)
+        return cls(ids, positions, slots, lens, seq_lens, states, num_rejected, table)
 
 
 def _column_words(num_rows: int) -> int:
@@ -70,6 +76,10 @@ class PaddedStep:
         max_model_len: tokens of the longest request.
         sizes: of the cache.
         dcp_rank: this rank's number in its DCP group.
+
+    Attributes:
+        moves_in_steps: a step begins with `move_back`: where it may have drafts, the one before may have lost some. (Of
+            entries and states nothing is moved.)
     """
 
     def __init__(
@@ -85,7 +95,7 @@ class PaddedStep:
         self._shape = num_rows, -(-max_model_len // sizes.block_tokens)
         self._padding = np.zeros(self._num_words(max(batch.num_reqs for batch in batches)), dtype=np.int32)
         padding = _Numbers.of(self._padding, np.int64, *self._shape)
-        padding.slot_mapping[:] = padding.states[:] = _NONE
+        padding.slot_mapping[:], padding.states[:] = _UNWRITTEN, _NONE
         self._memory = torch.empty(len(self._padding), dtype=torch.int32, device=device)
         self._numbers = _Numbers.of(self._memory, torch.int64, *self._shape)
         self._has_ids = (input_like.shape, input_like.dtype) == ((), torch.int64)
@@ -96,6 +106,7 @@ class PaddedStep:
         self._max_model_len, self._sizes, self._dcp_rank = max_model_len, sizes, dcp_rank
         rows = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._request = {query_len: rows // query_len for _, query_len in batches}
+        self.moves_in_steps = len(self._request) > 1 and isinstance(sizes, CachePlan)
         self.clear()
 
     def clear(self) -> None:
@@ -104,13 +115,16 @@ class PaddedStep:
         self._memory.copy_(torch.from_numpy(self._padding))
 
     @torch.inference_mode()  # inputs may have a gradient's history: static memory must not take it over
-    def fill(self, inputs: Tensor, metadata: StepMetadata, batch: Batch) -> Tensor | None:
+    def fill(
+        self, inputs: Tensor, metadata: StepMetadata, batch: Batch, num_rejected: Tensor | None = None
+    ) -> Tensor | None:
         """Copy a step's numbers, padded to a batch: one transfer, and the inputs. Nothing waits for the device.
 
         Args:
             inputs: [n, ...], n = metadata.num_tokens; token ids may be on the CPU, for the same transfer.
             metadata: on the CPU, of n tokens of decodes, none longer than max_model_len.
             batch: of at least as many requests, and tokens of each.
+            num_rejected: [num_reqs] int64 on the device, positions to move each request back by.
         Returns:
             [n] int64, on the device, the tokens' rows; None where these are the first n.
         Raises:
@@ -133,7 +147,7 @@ class PaddedStep:
         words[:] = self._padding[:num_words]
         padded = _Numbers.of(words, np.int64, *self._shape)
         padded.positions[:num_rows] = positions
-        padded.slot_mapping[:num_rows] = slots if tokens is None else np.where(is_repeated, _NONE, slots)
+        padded.slot_mapping[:num_rows] = slots if tokens is None else np.where(is_repeated, _UNWRITTEN, slots)
         padded.local_seq_lens[:num_rows] = local_seq_lens
         padded.seq_lens[:num_rows] = positions + 1
         if metadata.compressed is not None:
@@ -146,11 +160,44 @@ class PaddedStep:
         if not is_on_host:
             self._inputs[:num_rows].copy_(inputs)
             self._inputs[num_rows : batch.num_rows].zero_()
+        if num_rejected is not None:
+            self._numbers.num_rejected[:num_reqs].copy_(num_rejected)
+            if not self.moves_in_steps:
+                self.move_back(batch)
         return rows
+
+    def move_back(self, batch: Batch) -> None:
+        """Move each request back by its rejected drafts."""
+        numbers, num_rows = self._numbers, batch.num_rows
+        assert isinstance(self._sizes, CachePlan)
+        move = move_back
+        if numbers.positions.is_cuda:
+            from dcpmla.runtime.kernels import layout  # triton is there on Linux only
+
+            move = layout.move_back
+        move(
+            numbers.positions[:num_rows],
+            numbers.slot_mapping[:num_rows],
+            numbers.seq_lens[:num_rows],
+            numbers.local_seq_lens[:num_rows],
+            numbers.block_table,
+            numbers.num_rejected[: batch.num_reqs],
+            self._sizes,
+            self._dcp_rank,
+        )
+
+    @torch.inference_mode()
+    def take(self, inputs: Tensor, other: "PaddedStep", batch: Batch) -> None:
+        """Copy the numbers of another step of a batch over the same cache, and give its rows inputs [rows, ...]."""
+        self._inputs[: batch.num_rows].copy_(inputs)
+        for own, theirs in zip(self._numbers[1:-1], other._numbers[1:-1], strict=True):
+            own[: batch.num_rows].copy_(theirs[: batch.num_rows])
+        self._numbers.num_rejected[: batch.num_reqs].zero_()  # it has been moved back
+        self._numbers.block_table[: batch.num_reqs].copy_(other._numbers.block_table[: batch.num_reqs])
 
     def _num_words(self, num_reqs: int) -> int:
         num_rows, max_blocks = self._shape
-        return 9 * _column_words(num_rows) + num_reqs * max_blocks
+        return 11 * _column_words(num_rows) + num_reqs * max_blocks
 
     def rows(self, batch: Batch) -> tuple[Tensor, StepMetadata]:
         """Return a batch's inputs [batch.num_rows, ...] and metadata."""
@@ -239,3 +286,29 @@ def _repeat_last(decode: DecodeMetadata, num_reqs: int, query_len: int) -> tuple
     offsets = np.arange(query_len)
     tokens = np.minimum(starts[:-1, None] + offsets, starts[1:, None] - 1)
     return tokens.ravel(), (offsets >= np.diff(starts)[:, None]).ravel()
+
+
+def move_back(
+    positions: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    local_seq_lens: Tensor,
+    block_table: Tensor,
+    num_rejected: Tensor,
+    sizes: CachePlan,
+    dcp_rank: int,
+) -> None:
+    """Move requests of equally many rows each back by some positions, in place: as its kernel, which documents the
+    arguments.
+    """
+    request = torch.arange(len(num_rejected)).repeat_interleave(len(positions) // len(num_rejected))
+    is_padding, is_written = seq_lens == 0, slots != _UNWRITTEN
+    positions -= num_rejected[request]
+    offsets = positions % sizes.block_tokens
+    index = ownership.local_index(offsets, sizes.dcp_size, sizes.interleave)
+    is_mine = ownership.owner_rank(offsets, sizes.dcp_size, sizes.interleave) == dcp_rank
+    blocks = block_table[request, positions // sizes.block_tokens]
+    slots[is_written] = (blocks * sizes.block_size + index).where(is_mine, -1)[is_written]
+    seq_lens[:] = (positions + 1).where(~is_padding, 0)
+    lens = ownership.local_seq_lens(positions + 1, sizes.dcp_size, dcp_rank, sizes.interleave)
+    local_seq_lens[:] = lens.where(~is_padding, 0)

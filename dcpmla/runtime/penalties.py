@@ -48,7 +48,7 @@ def _count(requests: Sequence[Request], previous: PendingStep | None, scores: Te
     in_flight = [(row, previous.rows[own]) for row, own in enumerate(requests) if previous and own.num_in_flight]
     if previous is not None and in_flight:
         rows, sources = upload(_columns(in_flight, 2), scores.device)
-        tokens = previous.message.tokens.index_select(0, sources)
+        tokens = previous.newest.index_select(0, sources)
         counts.index_put_((rows, tokens), counts.new_ones(()), accumulate=True)
     return counts
 

@@ -2,18 +2,63 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dcpmla.attention.step import StepMetadata
 from dcpmla.runtime.agreement import Message
-from dcpmla.runtime.drafts import Computed
 from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Piece, Step
 from dcpmla.upload import upload
+
+if TYPE_CHECKING:
+    from dcpmla.runtime.graph import DecodeGraph
+
+
+class Computed(NamedTuple):
+    """A step as the model computes it, on its device.
+
+    Attributes:
+        by: the model's metadata, or the decode graph, which has its own until its next run.
+        rows: [T] int64, each token's; None where they are the first T.
+        logits_at: [n] int64, tokens that new ones follow; None for all.
+    """
+
+    by: "StepMetadata | DecodeGraph"
+    rows: Tensor | None
+    logits_at: Tensor | None
+
+
+class Verified(NamedTuple):
+    """The outcome of a step's drafts, [n] int64 each on the device: of every request that gets new tokens.
+
+    Attributes:
+        num_accepted, num_rejected: drafts.
+        newest: which of the step's new tokens is the last one that it keeps.
+    """
+
+    num_accepted: Tensor
+    num_rejected: Tensor
+    newest: Tensor
+
+    @classmethod
+    def of(cls, num_accepted: Tensor, nums: Sequence[int]) -> "Verified":
+        """Return the outcome where so many of each request's drafts [n] are accepted."""
+        starts, nums_there = _layout(tuple(nums), num_accepted.device)
+        return cls(num_accepted, nums_there - num_accepted, starts + num_accepted)
+
+
+@lru_cache(maxsize=64)  # most steps have as many drafts of as many requests
+def _layout(nums: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    """Return where each request's new tokens begin among those sampled, and nums, on a device."""
+    starts = accumulate((1 + num for num in nums[:-1]), initial=0)
+    return upload([np.array([*starts]), np.array(nums)], device)
 
 
 @dataclass(frozen=True)
@@ -38,14 +83,20 @@ class StepInputs:
         computed, all but drafts.
 
         Args:
-            previous: the step under way, whose tokens a step without drafts may take.
+            previous: the step under way.
             drafts: [N] int64, piece after piece, on the CPU where the host knows them.
         """
-        known_drafts = [] if drafts is None or drafts.is_cuda else drafts.tolist()
+        there = [] if previous is None else [previous.newest]  # tokens that the host does not know
+        num_there = sum(map(len, there))
+        known_drafts: list[int] = []
+        if drafts is not None and drafts.is_cuda:
+            there.append(drafts)
+        elif drafts is not None:
+            known_drafts = drafts.clamp(min=0).tolist()
         token_ids: list[int] = []
         logits_rows: list[int] = []
-        unknown: list[int] = []  # rows whose tokens the host does not know
-        sources: list[int] = []  # and their rows among drafts, or among what the step under way samples
+        unknown: list[int] = []  # rows of tokens that the host does not know
+        sources: list[int] = []  # and their places among those
         ready = []
         for piece in step.pieces:
             request, num_tokens, num_drafts = piece
@@ -57,29 +108,28 @@ class StepInputs:
                 token_ids.append(0)
             else:
                 token_ids += request.tokens(start, end)
-            if drafts is not None and drafts.is_cuda:
-                sources += range(len(unknown), len(unknown) + num_drafts)
-                unknown += range(len(token_ids), len(token_ids) + num_drafts)
-                token_ids += [0] * num_drafts
-            else:
+            if known_drafts:
                 token_ids += known_drafts[:num_drafts]
                 del known_drafts[:num_drafts]
+            else:
+                sources += range(num_there, num_there + num_drafts)
+                unknown += range(len(token_ids), len(token_ids) + num_drafts)
+                token_ids += [0] * num_drafts
+                num_there += num_drafts
             request.num_computed_tokens = end
             if not request.num_pending_tokens:
                 ready.append(piece)
                 logits_rows += range(len(token_ids) - 1 - num_drafts, len(token_ids))
-        num_tokens = len(token_ids)
-        if previous is not None and sources == list(range(num_tokens)) == list(range(len(previous.rows))):
-            return cls(previous.message.tokens, ready, None)  # as most steps: the same requests go on
-        rows = [] if len(logits_rows) == num_tokens else [logits_rows]
+        if previous is not None and num_there == len(token_ids) and step.goes_on(previous.rows):
+            columns = [tokens.view(len(step.pieces), -1) for tokens in there]
+            return cls(there[0] if len(there) == 1 else torch.cat(columns, 1).flatten().clamp_(min=0), ready, None)
+        rows = [] if len(logits_rows) == len(token_ids) else [logits_rows]
         rows += [unknown, sources] if unknown else []
         numbers = [np.array(column, dtype=np.int64) for column in (token_ids, *rows)]
         known, *rows_there = upload(numbers, device if rows else "cpu")
         if unknown:
             *rows_there, unknown_rows, source_rows = rows_there
-            sampled = drafts if previous is None else previous.message.tokens
-            assert sampled is not None
-            known.index_copy_(0, unknown_rows, sampled.index_select(0, source_rows))
+            known.index_copy_(0, unknown_rows, torch.cat(there).clamp_(min=0).index_select(0, source_rows))
         return cls(known, ready, rows_there[0] if rows_there else None)
 
     def on(self, device: torch.device) -> Tensor:
@@ -91,50 +141,64 @@ class PendingStep:
     """A step under way.
 
     Args:
-        pieces: all of it.
-        row_lens: rows of each piece in the model's hidden states: its tokens, and where a graph pads it more.
-        ready: those of requests that it samples tokens for, one and one after each draft.
+        step: all of it.
+        ready: pieces of requests that it samples tokens for, one and one after each draft.
+        computed: what the model computes.
         message: what the ranks agree on.
         drafts: which the step verifies, piece after piece; None for none.
+        verified: their outcome.
         called: requests whose callbacks the message's flags are of.
         logits: [n, vocab] float32, which the tokens are chosen from; rows of requests that keep theirs are copied.
         logprobs: those that requests keep.
-        is_prefill: for `Stats.count_step`.
 
     Attributes:
-        rows: of the requests' first tokens among the message's.
+        rows: of the requests in `newest`.
+        newest: [n] int64 on the device: each request's last new token.
+        positions: of each piece's first token, in a step with prompts.
+        is_under_way: until it has been waited for.
+        drafts, num_accepted: on the host, the latter of each request in `rows`; good once it has been waited for.
         logits: [tokens, vocab] on the host, of requests that keep theirs; good once the step has been waited for.
         started: seconds on the host's clock (`time.perf_counter`).
     """
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
-        row_lens: Sequence[int],
+        step: Step,
         ready: Sequence[Piece],
+        computed: Computed,
         message: Message,
         drafts: Tensor | None,
+        verified: Verified | None,
         called: Sequence[Request],
         logits: Tensor,
         logprobs: Logprobs,
-        is_prefill: bool,
         started: float,
     ) -> None:
-        self.pieces, self.row_lens, self.ready = pieces, row_lens, ready
+        self.pieces, self.ready, self.computed = step.pieces, ready, computed
         self.message, self.called, self.logprobs = message, called, logprobs
-        self.is_prefill, self.started = is_prefill, started
+        self.is_prefill, self.started = step.has_prompts, started
         self.num_drafts = 0 if drafts is None else len(drafts)
-        self._positions = [piece.request.num_computed_tokens - piece.num_tokens + piece.num_drafts for piece in pieces]
-        starts = accumulate((1 + piece.num_drafts for piece in ready), initial=0)
-        self.rows = {piece.request: row for piece, row in zip(ready, starts, strict=False)}
-        for request in self.rows:
-            request.num_in_flight += 1
+        self.is_under_way = True
+        self.drafts, self.num_accepted = list[int](), [0] * len(ready)
+        self.positions = [
+            request.num_computed_tokens - num_tokens + num_drafts for request, num_tokens, num_drafts in step.pieces
+        ]
+        self.verified, self.newest = verified, message.tokens
+        if verified is not None:
+            self.newest = message.tokens.index_select(0, verified.newest)
+        self.rows = {piece.request: row for row, piece in enumerate(ready)}
+        self.starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
+        for piece in ready:
+            piece.request.num_in_flight += 1
+            piece.request.num_tried += piece.num_drafts
         # Copied in the order of the device's work, into pinned memory on a GPU: nobody waits here.
-        self._on_host = message.words.to("cpu", non_blocking=True)
-        self._drafts = None if drafts is None else drafts.to("cpu", non_blocking=True)
+        words = message.words
+        if drafts is not None and verified is not None:
+            words = torch.cat([words, verified.num_accepted, drafts.to(words.device, non_blocking=True)])
+        self._on_host = words.to("cpu", non_blocking=True)
         self.logits = {
             piece.request: logits[row : row + 1 + piece.num_drafts].to("cpu", non_blocking=True, copy=True)
-            for piece, row in zip(ready, self.rows.values(), strict=True)
+            for piece, row in zip(ready, self.starts, strict=False)
             if piece.request.keep_logits
         }
         self._done = torch.cuda.Event() if message.words.is_cuda else None  # the CPU is done already
@@ -145,30 +209,41 @@ class PendingStep:
         """Wait for the step, and return the words of its message, whose tokens the host knows from now on."""
         if self._done is not None:
             self._done.synchronize()
-        for request in self.rows:
-            request.num_in_flight -= 1
+        self.is_under_way = False
+        for piece in self.ready:
+            piece.request.num_in_flight -= 1
+            piece.request.num_tried -= piece.num_drafts
         words: list[int] = self._on_host.tolist()
-        return words
+        num_words = len(self.message.words)
+        if self.num_drafts:
+            self.num_accepted, self.drafts = words[num_words : -self.num_drafts], words[-self.num_drafts :]
+        return words[:num_words]
 
     def results(self, tokens: Sequence[int]) -> Iterator[tuple[Piece, Sequence[int], Sequence[int]]]:
-        """Yield each request with its drafts, and the tokens sampled before each of them and after the last.
+        """Yield each request with its drafts, and its new tokens: those sampled up to the first rejected draft.
 
         Args:
             tokens: [n] of the message.
         """
-        drafts, at = [] if self._drafts is None else self._drafts.tolist(), 0
-        for piece, row in zip(self.ready, self.rows.values(), strict=True):
-            end = at + piece.num_drafts
-            yield piece, drafts[at:end], tokens[row : row + 1 + piece.num_drafts]
-            at = end
+        at = 0
+        for piece, row, num in zip(self.ready, self.starts, self.num_accepted, strict=False):
+            yield piece, self.drafts[at : at + piece.num_drafts], tokens[row : row + 1 + num]
+            at += piece.num_drafts
 
-    def computed(self) -> list[Computed]:
-        """Return the tokens that the running requests keep of it, once they have its new ones, and before the next
-        step.
-        """
-        starts = accumulate(self.row_lens, initial=0)
-        return [
-            Computed(request, row, position, request.num_computed_tokens - position)
-            for (request, _, _), row, position in zip(self.pieces, starts, self._positions, strict=False)
-            if not request.finish_reason
-        ]
+    @property
+    def sampled_rows(self) -> Tensor:
+        """Return which rows of the model the new tokens [n] follow, [n] int64 on the device."""
+        _, rows, logits_at = self.computed
+        if rows is not None:
+            return rows  # with a decode graph new tokens follow all there are
+        return torch.arange(self.starts[-1], device=self.newest.device) if logits_at is None else logits_at
+
+    def num_rejected(self, requests: Sequence[Request]) -> Tensor | None:
+        """Return how many of its drafts each request loses, [n] int64 on the device; None where none has any."""
+        if self.verified is None:
+            return None
+        rows = [self.rows.get(request, len(self.rows)) for request in requests]
+        if rows == list(range(len(self.rows))):
+            return self.verified.num_rejected
+        (there,) = upload([np.array(rows)], self.newest.device)
+        return torch.nn.functional.pad(self.verified.num_rejected, (0, 1))[there]

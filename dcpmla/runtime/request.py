@@ -45,8 +45,8 @@ class Request:
             None before.
         error: what on_token raised, on this rank or (a RuntimeError says so) on another.
         state: where its state is, in a cache that has states; None while it does not run.
-        num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet. (A step
-            with drafts may bring more; none is launched before they are known.)
+        num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet.
+        num_tried: drafts that the step under way tries: as many tokens more may turn out to be there.
         num_computed_tokens: whose latents are in the cache, or are being written by a step under way.
         num_cached_tokens: of the prompt, that an earlier request had computed.
         num_scored_tokens: of the prompt, whose successors' log probabilities are known, or being computed.
@@ -76,6 +76,7 @@ class Request:
     block_ids: "array[int]" = field(default_factory=lambda: array("q"))
     state: int | None = None
     num_in_flight: int = 0
+    num_tried: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_remembered_blocks: int = 0
@@ -145,9 +146,11 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens that are not computed yet, without the last one of all, which never is."""
+        """Tokens that are not computed yet, without the last one of all, which never is; none as long as the step under
+        way may bring that one.
+        """
         num_new = len(self.token_ids) + self.num_in_flight
-        if num_new == self.params.max_new_tokens:
+        if num_new + self.num_tried >= self.params.max_new_tokens:
             return 0
         return len(self.prompt_token_ids) + num_new - self.num_computed_tokens
 

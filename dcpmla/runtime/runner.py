@@ -13,7 +13,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.logprobs import PromptRows
 from dcpmla.runtime.penalties import shape_logits
-from dcpmla.runtime.pending import PendingStep, StepInputs
+from dcpmla.runtime.pending import Computed, PendingStep, StepInputs
 from dcpmla.runtime.sampling import sample
 from dcpmla.runtime.scheduler import Piece, Step
 
@@ -59,9 +59,9 @@ class StepRunner:
         drafts: Tensor | None,
         graph: DecodeGraph | None,
         prompts: PromptRows,
-    ) -> tuple[StepInputs, Tensor]:
-        """Compute a step's tokens; return them, and the logits of those that new ones follow, then of the prompts'
-        tokens that are scored.
+    ) -> tuple[StepInputs, Computed, Tensor]:
+        """Compute a step's tokens; return them, how they are laid out, and the logits of those that new ones follow,
+        then of the prompts' tokens that are scored.
 
         Args:
             previous: the step under way, which may have its tokens on the device alone.
@@ -72,7 +72,9 @@ class StepRunner:
             self.copy_state(*copy)
         metadata = StepMetadata.build(
             query_lens=[piece.num_tokens for piece in step.pieces],
-            seq_lens=[piece.request.num_computed_tokens + piece.num_tokens for piece in step.pieces],
+            seq_lens=[
+                request.num_computed_tokens + request.num_tried + num_tokens for request, num_tokens, _ in step.pieces
+            ],
             block_tables=[piece.request.block_ids for piece in step.pieces],
             dcp=self.dcp,
             dcp_rank=self.dcp_rank,
@@ -87,11 +89,12 @@ class StepRunner:
         logits_at = prompts.join(inputs.logits_at)
         if graph is None:
             logits = self.model.step(inputs.on(self.model.device), metadata, self.cache, logits_at)
-        else:
-            logits = graph.run(inputs.token_ids, metadata, self.cache)
-            if logits_at is not None:
-                logits = logits[logits_at]
-        return inputs, logits
+            return inputs, Computed(metadata, None, inputs.logits_at), logits
+        num_rejected = None if previous is None else previous.num_rejected([piece.request for piece in step.pieces])
+        logits = graph.run(inputs.token_ids, metadata, self.cache, num_rejected)
+        if logits_at is not None:
+            logits = logits[logits_at]
+        return inputs, Computed(graph, graph.latest_rows, inputs.logits_at), logits
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy a request's state to where it is remembered, or back."""

@@ -9,7 +9,7 @@ import heapq
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,6 +120,11 @@ class Step:
         of_drafts = f", {num_drafts} of them drafts" if num_drafts else ""
         return f"{len(self.pieces)} requests, {num_tokens} tokens{of_drafts}"
 
+    def goes_on(self, requests: Iterable[Request]) -> bool:
+        """Tell whether it is for the same requests, in this order, with equally many tokens each, as most steps are."""
+        is_even = len({piece.num_tokens for piece in self.pieces}) == 1
+        return is_even and [piece.request for piece in self.pieces] == list(requests)
+
     def set_drafts(self, index: int, num_drafts: int) -> None:
         """Give a piece, a decode, so many drafts, which the step must have room for."""
         request, num_tokens, num_before = self.pieces[index]
@@ -186,8 +191,7 @@ class Scheduler:
         Its blocks are taken, from the youngest requests if need be; for drafts only those that nobody misses.
 
         Args:
-            num_drafts: most drafts of a request that can draft; for a step after which no other is launched before it
-                has ended.
+            num_drafts: most drafts of a request that can draft.
         """
         step = Step(self.max_num_batched_tokens)
         self._schedule_decodes(step)
@@ -301,7 +305,7 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         """Take a block for the next token, if it needs one; return False if the request had to give up its own."""
-        while len(request.block_ids) < self._num_blocks(request.num_computed_tokens + 1):
+        while len(request.block_ids) < self._num_blocks(request.num_computed_tokens + request.num_tried + 1):
             if self.allocator.num_free:
                 request.block_ids.extend(self.allocator.allocate(1))
             else:
@@ -315,8 +319,9 @@ class Scheduler:
 
     def _take_room(self, request: Request, num_drafts: int) -> int:
         """Return how many drafts may follow a decode's token, and take blocks for them that no other request misses."""
-        num_drafts = min(num_drafts, request.params.max_new_tokens - request.num_new_tokens - 1)
-        num_seen = request.num_computed_tokens + 1
+        num_left = request.params.max_new_tokens - request.num_new_tokens - request.num_tried
+        num_drafts = min(num_drafts, num_left - 1)
+        num_seen = request.num_computed_tokens + request.num_tried + 1
         num_new = self._num_blocks(num_seen + num_drafts) - len(request.block_ids)
         spare = self.allocator.num_free - len(self.running)  # the others may want one each
         if num_new > 0:

@@ -1,21 +1,19 @@
 """Speculation: which requests draft, in which steps, and what becomes of their drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS, Payoff, StepTime
-from dcpmla.runtime.drafts import Computed, Drafter
-from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.drafts import NO_DRAFT, Drafter
+from dcpmla.runtime.pending import PendingStep, Verified
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Piece, Step
+from dcpmla.upload import upload
 
 
 class Speculation:
     """The engine's part of speculative decoding.
-
-    A step with drafts is waited for: how many it accepts decides the lengths of the next. Other steps are launched one
-    ahead, as long as no drafts are to follow them.
 
     Args:
         drafter: None for one token a request and step.
@@ -28,19 +26,30 @@ class Speculation:
         self.drafter = drafter
         self.step_time: StepTime | None = None
         self._payoff = Payoff()
-        self._computed: list[Computed] = []  # the tokens of the step before
         self._last_kind: tuple[int, bool] | None = None  # of the step before: decodes, and whether with drafts
 
-    def waits_for(self, pending: PendingStep, running: Sequence[Request]) -> bool:
-        """Tell whether the next step needs the tokens of the one under way: all it accepts, or those drafts follow."""
+    def waits_for(self, pending: PendingStep, running: Sequence[Request], can_move: Callable[[], bool]) -> bool:
+        """Tell whether the next step needs the tokens of the one under way on the host.
+
+        Args:
+            can_move: tells whether the next step can be laid out for all tokens that there may be, and moved back on
+                the device.
+        """
         if self.drafter is None:
             return False
-        follows = pending.is_prefill and self.drafter.follows_prompts
-        return follows or pending.num_drafts > 0 or self.num_wanted(running) > 0
+        if self.drafter.reads_tokens:
+            return pending.num_drafts > 0 or self.num_wanted(running) > 0
+        # How many of a request's random numbers are drawn depends on its drafts.
+        draws = any(request.num_tried and request.params.temperature for request in running)
+        return pending.num_drafts > 0 and (draws or not can_move())
 
-    def num_wanted(self, running: Sequence[Request]) -> int:
-        """Return how many drafts the next step has for each request that can draft."""
-        if self.drafter is None:
+    def num_wanted(self, running: Sequence[Request], is_ahead: bool = False) -> int:
+        """Return how many drafts the next step has for each request that can draft.
+
+        Args:
+            is_ahead: it is launched before the tokens of the one under way are on the host.
+        """
+        if self.drafter is None or (is_ahead and self.drafter.reads_tokens):
             return 0
         num_drafts, can_draft = self.drafter.num_speculative_tokens, [each for each in running if each.can_draft]
         if len(running) * (1 + num_drafts) > MAX_DRAFT_ROWS or not can_draft:
@@ -51,46 +60,60 @@ class Speculation:
         outcomes = [request.acceptance for request in drafting]
         return num_drafts if self.drafter.drafts_always or self._payoff.pays(outcomes, len(running), num_drafts) else 0
 
-    def draft(self, step: Step) -> Tensor | None:
-        """Give a step's decodes the drafts that there are; return these (`Drafts.token_ids`), None for none."""
+    def draft(self, step: Step, previous: PendingStep | None) -> Tensor | None:
+        """Give a step the drafts that there are; return these (`Drafts.token_ids`), None for none.
+
+        Args:
+            previous: the step before, under way or not.
+        """
         if self.drafter is None:
             return None
-        # Who has given way since then is computed anew.
-        kept = [part for part in self._computed if part.request.num_computed_tokens == part.position + part.num_tokens]
-        self._computed = []
-        drafts = self.drafter.draft([(piece.request, piece.num_drafts) for piece in step.pieces], kept)
+        drafts = self.drafter.draft([(piece.request, piece.num_drafts) for piece in step.pieces], previous)
         for index, num_drafts in enumerate(drafts.nums):
             step.set_drafts(index, num_drafts)
+        if not step.has_prompts:
+            self._payoff.count_step(step.most_drafts > 0)
         return drafts.token_ids if len(drafts.token_ids) else None
 
-    def accept(self, piece: Piece, drafts: Sequence[int], sampled: Sequence[int]) -> Sequence[int]:
-        """Return a request's new tokens: those sampled up to the first rejected draft. Accepted drafts count as
-        computed; what the others left in the cache will be written over.
+    def verify(self, drafts: Tensor | None, ready: Sequence[Piece], sampled: Tensor) -> Verified | None:
+        """Return, on the device, what becomes of a step's drafts; None where it has none.
+
+        Args:
+            ready: pieces of the requests with new tokens.
+            sampled: [n] int64, before each of their drafts, and after the last.
         """
-        request, num_accepted = piece.request, 0
-        if self.drafter is not None:
-            num_accepted = self.drafter.num_accepted(drafts, sampled)
+        if self.drafter is None or drafts is None:
+            return None
+        nums = [piece.num_drafts for piece in ready]
+        if drafts.is_cpu:
+            (drafts,) = upload([drafts.numpy()], sampled.device)
+        return Verified.of(self.drafter.num_accepted(drafts, sampled, nums), nums)
+
+    def accept(self, piece: Piece, drafts: Sequence[int], num_accepted: int) -> int:
+        """Count a request's drafts, those accepted as computed; return how many there were. What the others left in the
+        cache will be written over.
+        """
+        request, num_drafts = piece.request, sum(draft != NO_DRAFT for draft in drafts)
+        if num_drafts:
+            request.acceptance.count(num_drafts, num_accepted)
+            self._payoff.count(num_drafts, num_accepted)
         if drafts:
-            request.acceptance.count(len(drafts), num_accepted)
-            self._payoff.count(len(drafts), num_accepted)
-            request.num_computed_tokens += num_accepted
             request.keep_draws(num_accepted + 1)
-        return sampled[: num_accepted + 1]
+        if request.block_ids:  # else it has given way, and is computed anew
+            request.num_computed_tokens += num_accepted
+        return num_drafts
 
     def end(self, pending: PendingStep, seconds: float) -> None:
-        """Remember what a step has computed, once its requests have its tokens, and the seconds since the step before.
+        """Take the seconds from the end of the step before to that of a step.
 
         Of steps without drafts those alone say what such steps take that follow one like them.
         """
         if self.drafter is None:
             return
-        self._computed = pending.computed()
         kind = None if pending.is_prefill else (len(pending.pieces), pending.num_drafts > 0)
         self.step_time = None
-        if kind is not None:
-            self._payoff.count_step(kind[1])
-            if kind[1] or kind == self._last_kind:
-                self.step_time = StepTime(*kind, seconds)
+        if kind is not None and (kind[1] or kind == self._last_kind):
+            self.step_time = StepTime(*kind, seconds)
         self._last_kind = kind
 
     def learn(self, step_time: StepTime | None) -> None:

@@ -100,18 +100,26 @@ class Recording(MtpDrafter):
 
     drafts_always = True
 
-    def draft(self, wanted: Any, computed: Any) -> Any:
-        wanted = [(request, max(0, min(num, NUM_DRAFTS - request.request_id))) for request, num in wanted]
-        drafts = super().draft(wanted, computed)
+    def draft(self, wanted: Any, previous: Any) -> Any:
+        wanted = [(request, min(num, max(1, NUM_DRAFTS - request.request_id))) for request, num in wanted]
+        drafts = super().draft(wanted, previous)
         flat = drafts.token_ids.tolist()
         for (request, _), num in zip(wanted, drafts.nums, strict=True):
             if num:
-                self.record.append((request.tokens(0, request.num_known_tokens), flat[:num]))
+                tokens = request.tokens(0, request.num_known_tokens)
+                if request.num_in_flight:
+                    row = previous.rows[request]
+                    num_accepted = 0 if previous.verified is None else int(previous.verified.num_accepted[row])
+                    start = previous.starts[row]
+                    tokens += previous.message.tokens[start : start + 1 + num_accepted].tolist()
+                self.record.append((tokens, flat[:num]))
                 flat = flat[num:]
         return drafts
 
 
-def serve_families(directories: list[Path], tp: int, dcp_size: int) -> list[tuple[list[list[int]], Record]]:
+def serve_families(
+    directories: list[Path], tp: int, dcp_size: int, num_drafts: int = NUM_DRAFTS
+) -> list[tuple[list[list[int]], Record]]:
     """On one rank: each model's tokens and drafts, eagerly and padded as graphs are."""
     dcp = DCPConfig(
         tensor_parallel_size=tp,
@@ -134,12 +142,12 @@ def serve_families(directories: list[Path], tp: int, dcp_size: int) -> list[tupl
                 memory.fill_(torch.nan)
             graph = None
             if with_graph:
-                graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, 4, 100, 1 + NUM_DRAFTS)
-            graphs = [maker.make(cache) for maker in mtp_graphs(NUM_DRAFTS, model, dcp, mesh, 4, 100)]
-            drafter = Recording(NUM_DRAFTS, model, cache, dcp, mesh, *graphs)
+                graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, 4, 100, 1 + num_drafts)
+            graphs = [maker.make(cache) for maker in mtp_graphs(num_drafts, model, dcp, mesh, 4, 100)]
+            drafter = Recording(num_drafts, model, cache, dcp, mesh, *graphs)
             drafter.record = []
             engine = Engine(model, cache, dcp, mesh, 100, 16, 4, graph=graph, drafter=drafter)
-            params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+            params = SamplingParams(max_new_tokens=8, ignore_eos=True)
             requests = [engine.add(prompt, params, request_id=index) for index, prompt in enumerate(PROMPTS)]
             list(engine.run())
             assert engine.allocator.num_free == plan.num_blocks
@@ -147,11 +155,16 @@ def serve_families(directories: list[Path], tp: int, dcp_size: int) -> list[tupl
     return outcomes
 
 
-@pytest.mark.parametrize(("tp", "dcp_size", "families"), [(2, 2, FAMILIES), (4, 2, ("deepseek_v3",))])
-def test_drafts_are_those_of_the_module(tp: int, dcp_size: int, families: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tp", "dcp_size", "families", "num_drafts"),
+    [(2, 2, FAMILIES, NUM_DRAFTS), (4, 2, ("deepseek_v3",), NUM_DRAFTS), (2, 2, ("deepseek_v3",), 1)],
+)
+def test_drafts_are_those_of_the_module(
+    tp: int, dcp_size: int, families: tuple[str, ...], num_drafts: int, tmp_path: Path
+) -> None:
     modules = [PlainMtp(family) for family in families]
     directories = [module.save(tmp_path / family) for module, family in zip(modules, families, strict=True)]
-    ranks = run_ranks(tp, serve_families, directories, tp, dcp_size)
+    ranks = run_ranks(tp, serve_families, directories, tp, dcp_size, num_drafts)
     assert all(outcome == ranks[0] for outcome in ranks[1:])
     for index, (tokens, record) in enumerate(ranks[0]):
         module = modules[index // 2]

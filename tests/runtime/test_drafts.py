@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.runtime.acceptance import Acceptance, Payoff, StepTime
-from dcpmla.runtime.drafts import Drafter
-from dcpmla.runtime.ngram import NgramDrafter
+from dcpmla.runtime.drafts import NO_DRAFT, Drafter
+from dcpmla.runtime.ngram import NgramDrafter, find_following
+from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
@@ -33,15 +34,17 @@ from tests.support.hash_model import (
     num_drafts=st.integers(1, 6),
     share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     with_graph=st.booleans(),
+    ahead=st.booleans(),
     abort_at=st.integers(1, 30),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_request_gets_what_it_gets_alone(
-    load: Load, num_drafts: int, share: float, with_graph: bool, abort_at: int
+    load: Load, num_drafts: int, share: float, with_graph: bool, ahead: bool, abort_at: int
 ) -> None:
     """With drafts right and wrong, at the ends of blocks and of requests, under preemption and aborts."""
     limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
-    engine = make_engine(*limits, with_graph=with_graph, drafter=HashDrafter(num_drafts, share, abort_at))
+    drafter = HashDrafter(num_drafts, share, abort_at, ahead=ahead)
+    engine = make_engine(*limits, with_graph=with_graph, drafter=drafter)
     requests: dict[int, Request] = {}
     finished: list[Request] = []
     num_steps = 0
@@ -185,35 +188,58 @@ def test_large_batches_draft_nothing() -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
-def test_a_lookup_finds_the_latest_of_the_longest_matches(tokens: list[int], num_wanted: int) -> None:
-    request = Request(tokens[:-1] or tokens, SamplingParams())
-    drafter = NgramDrafter(5)
-    if len(tokens) > 1:
-        drafter.draft([(request, 1)], [])  # its tokens are known, then one more
-        request.token_ids.append(tokens[-1])
-    drafts = drafter.draft([(request, num_wanted)], [])
+def test_a_lookup_finds_the_latest_of_the_longest_matches(text: list[int], num_wanted: int) -> None:
     best = (2, 0)
-    for end in range(1, len(tokens)):
-        length = next((n for n in range(8, 0, -1) if n <= end and tokens[end - n : end] == tokens[-n:]), 0)
+    for end in range(1, len(text)):
+        length = next((n for n in range(8, 0, -1) if n <= end and text[end - n : end] == text[-n:]), 0)
         best = max(best, (length, end))
-    expected = list(np.resize(tokens[best[1] :], num_wanted)) if best[0] > 2 else []
-    assert (drafts.nums, drafts.token_ids.tolist()) == ([len(expected)], expected)
+    expected = np.resize(text[best[1] :], num_wanted).tolist() if best[0] > 2 else [NO_DRAFT] * num_wanted
+    assert find_following(torch.tensor(text), num_wanted).tolist() == expected
 
 
-def test_lookups_draft_where_a_text_repeats_itself() -> None:
+class Copying(HashModel):
+    """A model that goes round a text of ten tokens."""
+
+    def step(self, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        super().step(token_ids, *args)
+        last = token_ids if args[-1] is None else token_ids[args[-1]]
+        return torch.eye(VOCAB_SIZE)[(last + 1) % 10]
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_lookups_draft_where_a_text_repeats_itself(with_graph: bool) -> None:
     class Always(NgramDrafter):
         drafts_always = True
 
-    class Copying(HashModel):
-        """Goes round a text of ten tokens."""
-
-        def step(self, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
-            super().step(token_ids, *args)
-            last = token_ids if args[-1] is None else token_ids[args[-1]]
-            return torch.eye(VOCAB_SIZE)[(last + 1) % 10]
-
-    engine = make_engine(num_blocks=50, model=Copying(), drafter=Always(4))
-    request = engine.add([*range(10), 0, 1], SamplingParams(max_new_tokens=BLOCK * 10))
+    drafter = Always(4, torch.device("cpu"))
+    engine = make_engine(num_blocks=90, model=Copying(), drafter=drafter, with_graph=with_graph)
+    prompts = [[*range(10), 0, 1], [7, 8], [*range(4, 10), *range(8)]]
+    lengths = [BLOCK * 10 + index for index in range(3)]
+    requests = [
+        engine.add(prompt, SamplingParams(max_new_tokens=num)) for prompt, num in zip(prompts, lengths, strict=True)
+    ]
     list(engine.run())
-    assert request.token_ids == [token % 10 for token in range(2, 2 + BLOCK * 10)]
-    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 25
+    for prompt, num, request in zip(prompts, lengths, requests, strict=True):
+        assert request.token_ids == [(prompt[-1] + 1 + token) % 10 for token in range(num)]
+    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 75  # no match, no drafts
+    assert engine.allocator.num_free == 90
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("with_graph", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_with_drafts_is_waited_for_where_it_has_to_be(
+    ahead: bool, with_graph: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = HashModel(), list[str]()
+    step, wait = model.step, PendingStep.wait
+    monkeypatch.setattr(model, "step", lambda *call: seen.append("launch") or step(*call))
+    monkeypatch.setattr(PendingStep, "wait", lambda pending: seen.append("wait") or wait(pending))
+    drafter = HashDrafter(3, share=0.7, always=True, ahead=ahead)
+    engine = make_engine(num_blocks=90, model=model, with_graph=with_graph, drafter=drafter)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=temperature)
+    request = engine.add([1, 2, 3], params)
+    list(engine.run())
+    assert temperature or request.token_ids == alone_ignoring_eos([1, 2, 3], 30)
+    is_ahead = ["launch", "launch", *["wait", "launch"] * (len(seen) // 2 - 1), "wait", "wait"][: len(seen)]
+    assert (seen[:-4] == is_ahead[: len(seen) - 4]) == (ahead and with_graph and not temperature)

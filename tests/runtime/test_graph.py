@@ -82,7 +82,7 @@ def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
         assert torch.equal(out, sums(token_ids, metadata, cache))
         memory.add(out.data_ptr())
         assert len(padded[-1]) == graph.batch(len(seq_lens)).num_rows
-        assert padded[-1][len(seq_lens) :, :4].tolist() == [[0, 0, -1, 0]] * (len(padded[-1]) - len(seq_lens))
+        assert padded[-1][len(seq_lens) :, :4].tolist() == [[0, 0, -2, 0]] * (len(padded[-1]) - len(seq_lens))
     assert len(memory) == 1
 
 
@@ -108,7 +108,7 @@ def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> 
     of_requests = padded[0][: len(query_lens) * query_len].unflatten(0, (-1, query_len))
     for rows, num_tokens in zip(of_requests, query_lens, strict=True):
         last = rows[num_tokens - 1].clone()
-        last[2] = -1  # written once
+        last[2] = -2  # written once
         assert torch.equal(rows[num_tokens:], last.expand(query_len - num_tokens, -1))
 
 
@@ -126,7 +126,7 @@ def test_hidden_rows_are_padded_with_zeros() -> None:
     inputs, metadata = padded.rows(Batch(2))
     assert inputs.tolist() == [[1, 1, 1], [0, 0, 0]]
     assert (metadata.num_tokens, metadata.num_decode_tokens) == (2, 2)
-    assert metadata.slot_mapping.tolist() == [6, -1]
+    assert metadata.slot_mapping.tolist() == [6, -2]
     assert metadata.decode is not None
     assert metadata.decode.block_table.shape == (2, 5)
 

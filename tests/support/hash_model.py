@@ -19,9 +19,10 @@ import dcpmla.runtime.engine as engine_module
 from dcpmla.attention.step import ContextChunk, StepMetadata
 from dcpmla.cache.latent import CachePlan, LatentCache
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.drafts import Computed, Drafter, Drafts
+from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
 
 VOCAB_SIZE, EOS, BLOCK = 30, 29, 4
@@ -120,24 +121,32 @@ class HashDrafter(Drafter):
     Args:
         share: of drafts that are right.
         always: every request wants all drafts that there is room for.
+        ahead: it takes the tokens under way from where the device has them.
     """
 
     drafts_always = True
 
-    def __init__(self, num_speculative_tokens: int, share: float, seed: int = 0, always: bool = False) -> None:
+    def __init__(
+        self, num_speculative_tokens: int, share: float, seed: int = 0, always: bool = False, ahead: bool = False
+    ) -> None:
         super().__init__(num_speculative_tokens)
+        self.reads_tokens = not ahead
         self.share, self.always, self.rng = share, always, random.Random(seed)
 
     def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
         return requests if self.always or self.rng.random() < 0.8 else []
 
-    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
-        for request, _, position, num_tokens in computed:
-            assert position + num_tokens == request.num_computed_tokens
-        return Drafts.of([self._guess(request, num) for request, num in wanted])
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
+        return Drafts.of([self._guess(request, num, previous) if num else [] for request, num in wanted])
 
-    def _guess(self, request: Request, num_wanted: int) -> list[int]:
+    def _guess(self, request: Request, num_wanted: int, previous: PendingStep | None) -> list[int]:
         sequence = request.tokens(0, request.num_known_tokens)
+        if previous is not None and request.num_in_flight:
+            assert not self.reads_tokens
+            row = previous.rows[request]
+            num_accepted = 0 if previous.verified is None else int(previous.verified.num_accepted[row])
+            start = previous.starts[row]
+            sequence += previous.message.tokens[start : start + 1 + num_accepted].tolist()
         start = len(sequence)
         for _ in range(num_wanted if self.always else self.rng.randint(0, num_wanted)):
             right = next_token(sequence)

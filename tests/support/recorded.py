@@ -3,7 +3,8 @@
 import random
 from collections.abc import Mapping, Sequence
 
-from dcpmla.runtime.drafts import Computed, Drafter, Drafts
+from dcpmla.runtime.drafts import Drafter, Drafts
+from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
 
 
@@ -16,6 +17,7 @@ class RecordedDrafter(Drafter):
     """
 
     drafts_always = True
+    reads_tokens = False
 
     def __init__(
         self,
@@ -28,11 +30,15 @@ class RecordedDrafter(Drafter):
         self._token_ids, self._share, self._vocab_size = token_ids, share, vocab_size
         self._rng = random.Random(0)
 
-    def draft(self, wanted: Sequence[tuple[Request, int]], computed: Sequence[Computed]) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
         """Take the recorded tokens, some of them made wrong."""
-        return Drafts.of([self._draft(request, num) for request, num in wanted])
+        return Drafts.of([self._draft(request, num, previous) for request, num in wanted])
 
-    def _draft(self, request: Request, num_wanted: int) -> list[int]:
-        start = len(request.token_ids)
+    def _draft(self, request: Request, num_wanted: int, previous: PendingStep | None) -> list[int]:
+        start = request.num_new_tokens
+        if request.num_in_flight and request.num_tried:  # read from the device, which others would not do
+            assert previous is not None
+            assert previous.verified is not None
+            start += int(previous.verified.num_accepted[previous.rows[request]])
         right = self._token_ids[request.request_id][start : start + num_wanted]
         return [token if self._rng.random() < self._share else (token + 1) % self._vocab_size for token in right]

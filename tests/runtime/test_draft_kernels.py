@@ -1,0 +1,92 @@
+"""The kernels between a step with drafts and the next, against the functions that specify them.
+
+They run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
+"""
+
+import random
+
+import pytest
+import torch
+
+from dcpmla.cache.latent import CachePlan
+from dcpmla.runtime.ngram import lookup
+from dcpmla.runtime.padding import move_back
+from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.shared_memory import run_interpreted
+
+
+def check_lookup(device: str) -> None:
+    from dcpmla.runtime.kernels import lookup as kernels
+
+    rng = random.Random(0)
+    for num_wanted, tile in ((1, 16), (3, 32), (5, 16)):
+        texts = torch.randint(3, (9, 60), dtype=torch.int32)
+        sampled, num_accepted = torch.randint(3, (40,)), torch.randint(num_wanted + 1, (3,))
+        columns = [
+            (8, 1, 0, 0, -1),  # no text to look at
+            (3, 40, 0, 0, -1),
+            (5, 50, 7, 1, -1),  # a token under way
+            # drafts under way
+            *((order, rng.randrange(2, 45), 9 + 6 * order, 1 + num_wanted, order) for order in range(3)),
+        ]
+        there = torch.tensor(columns).T.contiguous()
+        own_texts = texts.to(device, copy=True)
+        arguments = [tensor.to(device) for tensor in (there, sampled, num_accepted)]
+        drafts = kernels.lookup(own_texts, *arguments, num_wanted, 3, 8, tile=tile)
+        assert drafts.tolist() == lookup(texts, there, sampled, num_accepted, num_wanted).tolist()
+        assert torch.equal(own_texts.cpu(), texts)
+        assert any(found[0] >= 0 for found in drafts.tolist())
+
+
+def check_moves(device: str) -> None:
+    from dcpmla.runtime.kernels import layout
+
+    for query_len, dcp_size, interleave in ((1, 1, 1), (4, 2, 1), (4, 4, 4), (3, 2, 8)):
+        plan = CachePlan(
+            num_layers=1, num_blocks=99, block_size=8, row_width=2, dtype=torch.float32, dcp_size=dcp_size,
+            interleave=interleave,
+        )  # fmt: skip
+        num_reqs, num_rows = 50, 50 * query_len
+        positions = (torch.randint(query_len, 90, (num_reqs, 1)) + torch.arange(query_len)).flatten()
+        slots, seen = torch.randint(-2, 2, (num_rows,)), torch.randint(2, (num_rows,), dtype=torch.int32)
+        columns = positions, slots, seen, torch.zeros(num_rows, dtype=torch.int32)
+        table = torch.randint(99, (num_reqs + 3, 30), dtype=torch.int32)
+        num_rejected = torch.randint(query_len, (num_reqs,))
+        for rank in range(dcp_size):
+            expected = [column.clone() for column in columns]
+            moved = [column.to(device, copy=True) for column in columns]
+            move_back(*expected, table, num_rejected, plan, rank)  # type: ignore[call-arg, arg-type]
+            layout.move_back(*moved, table.to(device), num_rejected.to(device), plan, rank)  # type: ignore[call-arg, arg-type]
+            here = seen > 0  # the rest is padding, which has no positions
+            for column, wanted in zip(moved, expected, strict=True):
+                assert torch.equal(column.cpu()[here], wanted[here])
+            assert not moved[2][~here.to(device)].any()
+            assert torch.equal(moved[1].cpu() == -2, slots == -2)
+
+
+def check_in_the_interpreter() -> None:
+    check_lookup("cpu")
+    check_moves("cpu")
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_in_the_interpreter)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    check_lookup("cuda")
+    check_moves("cuda")
+
+
+def test_they_compile_for_hopper() -> None:
+    pytest.importorskip("triton")
+    from dcpmla.runtime.kernels.layout import move_kernel
+    from dcpmla.runtime.kernels.lookup import lookup_kernel
+
+    constants = {"NUM_WANTED": 3, "SHORTEST": 3, "LONGEST": 8, "TOKENS": 4, "TILE": 2048}
+    compile_for_hopper(lookup_kernel, "i64", constants, texts_ptr="*i32")
+    constants = {"QUERY_LEN": 4, "BLOCK_SIZE": 64, "DCP_SIZE": 2, "INTERLEAVE": 1, "UNWRITTEN": -2, "ROWS": 128}
+    types = dict.fromkeys(("seq_lens_ptr", "local_seq_lens_ptr", "table_ptr"), "*i32")
+    compile_for_hopper(move_kernel, "i64", constants, **types)
