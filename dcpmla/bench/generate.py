@@ -193,7 +193,8 @@ class Generate(Benchmark[Batch, None]):
         engine, drafter = self.engine, self.speculation.drafter
         if case.acceptance is None or drafter is None:
             return None
-        return ForcedDrafter(drafter, case.acceptance, engine.model.vocab_size, not case.is_adaptive)
+        model = engine.model
+        return ForcedDrafter(drafter, case.acceptance, model.vocab_size, model.device, not case.is_adaptive)
 
     def _decode_steps(self, batch: int) -> list[tuple[float, int]]:
         """Return the seconds of each decode step of the whole batch, until its tokens are on the host, and how many

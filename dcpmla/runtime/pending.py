@@ -96,7 +96,7 @@ class StepInputs:
         token_ids: list[int] = []
         logits_rows: list[int] = []
         unknown: list[int] = []  # rows of tokens that the host does not know
-        sources: list[int] = []  # and their places among those
+        sources: list[int] = []  # and their index among those
         ready = []
         for piece in step.pieces:
             request, num_tokens, num_drafts = piece

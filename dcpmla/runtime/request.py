@@ -83,6 +83,7 @@ class Request:
     num_scored_tokens: int = 0
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
+    _mark: Tensor = field(default_factory=lambda: torch.empty(0))  # of the generator, before the first step under way
 
     def __post_init__(self) -> None:
         if self.params.prompt_logprobs is not None:
@@ -93,16 +94,29 @@ class Request:
         """The request's own random numbers, which depend on its seed alone: not on other requests, nor on the ranks."""
         return new_generator(self.params.seed)
 
-    def mark_draws(self) -> None:
-        """Let `keep_draws` count from here."""
-        if self.params.temperature:
+    def draw(self, num_draws: int) -> list[float]:
+        """Return the random numbers in [0, 1) of the next step's tokens, num_draws of them. Where the step under way
+        tries drafts, they begin one later for each that is accepted: then as many more are returned.
+        """
+        if self.num_tried:
+            self.generator.set_state(self._mark)
+            self._rand(1)
+        elif num_draws > 1:
             self._mark = self.generator.get_state()
+        return self._rand(self.num_tried + num_draws)
 
     def keep_draws(self, num_draws: int) -> None:
-        """Give random numbers back but so many since the last mark: the next draw is of the number after those."""
+        """Give the random numbers of a step with drafts back but so many, once it has been waited for."""
         if self.params.temperature:
             self.generator.set_state(self._mark)
-            torch.rand(num_draws, dtype=torch.float64, generator=self.generator)
+            self._rand(num_draws)
+            if self.num_in_flight:  # the next step's, which may be given back in turn
+                self._mark = self.generator.get_state()
+                self._rand(1 + self.num_tried)
+
+    def _rand(self, num_draws: int) -> list[float]:
+        numbers: list[float] = torch.rand(num_draws, dtype=torch.float64, generator=self.generator).tolist()
+        return numbers
 
     @cached_property
     def prompt_vocabulary(self) -> "np.ndarray[Any, np.dtype[np.int64]]":

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from dcpmla.runtime.penalties import shape_logits
 from dcpmla.runtime.pending import Computed, PendingStep, StepInputs
 from dcpmla.runtime.sampling import sample
 from dcpmla.runtime.scheduler import Piece, Step
+from dcpmla.upload import upload
 
 
 class Model(Protocol):
@@ -105,9 +107,25 @@ class StepRunner:
 def choose_tokens(ready: Sequence[Piece], logits: Tensor, previous: PendingStep | None) -> Tensor:
     """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
     requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
-    generators = [request.generator if request.params.temperature else None for request in requests]
-    for piece in ready:
-        if piece.num_drafts:
-            piece.request.mark_draws()
     shaped = shape_logits(logits[: len(requests)], requests, previous)
-    return sample(shaped, [request.params for request in requests], generators)
+    return sample(shaped, [request.params for request in requests], _draw(ready, previous, logits.device))
+
+
+def _draw(ready: Sequence[Piece], previous: PendingStep | None, device: torch.device) -> Sequence[float] | Tensor:
+    """Return a random number for each token [n], 0 where none is drawn; float64 on the device where it depends on how
+    many drafts the step under way accepts.
+    """
+    numbers: list[float] = []
+    at: list[int] = []
+    orders: list[int] = []  # of requests in the step under way; -1, the zero at the end, where that does not matter
+    for request, _, num_drafts in ready:
+        rows = range(len(numbers), len(numbers) + 1 + num_drafts)
+        at += rows
+        is_drawn = request.params.temperature > 0
+        numbers += request.draw(len(rows)) if is_drawn else [0.0] * len(rows)
+        orders += [previous.rows[request] if previous and is_drawn and request.num_tried else -1] * len(rows)
+    if len(numbers) == len(at) or previous is None or previous.verified is None:
+        return numbers
+    numbers_there, at_there, orders_there = upload([np.array(column) for column in (numbers, at, orders)], device)
+    num_accepted = torch.nn.functional.pad(previous.verified.num_accepted, (0, 1))
+    return numbers_there.index_select(0, at_there + num_accepted[orders_there])

@@ -116,14 +116,14 @@ def new_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]) -> Tensor:
+def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float] | Tensor) -> Tensor:
     """Choose a token for each row, whatever the other rows are. Nothing waits for the device.
 
     Args:
         logits: [n, vocab] float32.
         params: [n].
-        generators: [n] of `new_generator`: on the CPU, so that a seed gives the same numbers on every device; a
-            draw takes one. None where nothing is drawn.
+        uniforms: [n] random numbers in [0, 1), on the host or float64 on the device: of `new_generator`, which is on
+            the CPU, so that a seed gives the same ones on every device. Not looked at where nothing is drawn.
     Returns:
         [n] int64 on the device of the logits.
     """
@@ -131,10 +131,12 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
     drawn = [row for row, param in enumerate(params) if param.temperature > 0]
     for start in range(0, len(drawn), _MAX_ROWS):
         rows = drawn[start : start + _MAX_ROWS]
-        uniforms = [torch.rand((), dtype=torch.float64, generator=generators[row]).item() for row in rows]
-        numbers = [[params[row].temperature, params[row].top_p, u] for row, u in zip(rows, uniforms, strict=True)]
+        is_there = isinstance(uniforms, Tensor)
+        numbers = [[params[row].temperature, params[row].top_p, 0 if is_there else uniforms[row]] for row in rows]
         top_k = [min(params[row].top_k, logits.shape[-1]) for row in rows]
         at, how, most = upload([np.array(rows), np.array(numbers), np.array(top_k)], logits.device)
+        if isinstance(uniforms, Tensor):
+            how[:, 2] = uniforms.index_select(0, at)
         if logits.is_cuda:
             from dcpmla.runtime.kernels import sampling  # triton is there on Linux only
 

@@ -39,9 +39,7 @@ class Speculation:
             return False
         if self.drafter.reads_tokens:
             return pending.num_drafts > 0 or self.num_wanted(running) > 0
-        # How many of a request's random numbers are drawn depends on its drafts.
-        draws = any(request.num_tried and request.params.temperature for request in running)
-        return pending.num_drafts > 0 and (draws or not can_move())
+        return pending.num_drafts > 0 and not can_move()
 
     def num_wanted(self, running: Sequence[Request], is_ahead: bool = False) -> int:
         """Return how many drafts the next step has for each request that can draft.

@@ -44,8 +44,12 @@ def serve(
             engine.speculation = Speculation(drafter)
         elif method == "mtp" and engine.speculation.drafter is not None:
             engine.speculation.drafter.drafts_always = True
-        params = SamplingParams(max_new_tokens=30, ignore_eos=True)
-        requests = [engine.add(prompt, params, request_id=index) for index, prompt in enumerate(prompts)]
+        requests = [
+            engine.add(
+                prompt, SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=temperature), request_id=index
+            )
+            for index, (prompt, temperature) in enumerate(zip(prompts, (0, 0, 0, 1, 1), strict=True))
+        ]
         list(engine.run())
         is_captured = engine.graph is not None and engine.graph.is_captured
         tokens = [request.token_ids for request in requests]

@@ -36,6 +36,10 @@ def check_lookup(device: str) -> None:
         assert drafts.tolist() == lookup(texts, there, sampled, num_accepted, num_wanted).tolist()
         assert torch.equal(own_texts.cpu(), texts)
         assert any(found[0] >= 0 for found in drafts.tolist())
+        alone = kernels.lookup(
+            own_texts, arguments[0][:, 1:2].contiguous(), *arguments[1:], num_wanted, 3, 8, tile=tile
+        )
+        assert alone.tolist() == drafts[1:2].tolist()
 
 
 def check_moves(device: str) -> None:

@@ -91,34 +91,37 @@ def test_wrong_drafts_count_as_computed_nowhere() -> None:
     assert engine.stats.num_decode_tokens == 7
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-def test_sampling_draws_what_it_draws_without_drafts(share: float) -> None:
+def test_sampling_draws_what_it_draws_without_drafts(share: float, ahead: bool) -> None:
     """So its distribution is that of sampling, to the token; wide batches, too, whose rows are drawn in parts."""
     params = [SamplingParams(max_new_tokens=20, temperature=1.0 + index, seed=index, top_k=9) for index in range(24)]
 
     def tokens(drafter: Drafter | None) -> list[list[int]]:
-        engine = make_engine(num_blocks=200, max_num_seqs=24, max_num_batched_tokens=300, drafter=drafter)
+        limits = {"num_blocks": 200, "max_num_seqs": 24, "max_num_batched_tokens": 300}
+        engine = make_engine(**limits, with_graph=ahead, drafter=drafter)
         requests = [engine.add([index], param, keep_logits=True) for index, param in enumerate(params)]
         list(engine.run())
         assert all(len(request.logits) == len(request.token_ids) for request in requests)
         return [request.token_ids for request in requests]
 
-    drafter = HashDrafter(4, share)
+    drafter = HashDrafter(4, share, ahead=ahead)
     assert tokens(drafter) == tokens(None)
 
 
-def test_who_looks_at_earlier_tokens_drafts_nothing() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_looks_at_earlier_tokens_drafts_nothing(ahead: bool) -> None:
     """Penalties and log probabilities are those of one token a step; others in the same steps draft."""
     params = [{"presence_penalty": 0.4}, {"logprobs": 2}, {}]
 
     def outcome(drafter: Drafter | None) -> list[object]:
-        engine = make_engine(num_blocks=50, drafter=drafter)
+        engine = make_engine(num_blocks=50, drafter=drafter, with_graph=ahead)
         requests = [engine.add([index, 2], SamplingParams(ignore_eos=True, **own)) for index, own in enumerate(params)]  # type: ignore[arg-type]
         list(engine.run())
         assert [request.acceptance.num_drafted > 0 for request in requests] == [False, False, drafter is not None]
         return [(request.token_ids, request.logprobs) for request in requests]
 
-    assert outcome(HashDrafter(3, 0.9)) == outcome(None)
+    assert outcome(HashDrafter(3, 0.9, ahead=ahead)) == outcome(None)
 
 
 def test_texts_stop_inside_accepted_drafts() -> None:
@@ -242,4 +245,4 @@ def test_a_step_with_drafts_is_waited_for_where_it_has_to_be(
     list(engine.run())
     assert temperature or request.token_ids == alone_ignoring_eos([1, 2, 3], 30)
     is_ahead = ["launch", "launch", *["wait", "launch"] * (len(seen) // 2 - 1), "wait", "wait"][: len(seen)]
-    assert (seen[:-4] == is_ahead[: len(seen) - 4]) == (ahead and with_graph and not temperature)
+    assert (seen[:-4] == is_ahead[: len(seen) - 4]) == (ahead and with_graph)

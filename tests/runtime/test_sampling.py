@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams, _draw, _nucleus, new_generator, sample
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
@@ -21,8 +22,11 @@ VOCAB = 40
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams]) -> list[int]:
-    tokens = sample(logits, params, [new_generator(param.seed) for param in params])
+    uniforms = [uniform(param.seed) for param in params]
+    tokens = sample(logits, params, uniforms)
     assert (tokens.dtype, tokens.shape) == (torch.int64, (len(params),))
+    numbers = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
+    assert torch.equal(sample(logits, params, numbers), tokens)
     return tokens.tolist()
 
 
@@ -94,8 +98,9 @@ def test_frequencies(params: SamplingParams) -> None:
     """One request's draws one after another: chi-square over the tokens left, at most 8 standard deviations above its
     mean.
     """
-    num_draws, logits, generator = 20_000, random_logits(1, seed=11, vocab=12) / 3, new_generator(5)
-    tokens = sample(logits.expand(num_draws, -1), [params] * num_draws, [generator] * num_draws)
+    num_draws, logits = 20_000, random_logits(1, seed=11, vocab=12) / 3
+    uniforms = torch.rand(num_draws, dtype=torch.float64, generator=new_generator(5))
+    tokens = sample(logits.expand(num_draws, -1), [params] * num_draws, uniforms.tolist())
     counts, expected = tokens.bincount(minlength=12).double(), num_draws * warped_probs(logits[0], params)
     kept = expected > 0
     assert counts[~kept].sum() == 0
@@ -121,17 +126,23 @@ def test_rows_of_a_large_batch() -> None:
     params = [SamplingParams(temperature=row % 3, top_k=row % 5, seed=row) for row in range(300)]
     assert draw(logits, params) == [draw(logits[row : row + 1], [params[row]])[0] for row in range(300)]
     greedy = list(range(0, 300, 3))
-    assert sample(logits, params, [new_generator(0)] * 300)[greedy].tolist() == logits[greedy].argmax(-1).tolist()
+    assert sample(logits, params, [0.5] * 300)[greedy].tolist() == logits[greedy].argmax(-1).tolist()
 
 
-def test_each_draw_takes_one_number() -> None:
-    """So the tokens of a request depend on its seed and its own past; greedy rows take none."""
-    generator, logits = new_generator(9), random_logits(1, seed=1)
-    numbers = torch.rand(5, dtype=torch.float64, generator=new_generator(9))
-    params = SamplingParams(temperature=1.0)
-    for number in numbers.tolist():
-        sample(logits, [SamplingParams()], [generator])
-        assert sample(logits, [params], [generator]).tolist() == [inverse(warped_probs(logits[0], params), number)]
+def test_a_requests_numbers_are_those_of_its_seed() -> None:
+    """One a token, drafts or none; those of rejected drafts are drawn again."""
+    numbers = torch.rand(20, dtype=torch.float64, generator=new_generator(9)).tolist()
+    request = Request([1], SamplingParams(temperature=1.0, seed=9))
+    assert request.draw(1) == numbers[:1]
+    assert request.draw(4) == numbers[1:5]  # three drafts, of which one is accepted
+    request.num_tried = 3
+    assert request.draw(3) == numbers[2:8]  # two drafts more, before that is known
+    request.num_tried, request.num_in_flight = 2, 1
+    request.keep_draws(2)
+    assert request.draw(1) == numbers[4:7]
+    request.num_tried, request.num_in_flight = 0, 1
+    request.keep_draws(3)
+    assert request.draw(2) == numbers[7:9]
 
 
 def test_nearly_equal_logits_give_the_same_tokens() -> None:

@@ -73,7 +73,7 @@ def lookup(
     Args:
         texts: [rows, width] int32.
         columns: [5, n] int64: each request's text and its length, the first of its tokens under way among those
-            sampled, how many there are, and its place in num_accepted, -1 for none.
+            sampled, how many there are, and its index in num_accepted, -1 for none.
         sampled, num_accepted: [any] int64.
     Returns:
         [n, num_wanted] int64; -1 for a text without a match of the shortest length.
