@@ -13,7 +13,8 @@ from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
 _SHORTEST, _LONGEST = 3, 8  # tokens that must be the same, and that are looked at
-_ID_BITS = 21  # of a token: three of them are one number
+_ID_BITS = 21  # of a token
+_TRIGRAM = (1 << _SHORTEST * _ID_BITS) - 1
 
 
 class NgramDrafter(Drafter):
@@ -112,19 +113,17 @@ class _Text:
     def __init__(self) -> None:
         self.num_seen, self.has_match, self.row, self.num_written = 0, False, -1, 0
         self.under_way: PendingStep | None = None
-        self._last: list[int] = []
+        self._trigram = 0  # the last three tokens as one number
         self._trigrams: set[int] = set()
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens."""
-        self.num_seen += len(token_ids)
-        tokens = np.array([*self._last, *token_ids], dtype=np.int64)
-        self._last = tokens[1 - _SHORTEST :].tolist()
-        trigrams = ((tokens[:-2] << 2 * _ID_BITS) + (tokens[1:-1] << _ID_BITS) + tokens[2:]).tolist()
-        if trigrams:
-            self._trigrams.update(trigrams[:-1])
-            self.has_match = trigrams[-1] in self._trigrams
-            self._trigrams.add(trigrams[-1])
+        """Append tokens, at least one."""
+        for token in token_ids:
+            self._trigram = (self._trigram << _ID_BITS | token) & _TRIGRAM
+            self.num_seen += 1
+            if self.num_seen >= _SHORTEST:
+                self.has_match = self._trigram in self._trigrams
+                self._trigrams.add(self._trigram)
 
 
 def _column(request: Request, text: _Text, previous: PendingStep | None) -> tuple[int, ...]:
