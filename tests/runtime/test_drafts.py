@@ -68,6 +68,32 @@ def test_every_request_gets_what_it_gets_alone(
     assert engine.allocator.num_free == load.num_blocks
 
 
+@given(
+    load=loads(),
+    num_drafts=st.integers(1, 6),
+    share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    choice=st.integers(0, 99),
+)
+@settings(max_examples=25, deadline=None)
+def test_sampled_requests_get_what_they_get_without_drafts(
+    load: Load, num_drafts: int, share: float, choice: int
+) -> None:
+    """In steps that are launched ahead of how many random numbers are used up, greedy requests among them."""
+    outcomes = []
+    for drafter in (None, HashDrafter(num_drafts, share, choice, ahead=True)):
+        limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
+        engine = make_engine(*limits, with_graph=True, drafter=drafter)
+        params = [
+            SamplingParams(max_new_tokens=num_new, temperature=40.0 * (index % 3), seed=index)
+            for index, (_, num_new, _) in enumerate(load.prompts)
+        ]
+        requests = [engine.add(prompt, own) for (prompt, _, _), own in zip(load.prompts, params, strict=True)]
+        list(engine.run())
+        outcomes.append([request.token_ids for request in requests])
+        assert engine.allocator.num_free == load.num_blocks
+    assert outcomes[0] == outcomes[1]
+
+
 def test_right_drafts_save_steps() -> None:
     engine = make_engine(num_blocks=50, drafter=HashDrafter(3, share=1.0, always=True))
     requests = [engine.add([index, 1], SamplingParams(max_new_tokens=13, ignore_eos=True)) for index in range(3)]
