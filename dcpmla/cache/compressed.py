@@ -51,6 +51,10 @@ class CompressedPlan:
         return self.dcp.decode_context_parallel_size
 
     @property
+    def interleave(self) -> int:
+        return self.dcp.cp_kv_cache_interleave_size
+
+    @property
     def block_tokens(self) -> int:
         """Positions that a block id covers, over all ranks."""
         return self.dcp.virtual_block_size * self.config.row_tokens

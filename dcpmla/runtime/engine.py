@@ -215,10 +215,10 @@ class Engine:
 
     def _can_move(self) -> bool:
         """Tell whether the next step's numbers can be moved back on the device: if it is one of decodes alone, for a
-        decode graph, over a cache without states.
+        decode graph.
         """
         running, graph, drafter = self.scheduler.running, self.graph, self.speculation.drafter
-        if graph is None or drafter is None or self.allocator.states.num_states or self.scheduler.waiting:
+        if graph is None or drafter is None or self.scheduler.waiting:
             return False
         if self._arrivals and self._arrivals.next_time <= self._first_now:
             return False

@@ -12,7 +12,6 @@ from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
 from dcpmla.cache.compressed import AnyPlan, CompressedPlan
-from dcpmla.cache.latent import CachePlan
 from dcpmla.upload import upload
 
 _NONE = -1  # the state of a request that has none
@@ -78,8 +77,7 @@ class PaddedStep:
         dcp_rank: this rank's number in its DCP group.
 
     Attributes:
-        moves_in_steps: a step begins with `move_back`: where it may have drafts, the one before may have lost some. (Of
-            entries and states nothing is moved.)
+        moves_in_steps: a step begins with `move_back`: where it may have drafts, the one before may have lost some.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class PaddedStep:
         self._max_model_len, self._sizes, self._dcp_rank = max_model_len, sizes, dcp_rank
         rows = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._request = {query_len: rows // query_len for _, query_len in batches}
-        self.moves_in_steps = len(self._request) > 1 and isinstance(sizes, CachePlan)
+        self.moves_in_steps = len(self._request) > 1
         self.clear()
 
     def clear(self) -> None:
@@ -152,6 +150,7 @@ class PaddedStep:
         padded.seq_lens[:num_rows] = positions + 1
         if metadata.compressed is not None:
             padded.states[:num_reqs] = metadata.compressed.states.numpy()
+            padded.slot_mapping[:num_rows] = _UNWRITTEN  # its layers' slots follow from states and positions
         padded.block_table[:num_reqs, : decode.block_table.shape[1]] = decode.block_table.numpy()
         is_on_host = self._has_ids and inputs.is_cpu
         if is_on_host:
@@ -169,7 +168,6 @@ class PaddedStep:
     def move_back(self, batch: Batch) -> None:
         """Move each request back by its rejected drafts."""
         numbers, num_rows = self._numbers, batch.num_rows
-        assert isinstance(self._sizes, CachePlan)
         move = move_back
         if numbers.positions.is_cuda:
             from dcpmla.runtime.kernels import layout  # triton is there on Linux only
@@ -295,7 +293,7 @@ def move_back(
     local_seq_lens: Tensor,
     block_table: Tensor,
     num_rejected: Tensor,
-    sizes: CachePlan,
+    sizes: AnyPlan,
     dcp_rank: int,
 ) -> None:
     """Move requests of equally many rows each back by some positions, in place: as its kernel, which documents the
@@ -308,7 +306,8 @@ def move_back(
     index = ownership.local_index(offsets, sizes.dcp_size, sizes.interleave)
     is_mine = ownership.owner_rank(offsets, sizes.dcp_size, sizes.interleave) == dcp_rank
     blocks = block_table[request, positions // sizes.block_tokens]
-    slots[is_written] = (blocks * sizes.block_size + index).where(is_mine, -1)[is_written]
+    rows_of_block = sizes.block_tokens // sizes.dcp_size
+    slots[is_written] = (blocks * rows_of_block + index).where(is_mine, -1)[is_written]
     seq_lens[:] = (positions + 1).where(~is_padding, 0)
     lens = ownership.local_seq_lens(positions + 1, sizes.dcp_size, dcp_rank, sizes.interleave)
     local_seq_lens[:] = lens.where(~is_padding, 0)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.cache.latent import CachePlan
+from dcpmla.cache.compressed import AnyPlan
 
 _ROWS = 128
 _UNWRITTEN = -2  # the slot of a row that is never written
@@ -58,7 +58,7 @@ def move_back(
     local_seq_lens: Tensor,
     block_table: Tensor,
     num_rejected: Tensor,
-    sizes: CachePlan,
+    sizes: AnyPlan,
     dcp_rank: int,
 ) -> None:
     """Move requests of equally many rows each back by some positions, in place.
@@ -81,7 +81,7 @@ def move_back(
         num_rows,
         dcp_rank,
         QUERY_LEN=num_rows // len(num_rejected),
-        BLOCK_SIZE=sizes.block_size,
+        BLOCK_SIZE=sizes.block_tokens // sizes.dcp_size,
         DCP_SIZE=sizes.dcp_size,
         INTERLEAVE=sizes.interleave,
         UNWRITTEN=_UNWRITTEN,
