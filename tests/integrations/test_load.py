@@ -2,6 +2,7 @@
 decisions on all ranks.
 """
 
+import itertools
 import json
 import random
 import time
@@ -23,11 +24,13 @@ from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import HashModel, alone, alone_ignoring_eos, make_engine
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
+from tests.support.recorded import RecordedDrafter
 
 MAX_MODEL_LEN = 100
 Outcome = list[tuple[list[int], torch.Tensor]]  # tokens, logits
@@ -44,8 +47,14 @@ def make_load(seed: int, block_tokens: int) -> list[tuple[list[int], int, float]
     return load
 
 
-def serve(directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str) -> list[tuple[Outcome, dict[str, Any]]]:
-    """On one rank: each load's outcome and the engine's totals. Clocks and speeds of the ranks differ."""
+def serve(
+    directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str, with_drafts: bool = False
+) -> list[tuple[Outcome, dict[str, Any]]]:
+    """On one rank: each load's outcome and the engine's totals. Clocks and speeds of the ranks differ.
+
+    Args:
+        with_drafts: served again, with drafts of which most are right, in padded steps that are launched ahead of them.
+    """
     if dist.get_rank() % 2:
         clock = time.monotonic
         time.monotonic = lambda: 2 * clock() + 1000
@@ -55,18 +64,31 @@ def serve(directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str) -
     model = load_model(directory, load_config(directory), dcp, mesh, selection, torch.float32, device)
     results = []
     block_tokens = model.plan_cache(dcp, [1], 1).block_tokens
-    for seed in seeds:
+    num_drafts = 3 if with_drafts else 0
+    recorded: dict[str | int, list[int]] = {}
+    for seed, drafts in itertools.product(seeds, (False, True) if with_drafts else (False,)):
         load = make_load(seed, block_tokens)
         largest = max(len(prompt) + num_new - 1 for prompt, num_new, _ in load)
         seq_lens = [largest, block_tokens] if seed % 2 else [largest] * 4  # little room, and more
-        plan = model.plan_cache(dcp, seq_lens, num_states=7)
+        plan = model.plan_cache(dcp, seq_lens, 7, num_drafts)
         cache = new_cache(plan, device)
         for memory in cache.tensors:
             memory.fill_(torch.nan)
-        engine = Engine(model, cache, dcp, mesh, MAX_MODEL_LEN, (5, 16, 1000)[seed % 3], max_num_seqs=5)
+        how: dict[str, Any] = {}
+        if drafts:
+            how["drafter"] = RecordedDrafter(num_drafts, recorded, 0.8, VOCAB_SIZE)
+            like = torch.tensor(0, device=device)
+            how["graph"] = DecodeGraph(model.decode, like, cache, mesh, 5, MAX_MODEL_LEN, 1 + num_drafts)
+        engine = Engine(model, cache, dcp, mesh, MAX_MODEL_LEN, (5, 16, 1000)[seed % 3], max_num_seqs=5, **how)
         requests = [
-            engine.add(prompt, SamplingParams(max_new_tokens=num_new), arrival_time=arrival, keep_logits=True)
-            for prompt, num_new, arrival in sorted(load, key=lambda piece: piece[2])
+            engine.add(
+                prompt,
+                SamplingParams(max_new_tokens=num_new),
+                arrival_time=arrival,
+                keep_logits=True,
+                request_id=index,
+            )
+            for index, (prompt, num_new, arrival) in enumerate(sorted(load, key=lambda piece: piece[2]))
         ]
         while engine.has_requests:
             engine.step()
@@ -75,28 +97,36 @@ def serve(directory: Path, dcp: DCPConfig, seeds: list[int], device_type: str) -
         assert engine.allocator.num_free == plan.num_blocks
         totals = {key: value for key, value in asdict(engine.stats).items() if not key.endswith("seconds")}
         outcome = [(request.token_ids, torch.stack(request.logits)) for request in requests]
-        results.append((outcome, totals))
+        recorded = {request.request_id: request.token_ids for request in requests}
+        if drafts == with_drafts:
+            results.append((outcome, totals))
     return results
 
 
 @pytest.mark.parametrize(
-    ("tp", "dcp_size", "interleave", "family"),
+    ("tp", "dcp_size", "interleave", "family", "with_drafts"),
     [
-        (1, 1, 1, "deepseek_v3"),
-        (2, 2, 1, "deepseek_v3"),
-        (4, 2, 4, "deepseek_v3"),
-        (4, 4, 1, "deepseek_v3"),
-        (2, 2, 2, "deepseek_v4"),
+        (1, 1, 1, "deepseek_v3", False),
+        (2, 2, 1, "deepseek_v3", True),
+        (4, 2, 4, "deepseek_v3", False),
+        (4, 4, 1, "deepseek_v3", False),
+        (2, 2, 2, "deepseek_v4", True),
     ],
 )
 def test_a_load_gets_what_its_requests_get_alone(
-    tp: int, dcp_size: int, interleave: int, family: str, tmp_path: Path
+    tp: int, dcp_size: int, interleave: int, family: str, with_drafts: bool, tmp_path: Path
 ) -> None:
-    check_loads(tp, dcp_size, interleave, tmp_path, "cpu", family)
+    check_loads(tp, dcp_size, interleave, tmp_path, "cpu", family, with_drafts)
 
 
 def check_loads(
-    tp: int, dcp_size: int, interleave: int, directory: Path, device_type: str, family: str = "deepseek_v3"
+    tp: int,
+    dcp_size: int,
+    interleave: int,
+    directory: Path,
+    device_type: str,
+    family: str = "deepseek_v3",
+    with_drafts: bool = False,
 ) -> None:
     reference = save_tiny(family, directory)
     dcp = DCPConfig(
@@ -107,7 +137,8 @@ def check_loads(
         context_workspace_tokens=5 * 4 * dcp_size * interleave,
     )
     seeds = list(range(6 if tp < 4 and family == "deepseek_v3" else 4))
-    ranks = run_ranks(tp, serve, directory, dcp, seeds, device_type, device=device_type, timeout=300)
+    arguments = directory, dcp, seeds, device_type, with_drafts
+    ranks = run_ranks(tp, serve, *arguments, device=device_type, timeout=300)
     for number, seed in enumerate(seeds):
         outcome, totals = ranks[0][number]
         for others, other_totals in (results[number] for results in ranks[1:]):
@@ -124,6 +155,7 @@ def check_loads(
     all_totals = [totals for _, totals in ranks[0]]
     assert sum(totals["num_cached_tokens"] for totals in all_totals) > 0
     assert sum(totals["num_preemptions"] for totals in all_totals) > 0
+    assert (sum(totals["num_accepted_tokens"] for totals in all_totals) > 0) == with_drafts
 
 
 class OddHashModel(HashModel):
