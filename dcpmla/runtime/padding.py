@@ -1,51 +1,20 @@
 """The static memory that a captured graph reads: the numbers of a decode step, padded to a batch size."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
 from dcpmla.cache.compressed import AnyPlan, CompressedPlan
+from dcpmla.runtime.layout import UNWRITTEN, Numbers, column_words, move_back
 from dcpmla.upload import upload
 
 _NONE = -1  # the state of a request that has none
-_UNWRITTEN = -2  # the slot of a row that is never written; -1 for one that another rank writes
-_ALIGNMENT = 4  # words: columns begin at multiples of 16 bytes
-
-
-class _Numbers(NamedTuple):
-    """A step's integers as parts of one int32 memory: columns for all rows, then the block table row by row, so that
-    those of a small batch are a front of it. Tensors of the device, or arrays of the host.
-    """
-
-    token_ids: Any
-    positions: Any
-    slot_mapping: Any
-    local_seq_lens: Any
-    seq_lens: Any
-    states: Any
-    num_rejected: Any
-    block_table: Any
-
-    @classmethod
-    def of(cls, memory: Any, int64: Any, num_rows: int, max_blocks: int) -> Self:
-        """Cut a memory of at least 11 columns."""
-        words = _column_words(num_rows)
-        wide = (memory[at * words : at * words + 2 * num_rows].view(int64) for at in (0, 2, 4, 9))
-        ids, positions, slots, num_rejected = wide
-        lens, seq_lens, states = (memory[at * words : at * words + num_rows] for at in (6, 7, 8))
-        table = memory[11 * words :].reshape(-1, max_blocks)
-        return cls(ids, positions, slots, lens, seq_lens, states, num_rejected, table)
-
-
-def _column_words(num_rows: int) -> int:
-    return -(-num_rows // _ALIGNMENT) * _ALIGNMENT
 
 
 class Batch(NamedTuple):
@@ -92,10 +61,10 @@ class PaddedStep:
         num_rows = max(batch.num_rows for batch in batches)
         self._shape = num_rows, -(-max_model_len // sizes.block_tokens)
         self._padding = np.zeros(self._num_words(max(batch.num_reqs for batch in batches)), dtype=np.int32)
-        padding = _Numbers.of(self._padding, np.int64, *self._shape)
-        padding.slot_mapping[:], padding.states[:] = _UNWRITTEN, _NONE
+        padding = Numbers.of(self._padding, np.int64, *self._shape)
+        padding.slot_mapping[:], padding.states[:] = UNWRITTEN, _NONE
         self._memory = torch.empty(len(self._padding), dtype=torch.int32, device=device)
-        self._numbers = _Numbers.of(self._memory, torch.int64, *self._shape)
+        self._numbers = Numbers.of(self._memory, torch.int64, *self._shape)
         self._has_ids = (input_like.shape, input_like.dtype) == ((), torch.int64)
         self._inputs: Tensor = self._numbers.token_ids
         if not self._has_ids:
@@ -143,14 +112,14 @@ class PaddedStep:
         memory = torch.empty(num_words, dtype=torch.int32, pin_memory=self._memory.is_cuda)
         words = memory.numpy()
         words[:] = self._padding[:num_words]
-        padded = _Numbers.of(words, np.int64, *self._shape)
+        padded = Numbers.of(words, np.int64, *self._shape)
         padded.positions[:num_rows] = positions
-        padded.slot_mapping[:num_rows] = slots if tokens is None else np.where(is_repeated, _UNWRITTEN, slots)
+        padded.slot_mapping[:num_rows] = slots if tokens is None else np.where(is_repeated, UNWRITTEN, slots)
         padded.local_seq_lens[:num_rows] = local_seq_lens
         padded.seq_lens[:num_rows] = positions + 1
         if metadata.compressed is not None:
             padded.states[:num_reqs] = metadata.compressed.states.numpy()
-            padded.slot_mapping[:num_rows] = _UNWRITTEN  # its layers' slots follow from states and positions
+            padded.slot_mapping[:num_rows] = UNWRITTEN  # its layers' slots follow from states and positions
         padded.block_table[:num_reqs, : decode.block_table.shape[1]] = decode.block_table.numpy()
         is_on_host = self._has_ids and inputs.is_cpu
         if is_on_host:
@@ -168,12 +137,7 @@ class PaddedStep:
     def move_back(self, batch: Batch) -> None:
         """Move each request back by its rejected drafts."""
         numbers, num_rows = self._numbers, batch.num_rows
-        move = move_back
-        if numbers.positions.is_cuda:
-            from dcpmla.runtime.kernels import layout  # triton is there on Linux only
-
-            move = layout.move_back
-        move(
+        move_back(
             numbers.positions[:num_rows],
             numbers.slot_mapping[:num_rows],
             numbers.seq_lens[:num_rows],
@@ -195,7 +159,7 @@ class PaddedStep:
 
     def _num_words(self, num_reqs: int) -> int:
         num_rows, max_blocks = self._shape
-        return 11 * _column_words(num_rows) + num_reqs * max_blocks
+        return 11 * column_words(num_rows) + num_reqs * max_blocks
 
     def rows(self, batch: Batch) -> tuple[Tensor, StepMetadata]:
         """Return a batch's inputs [batch.num_rows, ...] and metadata."""
@@ -284,30 +248,3 @@ def _repeat_last(decode: DecodeMetadata, num_reqs: int, query_len: int) -> tuple
     offsets = np.arange(query_len)
     tokens = np.minimum(starts[:-1, None] + offsets, starts[1:, None] - 1)
     return tokens.ravel(), (offsets >= np.diff(starts)[:, None]).ravel()
-
-
-def move_back(
-    positions: Tensor,
-    slots: Tensor,
-    seq_lens: Tensor,
-    local_seq_lens: Tensor,
-    block_table: Tensor,
-    num_rejected: Tensor,
-    sizes: AnyPlan,
-    dcp_rank: int,
-) -> None:
-    """Move requests of equally many rows each back by some positions, in place: as its kernel, which documents the
-    arguments.
-    """
-    request = torch.arange(len(num_rejected)).repeat_interleave(len(positions) // len(num_rejected))
-    is_padding, is_written = seq_lens == 0, slots != _UNWRITTEN
-    positions -= num_rejected[request]
-    offsets = positions % sizes.block_tokens
-    index = ownership.local_index(offsets, sizes.dcp_size, sizes.interleave)
-    is_mine = ownership.owner_rank(offsets, sizes.dcp_size, sizes.interleave) == dcp_rank
-    blocks = block_table[request, positions // sizes.block_tokens]
-    rows_of_block = sizes.block_tokens // sizes.dcp_size
-    slots[is_written] = (blocks * rows_of_block + index).where(is_mine, -1)[is_written]
-    seq_lens[:] = (positions + 1).where(~is_padding, 0)
-    lens = ownership.local_seq_lens(positions + 1, sizes.dcp_size, dcp_rank, sizes.interleave)
-    local_seq_lens[:] = lens.where(~is_padding, 0)

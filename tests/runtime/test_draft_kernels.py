@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dcpmla.cache.latent import CachePlan
+from dcpmla.runtime.layout import UNWRITTEN, move_back
 from dcpmla.runtime.ngram import lookup
-from dcpmla.runtime.padding import move_back
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
@@ -60,7 +60,7 @@ def check_moves(device: str) -> None:
             expected = [column.clone() for column in columns]
             moved = [column.to(device, copy=True) for column in columns]
             move_back(*expected, table, num_rejected, plan, rank)  # type: ignore[call-arg, arg-type]
-            layout.move_back(*moved, table.to(device), num_rejected.to(device), plan, rank)  # type: ignore[call-arg, arg-type]
+            layout.move_back(*moved, table.to(device), num_rejected.to(device), plan, rank, UNWRITTEN)  # type: ignore[call-arg, arg-type]
             here = seen > 0  # the rest is padding, which has no positions
             for column, wanted in zip(moved, expected, strict=True):
                 assert torch.equal(column.cpu()[here], wanted[here])

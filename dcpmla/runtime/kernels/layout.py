@@ -1,4 +1,4 @@
-"""The kernel that moves a padded step back, with its launcher; `runtime/padding.py: move_back` specifies it."""
+"""The kernel that moves a padded step back, with its launcher; `runtime/layout.py: move_back` specifies it."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,6 @@ from torch import Tensor
 from dcpmla.cache.compressed import AnyPlan
 
 _ROWS = 128
-_UNWRITTEN = -2  # the slot of a row that is never written
 
 
 @triton.jit
@@ -60,15 +59,9 @@ def move_back(
     num_rejected: Tensor,
     sizes: AnyPlan,
     dcp_rank: int,
+    unwritten: int,
 ) -> None:
-    """Move requests of equally many rows each back by some positions, in place.
-
-    Args:
-        positions, slots: [rows] int64; a slot of -2 stays.
-        seq_lens, local_seq_lens: [rows] int32; where the former is 0 nothing changes.
-        block_table: [num_reqs, max_blocks] int32.
-        num_rejected: [num_reqs] int64.
-    """
+    """Move requests back, as `runtime/layout.py: move_back` documents it; a slot that is unwritten stays."""
     num_rows = len(positions)
     move_kernel[(triton.cdiv(num_rows, _ROWS),)](
         positions,
@@ -84,6 +77,6 @@ def move_back(
         BLOCK_SIZE=sizes.block_tokens // sizes.dcp_size,
         DCP_SIZE=sizes.dcp_size,
         INTERLEAVE=sizes.interleave,
-        UNWRITTEN=_UNWRITTEN,
+        UNWRITTEN=unwritten,
         ROWS=_ROWS,
     )
