@@ -18,6 +18,7 @@ class CachePlan:
     """Sizes of a cache that is not allocated yet. Bytes and tokens are of one DCP group.
 
     Attributes:
+        interleave: tokens of a group that one DCP rank stores.
         row_width, dtype: of the cache's tensors: elements of a row, in the format that the dtype says
             (`dcpmla.cache.formats`).
         index_layers: of sparse MLA, the layers that have an index cache as well, ascending.

@@ -14,7 +14,7 @@ from dcpmla.upload import upload
 
 _SHORTEST, _LONGEST = 3, 8  # tokens that must be the same, and that are looked at
 _ID_BITS = 21  # of a token
-_TRIGRAM = (1 << _SHORTEST * _ID_BITS) - 1
+_TRIGRAM_MASK = (1 << _SHORTEST * _ID_BITS) - 1
 
 
 class NgramDrafter(Drafter):
@@ -101,25 +101,25 @@ class NgramDrafter(Drafter):
 
 
 class _Text:
-    """All known tokens of a request.
+    """The index of a request's known tokens, and where they are on the device.
 
     Attributes:
-        num_seen: of them, those that were searched.
+        num_seen: tokens in the index.
         has_match: whether the last three of those occurred before.
-        row, num_written: where they are on the device, -1 for nowhere, and how many.
+        row, num_written: of the device's tokens, -1 for none, and how many are there.
         under_way: the step whose tokens were written besides when it was under way.
     """
 
     def __init__(self) -> None:
         self.num_seen, self.has_match, self.row, self.num_written = 0, False, -1, 0
         self.under_way: PendingStep | None = None
-        self._trigram = 0  # the last three tokens as one number
+        self._trigram = 0  # the last three tokens in the index as one number
         self._trigrams: set[int] = set()
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens, at least one."""
         for token in token_ids:
-            self._trigram = (self._trigram << _ID_BITS | token) & _TRIGRAM
+            self._trigram = (self._trigram << _ID_BITS | token) & _TRIGRAM_MASK
             self.num_seen += 1
             if self.num_seen >= _SHORTEST:
                 self.has_match = self._trigram in self._trigrams

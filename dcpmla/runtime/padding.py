@@ -11,7 +11,7 @@ from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
 from dcpmla.cache.compressed import AnyPlan, CompressedPlan
-from dcpmla.runtime.layout import UNWRITTEN, Numbers, column_words, move_back
+from dcpmla.runtime.layout import UNWRITTEN, Numbers, move_back, num_words
 from dcpmla.upload import upload
 
 _NONE = -1  # the state of a request that has none
@@ -136,30 +136,20 @@ class PaddedStep:
 
     def move_back(self, batch: Batch) -> None:
         """Move each request back by its rejected drafts."""
-        numbers, num_rows = self._numbers, batch.num_rows
-        move_back(
-            numbers.positions[:num_rows],
-            numbers.slot_mapping[:num_rows],
-            numbers.seq_lens[:num_rows],
-            numbers.local_seq_lens[:num_rows],
-            numbers.block_table,
-            numbers.num_rejected[: batch.num_reqs],
-            self._sizes,
-            self._dcp_rank,
-        )
+        move_back(self._numbers.front(batch.num_rows, batch.num_reqs), self._sizes, self._dcp_rank)
 
     @torch.inference_mode()
     def take(self, inputs: Tensor, other: "PaddedStep", batch: Batch) -> None:
         """Copy the numbers of another step of a batch over the same cache, and give its rows inputs [rows, ...]."""
         self._inputs[: batch.num_rows].copy_(inputs)
-        for own, theirs in zip(self._numbers[1:-1], other._numbers[1:-1], strict=True):
-            own[: batch.num_rows].copy_(theirs[: batch.num_rows])
-        self._numbers.num_rejected[: batch.num_reqs].zero_()  # it has been moved back
-        self._numbers.block_table[: batch.num_reqs].copy_(other._numbers.block_table[: batch.num_reqs])
+        own, theirs = (step._numbers.front(batch.num_rows, batch.num_reqs) for step in (self, other))
+        for target, source in zip(own[1:], theirs[1:], strict=True):  # all but token ids
+            target.copy_(source)
+        own.num_rejected.zero_()  # it has been moved back
 
     def _num_words(self, num_reqs: int) -> int:
         num_rows, max_blocks = self._shape
-        return 11 * column_words(num_rows) + num_reqs * max_blocks
+        return num_words(num_rows, num_reqs, max_blocks)
 
     def rows(self, batch: Batch) -> tuple[Tensor, StepMetadata]:
         """Return a batch's inputs [batch.num_rows, ...] and metadata."""

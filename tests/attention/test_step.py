@@ -3,10 +3,8 @@ read back.
 """
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +42,7 @@ class Batch:
 
     @property
     def num_decodes(self) -> int:
-        """Decodes stand in front: few new tokens each, up to the first request with more."""
+        """Return how many decodes come first: of few new tokens each, up to the first request with more."""
         count = 0
         while count < len(self.query_lens) and self.query_lens[count] <= self.max_decode_query_len:
             count += 1
@@ -269,7 +267,7 @@ def test_any_batch(batch: Batch) -> None:
         pytest.param([(9, 700)], (3, 16, 32), 100, 8, id="lcm(32, 3 x 16) = 96, W not a power of two"),
         pytest.param([(9, 700)], (5, 2, 6), 30, 24, id="lcm(6, 5 x 2) = 30, block size not a power of two"),
         pytest.param(
-            [(1, 30), (1, 2), (6, 50), (1, 17)], (4, 1, 4), 24, 5, id="a prefill of one token behind a longer one"
+            [(1, 30), (1, 2), (6, 50), (1, 17)], (4, 1, 4), 24, 5, id="a prefill of one token after a longer one"
         ),
         pytest.param([(5, 0), (3, 0)], (4, 1, 4), 4, 0, id="no context at all"),
         pytest.param([(1, 0), (1, 9)], (4, 1, 4), 4, None, id="decodes only, one without context"),
@@ -297,49 +295,6 @@ def test_tables_on_the_device_wait_for_nothing() -> None:
     assert chunk.local_slots.tolist() == on_host.local_slots.tolist()
 
 
-def test_a_chunk_by_hand() -> None:
-    """W = 2, I = 1, blocks of 2: positions 0 1 2 3 fill block 5 on both ranks, position 4 opens block 9 on rank 0."""
-    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=2)
-    even, odd = (StepMetadata.build([3], [8], [[5, 9]], dcp, rank) for rank in range(2))
-    assert even.positions.tolist() == [5, 6, 7]
-    assert even.slot_mapping.tolist() == [-1, 19, -1]
-    assert odd.slot_mapping.tolist() == [18, -1, 19]
-    for step in (even, odd):
-        assert step.decode is None
-        assert step.prefill is not None
-        assert step.prefill.queries.start == (0, 3)
-        (chunk,) = step.prefill.context_chunks
-        assert chunk.local_slots.tolist() == [
-            10,
-            11,
-            18,
-        ]  # rank 1 owns two of the five tokens; its third row is padding
-        assert chunk.order.tolist() == [0, 3, 1, 4, 2]
-        assert chunk.tokens.tolist() == ([0, 2, 4] if step is even else [1, 3, -1])
-        assert chunk.keys.start == (0, 5)
-
-
-def test_sparse_steps_upload_tables_and_lengths_once() -> None:
-    """Decodes see the front of what the indexer sees of all requests; dense steps have no more than decodes need."""
-    batch = make_batch([(3, 70), (1, 9), (2, 30), (9, 200)], 3, 2, 4)
-    numbers = batch.query_lens, batch.seq_lens, batch.block_tables, batch.dcp, 1
-    dense, sparse = (
-        StepMetadata.build(*numbers, max_decode_query_len=3, is_sparse=is_sparse) for is_sparse in (False, True)
-    )
-    assert dense.decode is not None
-    assert sparse.decode is not None
-    assert sparse.sparse is not None
-    for name, whole in (("block_table", sparse.sparse.block_table), ("local_seq_lens", sparse.sparse.local_seq_lens)):
-        mine, theirs = getattr(sparse.decode, name), getattr(dense.decode, name)
-        assert torch.equal(mine, theirs)
-        assert mine.data_ptr() == whole.data_ptr()
-        assert theirs.untyped_storage().nbytes() == theirs.nbytes
-    assert sparse.sparse.block_table.tolist() == [table + [0] * (18 - len(table)) for table in batch.block_tables]
-    assert sparse.sparse.request.tolist() == [0] * 3 + [1] + [2] * 2 + [3] * 9
-    assert sparse.sparse.seq_lens.tolist() == [int(position) + 1 for position in sparse.positions]
-    assert sparse.sparse.max_seq_len == 209
-
-
 def test_block_tables_may_be_longer_than_needed() -> None:
     batch = make_batch([(1, 20), (4, 40)], 4, 1, 4)
     longer = Batch(batch.query_lens, batch.seq_lens, [table + [-1, 99, 0] for table in batch.block_tables], batch.dcp)
@@ -360,76 +315,6 @@ def test_decode_of_many_requests_matches_the_deal() -> None:
         assert step.decode.local_seq_lens.tolist() == lens
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ([], [], []),
-            "query_lens, seq_lens and block_tables have 0, 0 and 0 requests; they must have the same number, at least",
-        ),
-        (
-            ([1], [1, 2], [[0]]),
-            "query_lens, seq_lens and block_tables have 1, 2 and 1 requests; they must have the same number",
-        ),
-        (
-            ([1], [1], [[0], [1]]),
-            "query_lens, seq_lens and block_tables have 1, 1 and 2 requests; they must have the same number",
-        ),
-        (
-            ([1, 0], [1, 4], [[0], [1]]),
-            "request 1: query_lens is 0 and seq_lens 4; 1 <= query_lens <= seq_lens must hold",
-        ),
-        (([5], [4], [[0]]), "request 0: query_lens is 5 and seq_lens 4; 1 <= query_lens <= seq_lens must hold"),
-        (([1, 1], [1, 9], [[0], [3, -1]]), "request 1: block_tables has block -1; ids start at 0"),
-        (([2, 2], [8, 9], [[0], [1]]), "request 1: block_tables has 1 blocks, room for 8 tokens; seq_lens is 9"),
-        (([2], [2], [[]]), "request 0: block_tables has 0 blocks, room for 0 tokens; seq_lens is 2"),
-        (
-            ([2, 2, 2, 2], [4, 4, 2, 4], [[0], [1], [2], [3]]),
-            "context_workspace_tokens is 20; 3 prefills with context need at least 24 (8 each)",
-        ),
-    ],
-)
-def test_mistakes_are_named(arguments: tuple[Any, Any, Any], message: str) -> None:
-    dcp = DCPConfig(
-        tensor_parallel_size=2,
-        decode_context_parallel_size=2,
-        cp_kv_cache_interleave_size=4,
-        block_size=4,
-        context_workspace_tokens=20,
-    )
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        StepMetadata.build(*arguments, dcp, 0)
-
-
-def test_rank_outside_the_group() -> None:
-    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
-    with pytest.raises(ValueError, match=r"dcp_rank is 2; .* must be in \[0, 2\)"):
-        StepMetadata.build([1], [1], [[0]], dcp, 2)
-
-
-@pytest.mark.parametrize(
-    ("max_model_len", "max_num_seqs", "layout", "expected"),
-    [
-        (1000, 4, (1, 1, 64), 8000),  # eight sequences' worth
-        (100, 8, (1, 1, 64), 2048),  # four blocks a request
-        (163840, 4, (1, 1, 64), 65536),  # the cap
-        (163840, 2000, (1, 1, 64), 128000),  # the cap gives way: a block for every request
-        (100, 8, (8, 1, 64), 2048),  # lcm(64, 8) = 64
-        (100, 8, (6, 16, 64), 4 * 8 * 192),  # lcm(64, 96) = 192
-        (1, 400, (5, 16, 64), 128000),  # lcm(64, 80) = 320
-    ],
-)
-def test_workspace_size(max_model_len: int, max_num_seqs: int, layout: tuple[int, int, int], expected: int) -> None:
-    size, interleave, block_size = layout
-    dcp = DCPConfig(
-        tensor_parallel_size=size,
-        decode_context_parallel_size=size,
-        cp_kv_cache_interleave_size=interleave,
-        block_size=block_size,
-    )
-    assert context_workspace_tokens(max_model_len, max_num_seqs, dcp) == expected
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     max_model_len=st.integers(2, 200),
@@ -446,25 +331,3 @@ def test_workspace_has_room_for_every_request(
     workspace = context_workspace_tokens(max_model_len, max_num_seqs, batch.dcp)
     batch.dcp = DCPConfig(**{**vars(batch.dcp), "context_workspace_tokens": workspace})
     check_chunks(batch, batch.build())
-
-
-@pytest.mark.parametrize("num_reqs", [1, 3])
-def test_a_step_of_one_token_of_each_request(num_reqs: int) -> None:
-    dcp, seq_lens = DCPConfig(block_size=4), [7 + index for index in range(num_reqs)]
-    tables = [[4 * index + block for block in range(4)] for index in range(num_reqs)]
-    layout: dict[str, Any] = {"dcp": dcp, "dcp_rank": 0, "device": "cpu", "max_decode_query_len": 3, "is_sparse": True}
-    step = StepMetadata.build([3] * num_reqs, seq_lens, tables, **layout)
-    for index in range(3):
-        found = step.of_tokens(index)
-        expected = StepMetadata.build([1] * num_reqs, [each - 2 + index for each in seq_lens], tables, **layout)
-        assert found.decode is not None
-        assert expected.decode is not None
-        assert found.sparse is not None
-        assert expected.sparse is not None
-        for name in ("positions", "slot_mapping"):
-            assert getattr(found, name).tolist() == getattr(expected, name).tolist()
-        assert found.decode.local_seq_lens.tolist() == expected.decode.local_seq_lens.tolist()
-        assert found.decode.local_seq_lens.stride() == (1,)  # what kernels ask for
-        for name in ("request", "seq_lens", "local_seq_lens"):
-            assert getattr(found.sparse, name).tolist() == getattr(expected.sparse, name).tolist()
-            assert getattr(found.sparse, name).stride() == (1,)

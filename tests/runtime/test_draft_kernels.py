@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcpmla.cache.latent import CachePlan
-from dcpmla.runtime.layout import UNWRITTEN, move_back
+from dcpmla.runtime.layout import UNWRITTEN, Numbers, move_back
 from dcpmla.runtime.ngram import lookup
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
@@ -51,21 +51,26 @@ def check_moves(device: str) -> None:
             interleave=interleave,
         )  # fmt: skip
         num_reqs, num_rows = 50, 50 * query_len
-        positions = (torch.randint(query_len, 90, (num_reqs, 1)) + torch.arange(query_len)).flatten()
-        slots, seen = torch.randint(-2, 2, (num_rows,)), torch.randint(2, (num_rows,), dtype=torch.int32)
-        columns = positions, slots, seen, torch.zeros(num_rows, dtype=torch.int32)
-        table = torch.randint(99, (num_reqs + 3, 30), dtype=torch.int32)
-        num_rejected = torch.randint(query_len, (num_reqs,))
+        numbers = Numbers(
+            token_ids=torch.zeros(num_rows, dtype=torch.int64),
+            positions=(torch.randint(query_len, 90, (num_reqs, 1)) + torch.arange(query_len)).flatten(),
+            slot_mapping=torch.randint(UNWRITTEN, 2, (num_rows,)),
+            local_seq_lens=torch.zeros(num_rows, dtype=torch.int32),
+            seq_lens=torch.randint(2, (num_rows,), dtype=torch.int32),
+            states=torch.zeros(num_rows, dtype=torch.int32),
+            num_rejected=torch.randint(query_len, (num_reqs,)),
+            block_table=torch.randint(99, (num_reqs, 30), dtype=torch.int32),
+        )
         for rank in range(dcp_size):
-            expected = [column.clone() for column in columns]
-            moved = [column.to(device, copy=True) for column in columns]
-            move_back(*expected, table, num_rejected, plan, rank)  # type: ignore[call-arg, arg-type]
-            layout.move_back(*moved, table.to(device), num_rejected.to(device), plan, rank, UNWRITTEN)  # type: ignore[call-arg, arg-type]
-            here = seen > 0  # the rest is padding, which has no positions
-            for column, wanted in zip(moved, expected, strict=True):
+            expected = Numbers(*(column.clone() for column in numbers))
+            moved = Numbers(*(column.to(device, copy=True) for column in numbers))
+            move_back(expected, plan, rank)
+            layout.move_back(moved, plan, rank)
+            here = numbers.seq_lens > 0  # the rest is padding, which has no positions
+            for column, wanted in zip(moved[:-2], expected[:-2], strict=True):
                 assert torch.equal(column.cpu()[here], wanted[here])
-            assert not moved[2][~here.to(device)].any()
-            assert torch.equal(moved[1].cpu() == -2, slots == -2)
+            assert not moved.seq_lens[~here.to(device)].any()
+            assert torch.equal(moved.slot_mapping.cpu() == UNWRITTEN, numbers.slot_mapping == UNWRITTEN)
 
 
 def check_in_the_interpreter() -> None:

@@ -2,9 +2,9 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dcpmla.cache.compressed import AnyPlan
+from dcpmla.runtime.layout import UNWRITTEN, Numbers
 
 _ROWS = 128
 
@@ -50,33 +50,23 @@ def move_kernel(
     tl.store(local_seq_lens_ptr + row, local.to(tl.int32), mask=here)
 
 
-def move_back(
-    positions: Tensor,
-    slots: Tensor,
-    seq_lens: Tensor,
-    local_seq_lens: Tensor,
-    block_table: Tensor,
-    num_rejected: Tensor,
-    sizes: AnyPlan,
-    dcp_rank: int,
-    unwritten: int,
-) -> None:
-    """Move requests back, as `runtime/layout.py: move_back` documents it; a slot that is unwritten stays."""
-    num_rows = len(positions)
+def move_back(batch: Numbers, sizes: AnyPlan, dcp_rank: int) -> None:
+    """Move requests back, as `runtime/layout.py: move_back` documents it."""
+    num_rows = len(batch.positions)
     move_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        positions,
-        slots,
-        seq_lens,
-        local_seq_lens,
-        block_table,
-        block_table.stride(0),
-        num_rejected,
+        batch.positions,
+        batch.slot_mapping,
+        batch.seq_lens,
+        batch.local_seq_lens,
+        batch.block_table,
+        batch.block_table.stride(0),
+        batch.num_rejected,
         num_rows,
         dcp_rank,
-        QUERY_LEN=num_rows // len(num_rejected),
+        QUERY_LEN=num_rows // len(batch.num_rejected),
         BLOCK_SIZE=sizes.block_tokens // sizes.dcp_size,
         DCP_SIZE=sizes.dcp_size,
         INTERLEAVE=sizes.interleave,
-        UNWRITTEN=unwritten,
+        UNWRITTEN=UNWRITTEN,
         ROWS=_ROWS,
     )

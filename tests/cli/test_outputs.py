@@ -1,0 +1,109 @@
+"""The files that `dcpmla generate` writes, and those that it must not write over."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dcpmla.__main__ import main
+from tests.cli.test_cli import generate
+
+pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
+
+
+def test_one_file_for_both_outputs(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert (
+        generate(
+            "--model", model, "--prompt-ids", "5", "--device", "cpu", "--json", out, "--logits", tmp_path / "." / "out"
+        )
+        == 2
+    )
+    assert f"--json and --logits are both {out}; give each its own file" in capfd.readouterr().err
+    assert not out.exists()
+
+
+def hub_model(model: Path, directory: Path) -> Path:
+    """Copy a model as the hub's cache has it: links to files that lie elsewhere, under other names."""
+    (directory / "blobs").mkdir()
+    (directory / "snapshot").mkdir()
+    for number, file in enumerate(sorted(model.iterdir())):
+        (directory / "blobs" / str(number)).write_bytes(file.read_bytes())
+        (directory / "snapshot" / file.name).symlink_to(directory / "blobs" / str(number))
+    return directory / "snapshot"
+
+
+@pytest.mark.parametrize("option", ["--json", "--logits", "--output-file"])
+@pytest.mark.parametrize("way", ["file", "weights", "outside link", "hub's link", "hub's blob"])
+def test_no_output_over_the_model(
+    option: str, way: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in model.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "empty").touch()
+    (tmp_path / "link").symlink_to(copy / "config.json")
+    if way.startswith("hub"):
+        (tmp_path / "hub").mkdir()
+        copy = hub_model(copy, tmp_path / "hub")
+    names = {"file": "empty", "weights": "model.safetensors", "hub's link": "config.json"}
+    target = copy / names[way] if way in names else tmp_path / "link"
+    if way == "hub's blob":
+        target = (copy / "config.json").resolve()
+    if option == "--output-file":
+        prompts = tmp_path / "in.jsonl"
+        prompts.write_text('{"id": 1, "prompt_token_ids": [5]}\n')
+        options = ["--prompt-file", prompts, option, target]
+    else:
+        options = ["--prompt-ids", 5, option, target]
+    before = target.read_bytes()
+    assert generate("--model", copy, "--device", "cpu", "--max-new-tokens", 1, *options) == 2
+    error = capfd.readouterr().err
+    assert f"{option} is {target}, " in error
+    if way == "file" or option != "--output-file":  # else what the file holds is reason enough
+        assert "a file in the model's directory; give the name of another file" in error
+    assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench generate --device cpu --batch 1 --input-len 4 --output-len 2 --model",
+        "bench serve --device cpu --input-lens 4 --output-lens 2 --model",
+        "bench layer --device cpu --geometry",
+        "plan --machine h200x8 --model",
+    ],
+)
+def test_no_measurements_over_the_model(
+    command: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    target = tmp_path / "model.safetensors"
+    before = target.read_bytes()
+    assert main([*command.split(), str(tmp_path), "--json", str(target)]) == 2
+    assert f"--json is {target}, a file in the model's directory; give the name of another" in capfd.readouterr().err
+    assert target.read_bytes() == before
+
+
+def test_a_new_output_in_the_model_s_directory(model: Path, tmp_path: Path) -> None:
+    """It hurts nothing, and a job's lines may be resumed there."""
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt_token_ids": [5]}\n')
+    options = ["--prompt-file", tmp_path / "in.jsonl", "--output-file", tmp_path / "out.jsonl", "--device", "cpu"]
+    for _ in range(2):
+        assert generate("--model", tmp_path, "--max-new-tokens", 1, *options) == 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_linked_output_keeps_its_link(model: Path, tmp_path: Path) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert (
+        generate("--model", model, "--prompt-ids", "5", "--max-new-tokens", 1, "--device", "cpu", "--json", link) == 0
+    )
+    assert link.is_symlink()
+    assert len(json.loads(target.read_text())["outputs"]) == 1
