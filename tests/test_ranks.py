@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 
 
 def end_one_by(signal_number: int, waits: bool) -> None:
-    """Rank 1 dies; the other one waits for it, or does not notice."""
+    """End rank 1 by a signal, while the other one waits for it or goes on to the barrier at its end."""
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal_number)
     if waits:

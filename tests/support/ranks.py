@@ -84,11 +84,18 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
                 except EOFError:
                     processes[rank].join(10)
                     raise AssertionError(f"rank {rank} of {len(pipes)} {_ending(processes[rank])}") from None
-                crashed = [
-                    f"rank {other} {_ending(process)}; " for other, process in enumerate(processes) if _crashed(process)
-                ]
-                assert error is None, f"{''.join(crashed)}rank {rank} of {len(pipes)} failed:\n{error}"
+                assert error is None, f"{_crashes(processes)}rank {rank} of {len(pipes)} failed:\n{error}"
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _crashes(processes: list[Any], grace_seconds: float = 5) -> str:
+    """Name the ranks that signals ended. A rank's closed connections fail its peers before its end is on record (a core
+    is written first), so one that is ending is waited for.
+    """
+    deadline = time.monotonic() + grace_seconds
+    while not any(map(_crashed, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return "".join(f"rank {rank} {_ending(process)}; " for rank, process in enumerate(processes) if _crashed(process))
 
 
 def _crashed(process: Any) -> bool:
