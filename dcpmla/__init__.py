@@ -16,6 +16,7 @@ from dcpmla.merge import merge_partials
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "MLAConfig",
     "SamplingParams",
     "StepMetadata",
+    "StepRequests",
     "dcp_mla_decode",
     "dcp_mla_prefill",
     "init_mesh",

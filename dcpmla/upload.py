@@ -1,6 +1,7 @@
 """Numbers from the host to a device, many arrays in one transfer that nobody waits for."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,3 +35,11 @@ def upload(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device | str) -
         on_device[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
+
+
+@lru_cache(maxsize=64)
+def upload_once(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Copy rows of numbers that many steps have in common to a device; return them [len(rows), n] int64, not to be
+    written.
+    """
+    return upload([np.array(rows, dtype=np.int64)], device)[0]

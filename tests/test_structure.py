@@ -126,6 +126,7 @@ def test_public_names() -> None:
         "MLAConfig",
         "SamplingParams",
         "StepMetadata",
+        "StepRequests",
         "dcp_mla_decode",
         "dcp_mla_prefill",
         "init_mesh",

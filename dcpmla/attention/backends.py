@@ -264,8 +264,8 @@ DECODE_BACKENDS: list[Backend[DecodeCall]] = [
 ]
 # Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans each ragged call anew, for 45 ms.
 PREFILL_BACKENDS: list[Backend[PrefillCall]] = [
-    Backend("flashinfer", _flashinfer_prefill_obstacle, flashinfer.run_prefill, joins_keys=True),
     Backend("hopper", _hopper_prefill_obstacle, _run_hopper_prefill),
+    Backend("flashinfer", _flashinfer_prefill_obstacle, flashinfer.run_prefill, joins_keys=True),
     Backend("triton", _triton_prefill_obstacle, _run_triton_prefill),
     Backend("torch", _device_obstacle, reference.run_prefill, joins_keys=True),
 ]

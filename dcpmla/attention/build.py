@@ -4,6 +4,7 @@ build the same sequence of exchanges.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,11 +36,11 @@ class StepBuilder:
         is_sparse: bool,
     ) -> StepMetadata:
         """Lay out a step; `StepMetadata.build` documents arguments and errors."""
-        check_requests(query_lens, seq_lens, block_tables, self.dcp)
+        check_requests(query_lens, seq_lens, block_tables, self.dcp.virtual_block_size)
         num_decodes = next((i for i, length in enumerate(query_lens) if length > max_decode_query_len), len(query_lens))
         num_decode_tokens = sum(query_lens[:num_decodes])
         decode_columns = _num_blocks(max(seq_lens[:num_decodes], default=0), self.dcp)
-        table = pad_table(block_tables, seq_lens, self.dcp)
+        table = pad_table(block_tables, seq_lens, self.dcp.virtual_block_size)
         request = np.arange(len(query_lens), dtype=np.int32)
         if max(query_lens) > 1:
             request = np.repeat(request, query_lens)
@@ -206,15 +207,20 @@ def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarr
     return np.arange(sum(query_lens)) + np.repeat(before_first, query_lens)
 
 
-def pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], dcp: DCPConfig) -> np.ndarray:
+def pad_table(
+    block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], block_tokens: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return [num_reqs, max_blocks] int64: the blocks of each request, then block 0, which nothing reads.
 
+    Args:
+        block_tokens: positions that a block id covers.
     Raises:
         ValueError: a negative block id.
     """
-    table = np.zeros((len(block_tables), _num_blocks(max(seq_lens), dcp)), dtype=np.int64)
+    num_columns = -(-max(seq_lens) // block_tokens)
+    table = np.zeros((len(block_tables), num_columns), dtype=np.int64)
     for row, blocks, seq_len in zip(table, block_tables, seq_lens, strict=True):
-        num_blocks = _num_blocks(seq_len, dcp)
+        num_blocks = -(-seq_len // block_tokens)
         row[:num_blocks] = blocks[:num_blocks]
     if table.min() < 0:
         request, column = np.argwhere(table < 0)[0]
@@ -223,7 +229,7 @@ def pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], dc
 
 
 def check_requests(
-    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], dcp: DCPConfig
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_tokens: int
 ) -> None:
     """Raise ValueError for lengths that do not belong together, or a block table too short."""
     if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
@@ -236,8 +242,8 @@ def check_requests(
             raise ValueError(
                 f"request {request}: query_lens is {query} and seq_lens {seq}; 1 <= query_lens <= seq_lens must hold"
             )
-        if len(blocks) * dcp.virtual_block_size < seq:
+        if len(blocks) * block_tokens < seq:
             raise ValueError(
                 f"request {request}: block_tables has {len(blocks)} blocks, room for "
-                f"{len(blocks) * dcp.virtual_block_size} tokens; seq_lens is {seq}"
+                f"{len(blocks) * block_tokens} tokens; seq_lens is {seq}"
             )

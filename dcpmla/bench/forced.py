@@ -3,14 +3,14 @@
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter, Drafts
 from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
-from dcpmla.upload import upload
+from dcpmla.runtime.verification import Compared
 
 _NUM_RANDOM = 1 << 16  # random tokens, from which each step takes some
 
@@ -29,22 +29,25 @@ class ForcedDrafter(Drafter):
     ) -> None:
         super().__init__(drafter.num_speculative_tokens)
         self.drafts_always, self.reads_tokens = drafts_always, drafter.reads_tokens
-        self._drafter, self._share = drafter, share
+        self._drafter = drafter
         self._rng = random.Random(0)  # the same on all ranks
         rng = torch.Generator().manual_seed(0)
+        self._ones = torch.ones(MAX_DRAFT_ROWS, dtype=torch.int64, device=device)
+        self._marks = (torch.rand(_NUM_RANDOM, generator=rng) < share).long().to(device)
         self._random = torch.randint(vocab_size, (_NUM_RANDOM,), generator=rng).to(device)
 
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
         """Return the other's drafts, or random tokens."""
         drafts, nums = self._drafter.draft(wanted, previous), [num for _, num in wanted]
-        start = self._rng.randrange(_NUM_RANDOM // 2)
-        others = self._random[start : start + sum(nums)]
+        others = self._some(self._random, sum(nums))
         if drafts.nums != nums or not any(nums):
             return Drafts(nums, others)
         return Drafts(nums, others.where(drafts.token_ids == NO_DRAFT, drafts.token_ids))
 
-    def num_accepted(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Tensor:
-        """Draw how many drafts of each request count as accepted."""
-        counts = [next((index for index in range(num) if self._rng.random() >= self._share), num) for num in nums]
-        (there,) = upload([np.array(counts)], drafts.device)
-        return there
+    def compared(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Compared:
+        """Draw which drafts count as right: return ones, and ones for these."""
+        return Compared(self._ones[: len(drafts)], self._some(self._marks, len(sampled)))
+
+    def _some(self, numbers: Tensor, count: int) -> Tensor:
+        start = self._rng.randrange(_NUM_RANDOM // 2)
+        return numbers[start : start + count]

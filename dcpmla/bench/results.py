@@ -21,8 +21,8 @@ FIELDS = {
     # what was measured
     "model": "name of the checkpoint's directory",
     "geometry": "published model whose layers were measured, or the config's file",
-    "operation": "an exchange's `gather_heads`, `combine`, `gather_context`; sparse MLA's `selection`, `attention`; "
-    "`add_norm` of a TP group; a layer's `decode` inside vLLM",
+    "operation": "an exchange's `gather_heads`, `combine`, `gather_context`; sparse MLA's `selection`, `attention`, "
+    "DeepSeek-V4's `shared_attention`; `add_norm` of a TP group; a layer's `decode` inside vLLM",
     "part": "of a decode step of attention layers: `total`, or one of its parts",
     "layer_kind": "of the stack's layers: `mla`; DeepSeek-V4's `window`, `csa` or `hca`",
     "kernel": "kernel or backend of what is measured",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.text import Tokenizer
+from dcpmla.runtime.warm_up import warm_up
 
 _EMPTY_BLOCK_BYTES = 4096  # that a block counts in a model of windows alone, whose tokens leave nothing in it
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -205,10 +207,11 @@ def load_engine(
         cache = new_cache(plan, device)
     graph, *of_mtp = [maker.capture(cache) if captures else None for maker in makers]
     mtp = [found or maker.make(cache) for found, maker in zip(of_mtp, makers[1:], strict=True)]
-    drafter = make_drafter(speculative_method, num_speculative_tokens, sharded, cache, dcp, mesh, mtp)
+    drafter = make_drafter(speculative_method, num_speculative_tokens, sharded, cache, mesh, mtp)
     if plan.num_states:  # fewer where seq_lens says that fewer requests come
         max_num_seqs = min(max_num_seqs, plan.num_states)
-    return Engine(
+    new_engine = partial(
+        Engine,
         sharded,
         cache,
         dcp,
@@ -222,6 +225,9 @@ def load_engine(
         enable_prefix_caching,
         drafter,
     )
+    if device.type == "cuda" and not dcp.calculate_kv_scales:  # which the first prompt gives
+        warm_up(new_engine())
+    return new_engine()
 
 
 def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:

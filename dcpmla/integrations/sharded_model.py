@@ -139,16 +139,12 @@ class ShardedModel:
         assert metadata.decode is not None
         num_drafts = metadata.decode.max_query_len
         hidden_states = hidden_states[::num_drafts].clone(memory_format=torch.contiguous_format)
-        drafts = [self._guess(hidden_states)]
+        drafts = [self.head.best(hidden_states)]
         for index in range(1, num_drafts):
             rows = self.join(drafts[-1], hidden_states)
             hidden_states = self.predict(rows, metadata.of_tokens(index), cache)
-            drafts.append(self._guess(hidden_states))
+            drafts.append(self.head.best(hidden_states))
         return torch.stack(drafts, 1).flatten()
-
-    def _guess(self, hidden_states: Tensor) -> Tensor:
-        logits: Tensor = self.head(hidden_states)
-        return logits.argmax(-1)
 
     def check(self) -> None:
         """Raise what exchanges found in steps whose results have come to the host (`Exchange.check`)."""

@@ -38,7 +38,6 @@ def make_drafter(
     num_speculative_tokens: int,
     model: ShardedModel,
     cache: AnyCache,
-    dcp: DCPConfig,
     mesh: DCPMesh,
     graphs: Sequence[DecodeGraph],
 ) -> Drafter | None:
@@ -52,7 +51,7 @@ def make_drafter(
     if method == "ngram":
         return NgramDrafter(num_speculative_tokens, model.device)
     assert isinstance(cache, LatentCache)
-    return MtpDrafter(num_speculative_tokens, model, cache, dcp, mesh, *graphs)
+    return MtpDrafter(num_speculative_tokens, model, cache, mesh, *graphs)
 
 
 def mtp_graphs(

@@ -11,7 +11,7 @@ _MEMORY = 0.8  # weight of what was known before a step's outcome
 _WEIGHT = 2.0  # drafts that the outcome of all requests counts as in the share of one
 _NUM_TIMES = 9  # latest steps of a kind, whose median counts
 _NUM_FIRST = 3  # steps of a kind that must have been timed to know what they take
-_TRIALS = 0.01  # part of the time that may go into trying drafts where they do not pay
+_TRIALS = 0.005  # part of the time that may go into trying drafts where they do not pay
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Payoff:
     Of k drafts that are each accepted with probability p, if those before are, a step gives 1 + p + ... + p^k tokens
     (Leviathan et al., Fast Inference from Transformers via Speculative Decoding). p is a request's own share of late.
     The time that steps of about as many requests take, with drafts and without, is measured as they go: ranks must be
-    given the same times. Where drafts do not pay they are tried again so seldom that it costs 1 % of the time.
+    given the same times. Where drafts do not pay they are tried again so seldom that it costs 0.5 % of the time.
     """
 
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from dcpmla.parallel.collectives import PeerFault, named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import StepTime
+from dcpmla.upload import upload
 
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
@@ -74,20 +75,19 @@ class Message:
     Attributes:
         words: [4 + num_flags + num_faults + n] int64 on the device: the first rank's clock, bytes of news, ranks that
             are told to stop, the first rank's time of a step, flags, faults, and the first rank's tokens.
+        tokens: [n] of the words, for the next step.
+        memory: [len(words) + room] int64, of the words and of what else goes to the host with them.
         content: this rank's news.
         step_time: this rank's.
     """
 
     words: Tensor
+    tokens: Tensor
+    memory: Tensor
     content: bytes
     num_flags: int
     num_faults: int
     step_time: StepTime | None
-
-    @property
-    def tokens(self) -> Tensor:
-        """Tokens [n] on the device, for the next step."""
-        return self.words[_HEAD + self.num_flags + self.num_faults :]
 
     def read(self, words: Sequence[int]) -> Agreed:
         """Return what the words say, once they are on the host.
@@ -129,6 +129,7 @@ class Agreement:
         faults: Sequence[Tensor],
         news: News,
         step_time: StepTime | None = None,
+        room: int = 0,
     ) -> Message:
         """Send a step's message. Collective over the TP group, with as many of everything on every rank.
 
@@ -139,20 +140,23 @@ class Agreement:
                 order of the device's work.
             news: of this rank.
             step_time: of the last step, as this rank has taken it; of the same step on every rank.
+            room: words of memory past the message.
         """
-        is_first = self._mesh.tp_rank == 0
-        numbers = np.array([*self._head(news, step_time), *failed], dtype=np.int64)
-        head = torch.from_numpy(numbers)
-        sources = [head.pin_memory() if tokens.is_cuda else head, *faults, tokens]
-        words = torch.zeros(sum(map(len, sources)), dtype=torch.int64, device=tokens.device)
-        parts = words.split([len(source) for source in sources])
-        for part, source in zip(parts, sources, strict=True):
-            if is_first or source is not tokens:
-                part.copy_(source, non_blocking=True)
+        head = [*self._head(news, step_time), *failed]
+        num_words = len(head) + len(faults) + len(tokens)
+        numbers = np.zeros(num_words + room, dtype=np.int64)
+        numbers[: len(head)] = head
+        (memory,) = upload([numbers], tokens.device)
+        words = memory[:num_words]
+        for index, fault in enumerate(faults, len(head)):
+            words[index : index + 1].copy_(fault, non_blocking=True)
+        agreed = words[len(head) + len(faults) :]
+        if self._mesh.tp_rank == 0:
+            agreed.copy_(tokens)
         if self._mesh.tp_size > 1:
             with named(_OPERATION, self._mesh.tp_group):
                 dist.all_reduce(words, group=self._mesh.tp_group)
-        return Message(words, news.content, len(failed), len(faults), step_time)
+        return Message(words, agreed, memory, news.content, len(failed), len(faults), step_time)
 
     def meet(self, news: News) -> tuple[float, News]:
         """Return seconds on the first rank's clock, its news, and whether any rank is told to stop. Collective over the

@@ -2,15 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.runtime.request import Request
-from dcpmla.upload import upload
+from dcpmla.runtime.verification import Compared
 
 if TYPE_CHECKING:
     from dcpmla.runtime.pending import PendingStep
@@ -66,23 +64,13 @@ class Drafter(ABC):
             At most as many drafts of each request as are wanted.
         """
 
-    def num_accepted(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Tensor:
-        """Count the drafts of each request that are accepted: those up to the first that is not the token sampled at
-        its position. Nothing waits for the device.
-
-        So each is accepted with the probability that sampling gives it, and the tokens are those of sampling one at a
-        time: rejection sampling of drafts that are certain, with the random numbers that plain decoding draws.
+    def compared(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Compared:
+        """Return what decides whether drafts are accepted (`verify`): they and the tokens sampled.
 
         Args:
-            drafts: [sum of nums] int64.
-            sampled: [sum of nums + n] int64: of each request, before each of its drafts, and after the last.
             nums: [n] drafts of each request.
-        Returns:
-            [n] int64.
         """
-        guesses = by_request(drafts, nums, missing=NO_DRAFT)
-        tokens = by_request(sampled, [num + 1 for num in nums], missing=0)[:, :-1]
-        return (guesses == tokens).cumprod(-1).sum(-1)
+        return Compared(drafts, sampled)
 
     def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Return those of some requests that there are drafts for: all."""
@@ -90,14 +78,3 @@ class Drafter(ABC):
 
     def close(self) -> None:  # noqa: B027 -- most hold nothing
         """Free what it holds."""
-
-
-def by_request(flat: Tensor, nums: Sequence[int], missing: int) -> Tensor:
-    """Return the numbers [sum of nums] of requests as rows [n, largest of nums], filled up with what is missing."""
-    most = max(nums)
-    if min(nums) == most:
-        return flat.view(len(nums), most)
-    starts, columns = np.array([*accumulate(nums[:-1], initial=0)]), np.arange(most)
-    at = np.where(columns < np.array(nums)[:, None], starts[:, None] + columns, len(flat))
-    (there,) = upload([at], flat.device)
-    return torch.cat([flat, flat.new_full((1,), missing)])[there]

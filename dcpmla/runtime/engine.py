@@ -250,9 +250,10 @@ class Engine:
             self._remember(piece.request)
         tokens = choose_tokens(inputs.ready, logits, self._pending)
         called, failed = self._callbacks.take()
+        num_verified = 0 if drafts is None else len(inputs.ready) + len(drafts)
         step_time = self.speculation.step_time
-        message = self._agreement.start(tokens, failed, self.model.faults, self._news(), step_time)
-        verified = self.speculation.verify(drafts, inputs.ready, message.tokens)
+        message = self._agreement.start(tokens, failed, self.model.faults, self._news(), step_time, num_verified)
+        verified = self.speculation.verify(drafts, inputs.ready, message)
         logprobs = Logprobs(logits, inputs.ready, message.tokens, prompts)
         self._latest = PendingStep(
             step, inputs.ready, computed, message, drafts, verified, called, logits, logprobs, started

@@ -20,6 +20,7 @@ from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.collectives import is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
+from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.padding import Batch, PaddedStep
 
 DecodeStep = Callable[[Tensor, StepMetadata, AnyCache], Tensor]
@@ -124,24 +125,24 @@ class DecodeGraph:
         return self._padded.rows(self._latest[0])[1]
 
     def run(
-        self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache, num_rejected: Tensor | None = None
+        self, inputs: Tensor, requests: StepRequests, cache: AnyCache, num_rejected: Tensor | None = None
     ) -> Tensor:
         """Run a decode step: a replay, or before `capture` the padded step itself. Collective over the TP group.
 
         Args:
-            inputs: [n, ...], n = metadata.num_tokens.
-            metadata: of n tokens of decodes, built on the CPU: its numbers go to the GPU in one transfer.
+            inputs: [n, ...], of all new tokens, request after request.
+            requests: of n new tokens; their numbers go to the GPU in one transfer.
             cache: the one it was made for.
             num_rejected: [num_reqs] int64 on the device, positions to move each request back by; None for 0.
         Returns:
             [n, ...], which may be static memory: good until the next run.
         Raises:
-            ValueError: more requests or longer ones than it was made for, prefills, another cache, blocks that the
-                cache does not have, other shapes, dtypes or devices.
+            ValueError: more requests, tokens of one or longer ones than it was made for, another cache, blocks that
+                the cache does not have, lengths that do not belong together, other shapes, dtypes or devices.
         """
-        batch, rows = self._fill(inputs, metadata, cache, num_rejected)
+        batch, rows = self._fill(inputs, requests, cache, num_rejected)
         out = self._replay(batch)
-        return out[: metadata.num_tokens] if rows is None else out.index_select(0, rows)
+        return out[: len(inputs)] if rows is None else out.index_select(0, rows)
 
     def follow(self, inputs: Tensor, leader: "DecodeGraph") -> Tensor | None:
         """Run over the latest step of another decode graph over the same cache. Collective over the TP group.
@@ -157,11 +158,11 @@ class DecodeGraph:
         self._padded.take(inputs, leader._padded, batch)
         return self._replay(batch)
 
-    def run_eagerly(self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
+    def run_eagerly(self, inputs: Tensor, requests: StepRequests, cache: AnyCache) -> Tensor:
         """Run a decode step without its graphs: a replay equals it bit for bit."""
-        batch, rows = self._fill(inputs, metadata, cache)
+        batch, rows = self._fill(inputs, requests, cache)
         out = self._compute(batch)
-        return out[: metadata.num_tokens] if rows is None else out.index_select(0, rows)
+        return out[: len(inputs)] if rows is None else out.index_select(0, rows)
 
     def capture(self) -> None:
         """Capture all batch sizes, the largest first: one memory pool serves them all. Collective over the TP group.
@@ -201,26 +202,20 @@ class DecodeGraph:
         return self._out[: batch.num_rows]
 
     def _fill(
-        self, inputs: Tensor, metadata: StepMetadata, cache: AnyCache, num_rejected: Tensor | None = None
+        self, inputs: Tensor, requests: StepRequests, cache: AnyCache, num_rejected: Tensor | None = None
     ) -> tuple[Batch, Tensor | None]:
         """Fill the static memory; return the batch, and the tokens' rows in it where these are not the first."""
         if _addresses(cache) != self._addresses:
             raise ValueError(
                 "cache is another one than the decode graph was made for; give that one, or make a graph for this one"
             )
-        if metadata.prefill is not None or metadata.decode is None:
-            raise ValueError(
-                "metadata has prefills; a decode graph runs decodes alone, give such a step to the model itself"
-            )
-        metadata.check_blocks(cache.sizes.num_blocks)
-        batch = self.batch(len(metadata.decode.block_table), metadata.decode.max_query_len)
-        self._latest = batch, self._padded.fill(inputs, metadata, batch, num_rejected)
+        batch = self.batch(len(requests.query_lens), max(requests.query_lens, default=0))
+        self._latest = batch, self._padded.fill(inputs, requests, batch, num_rejected)
         return self._latest
 
     @torch.inference_mode()
     def _compute(self, batch: Batch) -> Tensor:
-        if self._padded.moves_in_steps:
-            self._padded.move_back(batch)
+        self._padded.lay_out(batch)
         out, num_rows = self._step(*self._padded.rows(batch), self._cache), batch.num_rows
         if self._out is None:
             most = self._batches[-1].num_rows

@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.compressed import AnyCache
 from dcpmla.cache.latent import LatentCache
-from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
@@ -56,15 +55,13 @@ class MtpDrafter(Drafter):
         num_speculative_tokens: int,
         model: MtpModel,
         cache: LatentCache,
-        dcp: DCPConfig,
         mesh: DCPMesh,
         graph: DecodeGraph,
         chain: DecodeGraph,
     ) -> None:
         super().__init__(num_speculative_tokens)
-        self._model, self._cache, self._dcp, self._mesh = model, cache, dcp, mesh
+        self._model, self._cache, self._mesh = model, cache, mesh
         self._graph, self._chain = graph, chain
-        self._workspace = decode_workspace(model.device)
 
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
         """Guess with the module. Collective over the TP group, whose first rank's drafts all take."""
@@ -79,10 +76,10 @@ class MtpDrafter(Drafter):
         if not is_served:
             return Drafts.of([[]] * len(nums))
         (places,) = upload([np.repeat([rows[each] for each, _ in drafting], [num for _, num in drafting])], at.device)
-        newest = at if previous.verified is None else at.index_select(0, previous.verified.newest)
+        newest = at if previous.verified is None else at.index_select(0, previous.verified.newest_at)
         first = hidden_states.index_select(0, newest.index_select(0, places))
         num_rejected = previous.num_rejected([each for each, _ in drafting]) if previous.is_under_way else None
-        token_ids = self._chain.run(first, self._metadata(drafting), self._cache, num_rejected)
+        token_ids = self._chain.run(first, _requests_of(drafting), self._cache, num_rejected)
         if self._mesh.tp_size > 1:
             with named("agreeing on drafts", self._mesh.tp_group):
                 dist.broadcast(token_ids, group=self._mesh.tp_group, group_src=0)
@@ -103,28 +100,25 @@ class MtpDrafter(Drafter):
         metadata = by.latest_metadata if isinstance(by, DecodeGraph) else by
         token_ids = at.new_zeros(metadata.num_tokens)
         if previous.is_prefill:
-            (token_ids,) = upload([np.array(_following(previous), dtype=np.int64)], self._model.device)
+            (following,) = upload([np.array(_following(previous), dtype=np.int64)], self._model.device)
+            rows = previous.computed.rows
+            where = slice(len(following)) if rows is None else rows  # in a decode graph's padded step
+            token_ids[where] = following
         token_ids = token_ids.index_copy(0, at, previous.message.tokens)
         inputs = self._model.join(token_ids, self._model.hidden_rows[: metadata.num_tokens])
         hidden_states = self._graph.follow(inputs, by) if isinstance(by, DecodeGraph) else None
         return self._model.predict(inputs, metadata, self._cache) if hidden_states is None else hidden_states
 
-    def _metadata(self, drafting: Sequence[tuple[Request, int]]) -> StepMetadata:
-        """Lay out the drafts: the first token of each request is its last one computed, whose guess is there, the
-        others are drafts, all but the last.
-        """
-        requests, query_lens = zip(*drafting, strict=True)
-        return StepMetadata.build(
-            query_lens,
-            [request.num_tokens + request.num_tried - 2 + num for request, num in drafting],
-            [request.block_ids for request in requests],
-            self._dcp,
-            self._mesh.dcp_rank,
-            "cpu",
-            max_decode_query_len=1 + self.num_speculative_tokens,
-            workspace=self._workspace,
-            **self._cache.sizes.step_layout([None] * len(requests)),
-        )
+
+def _requests_of(drafting: Sequence[tuple[Request, int]]) -> StepRequests:
+    """Return the requests of the drafts' steps: the first token of each is its last one computed, whose guess is there,
+    the others are drafts, all but the last.
+    """
+    return StepRequests(
+        [num for _, num in drafting],
+        [request.num_tokens + request.num_tried - 2 + num for request, num in drafting],
+        [request.block_ids for request, _ in drafting],
+    )
 
 
 def _following(previous: PendingStep) -> list[int]:

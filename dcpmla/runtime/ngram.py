@@ -1,6 +1,7 @@
 """Drafts by prompt lookup: what followed the last tokens where they occurred before, found on the device."""
 
 from collections.abc import Sequence
+from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter, Drafts
 from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
-from dcpmla.upload import upload
+from dcpmla.upload import upload, upload_once
 
 _SHORTEST, _LONGEST = 3, 8  # tokens that must be the same, and that are looked at
 _ID_BITS = 21  # of a token
@@ -29,7 +30,7 @@ class NgramDrafter(Drafter):
     def __init__(self, num_speculative_tokens: int, device: torch.device) -> None:
         super().__init__(num_speculative_tokens)
         self._texts: WeakKeyDictionary[Request, _Text] = WeakKeyDictionary()
-        self._tokens = torch.zeros(0, 0, dtype=torch.int32, device=device)  # a row for each request that drafts
+        self._texts_there = Texts.empty(0, 0, device)  # a row for each request that drafts
         self._nothing = torch.zeros(1, dtype=torch.int64, device=device)
 
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
@@ -41,13 +42,13 @@ class NgramDrafter(Drafter):
         texts = [self._texts.setdefault(request, _Text()) for request in drafting]
         self._reserve(texts, max(request.max_seq_len for request in drafting) + 1 + self.num_speculative_tokens)
         self._write(drafting, texts)
-        columns = [_column(request, text, previous) for request, text in zip(drafting, texts, strict=True)]
-        (columns_there,) = upload([np.array(columns, dtype=np.int64).T], self._tokens.device)
+        orders = tuple(_order(request, text, previous) for request, text in zip(drafting, texts, strict=True))
+        orders_there = upload_once(orders, self._nothing.device)
         sampled = num_accepted = self._nothing
         if previous is not None:
             sampled = previous.message.tokens
             num_accepted = num_accepted if previous.verified is None else previous.verified.num_accepted
-        found = lookup(self._tokens, columns_there, sampled, num_accepted, self.num_speculative_tokens).flatten()
+        found = lookup(self._texts_there, orders_there, sampled, num_accepted, self.num_speculative_tokens).flatten()
         wants = [num for num in nums if num]
         if min(wants) < self.num_speculative_tokens:
             at = [row * self.num_speculative_tokens + index for row, num in enumerate(wants) for index in range(num)]
@@ -66,9 +67,10 @@ class NgramDrafter(Drafter):
 
     def _write(self, drafting: Sequence[Request], texts: Sequence["_Text"]) -> None:
         """Write the known tokens of requests that the device does not have."""
-        for request, text in zip(drafting, texts, strict=True):
+        for text in texts:
             if text.under_way is not None:
-                text.num_written += 1 + text.under_way.num_accepted[text.under_way.rows[request]]
+                num_accepted, row = text.under_way
+                text.num_written += 1 + num_accepted[row]
                 text.under_way = None
         lacking = [
             (request.tokens(text.num_written, request.num_known_tokens), text)
@@ -77,27 +79,50 @@ class NgramDrafter(Drafter):
         ]
         if not lacking:
             return
-        there = upload([np.array(tokens, dtype=np.int32) for tokens, _ in lacking], self._tokens.device)
+        there = upload([np.array(tokens, dtype=np.int32) for tokens, _ in lacking], self._nothing.device)
         for (tokens, text), part in zip(lacking, there, strict=True):
             end = text.num_written + len(tokens)
-            self._tokens[text.row, text.num_written : end] = part
-            text.num_written = end
+            self._texts_there.token_ids[text.row, text.num_written : end] = part
+            self._texts_there.lengths[text.row] = text.num_written = end
 
     def _reserve(self, texts: Sequence["_Text"], width: int) -> None:
         """Have a row of so many tokens for each text."""
-        if width <= self._tokens.shape[1] and all(text.row >= 0 for text in texts):
+        num_rows, num_columns = self._texts_there.token_ids.shape
+        if width <= num_columns and all(text.row >= 0 for text in texts):
             return
         used = {text.row for request, text in self._texts.items() if not request.finish_reason}
         free = (row for row in range(len(used) + len(texts)) if row not in used)
         for text in texts:
             if text.row < 0:
                 text.row = next(free)
-        num_rows, num_columns = self._tokens.shape
         shape = max(num_rows, 1 + max(text.row for text in texts)), max(num_columns, width)
         if shape != (num_rows, num_columns):
-            tokens = self._tokens.new_zeros(shape)
-            tokens[:num_rows, :num_columns] = self._tokens
-            self._tokens = tokens
+            larger = Texts.empty(*shape, self._nothing.device)
+            larger.token_ids[:num_rows, :num_columns] = self._texts_there.token_ids
+            larger.lengths[:num_rows] = self._texts_there.lengths
+            self._texts_there = larger
+
+
+class Texts(NamedTuple):
+    """The known tokens of requests on the device.
+
+    Attributes:
+        token_ids: [rows, width] int32.
+        lengths: [rows] int64, of the tokens of each row.
+        best, arrived: [rows] int64 and int32, -1 and 0: of a lookup while it runs.
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+    best: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int, device: torch.device) -> Self:
+        """Return texts of no tokens."""
+        token_ids = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        return cls(token_ids, lengths, torch.full_like(lengths, -1), torch.zeros_like(lengths, dtype=torch.int32))
 
 
 class _Text:
@@ -106,13 +131,14 @@ class _Text:
     Attributes:
         num_seen: tokens in the index.
         has_match: whether the last three of those occurred before.
-        row, num_written: of the device's tokens, -1 for none, and how many are there.
-        under_way: the step whose tokens were written besides when it was under way.
+        row, num_written: of the device's texts, -1 for none, and how many tokens are there.
+        under_way: of the step whose tokens were written besides when it was under way: what it accepted
+            (`PendingStep.num_accepted`), and the request's row there. The step itself would hold the request, for good.
     """
 
     def __init__(self) -> None:
         self.num_seen, self.has_match, self.row, self.num_written = 0, False, -1, 0
-        self.under_way: PendingStep | None = None
+        self.under_way: tuple[list[int], int] | None = None
         self._trigram = 0  # the last three tokens in the index as one number
         self._trigrams: set[int] = set()
 
@@ -126,28 +152,30 @@ class _Text:
                 self._trigrams.add(self._trigram)
 
 
-def _column(request: Request, text: _Text, previous: PendingStep | None) -> tuple[int, ...]:
+def _order(request: Request, text: _Text, previous: PendingStep | None) -> tuple[int, ...]:
     """Return a request's numbers for `lookup`, which writes its tokens under way."""
-    num_known = request.num_known_tokens
     if previous is None or not request.num_in_flight:
-        return text.row, num_known, 0, 0, -1
-    row, text.under_way = previous.rows[request], previous
-    return text.row, num_known, previous.starts[row], 1 + request.num_tried, -1 if previous.verified is None else row
+        return text.row, 0, 0, -1
+    row = previous.rows[request]
+    text.under_way = previous.num_accepted, row
+    return text.row, previous.starts[row], 1 + request.num_tried, -1 if previous.verified is None else row
 
 
-def lookup(texts: Tensor, columns: Tensor, sampled: Tensor, num_accepted: Tensor, num_wanted: int) -> Tensor:
+def lookup(texts: Texts, orders: Tensor, sampled: Tensor, num_accepted: Tensor, num_wanted: int) -> Tensor:
     """Append tokens under way to texts, and look up what follows the last ones: on a GPU by a kernel, which documents
     arguments and results.
     """
-    if texts.is_cuda:
+    if orders.is_cuda:
         from dcpmla.runtime.kernels import lookup as kernels  # triton is there on Linux only
 
-        return kernels.lookup(texts, columns, sampled, num_accepted, num_wanted, _SHORTEST, _LONGEST)
+        return kernels.lookup(texts, orders, sampled, num_accepted, num_wanted, _SHORTEST, _LONGEST)
     found = []
-    for row, num_known, start, num_sampled, order in columns.T.tolist():
-        texts[row, num_known : num_known + num_sampled] = sampled[start : start + num_sampled]
-        length = num_known + (num_sampled > 0) + (int(num_accepted[order]) if order >= 0 else 0)
-        found.append(find_following(texts[row, :length], num_wanted))
+    for row, start, num_sampled, verified in orders.tolist():
+        token_ids, length = texts.token_ids[row], int(texts.lengths[row])
+        token_ids[length : length + num_sampled] = sampled[start : start + num_sampled]
+        length += (num_sampled > 0) + (int(num_accepted[verified]) if verified >= 0 else 0)
+        texts.lengths[row] = length
+        found.append(find_following(token_ids[:length], num_wanted))
     return torch.stack(found)
 
 

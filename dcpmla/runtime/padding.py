@@ -1,20 +1,20 @@
 """The static memory that a captured graph reads: the numbers of a decode step, padded to a batch size."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dcpmla.attention.build import check_requests, pad_table
 from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.compressed.build import check_states
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
 from dcpmla.cache.compressed import AnyPlan, CompressedPlan
-from dcpmla.runtime.layout import UNWRITTEN, Numbers, move_back, num_words
+from dcpmla.runtime.layout import Numbers, Rows, StepRequests, lay_out, num_words
 from dcpmla.upload import upload
-
-_NONE = -1  # the state of a request that has none
 
 
 class Batch(NamedTuple):
@@ -42,11 +42,8 @@ class PaddedStep:
         input_like: [...], shape, dtype and device of one token's input: its id, or a row of hidden states.
         batches: at least one.
         max_model_len: tokens of the longest request.
-        sizes: of the cache.
+        plan: of the cache.
         dcp_rank: this rank's number in its DCP group.
-
-    Attributes:
-        moves_in_steps: a step begins with `move_back`: where it may have drafts, the one before may have lost some.
     """
 
     def __init__(
@@ -54,117 +51,100 @@ class PaddedStep:
         input_like: Tensor,
         batches: Sequence[Batch],
         max_model_len: int,
-        sizes: AnyPlan,
+        plan: AnyPlan,
         dcp_rank: int,
     ) -> None:
         device = input_like.device
         num_rows = max(batch.num_rows for batch in batches)
-        self._shape = num_rows, -(-max_model_len // sizes.block_tokens)
-        self._padding = np.zeros(self._num_words(max(batch.num_reqs for batch in batches)), dtype=np.int32)
-        padding = Numbers.of(self._padding, np.int64, *self._shape)
-        padding.slot_mapping[:], padding.states[:] = UNWRITTEN, _NONE
-        self._memory = torch.empty(len(self._padding), dtype=torch.int32, device=device)
-        self._numbers = Numbers.of(self._memory, torch.int64, *self._shape)
+        self._max_blocks = -(-max_model_len // plan.block_tokens)
+        self._num_words = {batch: num_words(batch.num_rows, batch.num_reqs, self._max_blocks) for batch in batches}
+        self._memory = torch.zeros(max(self._num_words.values()), dtype=torch.int32, device=device)
+        self._numbers = {batch: self._cut(batch, self._memory, torch.int64) for batch in batches}
+        self._rows = Rows.empty(num_rows, device)
+        self._input_like = input_like
         self._has_ids = (input_like.shape, input_like.dtype) == ((), torch.int64)
-        self._inputs: Tensor = self._numbers.token_ids
-        if not self._has_ids:
-            self._inputs = torch.zeros(num_rows, *input_like.shape, dtype=input_like.dtype, device=device)
+        num_hidden = 0 if self._has_ids else num_rows
+        self._hidden = torch.zeros(num_hidden, *input_like.shape, dtype=input_like.dtype, device=device)
         self._workspace = decode_workspace(device)
-        self._max_model_len, self._sizes, self._dcp_rank = max_model_len, sizes, dcp_rank
+        self._max_model_len, self._plan, self._dcp_rank = max_model_len, plan, dcp_rank
         rows = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._request = {query_len: rows // query_len for _, query_len in batches}
-        self.moves_in_steps = len(self._request) > 1
-        self.clear()
 
     def clear(self) -> None:
         """Make every row padding."""
-        self._inputs.zero_()
-        self._memory.copy_(torch.from_numpy(self._padding))
+        self._memory.zero_()
+        self._hidden.zero_()
 
     @torch.inference_mode()  # inputs may have a gradient's history: static memory must not take it over
     def fill(
-        self, inputs: Tensor, metadata: StepMetadata, batch: Batch, num_rejected: Tensor | None = None
+        self, inputs: Tensor, requests: StepRequests, batch: Batch, num_rejected: Tensor | None = None
     ) -> Tensor | None:
         """Copy a step's numbers, padded to a batch: one transfer, and the inputs. Nothing waits for the device.
 
         Args:
-            inputs: [n, ...], n = metadata.num_tokens; token ids may be on the CPU, for the same transfer.
-            metadata: on the CPU, of n tokens of decodes, none longer than max_model_len.
-            batch: of at least as many requests, and tokens of each.
+            inputs: [n, ...], of all the requests' new tokens; token ids may be on the CPU, for the same transfer.
+            requests: at most as many, with at most as many new tokens each, as the batch has.
             num_rejected: [num_reqs] int64 on the device, positions to move each request back by.
         Returns:
             [n] int64, on the device, the tokens' rows; None where these are the first n.
         Raises:
-            ValueError: anything else, or numbers of another dtype or device.
+            ValueError: anything else.
         """
-        decode, num_tokens = self._check(inputs, metadata), metadata.num_tokens
-        tokens = rows = None
-        num_rows, num_reqs = num_tokens, len(decode.block_table)
-        if decode.query_start_loc is not None or decode.max_query_len < batch.query_len:
-            num_rows = num_reqs * batch.query_len
-            tokens, is_repeated = _repeat_last(decode, num_reqs, batch.query_len)
-            tokens_there, rows = upload([tokens, np.flatnonzero(~is_repeated)], self._inputs.device)
+        table = self._check(inputs, requests)
+        query_lens, seq_lens = np.array(requests.query_lens), np.array(requests.seq_lens)
+        rows, num_reqs = None, len(query_lens)
+        num_rows = num_reqs * batch.query_len
+        if len(inputs) != num_rows:
+            tokens, is_repeated = _repeat_last(query_lens, batch.query_len)
+            tokens_there, rows = upload([tokens, np.flatnonzero(~is_repeated)], self._memory.device)
             inputs = inputs.index_select(0, torch.from_numpy(tokens) if inputs.is_cpu else tokens_there)
-        numbers = metadata.positions.numpy(), metadata.slot_mapping.numpy(), decode.local_seq_lens.numpy()
-        positions, slots, local_seq_lens = numbers if tokens is None else (array[tokens] for array in numbers)
         # Memory of its own, for the transfer of the step before may still read its own.
-        num_words = self._num_words(batch.num_reqs)
-        memory = torch.empty(num_words, dtype=torch.int32, pin_memory=self._memory.is_cuda)
-        words = memory.numpy()
-        words[:] = self._padding[:num_words]
-        padded = Numbers.of(words, np.int64, *self._shape)
-        padded.positions[:num_rows] = positions
-        padded.slot_mapping[:num_rows] = slots if tokens is None else np.where(is_repeated, UNWRITTEN, slots)
-        padded.local_seq_lens[:num_rows] = local_seq_lens
-        padded.seq_lens[:num_rows] = positions + 1
-        if metadata.compressed is not None:
-            padded.states[:num_reqs] = metadata.compressed.states.numpy()
-            padded.slot_mapping[:num_rows] = UNWRITTEN  # its layers' slots follow from states and positions
-        padded.block_table[:num_reqs, : decode.block_table.shape[1]] = decode.block_table.numpy()
-        is_on_host = self._has_ids and inputs.is_cpu
-        if is_on_host:
-            padded.token_ids[:num_rows] = inputs.numpy()
-        self._memory[:num_words].copy_(memory, non_blocking=True)
-        if not is_on_host:
-            self._inputs[:num_rows].copy_(inputs)
-            self._inputs[num_rows : batch.num_rows].zero_()
+        staged = torch.empty(self._num_words[batch], dtype=torch.int32, pin_memory=self._memory.is_cuda)
+        words = staged.numpy()
+        words[:] = 0
+        numbers = self._cut(batch, words, np.int64)
+        numbers.first_position[:num_reqs] = seq_lens - query_lens
+        numbers.num_tokens[:num_reqs] = query_lens
+        numbers.block_table[:num_reqs, : table.shape[1]] = table
+        if isinstance(self._plan, CompressedPlan):
+            numbers.states[:num_reqs] = np.array(requests.states) + 1
+        comes_along = self._has_ids and inputs.is_cpu
+        if comes_along:
+            numbers.token_ids[:num_rows] = inputs.numpy()
+        self._memory[: len(words)].copy_(staged, non_blocking=True)
+        if not comes_along:
+            self._inputs(batch)[:num_rows].copy_(inputs)
+        if not self._has_ids:
+            self._hidden[num_rows : batch.num_rows].zero_()
         if num_rejected is not None:
-            self._numbers.num_rejected[:num_reqs].copy_(num_rejected)
-            if not self.moves_in_steps:
-                self.move_back(batch)
+            self._numbers[batch].num_rejected[:num_reqs].copy_(num_rejected)
         return rows
-
-    def move_back(self, batch: Batch) -> None:
-        """Move each request back by its rejected drafts."""
-        move_back(self._numbers.front(batch.num_rows, batch.num_reqs), self._sizes, self._dcp_rank)
 
     @torch.inference_mode()
     def take(self, inputs: Tensor, other: "PaddedStep", batch: Batch) -> None:
         """Copy the numbers of another step of a batch over the same cache, and give its rows inputs [rows, ...]."""
-        self._inputs[: batch.num_rows].copy_(inputs)
-        own, theirs = (step._numbers.front(batch.num_rows, batch.num_reqs) for step in (self, other))
-        for target, source in zip(own[1:], theirs[1:], strict=True):  # all but token ids
-            target.copy_(source)
-        own.num_rejected.zero_()  # it has been moved back
+        num_words = self._num_words[batch]
+        self._memory[:num_words].copy_(other._memory[:num_words])
+        self._inputs(batch).copy_(inputs)
 
-    def _num_words(self, num_reqs: int) -> int:
-        num_rows, max_blocks = self._shape
-        return num_words(num_rows, num_reqs, max_blocks)
+    def lay_out(self, batch: Batch) -> None:
+        """Write the numbers of a batch's rows."""
+        lay_out(self._numbers[batch], self._rows.front(batch.num_rows), self._plan, self._dcp_rank)
 
     def rows(self, batch: Batch) -> tuple[Tensor, StepMetadata]:
-        """Return a batch's inputs [batch.num_rows, ...] and metadata."""
-        numbers, num_rows = self._numbers, batch.num_rows
+        """Return a batch's inputs [batch.num_rows, ...] and metadata, which is good once it has been laid out."""
+        rows, num_rows = self._rows.front(batch.num_rows), batch.num_rows
         return (
-            self._inputs[:num_rows],
+            self._inputs(batch),
             StepMetadata(
                 num_tokens=num_rows,
                 num_decode_tokens=num_rows,
                 num_blocks=0,  # a replay's own is checked when it is filled in
-                positions=numbers.positions[:num_rows],
-                slot_mapping=numbers.slot_mapping[:num_rows],
+                positions=rows.positions,
+                slot_mapping=rows.slot_mapping,
                 decode=DecodeMetadata(
-                    block_table=numbers.block_table[: batch.num_reqs],
-                    local_seq_lens=numbers.local_seq_lens[:num_rows],
+                    block_table=self._numbers[batch].block_table,
+                    local_seq_lens=rows.local_seq_lens,
                     query_start_loc=None,
                     max_query_len=batch.query_len,
                     workspace=self._workspace,
@@ -175,66 +155,69 @@ class PaddedStep:
             ),
         )
 
+    def _cut(self, batch: Batch, memory: Any, int64: Any) -> Numbers:
+        return Numbers.of(memory, int64, batch.num_rows, batch.num_reqs, self._max_blocks)
+
+    def _inputs(self, batch: Batch) -> Tensor:
+        if self._has_ids:
+            ids: Tensor = self._numbers[batch].token_ids
+            return ids
+        return self._hidden[: batch.num_rows]
+
     def _sparse(self, batch: Batch) -> SparseMetadata | None:
-        if isinstance(self._sizes, CompressedPlan) or not self._sizes.index_layers:
+        if isinstance(self._plan, CompressedPlan) or not self._plan.index_layers:
             return None
-        numbers, num_rows = self._numbers, batch.num_rows
-        lens = numbers.seq_lens[:num_rows], numbers.local_seq_lens[:num_rows]
-        request = self._request[batch.query_len][:num_rows]
-        return SparseMetadata(numbers.block_table[: batch.num_reqs], request, *lens, self._max_model_len)
+        rows, request = self._rows.front(batch.num_rows), self._request[batch.query_len][: batch.num_rows]
+        table = self._numbers[batch].block_table
+        return SparseMetadata(table, request, rows.seq_lens, rows.local_seq_lens, self._max_model_len)
 
     def _compressed(self, batch: Batch) -> CompressedMetadata | None:
-        if not isinstance(self._sizes, CompressedPlan):
+        if not isinstance(self._plan, CompressedPlan):
             return None
-        numbers, num_reqs, num_rows = self._numbers, batch.num_reqs, batch.num_rows
-        seen = numbers.seq_lens[:num_rows].view(num_reqs, batch.query_len)  # 0 for padding
+        numbers, rows = self._numbers[batch], self._rows.front(batch.num_rows)
+        seen = rows.seq_lens.view(batch.num_reqs, batch.query_len)  # 0 for padding
         return CompressedMetadata(
-            plan=self._sizes,
+            plan=self._plan,
             dcp_rank=self._dcp_rank,
-            positions=numbers.positions[:num_rows],
-            request=self._request[batch.query_len][:num_rows],
+            positions=rows.positions,
+            request=self._request[batch.query_len][: batch.num_rows],
             first_position=seen[:, 0] - 1,
             seq_lens=seen[:, -1].contiguous(),
-            states=numbers.states[:num_reqs],
-            block_table=numbers.block_table[:num_reqs],
+            states=numbers.states - 1,
+            block_table=numbers.block_table,
             max_seq_len=self._max_model_len,
         )
 
-    def _check(self, inputs: Tensor, metadata: StepMetadata) -> DecodeMetadata:
-        decode, num_tokens = metadata.decode, metadata.num_tokens
-        assert decode is not None
-        num_columns, max_blocks = decode.block_table.shape[1], self._shape[1]
-        if num_columns > max_blocks:
+    def _check(self, inputs: Tensor, requests: StepRequests) -> np.ndarray:
+        """Return the block table [num_reqs, blocks of the longest]; raise ValueError for what is not allowed."""
+        query_lens, seq_lens, block_tables, states = requests
+        check_requests(query_lens, seq_lens, block_tables, self._plan.block_tokens)
+        if isinstance(self._plan, CompressedPlan):
+            check_states(states, len(query_lens), self._plan.num_states)
+        table = pad_table(block_tables, seq_lens, self._plan.block_tokens)
+        if table.shape[1] > self._max_blocks:
             raise ValueError(
-                f"metadata has a block table of {num_columns} columns; the decode graph is for at most {max_blocks}, "
-                f"raise max_model_len"
+                f"seq_lens has {max(seq_lens)} tokens; the decode graph is for at most {self._max_model_len}, raise "
+                f"max_model_len"
             )
-        if tuple(inputs.shape) != (num_tokens, *self._inputs.shape[1:]):
+        if table.max() >= self._plan.num_blocks:
             raise ValueError(
-                f"inputs has shape {tuple(inputs.shape)}; expected {(num_tokens, *self._inputs.shape[1:])}"
+                f"block_tables has block {table.max()}; the cache has {self._plan.num_blocks} blocks, numbered from 0"
             )
-        cpu = torch.device("cpu")
-        of_inputs = cpu if self._has_ids and inputs.is_cpu else self._inputs.device
-        for name, given, dtype, device in (
-            ("inputs", inputs, self._inputs.dtype, of_inputs),
-            ("metadata.positions", metadata.positions, torch.int64, cpu),
-            ("metadata.slot_mapping", metadata.slot_mapping, torch.int64, cpu),
-            ("metadata.decode.local_seq_lens", decode.local_seq_lens, torch.int32, cpu),
-            ("metadata.decode.block_table", decode.block_table, torch.int32, cpu),
-        ):
-            if (given.dtype, given.device) != (dtype, device):
-                raise ValueError(f"{name} is {given.dtype} on {given.device}; a decode graph takes {dtype} on {device}")
-        return decode
+        expected = torch.Size([sum(query_lens), *self._input_like.shape])
+        if inputs.shape != expected:
+            raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected {tuple(expected)}")
+        dtype, device = self._input_like.dtype, self._memory.device
+        is_there = inputs.device == device or (self._has_ids and inputs.is_cpu)
+        if inputs.dtype != dtype or not is_there:
+            raise ValueError(f"inputs is {inputs.dtype} on {inputs.device}; a decode graph takes {dtype} on {device}")
+        return table
 
 
-def _repeat_last(decode: DecodeMetadata, num_reqs: int, query_len: int) -> tuple[np.ndarray, np.ndarray]:
+def _repeat_last(query_lens: np.ndarray, query_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the token [num_reqs * query_len] of each row of requests that are padded to query_len tokens with their
     last one, and which rows repeat it.
     """
-    if decode.query_start_loc is None:
-        starts = np.arange(num_reqs + 1) * decode.max_query_len
-    else:
-        starts = decode.query_start_loc.numpy()
-    offsets = np.arange(query_len)
-    tokens = np.minimum(starts[:-1, None] + offsets, starts[1:, None] - 1)
-    return tokens.ravel(), (offsets >= np.diff(starts)[:, None]).ravel()
+    ends, index = np.cumsum(query_lens), np.arange(query_len)
+    tokens = np.minimum((ends - query_lens)[:, None] + index, ends[:, None] - 1)
+    return tokens.ravel(), (index >= query_lens[:, None]).ravel()

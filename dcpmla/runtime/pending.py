@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +14,7 @@ from dcpmla.runtime.agreement import Message
 from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Piece, Step
+from dcpmla.runtime.verification import Verified
 from dcpmla.upload import upload
 
 if TYPE_CHECKING:
@@ -33,32 +33,6 @@ class Computed(NamedTuple):
     by: "StepMetadata | DecodeGraph"
     rows: Tensor | None
     logits_at: Tensor | None
-
-
-class Verified(NamedTuple):
-    """The outcome of a step's drafts, [n] int64 each on the device: of every request that gets new tokens.
-
-    Attributes:
-        num_accepted, num_rejected: drafts.
-        newest: which of the step's new tokens is the last one that it keeps.
-    """
-
-    num_accepted: Tensor
-    num_rejected: Tensor
-    newest: Tensor
-
-    @classmethod
-    def of(cls, num_accepted: Tensor, nums: Sequence[int]) -> "Verified":
-        """Return the outcome where so many of each request's drafts [n] are accepted."""
-        starts, nums_there = _layout(tuple(nums), num_accepted.device)
-        return cls(num_accepted, nums_there - num_accepted, starts + num_accepted)
-
-
-@lru_cache(maxsize=64)  # most steps have as many drafts of as many requests
-def _layout(nums: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    """Return where each request's new tokens begin among those sampled, and nums, on a device."""
-    starts = accumulate((1 + num for num in nums[:-1]), initial=0)
-    return upload([np.array([*starts]), np.array(nums)], device)
 
 
 @dataclass(frozen=True)
@@ -185,17 +159,14 @@ class PendingStep:
         ]
         self.verified, self.newest = verified, message.tokens
         if verified is not None:
-            self.newest = message.tokens.index_select(0, verified.newest)
+            self.newest = verified.newest
         self.rows = {piece.request: row for row, piece in enumerate(ready)}
         self.starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
         for piece in ready:
             piece.request.num_in_flight += 1
             piece.request.num_tried += piece.num_drafts
         # Copied in the order of the device's work, into pinned memory on a GPU: nobody waits here.
-        words = message.words
-        if drafts is not None and verified is not None:
-            words = torch.cat([words, verified.num_accepted, drafts.to(words.device, non_blocking=True)])
-        self._on_host = words.to("cpu", non_blocking=True)
+        self._on_host = message.memory.to("cpu", non_blocking=True)
         self.logits = {
             piece.request: logits[row : row + 1 + piece.num_drafts].to("cpu", non_blocking=True, copy=True)
             for piece, row in zip(ready, self.starts, strict=False)
@@ -216,7 +187,7 @@ class PendingStep:
         words: list[int] = self._on_host.tolist()
         num_words = len(self.message.words)
         if self.num_drafts:
-            self.num_accepted, self.drafts = words[num_words : -self.num_drafts], words[-self.num_drafts :]
+            self.num_accepted[:], self.drafts = words[num_words : -self.num_drafts], words[-self.num_drafts :]
         return words[:num_words]
 
     def results(self, tokens: Sequence[int]) -> Iterator[tuple[Piece, Sequence[int], Sequence[int]]]:
@@ -234,9 +205,9 @@ class PendingStep:
     def sampled_rows(self) -> Tensor:
         """Return which rows of the model the new tokens [n] follow, [n] int64 on the device."""
         _, rows, logits_at = self.computed
-        if rows is not None:
-            return rows  # with a decode graph new tokens follow all there are
-        return torch.arange(self.starts[-1], device=self.newest.device) if logits_at is None else logits_at
+        if rows is None:
+            return torch.arange(self.starts[-1], device=self.newest.device) if logits_at is None else logits_at
+        return rows if logits_at is None else rows.index_select(0, logits_at)
 
     def num_rejected(self, requests: Sequence[Request]) -> Tensor | None:
         """Return how many of its drafts each request loses, [n] int64 on the device; None where none has any."""

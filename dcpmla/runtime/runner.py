@@ -12,6 +12,7 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.compressed import AnyCache, CompressedCache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.logprobs import PromptRows
 from dcpmla.runtime.penalties import shape_logits
 from dcpmla.runtime.pending import Computed, PendingStep, StepInputs
@@ -72,31 +73,35 @@ class StepRunner:
         """
         for copy in step.copies:
             self.copy_state(*copy)
+        requests = StepRequests(
+            [piece.num_tokens for piece in step.pieces],
+            [request.num_computed_tokens + request.num_tried + num_tokens for request, num_tokens, _ in step.pieces],
+            [piece.request.block_ids for piece in step.pieces],
+            [piece.request.state for piece in step.pieces],
+        )
+        inputs = StepInputs.of(step, previous, drafts, self.model.device)
+        logits_at = prompts.join(inputs.logits_at)
+        if graph is not None:
+            num_rejected = None if previous is None else previous.num_rejected([piece.request for piece in step.pieces])
+            logits = graph.run(inputs.token_ids, requests, self.cache, num_rejected)
+            if logits_at is not None:
+                logits = logits[logits_at]
+            return inputs, Computed(graph, graph.latest_rows, inputs.logits_at), logits
         metadata = StepMetadata.build(
-            query_lens=[piece.num_tokens for piece in step.pieces],
-            seq_lens=[
-                request.num_computed_tokens + request.num_tried + num_tokens for request, num_tokens, _ in step.pieces
-            ],
-            block_tables=[piece.request.block_ids for piece in step.pieces],
-            dcp=self.dcp,
-            dcp_rank=self.dcp_rank,
-            device=self.model.device if graph is None else "cpu",
+            requests.query_lens,
+            requests.seq_lens,
+            requests.block_tables,
+            self.dcp,
+            self.dcp_rank,
+            self.model.device,
             # Without scales nothing is a decode, not even a prompt of one token.
             max_decode_query_len=0 if self._lacks_scales else step.most_drafts + 1,
             workspace=self._workspace,
-            **self.cache.sizes.step_layout([piece.request.state for piece in step.pieces]),
+            **self.cache.sizes.step_layout(requests.states),
         )
         self._lacks_scales = False
-        inputs = StepInputs.of(step, previous, drafts, self.model.device)
-        logits_at = prompts.join(inputs.logits_at)
-        if graph is None:
-            logits = self.model.step(inputs.on(self.model.device), metadata, self.cache, logits_at)
-            return inputs, Computed(metadata, None, inputs.logits_at), logits
-        num_rejected = None if previous is None else previous.num_rejected([piece.request for piece in step.pieces])
-        logits = graph.run(inputs.token_ids, metadata, self.cache, num_rejected)
-        if logits_at is not None:
-            logits = logits[logits_at]
-        return inputs, Computed(graph, graph.latest_rows, inputs.logits_at), logits
+        logits = self.model.step(inputs.on(self.model.device), metadata, self.cache, logits_at)
+        return inputs, Computed(metadata, None, inputs.logits_at), logits
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy a request's state to where it is remembered, or back."""

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ class SamplingParams:
                 raise ValueError(f"{key!r} is not a sampling parameter; allowed are {', '.join(allowed)}")
         return replace(defaults, **values)  # type: ignore[arg-type]  # __post_init__ checks the types
 
-    @property
+    @cached_property
     def shapes_logits(self) -> bool:
         """Return whether logits are changed before a token is chosen from them."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1

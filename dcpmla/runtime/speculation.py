@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS, Payoff, StepTime
+from dcpmla.runtime.agreement import Message
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter
-from dcpmla.runtime.pending import PendingStep, Verified
+from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Piece, Step
+from dcpmla.runtime.verification import Verified, verify
 from dcpmla.upload import upload
 
 
@@ -73,19 +75,21 @@ class Speculation:
             self._payoff.count_step(step.most_drafts > 0)
         return drafts.token_ids if len(drafts.token_ids) else None
 
-    def verify(self, drafts: Tensor | None, ready: Sequence[Piece], sampled: Tensor) -> Verified | None:
+    def verify(self, drafts: Tensor | None, ready: Sequence[Piece], message: Message) -> Verified | None:
         """Return, on the device, what becomes of a step's drafts; None where it has none.
 
         Args:
             ready: pieces of the requests with new tokens.
-            sampled: [n] int64, before each of their drafts, and after the last.
+            message: with the tokens sampled, before each of their drafts, and after the last; and with room for a
+                report (`verify`).
         """
         if self.drafter is None or drafts is None:
             return None
-        nums = [piece.num_drafts for piece in ready]
         if drafts.is_cpu:
-            (drafts,) = upload([drafts.numpy()], sampled.device)
-        return Verified.of(self.drafter.num_accepted(drafts, sampled, nums), nums)
+            (drafts,) = upload([drafts.numpy()], message.memory.device)
+        nums = [piece.num_drafts for piece in ready]
+        compared = self.drafter.compared(drafts, message.tokens, nums)
+        return verify(drafts, message.tokens, nums, compared, message.memory[len(message.words) :])
 
     def accept(self, piece: Piece, drafts: Sequence[int], num_accepted: int) -> int:
         """Count a request's drafts, those accepted as computed; return how many there were. What the others left in the

@@ -229,7 +229,9 @@ def check_tables_on_the_device(batch: Batch, steps: list[StepMetadata]) -> None:
     """Compare with the slots of an engine's own table, int32 and a part of a wider one."""
     first = batch.num_decodes
     requests = batch.query_lens[first:], batch.seq_lens[first:]
-    table = torch.from_numpy(pad_table(batch.block_tables, batch.seq_lens, batch.dcp)).to(torch.int32)
+    table = torch.from_numpy(pad_table(batch.block_tables, batch.seq_lens, batch.dcp.virtual_block_size)).to(
+        torch.int32
+    )
     wider = torch.cat([table, torch.full_like(table, -7)], 1)[:, : table.shape[1]]
     for rank, step in enumerate(steps):
         if step.prefill is not None:

@@ -144,7 +144,7 @@ def serve_families(
             if with_graph:
                 graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, 4, 100, 1 + num_drafts)
             graphs = [maker.make(cache) for maker in mtp_graphs(num_drafts, model, dcp, mesh, 4, 100)]
-            drafter = Recording(num_drafts, model, cache, dcp, mesh, *graphs)
+            drafter = Recording(num_drafts, model, cache, mesh, *graphs)
             drafter.record = []
             engine = Engine(model, cache, dcp, mesh, 100, 16, 4, graph=graph, drafter=drafter)
             params = SamplingParams(max_new_tokens=8, ignore_eos=True)

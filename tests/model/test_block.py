@@ -1,12 +1,14 @@
-"""Blocks of a decoder: who is handed rows in fp8."""
+"""Parts of the decoder: who is handed rows in fp8, and the head cut over ranks."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dcpmla.comm.reduce import CollectiveReduce
-from dcpmla.model.block import Decoder, DecoderBlock
+from dcpmla.model.block import Decoder, DecoderBlock, VocabHead
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain
+from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import quantize_groups
 from tests.support.ranks import run_ranks
 
@@ -49,3 +51,23 @@ def check_codes() -> None:
 
 def test_codes() -> None:
     run_ranks(1, check_codes)
+
+
+def check_best() -> None:
+    """Check the best tokens against those of all logits, many of them equal, also between ranks."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randint(-1, 2, (24, 3), generator=generator).to(dtype)
+        x = torch.randint(-1, 2, (50, 3), generator=generator).to(dtype)
+        linear = Linear(3, 24 // size, dtype=dtype, device=torch.device("cpu"))
+        linear.load(weight.chunk(size)[rank])
+        head = VocabHead(linear, 24, dist.group.WORLD)
+        logits = x.float() @ weight.float().T
+        assert torch.equal(head(x), logits)
+        assert torch.equal(head.best(x), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_best_token_is_the_lowest_of_all_ranks(size: int) -> None:
+    run_ranks(size, check_best)

@@ -176,7 +176,7 @@ def one_rank_runs_out() -> str:
     """Run one rank out of memory in its capture, after a collective; then both ranks capture and replay that
     collective.
     """
-    from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, step_of
+    from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, requests_of
 
     mesh, cache = init_mesh(2, 1), make_cache("cuda")
     token, token_ids = torch.tensor(0, device="cuda"), torch.tensor([7, 8, 9], device="cuda")
@@ -196,7 +196,7 @@ def one_rank_runs_out() -> str:
         DecodeGraph(runs_out, token, cache, mesh, 4, MAX_MODEL_LEN).capture()
     graph = DecodeGraph(adds, token, cache, mesh, 4, MAX_MODEL_LEN)
     graph.capture()
-    assert graph.run(token_ids, step_of([1, 2, 3]), cache).tolist() == [14, 16, 18]
+    assert graph.run(token_ids, requests_of([1, 2, 3]), cache).tolist() == [14, 16, 18]
     graph.release()
     return str(failure.value)
 
@@ -209,24 +209,23 @@ def test_one_rank_runs_out_of_memory() -> None:
 
 
 def check_refusals(directory: Path) -> None:
-    from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, step_of, sums
+    from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, requests_of, step_of, sums
 
     mesh, cache = init_mesh(1, 1), make_cache("cuda")
     graph = DecodeGraph(sums, torch.tensor(0, device="cuda"), cache, mesh, 6, MAX_MODEL_LEN)
     graph.capture()
-    token_ids, metadata = torch.tensor([7, 8, 9], device="cuda"), step_of([3, 4, 5])
-    expected = sums(token_ids, step_of([3, 4, 5], device="cuda"), cache)
+    token_ids, requests = torch.tensor([7, 8, 9], device="cuda"), requests_of([3, 4, 5])
+    expected = sums(token_ids, step_of(requests, device="cuda"), cache)
     for inputs in (token_ids, token_ids.cpu()):  # ids may come with the step's numbers
-        assert torch.equal(graph.run(inputs, metadata, cache), expected)
+        assert torch.equal(graph.run(inputs, requests, cache), expected)
     for match, arguments in {
-        "inputs is torch.int32 on cuda:0; a decode graph takes torch.int64": (token_ids.int(), metadata, cache),
-        "positions is torch.int64 on cuda:0": (token_ids, step_of([3, 4, 5], device="cuda"), cache),
-        "cache is another one": (token_ids, metadata, make_cache("cuda")),
-        "metadata has prefills": (token_ids, step_of([3, 4, 5], [1, 1, 2]), cache),
+        "inputs is torch.int32 on cuda:0; a decode graph takes torch.int64": (token_ids.int(), requests, cache),
+        "cache is another one": (token_ids, requests, make_cache("cuda")),
+        "requests of at most 2 tokens each": (token_ids, requests_of([3, 4, 5], [1, 1, 2]), cache),
     }.items():
         with pytest.raises(ValueError, match=match):
             graph.run(*arguments)
-    assert torch.equal(graph.run(token_ids, metadata, cache), expected)
+    assert torch.equal(graph.run(token_ids, requests, cache), expected)
     graph.release()
 
 

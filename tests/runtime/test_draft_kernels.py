@@ -1,16 +1,19 @@
-"""The kernels between a step with drafts and the next, against the functions that specify them.
+"""The kernels between a step and the next, against the functions that specify them.
 
 They run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
 """
 
 import random
+from itertools import accumulate
 
 import pytest
 import torch
 
 from dcpmla.cache.latent import CachePlan
-from dcpmla.runtime.layout import UNWRITTEN, Numbers, move_back
-from dcpmla.runtime.ngram import lookup
+from dcpmla.runtime.drafts import NO_DRAFT
+from dcpmla.runtime.layout import Numbers, Rows, lay_out, num_words
+from dcpmla.runtime.ngram import Texts, lookup
+from dcpmla.runtime.verification import Compared, verify
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
@@ -20,62 +23,80 @@ def check_lookup(device: str) -> None:
 
     rng = random.Random(0)
     for num_wanted, tile in ((1, 16), (3, 32), (5, 16)):
-        texts = torch.randint(3, (9, 60), dtype=torch.int32)
+        texts = Texts.empty(9, 60, torch.device("cpu"))
+        texts.token_ids.random_(3)
         sampled, num_accepted = torch.randint(3, (40,)), torch.randint(num_wanted + 1, (3,))
-        columns = [
-            (8, 1, 0, 0, -1),  # no text to look at
-            (3, 40, 0, 0, -1),
-            (5, 50, 7, 1, -1),  # a token under way
-            # drafts under way
-            *((order, rng.randrange(2, 45), 9 + 6 * order, 1 + num_wanted, order) for order in range(3)),
+        orders = [
+            (8, 0, 0, -1),  # no text to look at
+            (3, 0, 0, -1),
+            (5, 7, 1, -1),  # a token under way
+            *((order, 9 + 6 * order, 1 + num_wanted, order) for order in range(3)),  # drafts under way
         ]
-        there = torch.tensor(columns).T.contiguous()
-        own_texts = texts.to(device, copy=True)
+        for row, length in ((8, 1), (3, 40), (5, 50), *((row, rng.randrange(2, 45)) for row in range(3))):
+            texts.lengths[row] = length
+        there = torch.tensor(orders)
+        own_texts = Texts(*(part.to(device, copy=True) for part in texts))
         arguments = [tensor.to(device) for tensor in (there, sampled, num_accepted)]
         drafts = kernels.lookup(own_texts, *arguments, num_wanted, 3, 8, tile=tile)
         assert drafts.tolist() == lookup(texts, there, sampled, num_accepted, num_wanted).tolist()
-        assert torch.equal(own_texts.cpu(), texts)
+        for own, part in zip(own_texts, texts, strict=True):
+            assert torch.equal(own.cpu(), part)
         assert any(found[0] >= 0 for found in drafts.tolist())
-        alone = kernels.lookup(
-            own_texts, arguments[0][:, 1:2].contiguous(), *arguments[1:], num_wanted, 3, 8, tile=tile
-        )
+        alone = kernels.lookup(own_texts, arguments[0][1:2], *arguments[1:], num_wanted, 3, 8, tile=tile)
         assert alone.tolist() == drafts[1:2].tolist()
 
 
-def check_moves(device: str) -> None:
+def check_layout(device: str) -> None:
     from dcpmla.runtime.kernels import layout
 
+    num_reqs, max_blocks = 50, 30
     for query_len, dcp_size, interleave in ((1, 1, 1), (4, 2, 1), (4, 4, 4), (3, 2, 8)):
         plan = CachePlan(
             num_layers=1, num_blocks=99, block_size=8, row_width=2, dtype=torch.float32, dcp_size=dcp_size,
             interleave=interleave,
         )  # fmt: skip
-        num_reqs, num_rows = 50, 50 * query_len
-        numbers = Numbers(
-            token_ids=torch.zeros(num_rows, dtype=torch.int64),
-            positions=(torch.randint(query_len, 90, (num_reqs, 1)) + torch.arange(query_len)).flatten(),
-            slot_mapping=torch.randint(UNWRITTEN, 2, (num_rows,)),
-            local_seq_lens=torch.zeros(num_rows, dtype=torch.int32),
-            seq_lens=torch.randint(2, (num_rows,), dtype=torch.int32),
-            states=torch.zeros(num_rows, dtype=torch.int32),
-            num_rejected=torch.randint(query_len, (num_reqs,)),
-            block_table=torch.randint(99, (num_reqs, 30), dtype=torch.int32),
-        )
+        num_rows = num_reqs * query_len
+        memory = torch.zeros(num_words(num_rows, num_reqs, max_blocks), dtype=torch.int32)
+        numbers = Numbers.of(memory, torch.int64, num_rows, num_reqs, max_blocks)
+        numbers.num_rejected.random_(query_len)
+        numbers.first_position.random_(query_len, 90)
+        numbers.num_tokens.random_(query_len + 1)  # 0 in padding
+        numbers.block_table.random_(99)
+        there = Numbers.of(memory.to(device), torch.int64, num_rows, num_reqs, max_blocks)
+        slots = []
         for rank in range(dcp_size):
-            expected = Numbers(*(column.clone() for column in numbers))
-            moved = Numbers(*(column.to(device, copy=True) for column in numbers))
-            move_back(expected, plan, rank)
-            layout.move_back(moved, plan, rank)
-            here = numbers.seq_lens > 0  # the rest is padding, which has no positions
-            for column, wanted in zip(moved[:-2], expected[:-2], strict=True):
-                assert torch.equal(column.cpu()[here], wanted[here])
-            assert not moved.seq_lens[~here.to(device)].any()
-            assert torch.equal(moved.slot_mapping.cpu() == UNWRITTEN, numbers.slot_mapping == UNWRITTEN)
+            expected, rows = Rows.empty(num_rows, torch.device("cpu")), Rows.empty(num_rows, torch.device(device))
+            lay_out(numbers, expected, plan, rank)
+            layout.lay_out(there, rows, plan, rank)
+            for column, wanted in zip(rows, expected, strict=True):
+                assert torch.equal(column.cpu(), wanted)
+            slots.append(expected.slot_mapping)
+        # each token once, on one rank
+        assert int((torch.stack(slots) >= 0).sum()) == int(numbers.num_tokens.sum())
+
+
+def check_verification(device: str) -> None:
+    from dcpmla.runtime.kernels import verification as kernels
+
+    for nums in ([1], [3], [4, 4, 4], [0, 5, 1, 2, 8, 0, 7]):
+        starts = torch.tensor([*accumulate((1 + num for num in nums[:-1]), initial=0)])
+        drafts, sampled = torch.randint(NO_DRAFT, 2, (sum(nums),)), torch.randint(2, (sum(nums) + len(nums),))
+        for compared in (Compared(drafts, sampled), Compared(torch.ones_like(drafts), torch.ones_like(sampled))):
+            report = torch.empty(len(nums) + len(drafts), dtype=torch.int64)
+            expected = verify(drafts, sampled, nums, compared, report)
+            own_report = report.new_zeros(len(report)).to(device)
+            arguments = [tensor.to(device) for tensor in (drafts, sampled, starts, torch.tensor(nums))]
+            there = Compared(*(column.to(device) for column in compared))
+            found = kernels.verify(*arguments, there, own_report)
+            assert [column.tolist() for column in found] == [column.tolist() for column in expected]
+            assert own_report.tolist() == report.tolist() == [*expected.num_accepted.tolist(), *drafts.tolist()]
+        assert expected.num_accepted.tolist() == nums  # the last ones were all right
 
 
 def check_in_the_interpreter() -> None:
     check_lookup("cpu")
-    check_moves("cpu")
+    check_layout("cpu")
+    check_verification("cpu")
 
 
 def test_in_the_interpreter() -> None:
@@ -86,16 +107,20 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     check_lookup("cuda")
-    check_moves("cuda")
+    check_layout("cuda")
+    check_verification("cuda")
 
 
 def test_they_compile_for_hopper() -> None:
     pytest.importorskip("triton")
-    from dcpmla.runtime.kernels.layout import move_kernel
+    from dcpmla.runtime.kernels.layout import layout_kernel
     from dcpmla.runtime.kernels.lookup import lookup_kernel
+    from dcpmla.runtime.kernels.verification import verify_kernel
 
     constants = {"NUM_WANTED": 3, "SHORTEST": 3, "LONGEST": 8, "TOKENS": 4, "TILE": 2048}
-    compile_for_hopper(lookup_kernel, "i64", constants, texts_ptr="*i32")
-    constants = {"QUERY_LEN": 4, "BLOCK_SIZE": 64, "DCP_SIZE": 2, "INTERLEAVE": 1, "UNWRITTEN": -2, "ROWS": 128}
-    types = dict.fromkeys(("seq_lens_ptr", "local_seq_lens_ptr", "table_ptr"), "*i32")
-    compile_for_hopper(move_kernel, "i64", constants, **types)
+    compile_for_hopper(lookup_kernel, "i64", constants, texts_ptr="*i32", arrived_ptr="*i32")
+    constants = {"QUERY_LEN": 4, "BLOCK_SIZE": 64, "DCP_SIZE": 2, "INTERLEAVE": 1, "HAS_SLOTS": True, "ROWS": 128}
+    narrow = "seq_lens_ptr", "local_seq_lens_ptr", "first_position_ptr", "num_tokens_ptr", "table_ptr"
+    types = dict.fromkeys(narrow, "*i32")
+    compile_for_hopper(layout_kernel, "i64", constants, **types)
+    compile_for_hopper(verify_kernel, "i64", {"DRAFTS": 4})

@@ -20,6 +20,7 @@ from dcpmla.cache.latent import CachePlan, LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph, batch_sizes
+from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.padding import Batch, PaddedStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -36,9 +37,13 @@ def make_cache(device: str = "cpu") -> LatentCache:
     return LatentCache(plan, torch.device(device))
 
 
-def step_of(seq_lens: list[int], query_lens: list[int] | None = None, **options: Any) -> StepMetadata:
+def requests_of(seq_lens: list[int], query_lens: list[int] | None = None) -> StepRequests:
     tables = [list(range(5 * index, 5 * index + 5)) for index in range(len(seq_lens))]
-    return StepMetadata.build(query_lens or [1] * len(seq_lens), seq_lens, tables, DCP, 0, **options)
+    return StepRequests(query_lens or [1] * len(seq_lens), seq_lens, tables)
+
+
+def step_of(requests: StepRequests, **options: Any) -> StepMetadata:
+    return StepMetadata.build(*requests[:3], DCP, 0, **options)
 
 
 def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
@@ -76,13 +81,13 @@ def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
     padded: list[Tensor] = []
     graph._step = lambda inputs, metadata, cache: padded.append(sums(inputs, metadata, cache)) or padded[-1]  # type: ignore[func-returns-value]
     for number, seq_lens in enumerate(batches):
-        metadata = step_of(seq_lens)
+        requests = requests_of(seq_lens)
         token_ids = torch.arange(len(seq_lens)) + 10 * number
-        out = graph.run(token_ids, metadata, cache)
-        assert torch.equal(out, sums(token_ids, metadata, cache))
+        out = graph.run(token_ids, requests, cache)
+        assert torch.equal(out, sums(token_ids, step_of(requests), cache))
         memory.add(out.data_ptr())
         assert len(padded[-1]) == graph.batch(len(seq_lens)).num_rows
-        assert padded[-1][len(seq_lens) :, :4].tolist() == [[0, 0, -2, 0]] * (len(padded[-1]) - len(seq_lens))
+        assert padded[-1][len(seq_lens) :, :4].tolist() == [[0, 0, -1, 0]] * (len(padded[-1]) - len(seq_lens))
     assert len(memory) == 1
 
 
@@ -99,16 +104,16 @@ def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> 
         MAX_MODEL_LEN,
         3,
     )
-    metadata = step_of([7 + index for index in range(len(query_lens))], query_lens, max_decode_query_len=3)
+    requests = requests_of([7 + index for index in range(len(query_lens))], query_lens)
     token_ids = torch.arange(sum(query_lens)) + 10
-    out = graph.run(token_ids, metadata, cache)
-    assert torch.equal(out, sums_of_rows(token_ids, metadata, cache))
+    out = graph.run(token_ids, requests, cache)
+    assert torch.equal(out, sums_of_rows(token_ids, step_of(requests, max_decode_query_len=3), cache))
     query_len = 3 if max(query_lens) > 1 else 1
     assert len(padded[0]) == graph.batch(len(query_lens), max(query_lens)).num_rows
     of_requests = padded[0][: len(query_lens) * query_len].unflatten(0, (-1, query_len))
     for rows, num_tokens in zip(of_requests, query_lens, strict=True):
         last = rows[num_tokens - 1].clone()
-        last[2] = -2  # written once
+        last[2] = -1  # written once
         assert torch.equal(rows[num_tokens:], last.expand(query_len - num_tokens, -1))
 
 
@@ -121,55 +126,42 @@ def sums_of_rows(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> 
 
 def test_hidden_rows_are_padded_with_zeros() -> None:
     padded = PaddedStep(torch.empty(3, dtype=torch.bfloat16), [Batch(2), Batch(4)], 20, make_cache().sizes, 0)
-    padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), step_of([1, 2, 3]), Batch(4))
-    padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), step_of([7]), Batch(2))
+    padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), requests_of([1, 2, 3]), Batch(4))
+    padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), requests_of([7]), Batch(2))
+    padded.lay_out(Batch(2))
     inputs, metadata = padded.rows(Batch(2))
     assert inputs.tolist() == [[1, 1, 1], [0, 0, 0]]
     assert (metadata.num_tokens, metadata.num_decode_tokens) == (2, 2)
-    assert metadata.slot_mapping.tolist() == [6, -2]
+    assert metadata.slot_mapping.tolist() == [6, -1]
     assert metadata.decode is not None
     assert metadata.decode.block_table.shape == (2, 5)
 
 
-def replaced(metadata: StepMetadata, **changes: Any) -> StepMetadata:
-    assert metadata.decode is not None
-    of_decode = {field.name for field in dataclasses.fields(metadata.decode)}
-    decode = dataclasses.replace(
-        metadata.decode, **{name: value for name, value in changes.items() if name in of_decode}
-    )
-    return dataclasses.replace(
-        metadata, decode=decode, **{name: value for name, value in changes.items() if name not in of_decode}
-    )
-
-
 REFUSED = {
-    "a prefill": (step_of([1, 3], [1, 3]), "metadata has prefills"),
     "two tokens": (
-        step_of([2, 2], [2, 2], max_decode_query_len=2),
+        requests_of([2, 2], [2, 2]),
         "2 requests of at most 2 tokens each; the decode graph is for one token each",
     ),
-    "too many": (step_of([1] * 7), r"step has 7 requests .* for one token each of 1 to 6 requests \(max_num_seqs\)"),
+    "too many": (requests_of([1] * 7), r"has 7 requests .* for one token each of 1 to 6 requests \(max_num_seqs\)"),
+    "none": (requests_of([]), "has 0 requests"),
     "too long": (
-        StepMetadata.build([1], [MAX_MODEL_LEN + 1], [[*range(6)]], DCP, 0),
-        "block table of 6 columns; .* at most 5, raise max_model_len",
+        StepRequests([1], [MAX_MODEL_LEN + 1], [[*range(6)]]),
+        f"seq_lens has {MAX_MODEL_LEN + 1} tokens; .* at most {MAX_MODEL_LEN}, raise max_model_len",
     ),
-    "another dtype": (
-        replaced(step_of([1]), local_seq_lens=torch.ones(1)),
-        "local_seq_lens is torch.float32 on cpu; .* torch.int32 on cpu",
-    ),
-    "another device": (
-        replaced(step_of([1]), slot_mapping=torch.ones(1, dtype=torch.int64, device="meta")),
-        "slot_mapping is .* on meta",
-    ),
+    "no new tokens": (requests_of([3, 3], [1, 0]), "request 1: query_lens is 0"),
+    "a table too short": (StepRequests([1], [BLOCK + 1], [[0]]), "request 0: block_tables has 1 blocks"),
+    "a table too few": (StepRequests([1, 1], [1, 1], [[0]]), "have 2, 2 and 1 requests"),
+    "a block too many": (StepRequests([1], [1], [[40]]), "has block 40; the cache has 40 blocks"),
+    "a negative block": (StepRequests([1], [1], [[-1]]), "has block -1"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_other_steps(name: str) -> None:
-    metadata, message = REFUSED[name]
+    requests, message = REFUSED[name]
     cache = make_cache()
     with pytest.raises(ValueError, match=message):
-        make_graph(cache=cache).run(torch.zeros(metadata.num_tokens, dtype=torch.int64), metadata, cache)
+        make_graph(cache=cache).run(torch.zeros(sum(requests.query_lens), dtype=torch.int64), requests, cache)
 
 
 def test_refuses_other_memory() -> None:
@@ -177,19 +169,19 @@ def test_refuses_other_memory() -> None:
     graph = make_graph(cache=cache)
     token_ids = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="cache is another one"):
-        graph.run(token_ids, step_of([1]), make_cache())
+        graph.run(token_ids, requests_of([1]), make_cache())
     with pytest.raises(ValueError, match=r"inputs is torch.int32 on cpu; a decode graph takes torch.int64 on cpu"):
-        graph.run(token_ids.int(), step_of([1]), cache)
+        graph.run(token_ids.int(), requests_of([1]), cache)
     with pytest.raises(ValueError, match=r"inputs has shape \(2,\); expected \(1,\)"):
-        graph.run_eagerly(token_ids.new_zeros(2), step_of([1]), cache)
+        graph.run_eagerly(token_ids.new_zeros(2), requests_of([1]), cache)
     sparse = LatentCache(dataclasses.replace(cache.sizes, index_layers=(0,), index_row_width=4), torch.device("cpu"))
     graph = make_graph(cache=sparse)
     sparse.index_layers[0] = sparse.index_layers[0].clone()
     with pytest.raises(ValueError, match="cache is another one"):
-        graph.run(token_ids, step_of([1]), sparse)
+        graph.run(token_ids, requests_of([1]), sparse)
     cache.layers[0] = torch.empty_like(cache.layers[0])
     with pytest.raises(ValueError, match="cache is another one"):
-        graph.run(token_ids, step_of([1]), cache)
+        graph.run(token_ids, requests_of([1]), cache)
     with pytest.raises(ValueError, match="max_num_seqs is 0"):
         DecodeGraph(sums, token_ids[0], cache, MESH, 0, 1)
     with pytest.raises(ValueError, match="only steps on a GPU can be captured"):
@@ -201,13 +193,13 @@ def test_refuses_steps_that_return_other_rows() -> None:
     cache = make_cache()
     with pytest.raises(ValueError, match=r"step returned shape \(1, 5\); expected \(2, 5\), a row a token"):
         make_graph(lambda *numbers: sums(*numbers)[:1], cache).run(
-            torch.zeros(2, dtype=torch.int64), step_of([1, 1]), cache
+            torch.zeros(2, dtype=torch.int64), requests_of([1, 1]), cache
         )
 
 
 def test_static_memory_takes_no_history_of_gradients() -> None:
     padded = PaddedStep(torch.zeros(3), [Batch(2)], 20, make_cache().sizes, 0)
-    padded.fill(torch.ones(2, 3, requires_grad=True) * 2, step_of([1, 1]), Batch(2))
+    padded.fill(torch.ones(2, 3, requires_grad=True) * 2, requests_of([1, 1]), Batch(2))
     inputs, _ = padded.rows(Batch(2))
     assert inputs.tolist() == [[2, 2, 2]] * 2
     assert not inputs.requires_grad
@@ -272,7 +264,7 @@ def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     list(engine.run())
     of_graph, of_engine = made
     assert [decode and id(decode.workspace) for decode in used] == [None, *[id(of_graph)] * 2, *[id(of_engine)] * 3]
-    assert step_of([1]).decode.workspace is made[2]  # type: ignore[union-attr]
+    assert step_of(requests_of([1])).decode.workspace is made[2]  # type: ignore[union-attr]
 
 
 def outcomes(load: Load, with_graph: bool) -> list[tuple[list[int], str | None]]:

@@ -23,6 +23,7 @@ from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_config, load_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.runtime.graph import DecodeGraph, DecodeStep
+from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import VOCAB_SIZE
 
@@ -125,14 +126,14 @@ def check_rows(
         graph.capture()
         assert graph.is_captured
     generator, num_compared = torch.Generator().manual_seed(0), 0
-    for on_host, metadata in steps(dcp, mesh, input_like.device, generator, bool(cache.index_layers)):
+    for requests, metadata in steps(dcp, mesh, input_like.device, generator, bool(cache.index_layers)):
         inputs = draw(metadata.num_tokens, generator)
         before = poison(cache, metadata, dcp, generator)
         skew()
-        padded, padded_cache = graph.run_eagerly(inputs, on_host, cache).clone(), copies(cache)
+        padded, padded_cache = graph.run_eagerly(inputs, requests, cache).clone(), copies(cache)
         restore(cache, before)
         skew()
-        out = graph.run(inputs, on_host, cache)
+        out = graph.run(inputs, requests, cache)
         assert bool(out.isfinite().all())
         same_bits([out, *memory_of(cache)], [padded, *padded_cache])
         check_written(cache, before, metadata)
@@ -170,16 +171,16 @@ def memory_of(cache: LatentCache) -> list[Tensor]:
 
 def steps(
     dcp: DCPConfig, mesh: DCPMesh, device: torch.device, generator: torch.Generator, is_sparse: bool
-) -> Iterator[tuple[StepMetadata, StepMetadata]]:
-    """Draw decodes of requests of random lengths, their blocks all over the cache; the same on all ranks. Each on the
-    CPU, for graphs, and on the device.
+) -> Iterator[tuple[StepRequests, StepMetadata]]:
+    """Draw decodes of requests of random lengths, their blocks all over the cache; the same on all ranks. Each as
+    requests, for graphs, and laid out on the device.
     """
     blocks = num_blocks(MAX_MODEL_LEN, dcp)
     for batch in BATCHES:
         ids = torch.randperm(MAX_NUM_SEQS * blocks, generator=generator).view(MAX_NUM_SEQS, blocks)[:batch]
         seq_lens = torch.randint(1, MAX_MODEL_LEN + 1, (batch,), generator=generator).tolist()
-        step = [1] * batch, seq_lens, ids.tolist(), dcp, mesh.dcp_rank
-        yield tuple(StepMetadata.build(*step, where, is_sparse=is_sparse) for where in ("cpu", device))  # type: ignore[misc]
+        requests = StepRequests([1] * batch, seq_lens, ids.tolist())
+        yield requests, StepMetadata.build(*requests[:3], dcp, mesh.dcp_rank, device, is_sparse=is_sparse)
 
 
 def poison(cache: LatentCache, metadata: StepMetadata, dcp: DCPConfig, generator: torch.Generator) -> list[Tensor]:

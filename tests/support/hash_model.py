@@ -50,7 +50,8 @@ class HashModel:
         self.steps.append([num_new for _, num_new in ends.values()])
         logits = torch.zeros(len(logits_at), VOCAB_SIZE)
         for row, at in enumerate(logits_at.tolist()):
-            logits[row, next_token(ends[at][0])] = 1
+            if at in ends:  # else a prompt's token that is scored
+                logits[row, next_token(ends[at][0])] = 1
         return logits
 
     def check(self) -> None:

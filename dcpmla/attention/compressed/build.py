@@ -36,13 +36,14 @@ class CompressedStepBuilder(StepBuilder):
         workspace: Tensor | None,
     ) -> StepMetadata:
         """Lay out a step; `StepMetadata.build` documents arguments and errors."""
-        check_requests(query_lens, seq_lens, block_tables, self.dcp)
-        _check_states(states, len(query_lens), self.plan.num_states)
+        check_requests(query_lens, seq_lens, block_tables, self.dcp.virtual_block_size)
+        check_states(states, len(query_lens), self.plan.num_states)
         # A decode reads its window after its tokens are written: all but one of them need rows besides the window's.
         most = min(max_decode_query_len, self.plan.ring_rows - self.plan.config.sliding_window + 1)
         num_decodes = next((i for i, length in enumerate(query_lens) if length > most), len(query_lens))
         num_decode_tokens = sum(query_lens[:num_decodes])
-        table, positions = pad_table(block_tables, seq_lens, self.dcp), positions_of(query_lens, seq_lens)
+        table = pad_table(block_tables, seq_lens, self.dcp.virtual_block_size)
+        positions = positions_of(query_lens, seq_lens)
         request = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
         # Uploaded once, all of it together.
         per_request = np.array([np.subtract(seq_lens, query_lens), seq_lens, states], dtype=np.int32)
@@ -115,7 +116,8 @@ class CompressedStepBuilder(StepBuilder):
         return of_entries._chunk(np.zeros_like(end), end // ratio, table)
 
 
-def _check_states(states: Sequence[int], num_reqs: int, num_states: int) -> None:
+def check_states(states: Sequence[int], num_reqs: int, num_states: int) -> None:
+    """Raise ValueError for states that a cache does not have, or that two requests share."""
     wrong = [state for state in states if not 0 <= state < num_states]
     if len(states) != num_reqs or wrong or len(set(states)) != num_reqs:
         raise ValueError(

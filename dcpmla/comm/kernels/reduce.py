@@ -194,7 +194,10 @@ def one_shot_kernel(
     # fmt: on
 
 
-@triton.jit(do_not_specialize=["num_items", "rank", "items", "limit", "operation", "scales_stride"])
+@triton.jit(
+    do_not_specialize=["num_items", "rank", "items", "limit", "operation", "scales_stride"],
+    do_not_specialize_on_alignment=["scales_ptr"],  # of the first row of many that are sent at a time
+)
 def two_shot_kernel(
     partial_ptr,
     residual_ptr,

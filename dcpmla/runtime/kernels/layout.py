@@ -1,72 +1,76 @@
-"""The kernel that moves a padded step back, with its launcher; `runtime/layout.py: move_back` specifies it."""
+"""The kernel that lays out a padded step, with its launcher; `runtime/layout.py: lay_out` specifies it."""
 
 import triton
 import triton.language as tl
 
-from dcpmla.cache.compressed import AnyPlan
-from dcpmla.runtime.layout import UNWRITTEN, Numbers
+from dcpmla.cache.compressed import AnyPlan, CompressedPlan
+from dcpmla.runtime.layout import Numbers, Rows
 
 _ROWS = 128
 
 
 @triton.jit
-def move_kernel(
+def layout_kernel(
     positions_ptr,
     slots_ptr,
-    seq_lens_ptr,
     local_seq_lens_ptr,
+    seq_lens_ptr,
+    num_rejected_ptr,
+    first_position_ptr,
+    num_tokens_ptr,
     table_ptr,
     table_stride,
-    num_rejected_ptr,
     num_rows,
     rank,
     QUERY_LEN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DCP_SIZE: tl.constexpr,
     INTERLEAVE: tl.constexpr,
-    UNWRITTEN: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Move rows back by their requests' rejected drafts."""
+    """Write the numbers of some rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = row < num_rows
-    request = row // QUERY_LEN
-    position = tl.load(positions_ptr + row, mask=here, other=0)
-    position -= tl.load(num_rejected_ptr + request, mask=here, other=0)
+    is_row = row < num_rows
+    request, index = row // QUERY_LEN, row % QUERY_LEN
+    num_tokens = tl.load(num_tokens_ptr + request, mask=is_row, other=0)
+    here = num_tokens > 0
+    first = tl.load(first_position_ptr + request, mask=here, other=0)
+    first -= tl.load(num_rejected_ptr + request, mask=here, other=0)
+    position = tl.where(here, first + tl.minimum(index, num_tokens - 1), 0)
+    seen = tl.where(here, position + 1, 0)
     block_tokens: tl.constexpr = BLOCK_SIZE * DCP_SIZE
     group: tl.constexpr = DCP_SIZE * INTERLEAVE
-    column, offset = position // block_tokens, position % block_tokens
-    block = tl.load(table_ptr + request * table_stride + column, mask=here, other=0).to(tl.int64)
-    slot = block * BLOCK_SIZE + offset // group * INTERLEAVE + offset % INTERLEAVE
-    is_mine = offset // INTERLEAVE % DCP_SIZE == rank
-    here = here & (tl.load(seq_lens_ptr + row, mask=here, other=0) > 0)  # not in a request of padding
-    seen = position + 1
     past_first = seen % group - rank * INTERLEAVE
     local = seen // group * INTERLEAVE + tl.minimum(tl.maximum(past_first, 0), INTERLEAVE)
-    tl.store(positions_ptr + row, position, mask=here)
-    is_written = tl.load(slots_ptr + row, mask=here, other=0) != UNWRITTEN
-    tl.store(slots_ptr + row, tl.where(is_mine, slot, -1), mask=here & is_written)
-    tl.store(seq_lens_ptr + row, seen.to(tl.int32), mask=here)
-    tl.store(local_seq_lens_ptr + row, local.to(tl.int32), mask=here)
+    slot = tl.full([ROWS], -1, tl.int64)
+    if HAS_SLOTS:
+        column, offset = position // block_tokens, position % block_tokens
+        is_written = here & (index < num_tokens) & (offset // INTERLEAVE % DCP_SIZE == rank)
+        block = tl.load(table_ptr + request * table_stride + column, mask=is_written, other=0).to(tl.int64)
+        slot = tl.where(is_written, block * BLOCK_SIZE + offset // group * INTERLEAVE + offset % INTERLEAVE, -1)
+    tl.store(positions_ptr + row, position.to(tl.int64), mask=is_row)
+    tl.store(slots_ptr + row, slot, mask=is_row)
+    tl.store(local_seq_lens_ptr + row, local.to(tl.int32), mask=is_row)
+    tl.store(seq_lens_ptr + row, seen.to(tl.int32), mask=is_row)
 
 
-def move_back(batch: Numbers, sizes: AnyPlan, dcp_rank: int) -> None:
-    """Move requests back, as `runtime/layout.py: move_back` documents it."""
-    num_rows = len(batch.positions)
-    move_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        batch.positions,
-        batch.slot_mapping,
-        batch.seq_lens,
-        batch.local_seq_lens,
-        batch.block_table,
-        batch.block_table.stride(0),
-        batch.num_rejected,
+def lay_out(numbers: Numbers, rows: Rows, plan: AnyPlan, dcp_rank: int) -> None:
+    """Write a batch's rows, as `runtime/layout.py: lay_out` documents it."""
+    num_rows = len(rows.positions)
+    layout_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        *rows,
+        numbers.num_rejected,
+        numbers.first_position,
+        numbers.num_tokens,
+        numbers.block_table,
+        numbers.block_table.stride(0),
         num_rows,
         dcp_rank,
-        QUERY_LEN=num_rows // len(batch.num_rejected),
-        BLOCK_SIZE=sizes.block_tokens // sizes.dcp_size,
-        DCP_SIZE=sizes.dcp_size,
-        INTERLEAVE=sizes.interleave,
-        UNWRITTEN=UNWRITTEN,
+        QUERY_LEN=num_rows // len(numbers.num_tokens),
+        BLOCK_SIZE=plan.block_tokens // plan.dcp_size,
+        DCP_SIZE=plan.dcp_size,
+        INTERLEAVE=plan.interleave,
+        HAS_SLOTS=not isinstance(plan, CompressedPlan),
         ROWS=_ROWS,
     )

@@ -1,0 +1,75 @@
+"""The warm-up: requests of every kind, served before the first real one, so that none waits for kernels to compile."""
+
+import random
+from collections.abc import Sequence
+
+from dcpmla.runtime.drafts import Drafter, Drafts
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.speculation import Speculation
+
+_PREFILL, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 8))
+_DRAWN = SamplingParams(
+    max_new_tokens=8,
+    ignore_eos=True,
+    temperature=1.0,
+    top_k=20,
+    top_p=0.9,
+    min_p=0.01,
+    presence_penalty=0.5,
+    repetition_penalty=1.1,
+    logprobs=1,
+    prompt_logprobs=1,
+)
+
+
+def warm_up(engine: Engine) -> None:
+    """Serve prompts of all sizes alone, then more at once than a step takes, then some with all that sampling knows.
+    Collective over the TP group.
+
+    Args:
+        engine: to be thrown away; another one over the same model and cache has no trace of this.
+    """
+    drafter, most = engine.speculation.drafter, engine.scheduler.max_num_batched_tokens
+    if drafter is not None:
+        engine.speculation = Speculation(_Always(drafter))
+    room = min(engine.max_model_len, engine.allocator.num_blocks * engine.allocator.block_tokens)
+    longest = room - _GREEDY.max_new_tokens
+    if longest < 1:
+        return
+    rng, vocabulary = random.Random(0), range(engine.model.vocab_size)  # the same on all ranks
+    for size in _sizes(min(longest, most)):
+        _serve(engine, [rng.choices(vocabulary, k=size)], _PREFILL)
+    size = min(longest, most + most // 2)
+    prompts = [rng.choices(vocabulary, k=size) for _ in range(most // size + 2)]
+    _serve(engine, prompts, _GREEDY)
+    _serve(engine, [prompt[:64] for prompt in prompts], _DRAWN)
+
+
+class _Always(Drafter):
+    """Drafts of another drafter in every step."""
+
+    drafts_always = True
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter.num_speculative_tokens)
+        self._drafter, self.reads_tokens = drafter, drafter.reads_tokens
+
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
+        """Return the other's drafts."""
+        return self._drafter.draft(wanted, previous)
+
+
+def _sizes(largest: int) -> list[int]:
+    """Return the powers of two up to a size, the numbers half-way between them, and that size."""
+    sizes = {factor << exponent for exponent in range(largest.bit_length()) for factor in (1, 3)}
+    return sorted(size for size in sizes | {largest} if size <= largest)
+
+
+def _serve(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> None:
+    for prompt in prompts:
+        engine.add(prompt, params)
+    for _ in engine.run():
+        pass

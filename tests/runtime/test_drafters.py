@@ -1,0 +1,121 @@
+"""The drafters in the engine, over a model that checks its cache: odd steps, and what is held of requests."""
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla.cache.latent import CachePlan, LatentCache
+from dcpmla.config import DCPConfig
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.mtp import MtpDrafter
+from dcpmla.runtime.ngram import NgramDrafter
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.warm_up import warm_up
+from tests.support.hash_model import BLOCK, MESH, VOCAB_SIZE, HashModel, alone_ignoring_eos, make_engine
+
+
+class HashModelWithMtp(HashModel):
+    """Its module looks at shapes alone, and drafts what comes along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_rows = torch.zeros(256, 4)
+
+    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        return torch.cat([token_ids[:, None].float().expand(-1, 4), hidden_states], -1)
+
+    def predict(self, rows: Tensor, metadata: Any, cache: LatentCache) -> Tensor:
+        assert len(rows) == metadata.num_tokens
+        return rows[:, :4].clone()
+
+    def draft(self, hidden_states: Tensor, metadata: Any, cache: LatentCache) -> Tensor:
+        return (7 * hidden_states[:, 0].long() + torch.arange(len(hidden_states))) % VOCAB_SIZE
+
+
+class Always(MtpDrafter):
+    drafts_always = True
+
+
+def make_mtp_engine(num_drafts: int, num_blocks: int, max_num_batched_tokens: int, max_num_seqs: int) -> Engine:
+    model, device = HashModelWithMtp(), torch.device("cpu")
+    plan = CachePlan(
+        num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
+    )
+    cache = LatentCache(plan, device)
+    cache.layers[0].fill_(torch.nan)
+    dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * 16)
+    limits = cache, MESH, min(max_num_seqs, max_num_batched_tokens), 100
+    graph = DecodeGraph(model.decode, torch.tensor(0), *limits, 1 + num_drafts)
+    module = DecodeGraph(model.predict, torch.zeros(8), *limits, 1 + num_drafts)
+    chain = DecodeGraph(model.draft, torch.zeros(4), *limits, num_drafts)
+    drafter = Always(num_drafts, model, cache, MESH, module, chain)
+    return Engine(model, cache, dcp, MESH, 100, max_num_batched_tokens, max_num_seqs, graph=graph, drafter=drafter)
+
+
+@pytest.mark.parametrize(("first", "then"), [
+    ([[1], [2], [3]], []),  # prompts of one token, padded
+    ([[1, 2, 3, 4, 5]], [[7]]),  # one beside a decode with drafts
+    ([[1, 2, 3, 4, 5], [2, 3, 5]], [[1, 2, 3, 4, 5]]),  # all but one token found in the cache
+])  # fmt: skip
+def test_mtp_follows_steps_of_a_graph_with_prompts(first: list[list[int]], then: list[list[int]]) -> None:
+    engine, params = make_mtp_engine(3, 90, 64, 16), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    requests = [engine.add(prompt, params) for prompt in first]
+    for _ in range(4):
+        engine.step()
+    requests += [engine.add(prompt, params) for prompt in then]
+    list(engine.run())
+    for request in requests:
+        assert request.token_ids == alone_ignoring_eos(request.prompt_token_ids, 12)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_mtp_takes_any_load(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_mtp_engine(
+        rng.randint(1, 6), rng.randint(8, 40), rng.choice([3, 7, 16, 64]), rng.choice([1, 2, 4, 16])
+    )
+    requests = []
+    for _ in range(rng.randint(1, 9)):
+        prompt = rng.choices(range(3), k=rng.randint(1, 12))
+        requests.append(engine.add(prompt, SamplingParams(max_new_tokens=rng.randint(1, 18), ignore_eos=True)))
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+    list(engine.run())
+    for request in requests:
+        assert request.token_ids == alone_ignoring_eos(request.prompt_token_ids, request.params.max_new_tokens)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [33, 64, 65])
+def test_the_warm_up_meets_no_step_that_mtp_cannot_follow(max_num_batched_tokens: int) -> None:
+    engine = make_mtp_engine(3, 90, max_num_batched_tokens, 16)
+    warm_up(engine)
+    assert not engine.has_requests
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_requests_that_drafted_are_let_go(with_graph: bool) -> None:
+    class Looking(NgramDrafter):
+        drafts_always = True
+
+    class Repeating(HashModel):
+        def step(self, *arguments: Any) -> Tensor:
+            return super().step(*arguments).zero_()  # always token 0
+
+    def serve() -> "weakref.ref[Request]":
+        request = engine.add([*range(10), 0, 0, 0, 0], SamplingParams(max_new_tokens=20, ignore_eos=True))
+        list(engine.run())
+        return weakref.ref(request)
+
+    drafter = Looking(3, torch.device("cpu"))
+    engine = make_engine(90, model=Repeating(), with_graph=with_graph, drafter=drafter)
+    requests = [serve() for _ in range(5)]
+    assert engine.stats.num_draft_tokens > 0
+    gc.collect()
+    assert [request() is None for request in requests[:-1]] == [True] * 4  # the engine has the last step

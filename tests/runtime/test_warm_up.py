@@ -1,0 +1,51 @@
+"""What the warm-up serves, and that the engine after it has no trace of it."""
+
+import pytest
+
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.warm_up import warm_up
+from tests.support.hash_model import HashDrafter, HashModel, alone, make_engine
+
+SIZES = {2, 3, 4, 6, 8, 12, 16, 24, 32}
+
+
+def engine_after(engine: Engine) -> Engine:
+    limits = engine.max_model_len, engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs
+    return Engine(engine.model, engine.cache, engine.dcp, engine.mesh, *limits, graph=engine.graph)
+
+
+@pytest.mark.parametrize("max_model_len", [48, 64, 200])
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_steps_of_all_kinds_are_served(max_model_len: int, with_graph: bool) -> None:
+    model = HashModel()
+    engine = make_engine(
+        80, 64, 4, max_model_len, model=model, with_graph=with_graph, drafter=HashDrafter(3, 0.5, always=True)
+    )
+    warm_up(engine)
+    largest = min(64, max_model_len - 8)
+    sizes = [step[0] for step in model.steps if len(step) == 1]
+    assert set(sizes) >= SIZES | {largest}
+    assert any(len(step) > 1 and min(step) > 1 for step in model.steps), "prompts of several requests"
+    assert any(1 in step and max(step) > 1 for step in model.steps), "prompts and decodes"
+    assert engine.stats.num_draft_tokens > 0
+    assert engine.stats.num_prefill_tokens > sum(SIZES | {1, largest}) + 64, "more at once than a step takes"
+    assert not engine.has_requests
+    assert engine.allocator.num_free == 80
+    after = engine_after(engine)
+    request = after.add([5, 6, 7], SamplingParams(max_new_tokens=12))
+    list(after.run())
+    assert request.token_ids == alone([5, 6, 7], 12)
+    assert after.stats.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("num_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len"), [
+    (1, 64, 4, 200), (3, 64, 1, 200), (50, 1, 1, 30), (50, 64, 4, 2), (50, 64, 4, 9), (50, 7, 3, 100),
+])  # fmt: skip
+def test_small_engines_serve_what_fits(
+    num_blocks: int, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
+) -> None:
+    engine = make_engine(num_blocks, max_num_batched_tokens, max_num_seqs, max_model_len)
+    warm_up(engine)
+    assert not engine.has_requests
+    assert engine.allocator.num_free == num_blocks
