@@ -1,6 +1,6 @@
 """Quantization of a Hugging Face config: the methods whose weights can be read, and the blocks that share a scale."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dcpmla.config import LARGEST_SIZE
@@ -8,21 +8,41 @@ from dcpmla.fields import FLAG, TEXT, Rule, check_fields, list_of, one_of, optio
 
 WHOLE = 1 << 62  # rows or columns of a block that has all of them
 _METHODS = ("fp8", "compressed-tensors", "modelopt")
-_SCHEMES = {  # of the methods that have several: the field that says which, and those whose weights are e4m3
-    "compressed-tensors": ("format", ("float-quantized", "naive-quantized")),
+_INT4 = "pack-quantized"  # compressed-tensors' format of integers in 4 bits
+_SCHEMES = {  # of the methods that have several: the field that says which, and those that can be read
+    "compressed-tensors": ("format", ("float-quantized", "naive-quantized", _INT4)),
     "modelopt": ("quant_algo", ("FP8",)),
 }
-_BLOCK = list_of(whole(1, LARGEST_SIZE), 2)
-_STRATEGIES = {"tensor": (WHOLE, WHOLE), "channel": (1, WHOLE)}  # of compressed-tensors; "block" says its own
+_GROUP_SIZE = whole(1, LARGEST_SIZE)
+_BLOCK = list_of(_GROUP_SIZE, 2)
+_STRATEGIES = {"tensor": (WHOLE, WHOLE), "channel": (1, WHOLE)}  # of compressed-tensors; others say their own
 
 
-def _is_fp8_group(group: object) -> bool:
-    """Tell whether a group of compressed-tensors' has e4m3 weights whose scales are known."""
-    weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict) or (weights.get("num_bits"), weights.get("type")) != (8, "float"):
-        return False
+def _is_fp8(weights: Mapping[str, Any]) -> bool:
+    """Tell whether compressed-tensors' weights are e4m3 whose scales are known."""
     strategy = str(weights.get("strategy"))
-    return strategy in _STRATEGIES or (strategy == "block" and _BLOCK.holds(weights.get("block_structure")))
+    has_scales = strategy in _STRATEGIES or (strategy == "block" and _BLOCK.holds(weights.get("block_structure")))
+    return has_scales and (weights.get("num_bits"), weights.get("type")) == (8, "float")
+
+
+def _is_int4(weights: Mapping[str, Any]) -> bool:
+    """Tell whether compressed-tensors' weights are integers in 4 bits, of columns that follow each other."""
+    has_scales = weights.get("strategy") == "group" and _GROUP_SIZE.holds(weights.get("group_size"))
+    is_plain = weights.get("symmetric", True) is True and weights.get("actorder") != "group"
+    return has_scales and is_plain and (weights.get("num_bits"), weights.get("type")) == (4, "int")
+
+
+def _groups(what: str, holds: Callable[[Mapping[str, Any]], bool]) -> Rule:
+    """Return the rule of config_groups that all have such weights."""
+
+    def is_such(group: object) -> bool:
+        weights = group.get("weights") if isinstance(group, dict) else None
+        return isinstance(weights, dict) and holds(weights)
+
+    return Rule(
+        f"an object of groups, each with weights of {what}",
+        lambda value: isinstance(value, dict) and value != {} and all(map(is_such, value.values())),
+    )
 
 
 _RULES = {
@@ -32,12 +52,10 @@ _RULES = {
     "modules_to_convert": optional(list_of(TEXT)),
     "ignored_layers": optional(list_of(TEXT)),
     "ignore": optional(list_of(TEXT)),
-    "config_groups": Rule(
-        "an object of groups, each with weights of 8 bits, type float, strategy tensor, channel or block",
-        lambda value: isinstance(value, dict) and value != {} and all(map(_is_fp8_group, value.values())),
-    ),
+    "config_groups": _groups("8 bits, type float, strategy tensor, channel or block", _is_fp8),
     "dequantize": FLAG,
 }
+_INT4_GROUPS = _groups("4 bits, type int, symmetric, strategy group, actorder not group", _is_int4)
 
 
 def check_quantization(quantization: Mapping[str, Any]) -> None:
@@ -51,9 +69,15 @@ def check_quantization(quantization: Mapping[str, Any]) -> None:
             {field: one_of(schemes)}, {field: None, **quantization}, f"quantization_config.{{}} of {method}".format
         )
     required = {"config_groups": None} if method == "compressed-tensors" else {}
-    check_fields(_RULES, {**required, **quantization}, label)
+    rules = _RULES | {"config_groups": _INT4_GROUPS} if is_int4(quantization) else _RULES
+    check_fields(rules, {**required, **quantization}, label)
     if len(_blocks(quantization)) > 1:
         raise ValueError(f"{label('config_groups')} differ in the weights that share a scale; they must be alike")
+
+
+def is_int4(quantization: Mapping[str, Any] | None) -> bool:
+    """Return whether a quantization_config is of integers in 4 bits."""
+    return quantization is not None and quantization.get("format") == _INT4
 
 
 def scale_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
@@ -68,6 +92,14 @@ def scale_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
 def _blocks(quantization: Mapping[str, Any]) -> set[tuple[int, int]]:
     if quantization["quant_method"] == "compressed-tensors":
         weights = [group["weights"] for group in quantization["config_groups"].values()]
-        return {_STRATEGIES.get(part["strategy"]) or tuple(part["block_structure"]) for part in weights}
+        return {_weights_block(part) for part in weights}
     rows, cols = quantization.get("weight_block_size") or (WHOLE, WHOLE)
     return {(rows, cols)}
+
+
+def _weights_block(weights: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the rows and columns that share a scale in a group of compressed-tensors'."""
+    if weights["strategy"] == "group":
+        return 1, weights["group_size"]
+    rows, cols = _STRATEGIES.get(weights["strategy"]) or weights["block_structure"]
+    return rows, cols

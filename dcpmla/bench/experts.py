@@ -20,14 +20,15 @@ from dcpmla.cli.options import name_list, positive_list
 from dcpmla.job.join import Job
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.router import Router, route, router_logits
-from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, AnyWeight, BlockFp8, GroupFp4, dequantize
+from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
 
 _CACHE_BYTES = 1 << 27  # calls rotate until so many bytes lie between two uses of the same weights: no L2 is larger
 _MOST_SETS = 16
 _SAMPLE_SECONDS = 0.5  # that the samples of one kernel may take
 _CHECKED_TOKENS = 4  # compared with float64
-_LARGEST_ERROR = {"bf16": 0.01, "fp8": 0.08, "fp4": 0.01}  # of fp8, the format of its activations makes almost all
-_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / FP4_GROUP}  # of one value
+# Of fp8, the format of its activations makes almost all.
+_LARGEST_ERROR = {"bf16": 0.01, "fp8": 0.08, "fp4": 0.01, "int4": 0.01}
+_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / GROUP, "int4": 0.5 + 2 / GROUP}  # of one value
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ SHAPES = {
     "v3-tp4": Shape(7168, 512, 256, 8, 1),
     "v2-lite": Shape(2048, 1408, 64, 6, 2),
     "v4-flash": Shape(4096, 2048, 256, 6, 0),
+    "k2-tp8": Shape(7168, 256, 384, 8, 0),
 }
-_FORMATS = {"v4-flash": ("fp8", "fp4")}  # that are of use; of other shapes: bf16 and fp8
+_FORMATS = {"v4-flash": ("fp8", "fp4"), "k2-tp8": ("int4",)}  # that are of use; of other shapes: bf16 and fp8
 
 
 @dataclass(frozen=True)
@@ -200,9 +202,11 @@ def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.d
             codes[(codes & 127) == 127] = 0  # NaN
             scales = torch.rand(num_experts, num_rows // BLOCK, num_cols // BLOCK, device=device)
             return BlockFp8(codes.view(FP8), (scales + 0.5) * num_cols**-0.5 / 100)
-        shape = num_experts, num_rows, num_cols // FP4_GROUP
-        scales = torch.randint(118, 123, shape, dtype=torch.uint8, device=device)
-        return GroupFp4(codes[..., : num_cols // 2].contiguous(), scales)
+        codes, shape = codes[..., : num_cols // 2].contiguous(), (num_experts, num_rows, num_cols // GROUP)
+        if kind == "int4":
+            scales = torch.rand(shape, device=device) * num_cols**-0.5 / 5
+            return GroupInt4(codes, scales.bfloat16())
+        return GroupFp4(codes, torch.randint(118, 123, shape, dtype=torch.uint8, device=device))
 
     return ExpertWeights(random(2 * width, hidden), random(hidden, width))
 

@@ -236,7 +236,7 @@ def _read_config(geometry: str) -> MLAConfig | CompressedConfig:
     if not os.path.exists(geometry):
         names = ", ".join(GEOMETRIES)
         raise ValueError(f"--geometry is {geometry}: no such file or directory; give one, or one of {names}")
-    from dcpmla.integrations.transformers import load_config  # transformers: only for a config of one's own
+    from dcpmla.integrations.model_files import load_config  # transformers: only for a config of one's own
 
     attention = read_attention(load_config(Path(geometry)))
     return replace(attention, indexer=None) if isinstance(attention, MLAConfig) else attention

@@ -27,7 +27,7 @@ FIELDS = {
     "layer_kind": "of the stack's layers: `mla`; DeepSeek-V4's `window`, `csa` or `hca`",
     "kernel": "kernel or backend of what is measured",
     "quantization": "of attention's output",
-    "weights": "format of the weights: `bf16`, `fp8` (blocks of 128 x 128) or `fp4` (groups of 32)",
+    "weights": "format of the weights: `bf16`, `fp8` (blocks of 128 x 128), `fp4` or `int4` (groups of 32)",
     "mode": "`graph`: decode steps as CUDA graphs; `eager`: without",
     "tp": "ranks of the job, all of which cut the heads",
     "dcp": "ranks that share a cache, and exchange",

@@ -148,7 +148,7 @@ def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
 def _inputs(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> list[Path]:
     """Return the directory or the config file of a model that is read: no result may overwrite it."""
     if kind.has_engine:
-        from dcpmla.integrations.transformers import find_model
+        from dcpmla.integrations.model_files import find_model
 
         return [find_model(args.model)]
     return [Path(args.geometry)] if "geometry" in args else []

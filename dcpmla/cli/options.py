@@ -160,7 +160,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
         "--expert-dtype",
         choices=("auto", "fp8"),
         default="auto",
-        help="fp8: experts that are stored in 4 bits (DeepSeek-V4) in 8, the same values: more memory, faster",
+        help="fp8: experts that are stored in e2m1 (DeepSeek-V4) in 8 bits, the same values: more memory, faster",
     )
     add(
         "--load-format",

@@ -19,7 +19,7 @@ from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
 from dcpmla.hf_config import check_index_options
-from dcpmla.integrations.transformers import load_config
+from dcpmla.integrations.model_files import load_config
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import Row, calibrate, predict_row, read_rows
 from dcpmla.planning.predict import Setting
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=dcp)
     experts = "spread experts whole over the ranks instead of cutting each"
     add("--enable-expert-parallel", action="store_true", help=experts)
-    in_fp8 = "fp8: experts that are stored in 4 bits (DeepSeek-V4) are held in 8"
+    in_fp8 = "fp8: experts that are stored in e2m1 (DeepSeek-V4) are held in 8 bits"
     add("--expert-dtype", choices=("auto", "fp8"), default="auto", help=in_fp8)
     gpus = "of the whole job: replicas of the TP group share its batch; default: one TP group"
     add("--num-gpus", type=positive, metavar="N", help=gpus)

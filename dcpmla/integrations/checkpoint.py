@@ -14,6 +14,7 @@ from dcpmla.integrations.quantization import FLOATS, StoredTensor, check_has_val
 from dcpmla.parallel.linear import Weight
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the name of the weight; a value is its code's times the scale
+_SHAPE_SUFFIX = ".weight_shape"  # beside compressed-tensors' packed codes, whose own shape says as much
 
 
 class Checkpoint:
@@ -54,7 +55,8 @@ class Checkpoint:
         self._scales = {
             name: scale for suffix in _SCALE_SUFFIXES for name in self._files if (scale := name + suffix) in self._files
         }
-        self._weights = sorted(self._files.keys() - self._scales.values())
+        weights = self._files.keys() - self._scales.values()
+        self._weights = sorted(name for name in weights if not name.endswith(_SHAPE_SUFFIX))
 
     @property
     def names(self) -> KeysView[str]:

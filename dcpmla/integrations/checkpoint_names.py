@@ -1,11 +1,18 @@
-"""Names of DeepSeek-V4's tensors: as DeepSeek publishes them, or as transformers saves them -> as transformers' modules
-call them.
-"""
+"""Names of tensors: as they are published, or as transformers saves them -> as transformers' modules call them."""
 
 import re
+from collections.abc import Sequence
 
 # Applied one after the other; what is a module's name already stays.
-_RULES = [
+_TEXT_RULES = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^language_model\.(?=model\.|lm_head\.)", ""),
+        (r"^model\.language_model\.", "model."),
+        (r"\.weight_packed$", ".weight"),
+    )
+]
+_V4_RULES = [
     (re.compile(pattern), name)
     for pattern, name in (
         (r"^embed\.", "model.embed_tokens."),
@@ -39,6 +46,17 @@ _RULES = [
 
 def module_name(name: str) -> str:
     """Return the name that transformers' module has for a tensor of a checkpoint of DeepSeek-V4."""
-    for pattern, replacement in _RULES:
+    return _rename(name, _V4_RULES)
+
+
+def text_module_name(name: str) -> str:
+    """Return the name that transformers' text model has for a tensor of any other checkpoint: without what the model
+    is called inside a multimodal one, and with compressed-tensors' packed codes as weights.
+    """
+    return _rename(name, _TEXT_RULES)
+
+
+def _rename(name: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, replacement in rules:
         name = pattern.sub(replacement, name)
     return name

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from dcpmla.parallel.linear import Weight
-from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, BlockFp8, GroupFp4, dequantize
+from dcpmla.parallel.quantized import BLOCK, GROUP, BlockFp8, GroupFp4, GroupInt4, dequantize
 
 _STD = 0.02  # of weights, as models are initialized
 _FP4_SCALE = 120  # e8m0: e2m1's values lie within 6 x 2^-7
+_INT4_SCALE = _STD / 5  # integers from -8 to 7
 # Linear layers that are published in block fp8, in models that have any.
 _QUANTIZED = re.compile(r"\.layers\..*(_proj(_with_mqa)?|\.w[qko](_[ab])?)\.weight$")
 _ROUTED = re.compile(r"\.experts\.\d+\.")
@@ -21,7 +22,7 @@ _NOT_QUANTIZED = re.compile(r"\.(weights_proj|compressor|eh_proj)\b")
 def dummy_weights(
     shapes: Mapping[str, tuple[int, ...]],
     is_fp8: bool,
-    has_fp4_experts: bool,
+    expert_codes: str | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Mapping[str, Weight]:
@@ -29,12 +30,13 @@ def dummy_weights(
 
     Args:
         is_fp8: linear layers are e4m3 with a scale per block, as DeepSeek-V3's are published.
-        has_fp4_experts: routed experts are e2m1 with a scale per group, as DeepSeek-V4's are.
+        expert_codes: of routed experts: "fp4", e2m1 with a scale per group, as DeepSeek-V4's are; "int4", as
+            Kimi-K2-Thinking's are; anything else: those of other linear layers.
     """
 
     def new(name: str, shape: tuple[int, ...]) -> Weight:
-        if has_fp4_experts and _ROUTED.search(name):
-            return _DummyFp4(name, shape, dtype, device)
+        if expert_codes in _IN_4_BITS and _ROUTED.search(name):
+            return _IN_4_BITS[expert_codes](name, shape, dtype, device)
         if is_fp8 and len(shape) == 2 and _QUANTIZED.search(name) and not _NOT_QUANTIZED.search(name):
             return _DummyFp8(name, shape, dtype, device)
         return _DummyWeight(name, shape, dtype, device)
@@ -83,8 +85,23 @@ class _DummyFp4(_DummyWeight):
     """A matrix in e2m1, its columns cut between groups."""
 
     def stored(self, rows: slice, cols: slice) -> GroupFp4:
-        drawn = self._draw((rows, cols))
-        codes = drawn[:, ::2].contiguous().view(torch.uint8)[:, ::2].contiguous()  # any bits are codes
-        num_groups = drawn.shape[1] // FP4_GROUP
-        scales = torch.full((len(drawn), num_groups), _FP4_SCALE, dtype=torch.uint8, device=self._device)
-        return GroupFp4(codes, scales)
+        codes = self._draw_codes(rows, cols)
+        return GroupFp4(codes, self._equal_scales(codes, _FP4_SCALE, torch.uint8))
+
+    def _draw_codes(self, rows: slice, cols: slice) -> Tensor:
+        """Return two codes a byte; any bits are codes."""
+        return self._draw((rows, cols))[:, ::2].contiguous().view(torch.uint8)[:, ::2].contiguous()
+
+    def _equal_scales(self, codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((len(codes), 2 * codes.shape[1] // GROUP), scale, dtype=dtype, device=self._device)
+
+
+class _DummyInt4(_DummyFp4):
+    """A matrix of integers in 4 bits, its columns cut between groups."""
+
+    def stored(self, rows: slice, cols: slice) -> GroupInt4:  # type: ignore[override]
+        codes = self._draw_codes(rows, cols)
+        return GroupInt4(codes, self._equal_scales(codes, _INT4_SCALE, torch.bfloat16))
+
+
+_IN_4_BITS: dict[str | None, type[_DummyWeight]] = {"fp4": _DummyFp4, "int4": _DummyInt4}

@@ -22,6 +22,7 @@ from dcpmla.config import MODEL_DTYPES, DCPConfig
 from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, optional, whole
 from dcpmla.hf_config import check_index_options, read_attention
 from dcpmla.integrations.decode_graphs import GraphMaker
+from dcpmla.integrations.model_files import find_model, load_config
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import (
     MAX_SPECULATIVE_TOKENS,
@@ -30,7 +31,8 @@ from dcpmla.integrations.speculation import (
     make_drafter,
     mtp_graphs,
 )
-from dcpmla.integrations.transformers import find_model, load_config, load_model
+from dcpmla.integrations.tokenizer import load_tokenizer
+from dcpmla.integrations.transformers import load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
@@ -97,7 +99,7 @@ def open_model(model: str, max_model_len: int | None = None) -> ModelFiles:
             f"max_model_len (--max-model-len) is {max_model_len!r}; it must be in [2, {longest}], "
             f"where the model's positions end"
         )
-    tokenizer, reason = _load_tokenizer(directory)
+    tokenizer, reason = load_tokenizer(directory)
     return ModelFiles(directory, config, tokenizer, reason, max_model_len, _digests(directory, tokenizer))
 
 
@@ -305,13 +307,3 @@ def _digests(directory: Path, tokenizer: Any) -> dict[str, str]:
     return {path.name: sha256(path.read_bytes()).hexdigest()[:12] for path in paths} | {
         "tokenizer": type(tokenizer).__name__
     }
-
-
-def _load_tokenizer(directory: Path) -> tuple[Any, str]:
-    """Load the model's tokenizer; or give None, and why it does not load (none there, broken, or one that needs the
-    checkpoint's own code).
-    """
-    try:
-        return transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False), ""
-    except Exception as error:  # a broken tokenizer.json raises whatever its reader stumbled over
-        return None, f"{type(error).__name__}: {error}"

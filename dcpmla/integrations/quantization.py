@@ -1,4 +1,4 @@
-"""Tensors on disk: plain ones, and matrices in e4m3 or e2m1 with their scales, sliced before they are read."""
+"""Tensors on disk: plain ones, and matrices in 8 or 4 bits with their scales, sliced before they are read."""
 
 from functools import cached_property
 from math import prod
@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from dcpmla.parallel.linear import QuantizedWeight
-from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, AnyWeight, BlockFp8, GroupFp4, dequantize, from_e8m0
+from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, from_e8m0
 
 # Names of dtypes as safetensors has them.
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _E4M3 = "F8_E4M3"
 _TWO_CODES = ("I8", "U8")  # e2m1 in the halves of a byte
+_EIGHT_CODES = "I32"  # integers in 4 bits, the first in the lowest ones
 _EXPONENTS = ("F8_E8M0", "U8")  # scales 2^(byte - 127)
 
 
@@ -48,32 +49,40 @@ def quantized_matrix(name: str, codes: StoredTensor, scales: StoredTensor, block
 
     Args:
         name: for messages.
-        codes: e4m3 [N, K], or bytes [N, K / 2] with two e2m1 codes each.
-        scales: float32, bfloat16 or float16 [ceil(N / rows), ceil(K / columns)], or bytes that are exponents (e8m0);
-            of e2m1 exponents alone, [N, K / 32]. A single one may have any shape.
-        block: rows and columns of e4m3 codes that share a scale.
+        codes: e4m3 [N, K], bytes [N, K / 2] with two e2m1 codes each, or int32 [N, K / 8] with eight integers each.
+        scales: float32, bfloat16 or float16 [ceil(N / rows), ceil(K / columns)], or, of e4m3, bytes that are exponents
+            (e8m0); of e2m1 exponents alone, [N, K / 32]. A single one may have any shape.
+        block: rows and columns of e4m3 codes or of integers that share a scale.
     Raises:
         ValueError: codes or scales of another shape or dtype.
     """
     if codes.dtype == _E4M3 and scales.dtype in (*FLOATS, *_EXPONENTS):
         return _Fp8Matrix(name, codes, scales, codes.shape, block)
-    if codes.dtype in _TWO_CODES and scales.dtype in _EXPONENTS and 2 * codes.shape[-1:].numel() % FP4_GROUP == 0:
-        shape = torch.Size([*codes.shape[:1], *(2 * size for size in codes.shape[1:])])
-        return _Fp4Matrix(name, codes, scales, shape, (1, FP4_GROUP))
+    if codes.dtype in _TWO_CODES and scales.dtype in _EXPONENTS and 2 * codes.shape[-1:].numel() % GROUP == 0:
+        return _Fp4Matrix(name, codes, scales, _wider(codes.shape, 2), (1, GROUP))
+    if codes.dtype == _EIGHT_CODES and scales.dtype in FLOATS:
+        return _Int4Matrix(name, codes, scales, _wider(codes.shape, 8), block)
     raise ValueError(
         f"checkpoint: tensor {name} of dtype {codes.dtype} and shape {tuple(codes.shape)} has scales of dtype "
-        f"{scales.dtype}; codes may be {_E4M3} with scales of {', '.join((*FLOATS, *_EXPONENTS))}, or two of e2m1 a "
-        f"byte ({', '.join(_TWO_CODES)}) in whole groups of {FP4_GROUP} with scales of {', '.join(_EXPONENTS)}"
+        f"{scales.dtype}; codes may be {_E4M3} with scales of {', '.join((*FLOATS, *_EXPONENTS))}, two of e2m1 a byte "
+        f"({', '.join(_TWO_CODES)}) in whole groups of {GROUP} with scales of {', '.join(_EXPONENTS)}, or eight "
+        f"integers in {_EIGHT_CODES} with scales of {', '.join(FLOATS)}"
     )
 
 
 def check_has_values(name: str, tensor: StoredTensor) -> None:
     """Raise ValueError for codes, which have no values without scales."""
-    if tensor.dtype == _E4M3 or tensor.dtype in _TWO_CODES:
+    is_packed = tensor.dtype in _TWO_CODES or (tensor.dtype == _EIGHT_CODES and name.endswith(".weight"))
+    if tensor.dtype == _E4M3 or is_packed:
         raise ValueError(
             f"checkpoint: tensor {name} has dtype {tensor.dtype}, but there are no scales in {name}_scale_inv or "
             f"{name}_scale"
         )
+
+
+def _wider(shape: torch.Size, num_codes: int) -> torch.Size:
+    """Return the shape of a matrix whose elements hold several codes each."""
+    return torch.Size([*shape[:1], *(num_codes * size for size in shape[1:])])
 
 
 class _QuantizedMatrix:
@@ -138,12 +147,37 @@ class _Fp4Matrix(_QuantizedMatrix):
     def stored(self, rows: slice, cols: slice) -> AnyWeight:
         """Return a slice as `GroupFp4` if its columns are whole groups; else its values."""
         first, end, _ = cols.indices(self.shape[1])
-        return self[rows, cols] if first % FP4_GROUP or end % FP4_GROUP else self._groups(rows, slice(first, end))
+        return self[rows, cols] if first % GROUP or end % GROUP else self._groups(rows, slice(first, end))
 
     def _groups(self, rows: slice, cols: slice) -> GroupFp4:
         first, end, _ = cols.indices(self.shape[1])
         codes = self._codes[rows, first // 2 : end // 2].view(torch.uint8)
-        return GroupFp4(codes, self._scales[rows, first // FP4_GROUP : end // FP4_GROUP])
+        return GroupFp4(codes, self._scales[rows, first // GROUP : end // GROUP])
+
+
+class _Int4Matrix(_QuantizedMatrix):
+    """A matrix of integers in 4 bits; indexing gives float32."""
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        rows, cols = _both(index)
+        first, end, _ = cols.indices(self.shape[1])
+        columns, whole = torch.arange(first, end), slice(first - first % 8, -(-end // 8) * 8)
+        codes = self._bytes(rows, whole)[:, (columns - whole.start) // 2]
+        return (((codes >> (columns % 2 * 4)) & 15) - 8.0) * self._scales[rows][:, columns // self._block[1]]
+
+    def stored(self, rows: slice, cols: slice) -> AnyWeight:
+        """Return a slice as `GroupInt4` if its columns are whole groups of 32, with one bfloat16 scale each; else its
+        values.
+        """
+        first, end, _ = cols.indices(self.shape[1])
+        has_groups = not (first % GROUP or end % GROUP or self._block[1] % GROUP)
+        if not has_groups or FLOATS[self._stored_scales.dtype] != torch.bfloat16:
+            return self[rows, cols]
+        groups = torch.arange(first, end, GROUP) // self._block[1]
+        return GroupInt4(self._bytes(rows, slice(first, end)), self._scales[rows][:, groups].bfloat16())
+
+    def _bytes(self, rows: slice, cols: slice) -> Tensor:
+        return self._codes[rows, cols.start // 8 : cols.stop // 8].view(torch.uint8)
 
 
 def _both(index: slice | tuple[slice, ...]) -> tuple[slice, slice]:

@@ -5,7 +5,6 @@ package, and reads its own slices of the checkpoint (parts.py). Decoder layers o
 `Decoder`; LongCat's and DeepSeek-V4's run as transformers' modules around our parts, with tokens flat, [1, T].
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tqdm import tqdm
 
 from dcpmla.attention.compressed.layer import CompressedAttention
@@ -24,11 +21,11 @@ from dcpmla.comm.reduce import Reduce, select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig
-from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, check_model_type, read_attention, skips_topk
-from dcpmla.hf_quantization import scale_block
+from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, read_attention, skips_topk
+from dcpmla.hf_quantization import is_int4, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.integrations.checkpoint_names import module_name
-from dcpmla.integrations.config_checks import check_config, check_generation_config, check_raw_config, reason
+from dcpmla.integrations.checkpoint_names import module_name, text_module_name
+from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.mtp import MtpNames, check_mtp_weights, load_mtp, with_mtp_layer
 from dcpmla.integrations.parts import Parts
@@ -46,58 +43,6 @@ from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 
 _logger = logging.getLogger(__name__)
-# transformers' classes for each architecture (MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another
-# name.
-_CLASS_PREFIXES = {
-    "deepseek_v2": "DeepseekV2",
-    "deepseek_v3": "DeepseekV3",
-    "kimi_k2": "DeepseekV3",
-    "glm4_moe_lite": "Glm4MoeLite",
-    "longcat_flash": "LongcatFlash",
-    "mistral4": "Mistral4",
-    "deepseek_v32": "DeepseekV32",
-    "glm_moe_dsa": "GlmMoeDsa",
-    "deepseek_v4": "DeepseekV4",
-}
-_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no code, no pickles
-
-
-def find_model(model: str) -> Path:
-    """Return a directory as it is, or a hub id downloaded to the local cache (safetensors and JSON only).
-
-    Raises:
-        ValueError: neither.
-    """
-    try:
-        if Path(model).is_dir():
-            return Path(model)
-        return Path(snapshot_download(model, allow_patterns=_FILES))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"model (--model) is {model!r}: no such directory, and no such model could be downloaded"
-        ) from error
-
-
-def load_config(directory: Path) -> Any:
-    """Return a model's transformers config, from its directory or from the config file itself.
-
-    Raises:
-        ValueError: no config.json, an architecture that is not MLA, or a field that no such model can have.
-    """
-    file = directory if directory.is_file() else directory / "config.json"
-    try:
-        raw = dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"model (--model): {directory} has no readable config.json") from error
-    model_type = raw.pop("model_type", "none")
-    check_model_type(model_type)
-    try:
-        check_raw_config(raw)
-        config = getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
-        check_config(config)
-    except Exception as error:  # transformers checks fields with exceptions of many kinds
-        raise ValueError(f"model (--model): {file} is no {model_type} config: {reason(error)}") from error
-    return config
 
 
 def load_model(
@@ -136,11 +81,11 @@ def load_model(
     quantization = getattr(config, "quantization_config", None)
     if load_format == "dummy":
         dtype = dtype or config.dtype or torch.bfloat16
-        has_fp4_experts = getattr(config, "expert_dtype", None) == "fp4"
-        shapes = published_shapes(model) | mtp_shapes
-        weights = dummy_weights(shapes, quantization is not None, has_fp4_experts, dtype, device)
+        expert_codes = "int4" if is_int4(quantization) else getattr(config, "expert_dtype", None)
+        is_fp8 = quantization is not None and not is_int4(quantization)
+        weights = dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes, dtype, device)
     else:
-        rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else str
+        rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else text_module_name
         checkpoint = Checkpoint(directory, scale_block(quantization), rename)
         if with_mtp:
             check_mtp_weights(checkpoint.names, mtp_shapes)

@@ -8,9 +8,12 @@ from torch.nn import functional
 
 from dcpmla.cache.formats import FP8
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain, runs_fp8
-from dcpmla.parallel.quantized import BLOCK, FP4_GROUP, AnyWeight, BlockFp8, GroupFp4, dequantize, unpack
+from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_Kind = type[BlockFp8] | type[GroupFp4] | type[GroupInt4]
+# By the dtype of their scales.
+_KINDS: dict[torch.dtype, _Kind] = {torch.float32: BlockFp8, torch.uint8: GroupFp4, torch.bfloat16: GroupInt4}
 
 
 class ExpertWeights(NamedTuple):
@@ -18,7 +21,7 @@ class ExpertWeights(NamedTuple):
 
     Attributes:
         gate_up: [E, 2 I, H]: rows 0 to I - 1 of an expert are the gate, I to 2 I - 1 what it gates; in the model's
-            dtype, BlockFp8 (I and H multiples of 128) or GroupFp4 (of 32).
+            dtype, BlockFp8 (I and H multiples of 128), GroupFp4 or GroupInt4 (of 32).
         down: [E, H, I].
     """
 
@@ -38,7 +41,8 @@ def compute_experts(
 
     GPUs multiply block fp8 in e4m3: x and silu(gate) * up are quantized in groups of 128
     (`attention/output/formats.py: write_fp8_groups`). Elsewhere, and for 4 bits, weights are dequantized as they are
-    used. Equal inputs give equal bits. Nothing is read back to the host on a GPU.
+    used; GPUs round those of `GroupInt4` to bfloat16. Equal inputs give equal bits. Nothing is read back to the host
+    on a GPU.
 
     Args:
         x: [T, H], bfloat16, float16 or float32; `NormedRows` where `ExpertWeights.takes_quantized`.
@@ -101,8 +105,7 @@ def _values(codes: Tensor, scales: Tensor | None, expert: int) -> Tensor:
     """Return one expert's matrix in float32."""
     if scales is None:
         return codes[expert].float()
-    kind = GroupFp4 if codes.dtype == torch.uint8 else BlockFp8
-    return dequantize(kind(codes[expert], scales[expert]), torch.float32)
+    return dequantize(_KINDS[scales.dtype](codes[expert], scales[expert]), torch.float32)
 
 
 def _runs_triton(x: Tensor, weight: Tensor) -> bool:
@@ -151,9 +154,10 @@ def _shape(name: str, weight: AnyWeight, dtype: torch.dtype) -> tuple[int, int, 
         num_experts, num_rows, num_cols = weight.shape
         return num_experts, num_rows, num_cols
     (num_experts, num_rows, num_cols), scales = weight.codes.shape, weight.scales
-    if isinstance(weight, GroupFp4):
+    if isinstance(weight, GroupFp4 | GroupInt4):
         num_cols *= 2
-        dtypes, groups, multiple = (torch.uint8, torch.uint8), (num_rows, num_cols // FP4_GROUP), FP4_GROUP
+        scale_dtype = torch.uint8 if isinstance(weight, GroupFp4) else torch.bfloat16
+        dtypes, groups, multiple = (torch.uint8, scale_dtype), (num_rows, num_cols // GROUP), GROUP
     else:
         dtypes, groups, multiple = (FP8, torch.float32), (num_rows // BLOCK, num_cols // BLOCK), BLOCK
     if num_rows % multiple or num_cols % multiple:

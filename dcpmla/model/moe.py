@@ -15,7 +15,7 @@ from dcpmla.model.mlp import MLP
 from dcpmla.model.router import Router, route, router_logits
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Weight, fill, read_linear
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, dequantize, to_block_fp8
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, to_block_fp8
 
 Gate = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
@@ -105,7 +105,7 @@ class ExpertPart(NamedTuple):
             read_linear(weights, f"{self.prefix}up_proj.weight", wide, rows=self.cut),
             read_linear(weights, f"{self.prefix}down_proj.weight", tall, cols=self.cut),
         ]
-        if all(isinstance(part, GroupFp4) or _has_whole_blocks(part) for part in parts):
+        if all(isinstance(part, GroupFp4 | GroupInt4) or _has_whole_blocks(part) for part in parts):
             return parts
         return [dequantize(part, dtype) for part in parts]
 
@@ -122,11 +122,11 @@ def load_experts(
 
     Args:
         parts: this rank's, in the order of their ids.
-        expert_dtype: "auto", or "fp8" for the same values of experts in 4 bits: twice the memory, and faster products.
+        expert_dtype: "auto", or "fp8" for the same values of experts in e2m1: twice the memory, and faster products.
         dtype: of what is not kept quantized.
     Raises:
         ValueError: a weight that is missing or has another shape, experts that are stored in several ways, or that
-            are not in 4 bits, or have no such values in fp8.
+            are not in e2m1, or have no such values in fp8.
     """
     gate_up, down = (_Stack(len(parts), device) for _ in range(2))
     for index, part in enumerate(parts):
@@ -144,7 +144,7 @@ def _as_fp8(matrix: AnyWeight, prefix: str, device: torch.device) -> BlockFp8:
         encoded = to_block_fp8(GroupFp4(matrix.codes.to(device), matrix.scales.to(device)))
     if encoded is None or not _has_whole_blocks(encoded):
         raise ValueError(
-            f"expert_dtype (--expert-dtype) is 'fp8', but the experts {prefix}* are not in 4 bits, or not of values "
+            f"expert_dtype (--expert-dtype) is 'fp8', but the experts {prefix}* are not in e2m1, or not of values "
             f"that blocks in fp8 have; choose auto"
         )
     return encoded

@@ -21,7 +21,7 @@ from dcpmla.parallel.fp8 import (
     plain,
     runs_fp8,
 )
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, dequantize
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize
 
 
 class Weight(Protocol):
@@ -221,8 +221,8 @@ def read_linear(
 
     Returns:
         `BlockFp8` of e4m3 codes, where the slice begins and ends at multiples of 128 (or at the matrix's end) and no
-        block of 128 x 128 has several scales; `GroupFp4` of e2m1 codes, where columns are cut at multiples of 32. Else
-        the values, float32 or in the dtype of a weight that is not quantized.
+        block of 128 x 128 has several scales; `GroupFp4` or `GroupInt4` of codes in 4 bits, where columns are cut at
+        multiples of 32. Else the values, float32 or in the dtype of a weight that is not quantized.
     Raises:
         ValueError: as `read_weight`.
     """
@@ -265,6 +265,6 @@ def values_like(weight: AnyWeight, like: Tensor) -> Tensor:
     """Return a weight's values in the dtype of `like`, dequantized on its device: what travels are the codes."""
     if isinstance(weight, BlockFp8):
         return dequantize_blocks(weight.codes.to(like.device), weight.scales.to(like.device), like.dtype)
-    if isinstance(weight, GroupFp4):
-        return dequantize(GroupFp4(*(part.to(like.device) for part in weight)), like.dtype)
-    return weight
+    if isinstance(weight, Tensor):
+        return weight
+    return dequantize(type(weight)(*(part.to(like.device) for part in weight)), like.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 BLOCK = 128  # rows and columns that share a scale in block-quantized fp8
-FP4_GROUP = 32  # columns that share a scale in 4 bits
+GROUP = 32  # columns that share a scale in 4 bits
 _FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # of a group: its scale divides
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits of a code; the fourth is the sign
@@ -37,7 +37,21 @@ class GroupFp4(NamedTuple):
     scales: Tensor
 
 
-AnyWeight = Tensor | BlockFp8 | GroupFp4
+class GroupInt4(NamedTuple):
+    """A matrix [.., N, K] of integers in 4 bits with a scale per 32 columns of a row, as Kimi-K2-Thinking and its
+    successors ship their experts.
+
+    Attributes:
+        codes: uint8 [.., N, K / 2], two codes a byte, the even column in the lower half; a code is an integer + 8.
+        scales: bfloat16 [.., N, K / 32]; a value is its integer times its group's scale.
+    Source: the format pack-quantized of compressed-tensors, whose eight codes of an int32 begin with the lowest bits.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+AnyWeight = Tensor | BlockFp8 | GroupFp4 | GroupInt4
 
 
 def unpack(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
@@ -50,11 +64,21 @@ def dequantize(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
     if isinstance(weight, Tensor):
         return weight.to(dtype)
     if isinstance(weight, GroupFp4):
-        codes = torch.stack([weight.codes & 15, weight.codes >> 4], -1).flatten(-2).int()
+        codes = _unpack_codes(weight.codes)
         sizes = torch.tensor(_E2M1, device=codes.device)[codes & 7]
-        values = torch.where(codes >= 8, -sizes, sizes).unflatten(-1, (-1, FP4_GROUP))
-        return (values * from_e8m0(weight.scales)[..., None]).flatten(-2).to(dtype)
+        return _scale_groups(torch.where(codes >= 8, -sizes, sizes), from_e8m0(weight.scales), dtype)
+    if isinstance(weight, GroupInt4):
+        return _scale_groups((_unpack_codes(weight.codes) - 8).float(), weight.scales.float(), dtype)
     return (weight.codes.float() * _spread(weight.scales, BLOCK, BLOCK, weight.codes)).to(dtype)
+
+
+def _unpack_codes(codes: Tensor) -> Tensor:
+    """Return codes of 4 bits [.., K / 2] one by one, int32 [.., K]."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()
+
+
+def _scale_groups(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (values.unflatten(-1, (-1, GROUP)) * scales[..., None]).flatten(-2).to(dtype)
 
 
 def from_e8m0(exponents: Tensor) -> Tensor:
@@ -71,8 +95,8 @@ def to_block_fp8(weight: GroupFp4) -> BlockFp8 | None:
 
     Source: DeepSeek-V4's conversion for experts in fp8 (inference/convert.py).
     """
-    groups_a_block = BLOCK // FP4_GROUP
-    is_zero = (weight.codes & 0x77).unflatten(-1, (-1, FP4_GROUP // 2)).amax(-1) == 0
+    groups_a_block = BLOCK // GROUP
+    is_zero = (weight.codes & 0x77).unflatten(-1, (-1, GROUP // 2)).amax(-1) == 0
     exponents = weight.scales.int().masked_fill(is_zero, 0)
     padding = (0, -exponents.shape[-1] % groups_a_block, 0, -exponents.shape[-2] % BLOCK)
     blocks = nn.functional.pad(exponents, padding).unflatten(-1, (-1, groups_a_block)).unflatten(-3, (-1, BLOCK))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from dcpmla.parallel.linear import cut
-from dcpmla.parallel.quantized import BLOCK, FP4_GROUP
+from dcpmla.parallel.quantized import BLOCK, GROUP
 
 PARTS = ("attention", "mlp", "experts", "embedding", "head", "rest")
 _NAMED = {
@@ -16,7 +16,8 @@ _NAMED = {
 _JOINED = re.compile(
     r"\.self_attn\.(kv_proj|compressor\.(indexer\.)?(kv_proj|gate_proj|scorer\.weights_proj))\.weight$"
 )
-_FP8_SCALE_BYTES, _FP4_SCALE_BYTES = 4, 1
+_FP8_SCALE_BYTES = 4
+_GROUP_SCALE_BYTES = {"fp4": 1, "int4": 2}  # of codes in 4 bits
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Parameter:
         count: how many there are.
         style: "column" (outputs cut), "row" (inputs cut, so a sum over the ranks follows) or "whole" (on every rank).
         itemsize: bytes of an element that is not quantized.
-        codes: "fp8" or "fp4" where the checkpoint has it in blocks that the runtime can keep; else "".
+        codes: "fp8", "fp4" or "int4" where the checkpoint has it in blocks that the runtime can keep; else "".
         num_pieces: equal parts of the dim that is cut, each of which is cut: gate and up of experts, shared experts.
         in_blocks: True if cuts are moved to multiples of 128 where every rank gets some: those of a quantized model's
             MLPs and experts.
@@ -102,9 +103,12 @@ class Parameter:
 
     def stays_quantized(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
         """Return whether the ranks cut it between blocks, so that they hold codes (`read_linear`). The gate and up of
-        an MLP, one above the other, must be whole blocks, and so must experts, which are stacked.
+        an MLP, one above the other, must be whole blocks, and so must experts, which are stacked. Linear layers keep no
+        integers in 4 bits.
         """
-        if not self.codes:
+        is_spread = expert_parallel and tensor_parallel_size > 1
+        is_linear = not self.is_expert and (is_spread or not self.is_shared_expert)
+        if not self.codes or (self.codes == "int4" and is_linear):
             return False
         shape, pieces = self.shard_shape(tensor_parallel_size, expert_parallel), self._pieces(expert_parallel)
         rows, cols = shape[-2] // (pieces if self._dim == -2 else 1), shape[-1]
@@ -113,7 +117,7 @@ class Parameter:
             sizes.append(rows)
         if self._dim is not None and shape != self.shape:
             sizes += [shape[self._dim] // pieces, self.shape[self._dim] // pieces]
-        side = FP4_GROUP if self.codes == "fp4" else BLOCK
+        side = GROUP if self.codes in _GROUP_SCALE_BYTES else BLOCK
         return all(size % side == 0 for size in sizes)
 
     def shard_bytes(self, tensor_parallel_size: int, expert_parallel: bool = False) -> int:
@@ -121,8 +125,8 @@ class Parameter:
         shape = self.shard_shape(tensor_parallel_size, expert_parallel)
         if not self.stays_quantized(tensor_parallel_size, expert_parallel):
             return prod(shape) * self.itemsize
-        if self.codes == "fp4":
-            return prod(shape) // 2 + prod(shape) // FP4_GROUP * _FP4_SCALE_BYTES
+        if self.codes in _GROUP_SCALE_BYTES:
+            return prod(shape) // 2 + prod(shape) // GROUP * _GROUP_SCALE_BYTES[self.codes]
         return prod(shape) + prod(shape[:-2]) * -(-shape[-2] // BLOCK) * (shape[-1] // BLOCK) * _FP8_SCALE_BYTES
 
     @property

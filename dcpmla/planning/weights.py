@@ -16,9 +16,9 @@ from dcpmla.cache.capacity import ModelCaches
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import MLAConfig
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, num_index_layers, read_attention
-from dcpmla.hf_quantization import scale_block
+from dcpmla.hf_quantization import is_int4, scale_block
 from dcpmla.parallel.linear import check_experts
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.quantized import BLOCK, GROUP
 from dcpmla.planning.parameter import PARTS, Parameter
 
 _STYLES = {  # the last word of a module's name -> which of its features a rank holds a part of
@@ -111,17 +111,17 @@ class ModelSize:
                 )
 
     def with_expert_dtype(self, expert_dtype: str) -> "ModelSize":
-        """Return the model as it is loaded with --expert-dtype: "auto", as stored, or "fp8", experts in 4 bits in 8.
+        """Return the model as it is loaded with --expert-dtype: "auto", as stored, or "fp8", experts in e2m1 in 8 bits.
 
         Raises:
-            ValueError: fp8 for experts that are not stored in 4 bits.
+            ValueError: fp8 for experts that are not stored in e2m1.
         """
         if expert_dtype == "auto":
             return self
         experts = [parameter for parameter in self.parameters if parameter.is_expert]
         if not experts or any(expert.codes != "fp4" for expert in experts):
             raise ValueError(
-                f"expert_dtype (--expert-dtype) is {expert_dtype!r}, but the model's experts are not in 4 bits; "
+                f"expert_dtype (--expert-dtype) is {expert_dtype!r}, but the model's experts are not in e2m1; "
                 f"choose auto"
             )
         parameters = (replace(each, codes="fp8") if each.is_expert else each for each in self.parameters)
@@ -211,8 +211,8 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
 
 
 def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, str]:
-    """Return "fp8" or "fp4" for each of the parameters (linear layers, experts) that the checkpoint has in blocks which
-    the runtime can keep, if no cut runs through them.
+    """Return "fp8", "fp4" or "int4" for each of the parameters (linear layers, experts) that a checkpoint has in blocks
+    which the runtime can keep, if no cut runs through them.
     """
     if not quantization:
         return {}
@@ -232,6 +232,11 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
     for name, shape in shapes.items():
         if len(shape) == 3 and has_fp4_experts:
             codes[name] = "fp4"
+        elif is_int4(quantization):
+            # Those of shared experts count where these are computed as further experts.
+            is_expert = len(shape) == 3 or ".shared_experts." in name
+            if is_expert and not _is_among(name, wide) and block[1] % GROUP == 0:
+                codes[name] = "int4"
         elif not _is_among(name, wide) and all(
             side % BLOCK == 0 or side >= size for side, size in zip(block, shape[-2:], strict=True)
         ):

@@ -16,7 +16,7 @@ from dcpmla.bench.results import unknown_fields
 from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
 from dcpmla.hf_config import read_attention
-from dcpmla.integrations.transformers import load_config
+from dcpmla.integrations.model_files import load_config
 from dcpmla.parallel.mesh import init_mesh
 from tests.bench.test_bench_layer import CPU, operators_of
 from tests.support.launchers import run_forked, unattended

@@ -20,7 +20,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.hf_config import read_attention
 from dcpmla.integrations.checkpoint_names import module_name
 from dcpmla.integrations.loading import load_engine, open_model
-from dcpmla.integrations.transformers import load_config
+from dcpmla.integrations.model_files import load_config
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import FAMILIES, save_tiny, tiny_config

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import save_file
 
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.integrations.transformers import find_model, load_config
+from dcpmla.integrations.model_files import find_model, load_config
 from tests.integrations.test_transformers import check, make_cases
 from tests.support.models import random_model, save_tiny, tiny_config
 from tests.support.quantized_models import dequantize, quantize, write_dequantized, write_quantized

@@ -16,7 +16,8 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.checkpoint_names import module_name
 from dcpmla.integrations.loading import check_layout, open_model
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams

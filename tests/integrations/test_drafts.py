@@ -9,7 +9,8 @@ import torch
 from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.engine import Engine

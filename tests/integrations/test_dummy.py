@@ -46,6 +46,7 @@ FP8 = {"quantization_config": SCHEMES["block"].config}
         ("deepseek_v3", FP8, "BlockFp8"),
         ("deepseek_v4", {}, "Tensor"),
         ("deepseek_v4", FP8 | {"expert_dtype": "fp4"}, "GroupFp4"),
+        ("deepseek_v3", {"quantization_config": SCHEMES["int4"].config}, "GroupInt4"),
     ],
 )
 def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: str, tmp_path: Path) -> None:
@@ -55,14 +56,14 @@ def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: 
     (tmp_path / "config.json").write_text(json.dumps(config | fields))
     first, second = run_ranks(2, outcome, tmp_path)
     assert first[0] == second[0]
-    assert first[1:] == second[1:] == ({experts}, bool(fields))
+    assert first[1:] == second[1:] == ({experts}, bool(fields) and experts != "GroupInt4")
 
 
 def test_slices_are_cut_as_they_are_stored() -> None:
     down = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     shapes = {"model.layers.0.mlp.up_proj.weight": (320, 256), "model.layers.0.mlp.gate.weight": (8, 256)}
     shapes[down] = (192, 256)
-    weights = dummy_weights(shapes, True, False, torch.bfloat16, torch.device("cpu"))
+    weights = dummy_weights(shapes, True, None, torch.bfloat16, torch.device("cpu"))
     name, gate, _ = shapes
     kept, cut = (read_linear(weights, name, shapes[name], rows=rows) for rows in (slice(128, 320), slice(64, 128)))
     assert isinstance(kept, BlockFp8)

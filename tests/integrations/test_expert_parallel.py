@@ -16,8 +16,9 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.transformers import load_model
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.parallel.quantized import dequantize

@@ -20,7 +20,8 @@ from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.loading import load_engine, open_model
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine

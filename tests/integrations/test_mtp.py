@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.mtp import MtpNames, check_mtp, with_mtp_layer
 from dcpmla.integrations.speculation import check_speculation, mtp_graphs
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph

@@ -13,7 +13,8 @@ import transformers
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.transformers import load_model
 from dcpmla.ownership import owner_rank
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine

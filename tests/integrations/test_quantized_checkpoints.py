@@ -13,21 +13,23 @@ from torch import Tensor
 
 from dcpmla.hf_quantization import check_quantization, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.integrations.checkpoint_names import module_name
+from dcpmla.integrations.checkpoint_names import module_name, text_module_name
 from dcpmla.integrations.quantization import StoredTensor
 from dcpmla.parallel.linear import Weight, read_linear, read_weight
-from dcpmla.parallel.quantized import BlockFp8, GroupFp4, dequantize
+from dcpmla.parallel.quantized import BlockFp8, GroupFp4, GroupInt4, dequantize
 from tests.integrations.test_transformers import check, make_cases
-from tests.support.quantized_models import SCHEMES, quantize, save_wide, write_dequantized, write_quantized
+from tests.support.quantized_models import SCHEMES, pack_int4, quantize, save_wide, write_dequantized, write_quantized
 
 WHOLE, CUT = slice(None), slice(3, 101)
 MLA_SCHEMES = [scheme for scheme in SCHEMES if scheme != "published"]
-KEPT = {"block", "ue8m0", "e8m0", "bytes", "tensor", "modelopt", "compressed_tensor", "compressed_block"}
+KEPT = dict.fromkeys(
+    ("block", "ue8m0", "e8m0", "bytes", "tensor", "modelopt", "compressed_tensor", "compressed_block"), BlockFp8
+) | dict.fromkeys(("int4", "int4_all"), GroupInt4)
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     config = json.loads((directory / "config.json").read_text())
-    rename = module_name if config["model_type"] == "deepseek_v4" else str
+    rename = module_name if config["model_type"] == "deepseek_v4" else text_module_name
     return Checkpoint(directory, scale_block(config.get("quantization_config")), rename)
 
 
@@ -60,7 +62,7 @@ def test_what_is_read_is_what_the_twin_holds(scheme: str, v32: Path, tmp_path: P
             whole = read_linear(weights, name, (shape[0], shape[1]))
             assert torch.equal(dequantize(whole, torch.float32), values)
             kinds |= {type(whole)} if not isinstance(weights[name], StoredTensor) else set()
-    assert kinds == {BlockFp8 if scheme in KEPT else Tensor}
+    assert kinds == {KEPT.get(scheme, Tensor)}
 
 
 def test_cuts_at_blocks_keep_codes(v32: Path, tmp_path: Path) -> None:
@@ -151,6 +153,9 @@ GRID = torch.ones(1, 2)
         ({"w": PACKED, "w_scale": torch.ones(40, 2)}, r"w of dtype I8 and shape \(40, 32\) has scales of dtype F32"),
         ({"w": PACKED[:, :12], "w_scale": torch.ones(40, 1).byte()}, "in whole groups of 32"),
         ({"w": PACKED, "w_scale": torch.ones(40, 1).byte()}, r"shape \(40, 64\) .* blocks of 1 x 32 ask for \(40, 2\)"),
+        ({"w.weight": PACKED.int()}, "tensor w.weight has dtype I32, but there are no scales"),
+        ({"w": PACKED.int(), "w_scale": torch.ones(40, 3)}, r"w of shape \(40, 256\) has scales of shape \(40, 3\)"),
+        ({"w": PACKED.int(), "w_scale": GRID.byte()}, "w of dtype I32 .* eight integers in I32 with scales of F32"),
         ({"w": E4M3.float(), "w_scale_inv": GRID}, "w of dtype F32 .* has scales of dtype F32"),
         *(
             ({"w": E4M3, "w_scale_inv": GRID * bad}, "tensor w has a scale that is negative, infinite or NaN")
@@ -162,9 +167,9 @@ GRID = torch.ones(1, 2)
 )
 def test_broken_scales_are_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    shape = (40, 64) if tensors["w"].dtype == torch.int8 else (40, 256)
+    shape = (40, 64) if next(iter(tensors.values())).dtype == torch.int8 else (40, 256)
     with pytest.raises(ValueError, match=message):
-        read_linear(Checkpoint(tmp_path).weights(""), "w", shape)
+        read_linear(Checkpoint(tmp_path).weights(""), next(iter(tensors)), shape)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +179,26 @@ def test_broken_scales_are_named(tensors: dict[str, Tensor], message: str, tmp_p
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo of modelopt is 'NVFP4'; .* one of FP8"),
         ({"quant_method": "modelopt"}, "quant_algo of modelopt is None"),
         (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "format of compressed-tensors is 'pack-quantized'; it must be one of float-quantized",
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "format of compressed-tensors is 'nvfp4-pack-quantized'; it must be one of float-quantized",
+        ),
+        *(
+            (
+                {
+                    **SCHEMES["int4"].config,
+                    "config_groups": {
+                        "a": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | wrong}
+                    },
+                },
+                "config_groups is .* weights of 4 bits, type int, symmetric, strategy group",
+            )
+            for wrong in (
+                {"num_bits": 8},
+                {"symmetric": False},
+                {"actorder": "group"},
+                {"group_size": 0},
+                {"type": "float"},
+            )
         ),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups is None"),
         (
@@ -200,6 +223,36 @@ def test_broken_scales_are_named(tensors: dict[str, Tensor], message: str, tmp_p
 def test_other_quantizations_are_named(quantization: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_quantization(quantization)
+
+
+def test_integers_are_packed_as_compressed_tensors_does(v32: Path, tmp_path: Path) -> None:
+    """Its version 0.20 made these of -8 to 7, and of 7 to -8."""
+    numbers = torch.arange(-8, 8).repeat(2, 1)
+    numbers[1] = numbers[1].flip(0)
+    packed = torch.tensor([[1985229328, -19088744], [-1985229329, 19088743]], dtype=torch.int32)
+    assert torch.equal(pack_int4(numbers), packed)
+    save_file(
+        {"w.weight_packed": packed, "w.weight_scale": torch.tensor([[0.5], [3.0]])}, tmp_path / "model.safetensors"
+    )
+    weight = Checkpoint(tmp_path, (1, 16), text_module_name).weights("")["w.weight"]
+    for rows, cols in ((WHOLE, WHOLE), (slice(1, 2), slice(3, 11)), (WHOLE, slice(7, 8)), (WHOLE, slice(8, 16))):
+        assert torch.equal(weight[rows, cols], (numbers * torch.tensor([[0.5], [3.0]]))[rows, cols])
+
+
+def test_integers_stay_packed_between_groups(v32: Path, tmp_path: Path) -> None:
+    weights, twin = make_pair(v32, tmp_path, "int4_all")
+    name = "model.layers.1.mlp.experts.1.up_proj.weight"
+    for cols, kind in ((WHOLE, GroupInt4), (slice(32, 96), GroupInt4), (slice(16, 64), Tensor), (slice(5, 9), Tensor)):
+        part = read_linear(weights, name, (256, 256), slice(3, 7), cols)
+        assert isinstance(part, kind)
+        assert torch.equal(dequantize(part, torch.float32), twin[name][3:7, cols])
+
+
+def test_integers_with_scales_of_another_dtype_are_read_as_values(tmp_path: Path) -> None:
+    tensors = {"w.weight_packed": torch.zeros(2, 8, dtype=torch.int32), "w.weight_scale": torch.rand(2, 2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    part = read_linear(Checkpoint(tmp_path, (1, 32), text_module_name).weights(""), "w.weight", (2, 64))
+    assert torch.equal(part, -8 * tensors["w.weight_scale"].repeat_interleave(32, 1))
 
 
 def test_bytes_of_scales_are_exponents(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import transformers
 from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.transformers import load_model
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import init_mesh
@@ -32,6 +33,8 @@ CASES = [  # family, how it is stored, what its experts are then
     ("glm4_moe_lite", "modelopt", "BlockFp8"),
     ("longcat_flash", "compressed_channel", "Tensor"),
     ("deepseek_v4", "published", "GroupFp4"),
+    ("deepseek_v3", "int4", "GroupInt4"),
+    ("deepseek_v2", "int4_all", "GroupInt4"),
 ]
 
 
@@ -87,13 +90,17 @@ def test_logits_on_two_ranks(family: str, scheme: str, experts: str, tmp_path: P
     check(results, tmp_path / "twin")
     for _, kinds, num_quantized, num_linears in results:
         assert kinds == {experts}
-        assert num_quantized / num_linears >= (0.5 if experts != "Tensor" else 0)
+        assert num_quantized / num_linears >= (0.5 if experts in ("BlockFp8", "GroupFp4") else 0)
 
 
 @pytest.mark.parametrize(
     ("family", "scheme", "enable_expert_parallel", "expert_dtype"),
-    [("deepseek_v3", "block", True, "auto"), ("deepseek_v4", "published", False, "fp8")],
-    ids=["whole experts", "4 bits in 8"],
+    [
+        ("deepseek_v3", "block", True, "auto"),
+        ("deepseek_v4", "published", False, "fp8"),
+        ("deepseek_v3", "int4", True, "auto"),
+    ],
+    ids=["whole experts", "4 bits in 8", "whole experts in 4 bits"],
 )
 def test_other_experts(
     family: str, scheme: str, enable_expert_parallel: bool, expert_dtype: str, tmp_path: Path
@@ -103,12 +110,15 @@ def test_other_experts(
     write_dequantized(tmp_path / "wide", tmp_path / "twin", scheme)
     results = run_ranks(2, outcome, tmp_path / "stored", 2, enable_expert_parallel, expert_dtype)
     check(results, tmp_path / "twin")
-    assert all(kinds == {"BlockFp8"} for _, kinds, *_ in results)
+    assert all(kinds == {"GroupInt4" if scheme == "int4" else "BlockFp8"} for _, kinds, *_ in results)
 
 
-def test_experts_that_are_not_in_4_bits_are_not_re_encoded(tmp_path: Path) -> None:
-    save_wide("deepseek_v3", tmp_path)
+@pytest.mark.parametrize("scheme", ["wide", "int4"])
+def test_experts_that_are_not_in_e2m1_are_not_re_encoded(scheme: str, tmp_path: Path) -> None:
+    save_wide("deepseek_v3", tmp_path / "wide")
+    if scheme == "int4":
+        write_quantized(tmp_path / "wide", tmp_path / "int4", "int4")
     with pytest.raises(
         AssertionError, match=r"expert_dtype \(--expert-dtype\) is 'fp8', but the experts model\.layers"
     ):
-        run_ranks(1, outcome, tmp_path, 1, False, "fp8")
+        run_ranks(1, outcome, tmp_path / scheme, 1, False, "fp8")

@@ -18,11 +18,11 @@ from dcpmla.attention.output.formats import write_fp8_groups
 from dcpmla.cache.formats import FP8
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.parallel.fp8 import NormedRows, QuantizedRows, quantize_rows
-from dcpmla.parallel.quantized import AnyWeight, BlockFp8, GroupFp4, dequantize, unpack
+from dcpmla.parallel.quantized import AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
-FORMATS = ("plain", "fp8", "fp4")
+FORMATS = ("plain", "fp8", "fp4", "int4")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # relative, of norms
 
 
@@ -36,8 +36,10 @@ def make_weight(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, gene
         scales = torch.rand(num_experts, num_rows // 128, num_cols // 128, generator=generator) + 0.5
         return BlockFp8(codes, scales * num_cols**-0.5 / 100)
     codes = torch.randint(256, (num_experts, num_rows, num_cols // 2), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(118, 123, (num_experts, num_rows, num_cols // 32), dtype=torch.uint8, generator=generator)
-    return GroupFp4(codes, scales)
+    shape = num_experts, num_rows, num_cols // 32
+    if kind == "int4":
+        return GroupInt4(codes, (torch.rand(shape, generator=generator) * num_cols**-0.5 / 3).bfloat16())
+    return GroupFp4(codes, torch.randint(118, 123, shape, dtype=torch.uint8, generator=generator))
 
 
 def make_case(
@@ -69,10 +71,18 @@ def quantized(x: Tensor) -> Tensor:
 
 
 def brute_force(
-    x: Tensor, ids: Tensor, expert_weights: Tensor, weights: ExpertWeights, limit: float | None, quantizes: bool
+    x: Tensor,
+    ids: Tensor,
+    expert_weights: Tensor,
+    weights: ExpertWeights,
+    limit: float | None,
+    quantizes: bool,
+    value_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return [T, H] in float64, route by route; quantizes: as block fp8 does on GPUs."""
-    gate_up, down = (dequantize(weight, torch.float32).double() for weight in weights)
+    """Return [T, H] in float64, route by route; quantizes: as block fp8 does on GPUs, value_dtype: to which weights are
+    rounded before.
+    """
+    gate_up, down = (dequantize(weight, value_dtype).double() for weight in weights)
     rows, out = (quantized(x) if quantizes else x.double()), torch.zeros(x.shape, dtype=torch.float64)
     for (token, i), expert in (
         (at, int(ids[at])) for at in ((t, i) for t in range(len(x)) for i in range(ids.shape[1]))
@@ -173,7 +183,8 @@ def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], size
                 out = compute_by_kernels(*moved[:3], *moved[3], limit)
                 assert torch.equal(out, compute_by_kernels(*moved[:3], *moved[3], limit))
                 tolerance = max(4e-3 if kind == "fp8" else 0, TOLERANCE[dtype])  # last bits of h move its codes
-                assert_near(out, brute_force(*case, limit, kind == "fp8"), tolerance)
+                value_dtype = torch.bfloat16 if kind == "int4" else torch.float32
+                assert_near(out, brute_force(*case, limit, kind == "fp8", value_dtype), tolerance)
         case = make_case(kind, 40, num_experts, 2, hidden, width, dtype)
         for nobody in (torch.full_like(case[1], -1), torch.full_like(case[1], num_experts)):
             for num_tokens in (2, 40):
@@ -268,6 +279,8 @@ def test_blocks() -> None:
         ("fp8e4nv", True, False),
         ("bf16", False, True),
         ("u8", False, True),
+        ("int4", False, True),
+        ("int4", True, False),
     ],
 )
 def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
@@ -277,15 +290,16 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     from dcpmla.model.kernels.experts import _FEW, _TILINGS
     from dcpmla.model.kernels.grouped import grouped_product_kernel
 
-    dtype = {"bf16": torch.bfloat16, "fp8e4nv": FP8, "u8": torch.uint8}[weights]
+    dtype = {"bf16": torch.bfloat16, "fp8e4nv": FP8, "u8": torch.uint8, "int4": torch.uint8}[weights]
     tiling = _FEW[dtype] if few else _TILINGS[dtype][-1]
     tile = tiling.gate_up if gated else tiling.down
-    depth = tile.depth // 2 if weights == "u8" else tile.depth
+    is_packed = dtype == torch.uint8
+    depth = tile.depth // 2 if is_packed else tile.depth
     types = {
         "x_ptr": "*bf16" if weights != "fp8e4nv" else "*fp8e4nv",
         "x_scales_ptr": "*fp32",
-        "w_desc": f"tensordesc<{weights}[1, {1 + tile.is_stacked}, {tile.columns}, {depth}]>",
-        "w_scales_ptr": "*u8" if weights == "u8" else "*fp32",
+        "w_desc": f"tensordesc<{'u8' if is_packed else weights}[1, {1 + tile.is_stacked}, {tile.columns}, {depth}]>",
+        "w_scales_ptr": {"u8": "*u8", "int4": "*bf16"}.get(weights, "*fp32"),
         "experts_ptr": "*i32",
         "routes_ptr": "*i32",
         "expert_weights_ptr": "*fp32",
@@ -299,7 +313,7 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     constants |= {name: None for is_left_out, name in left_out if is_left_out}
     ptx, said = compile_for_hopper(grouped_product_kernel, ASTSource, types, constants, num_warps=tile.num_warps)
     assert "cp.async.bulk.tensor.4d" in ptx
-    assert "wgmma.mma_async" in ptx or (few and weights == "bf16")  # 8 rows: not with every Triton
+    assert "wgmma.mma_async" in ptx or (few and weights != "fp8e4nv")  # 8 or 16 rows: not with every Triton
     assert ("f32.e4m3.e4m3" in ptx) == (weights == "fp8e4nv")
     assert "0 bytes spill stores" in said
     if weights == "fp8e4nv":  # no scale is waited for in the loop

@@ -19,7 +19,7 @@ from dcpmla.cache.compressed import CompressedCache, CompressedPlan
 from dcpmla.cache.states import num_states
 from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.transformers import load_config
+from dcpmla.integrations.model_files import load_config
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, hyper_connection_kernels, predict_step
 from dcpmla.planning.reads import layer_reads

@@ -21,7 +21,7 @@ from dcpmla.cache.capacity import capacity_table
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm import nccl
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.transformers import load_config
+from dcpmla.integrations.model_files import load_config
 from dcpmla.parallel import collectives
 from dcpmla.planning.exchange import candidates_us, exchange_us
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine

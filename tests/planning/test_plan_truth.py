@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.machine import H200X8
@@ -69,8 +70,9 @@ def test_every_family(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_quantized_models(tp_size: int, tmp_path: Path) -> None:
-    """Two ranks cut between blocks; four cut through those of experts and of queries, and hold these dequantized."""
+    """Two ranks cut between blocks; four cut through blocks of experts and of queries, and hold these dequantized."""
     schemes = [("deepseek_v32", "block"), ("longcat_flash", "tensor"), ("deepseek_v3", "compressed_channel")]
+    schemes += [("deepseek_v3", "int4"), ("glm4_moe_lite", "int4_all")]
     directories = []
     for family, scheme in [*schemes, *([("deepseek_v4", "published")] if tp_size < 4 else [])]:
         save_wide(family, tmp_path / "wide" / family)
@@ -79,6 +81,17 @@ def test_quantized_models(tp_size: int, tmp_path: Path) -> None:
     check(directories, tp_size)
     if tp_size == 2:
         check(directories[-1:], tp_size, "fp8")
+
+
+def test_experts_in_integers() -> None:
+    """Kimi-K2-Thinking is published as 594 GB; its experts' scales are an eighth of their codes."""
+    kimi = read_model(load_config(Path(__file__).parent / "configs" / "kimi_k2_thinking.json"))
+    routed = sum(p.count * prod(p.shape) for p in kimi.parameters if p.is_expert)
+    held = kimi.weight_bytes(1)
+    assert round(held["total"] / 1e9) == 594
+    shared = sum(p.count * prod(p.shape) * 2 for p in kimi.parameters if p.is_shared_expert)
+    assert held["experts"] == routed // 2 * 9 // 8 + shared
+    assert kimi.weight_bytes(8)["experts"] == (routed // 2 * 9 // 8 + shared) // 8
 
 
 def test_experts_in_fp8() -> None:
@@ -95,7 +108,7 @@ def test_experts_in_fp8() -> None:
     before, after = (predict_step(H200X8, size, setting, 8, 1024)["rest"] for size in (flash, wide))
     read = expected_experts(256, 6, 8)
     assert after - before == pytest.approx(read * (held - stored) / H200X8.hbm_gb_per_s / 1e3)
-    with pytest.raises(ValueError, match=r"\(--expert-dtype\) is 'fp8', but the model's experts are not in 4 bits"):
+    with pytest.raises(ValueError, match=r"\(--expert-dtype\) is 'fp8', but the model's experts are not in e2m1"):
         read_model(tiny_config("deepseek_v3")).with_expert_dtype("fp8")
     config.moe_intermediate_size = 192
     with pytest.raises(ValueError, match=r"with tensor_parallel_size \(-tp\) 2 a rank's experts are not whole blocks"):

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from dcpmla import DCPConfig, MLAAttention, init_mesh
 from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.transformers import load_model
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams

@@ -19,8 +19,9 @@ from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 from dcpmla.integrations.loading import load_engine, open_model
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.integrations.transformers import load_config, load_model
+from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.runtime.graph import DecodeGraph, DecodeStep
 from dcpmla.runtime.layout import StepRequests

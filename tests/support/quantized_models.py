@@ -24,7 +24,7 @@ _QUANTIZED = re.compile(
     r"(self_attn|mlps?|experts)\.(.+\.)?(\w+_proj|kv_a_proj_with_mqa|wq_b|wk)\.weight$"
     r"|\.attn\.(indexer\.)?w\w+\.weight$|\.ffn\..*\.w[123]\.weight$"
 )
-_ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
+_ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.(w[123]|\w+_proj)\.weight$")
 PUBLISHED_NAMES = (  # what transformers' mapping of DeepSeek-V4 does not take back when it saves
     ("model.", ""),
     ("embed_tokens", "embed"),
@@ -35,7 +35,7 @@ PUBLISHED_NAMES = (  # what transformers' mapping of DeepSeek-V4 does not take b
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to store matrices in e4m3.
+    """A way to store matrices in e4m3, or (config: num_bits 4) in integers of 4 bits.
 
     Attributes:
         block: rows and columns that share a scale.
@@ -59,14 +59,20 @@ def _fp8(**fields: Any) -> dict[str, Any]:
     return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", **fields}
 
 
-def _compressed_tensors(**weights: Any) -> dict[str, Any]:
+def _compressed_tensors(file_format: str = "float-quantized", ignore: tuple[str, ...] = (), **weights: Any) -> Any:
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "symmetric": True, **weights}}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": file_format,
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *ignore],
     }
+
+
+def _int4(group_size: int, *ignore: str) -> dict[str, Any]:
+    return _compressed_tensors(
+        "pack-quantized", ignore, num_bits=4, type="int", strategy="group", group_size=group_size, actorder=None
+    )
 
 
 _BLOCK = [128, 128]
@@ -88,20 +94,34 @@ SCHEMES = {
     "compressed_block": Scheme(
         (128, 128), "_scale", _compressed_tensors(strategy="block", block_structure=_BLOCK), torch.bfloat16
     ),
+    "int4": Scheme(  # Kimi-K2-Thinking: routed experts alone
+        (1, 32),
+        "_scale",
+        _int4(32, "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"),
+        torch.bfloat16,
+    ),
+    "int4_all": Scheme((1, 64), "_scale", _int4(64), torch.bfloat16),
     # DeepSeek-V4 alone: its names, routed experts in e2m1
     "published": Scheme((128, 128), "", _fp8(weight_block_size=_BLOCK, scale_fmt="ue8m0"), _EXPONENTS),
 }
 
 
 def write_quantized(source: Path, target: Path, scheme: str) -> None:
-    """Write a checkpoint's linear layers and experts in 8 bits, as one of SCHEMES; "published" has routed experts in 4
-    bits, DeepSeek-V4's names, and a norm of multi-token prediction.
+    """Write a checkpoint's linear layers and experts in 8 or 4 bits, as one of SCHEMES; "published" has routed experts
+    in 4 bits, DeepSeek-V4's names, and a norm of multi-token prediction.
     """
     tensors, chosen = {}, SCHEMES[scheme]
     for name, weight, codes, scales in _quantized(source, scheme):
         stored = published_name(name) if scheme == "published" else name
         if codes is None:
             tensors[stored] = weight
+            continue
+        if codes.dtype == torch.int32:
+            tensors |= {
+                f"{stored}_packed": codes,
+                f"{stored}_scale": scales,
+                f"{stored}_shape": torch.tensor(weight.shape),
+            }
             continue
         tensors[stored] = codes
         tensors[stored.removesuffix(".weight") + ".scale" if scheme == "published" else stored + chosen.suffix] = (
@@ -190,12 +210,33 @@ def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8), scales, values
 
 
+def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return eight integers an int32 [N, K / 8], the first in the lowest bits, bfloat16 scales [N, K / G], and the
+    values. An integer is stored as itself + 8.
+    """
+    groups = weight.float().unflatten(1, (-1, group_size))
+    scales = (groups.abs().amax(-1).clamp(min=1e-9) / 7).bfloat16()
+    numbers = (groups / scales.float()[..., None]).round().clamp(-8, 7)
+    values = (numbers * scales.float()[..., None]).flatten(1)
+    return pack_int4(numbers.flatten(1).to(torch.int64)), scales, values
+
+
+def pack_int4(numbers: Tensor) -> Tensor:
+    """Return integers from -8 to 7, int64 [N, K], packed: int32 [N, K / 8]."""
+    packed = ((numbers + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
 def _quantized(source: Path, scheme: str) -> Iterator[tuple[str, Tensor, Tensor | None, Tensor]]:
     """Yield each tensor's name, values, codes and scales as they are stored; codes are None where it stays as it is."""
     chosen = SCHEMES[scheme]
     for name, weight in load_file(source / "model.safetensors").items():
         if not _QUANTIZED.search(name) or ".compressor." in name or name.endswith(".weights_proj.weight"):
             yield name, weight, None, weight
+        elif scheme.startswith("int4"):
+            is_left = scheme == "int4" and not _ROUTED_EXPERT.search(name)
+            codes, scales, values = (None, weight, weight) if is_left else quantize_int4(weight, chosen.block[1])
+            yield name, values.to(weight.dtype), codes, scales
         elif scheme == "published" and _ROUTED_EXPERT.search(name):
             codes, scales, values = quantize_fp4(weight)
             yield name, values.to(weight.dtype), codes, scales.to(_EXPONENTS)

@@ -1,17 +1,17 @@
 """Triton kernel that multiplies rows by the weights of their experts (a grouped product), in 16, 8 or 4 bits.
 
 Of few rows the weights are the left, wide side of a product, out^T = W x^T, which wastes little. Weights in 4 bits are
-dequantized to x's dtype, exactly; those in fp8 multiply rows in fp8, and each 128 of the depth is scaled by both sides'
-scales in float32.
+dequantized to x's dtype, e2m1 exactly, integers by way of bfloat16; those in fp8 multiply rows in fp8, and each 128 of
+the depth is scaled by both sides' scales in float32.
 """
 
 import triton
 import triton.language as tl
 
-from dcpmla.parallel.quantized import BLOCK, FP4_GROUP
+from dcpmla.parallel.quantized import BLOCK, GROUP
 
 _BLOCK = tl.constexpr(BLOCK)
-_FP4_GROUP = tl.constexpr(FP4_GROUP)
+_GROUP = tl.constexpr(GROUP)
 
 
 # Two e2m1 codes in a byte, times 2^(scale - 127), as two bfloat16 in 32 bits. A code's three lower bits, as the last of
@@ -26,18 +26,37 @@ _FP4_PAIR = tl.constexpr("""{
     mul.rn.bf16x2 pair, pair, factor;
     mul.rn.bf16x2 $0, pair, $2;
 }""")
+# Two integers + 8 in a byte, times a scale, as two bfloat16 in 32 bits. A code c, as the last bits of the mantissa of
+# 128, is 128 + c; less 136 it is the integer.
+_INT4_PAIR = tl.constexpr("""{
+    .reg .b32 pair, one, offset, zero;
+    mul.lo.u32 pair, $1, 0x1001;
+    and.b32 pair, pair, 0x000F000F;
+    or.b32 pair, pair, 0x43004300;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 offset, 0xC308C308;
+    mov.b32 zero, 0x80008000;
+    fma.rn.bf16x2 pair, pair, one, offset;
+    fma.rn.bf16x2 $0, pair, $2, zero;
+}""")
 
 
 @triton.jit
-def _dequantize_fp4(codes, scales, dtype: tl.constexpr):
-    """Return the values [N, K] of packed e2m1 codes uint8 [N, K / 2] and e8m0 scales uint8 [N, K / 32]."""
+def _dequantize_groups(codes, scales, dtype: tl.constexpr):
+    """Return the values [N, K] of packed codes uint8 [N, K / 2]: e2m1 with e8m0 scales, uint8 [N, K / 32], or integers
+    with bfloat16 ones.
+    """
     N: tl.constexpr = codes.shape[0]
     K: tl.constexpr = 2 * codes.shape[1]
-    factors = scales.to(tl.int32) << 7
-    factors = tl.where(factors == 0, 1 << 6, factors)  # 2^-127
-    factors = (factors | (factors << 16))[:, :, None].broadcast_to([N, K // _FP4_GROUP, _FP4_GROUP // 2])
+    if scales.dtype == tl.uint8:
+        factors = scales.to(tl.int32) << 7
+        factors = tl.where(factors == 0, 1 << 6, factors)  # 2^-127
+    else:
+        factors = scales.to(tl.uint16, bitcast=True).to(tl.int32)
+    factors = (factors | (factors << 16))[:, :, None].broadcast_to([N, K // _GROUP, _GROUP // 2])
+    PAIR: tl.constexpr = _FP4_PAIR if scales.dtype == tl.uint8 else _INT4_PAIR
     pairs = tl.inline_asm_elementwise(
-        _FP4_PAIR, "=r,r,r", [codes.to(tl.int32), factors.reshape(N, K // 2)], tl.int32, is_pure=True, pack=1
+        PAIR, "=r,r,r", [codes.to(tl.int32), factors.reshape(N, K // 2)], tl.int32, is_pure=True, pack=1
     )
     even, odd = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
     return tl.join(even, odd).reshape(N, K).to(tl.bfloat16, bitcast=True).to(dtype)
@@ -52,13 +71,13 @@ def _load_weights(w_desc, scales_ptr, expert, part, first_column, depth, dtype: 
     PER_CODE: tl.constexpr = 2 if w_desc.dtype == tl.uint8 else 1
     w = w_desc.load([expert, part, first_column, depth // PER_CODE]).reshape(PARTS * COLUMNS, NUM_CODES)
     if w_desc.dtype == tl.uint8:
-        width, num_groups = w_desc.shape[2].to(tl.int32), w_desc.shape[3].to(tl.int32) * PER_CODE // _FP4_GROUP
+        width, num_groups = w_desc.shape[2].to(tl.int32), w_desc.shape[3].to(tl.int32) * PER_CODE // _GROUP
         column = first_column + tl.arange(0, COLUMNS)[:, None]
-        group = depth // _FP4_GROUP + tl.arange(0, PER_CODE * NUM_CODES // _FP4_GROUP)[None, :]
+        group = depth // _GROUP + tl.arange(0, PER_CODE * NUM_CODES // _GROUP)[None, :]
         at = ((expert * w_desc.shape[1] + part).to(tl.int64) * width + column) * num_groups + group
         num_columns = tl.where((expert >= 0) & (expert < w_desc.shape[0]), width, 0)
         scales = tl.load(scales_ptr + at, mask=(column < num_columns) & (group < num_groups), other=0)
-        w = _dequantize_fp4(w, scales, dtype)
+        w = _dequantize_groups(w, scales, dtype)
     return w
 
 

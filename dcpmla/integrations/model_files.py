@@ -1,0 +1,77 @@
+"""A model's directory and its config: found or downloaded, checked, as a transformers config of the text model."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from dcpmla.hf_config import MODEL_TYPES, check_model_type
+from dcpmla.integrations.config_checks import check_config, check_raw_config, reason
+
+# transformers' classes for each architecture (MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another
+# name.
+_CLASS_PREFIXES = {
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "kimi_k2": "DeepseekV3",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "longcat_flash": "LongcatFlash",
+    "mistral4": "Mistral4",
+    "deepseek_v32": "DeepseekV32",
+    "glm_moe_dsa": "GlmMoeDsa",
+    "deepseek_v4": "DeepseekV4",
+}
+# What a multimodal model's config may say of its text model outside text_config.
+_SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no code, no pickles
+
+
+def find_model(model: str) -> Path:
+    """Return a directory as it is, or a hub id downloaded to the local cache (safetensors and JSON only).
+
+    Raises:
+        ValueError: neither.
+    """
+    try:
+        if Path(model).is_dir():
+            return Path(model)
+        return Path(snapshot_download(model, allow_patterns=_FILES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"model (--model) is {model!r}: no such directory, and no such model could be downloaded"
+        ) from error
+
+
+def load_config(directory: Path) -> Any:
+    """Return a model's transformers config, from its directory or from the config file itself; of a multimodal model
+    (Kimi-K2.5) that of its text model.
+
+    Raises:
+        ValueError: no config.json, an architecture that is not MLA, or a field that no such model can have.
+    """
+    file = directory if directory.is_file() else directory / "config.json"
+    try:
+        raw = _text_fields(dict(json.loads(file.read_text())))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"model (--model): {directory} has no readable config.json") from error
+    model_type = raw.pop("model_type", "none")
+    check_model_type(model_type)
+    try:
+        check_raw_config(raw)
+        config = getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
+        check_config(config)
+    except Exception as error:  # transformers checks fields with exceptions of many kinds
+        raise ValueError(f"model (--model): {file} is no {model_type} config: {reason(error)}") from error
+    return config
+
+
+def _text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that belong to its text model."""
+    text = raw.get("text_config")
+    if raw.get("model_type") in MODEL_TYPES or not isinstance(text, dict):
+        return dict(raw)
+    return {name: raw[name] for name in _SHARED if name in raw} | text
