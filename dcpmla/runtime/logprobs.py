@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.runtime.request import Request, TokenLogprobs
-from dcpmla.runtime.scheduler import Piece, Step
+from dcpmla.runtime.step import Piece, Step
 from dcpmla.upload import upload
 
 _MAX_ROWS = 64  # at once: what is made of the logits stays small compared with those of a large batch

@@ -13,7 +13,7 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.runtime.agreement import Message
 from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.scheduler import Piece, Step
+from dcpmla.runtime.step import Piece, Step
 from dcpmla.runtime.verification import Verified
 from dcpmla.upload import upload
 

@@ -17,7 +17,7 @@ from dcpmla.runtime.logprobs import PromptRows
 from dcpmla.runtime.penalties import shape_logits
 from dcpmla.runtime.pending import Computed, PendingStep, StepInputs
 from dcpmla.runtime.sampling import sample
-from dcpmla.runtime.scheduler import Piece, Step
+from dcpmla.runtime.step import Piece, Step
 from dcpmla.upload import upload
 
 

@@ -9,15 +9,14 @@ import heapq
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.fields import check_fields, option_label, whole
+from dcpmla.runtime.prefixes import SharedPrefixes
 from dcpmla.runtime.request import Request
+from dcpmla.runtime.step import Step
 
-_MAX_SCORED = 256  # prompts' tokens of a step that get logits: as many rows of the vocabulary in float32
 NOW = -math.inf  # arrival time of a request that the next step dates
 
 
@@ -59,81 +58,9 @@ class Arrivals:
             yield request
 
 
-class Piece(NamedTuple):
-    """A request's part of a step.
-
-    Attributes:
-        num_tokens: computed, drafts included.
-        num_drafts: the last of them, which are only tried.
-    """
-
-    request: Request
-    num_tokens: int
-    num_drafts: int = 0
-
-
-@dataclass
-class Step:
-    """Requests, and how many tokens of each the step computes; pieces of one token and its drafts come first.
-
-    Attributes:
-        budget: further tokens that the step has room for.
-        copies: states to copy before it, (source, target), in this order.
-        num_scored: tokens of prompts whose log probabilities are wanted.
-    """
-
-    budget: int
-    pieces: list[Piece] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    num_scored: int = 0
-
-    def room(self, request: Request) -> int:
-        """Return how many tokens of a request there is room for."""
-        if not request.is_scored:
-            return self.budget
-        return min(self.budget, _MAX_SCORED - self.num_scored)
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        """Put as many of the tokens into the step as it has room for."""
-        num_tokens = min(num_tokens, self.room(request))
-        if request.is_scored:
-            self.num_scored += num_tokens
-        self.pieces.append(Piece(request, num_tokens))
-        self.budget -= num_tokens
-
-    @property
-    def has_prompts(self) -> bool:
-        """Return whether any of its tokens is a prompt's."""
-        return any(
-            num_tokens - num_drafts > 1 or not request.num_new_tokens for request, num_tokens, num_drafts in self.pieces
-        )
-
-    @property
-    def most_drafts(self) -> int:
-        """Return the drafts of the request that has most."""
-        return max(piece.num_drafts for piece in self.pieces)
-
-    @property
-    def words(self) -> str:
-        """Return what it computes, for whoever watches."""
-        num_tokens, num_drafts = (sum(nums) for nums in list(zip(*self.pieces, strict=True))[1:])
-        of_drafts = f", {num_drafts} of them drafts" if num_drafts else ""
-        return f"{len(self.pieces)} requests, {num_tokens} tokens{of_drafts}"
-
-    def goes_on(self, requests: Iterable[Request]) -> bool:
-        """Tell whether it is for the same requests, in this order, with equally many tokens each, as most steps are."""
-        is_even = len({piece.num_tokens for piece in self.pieces}) == 1
-        return is_even and [piece.request for piece in self.pieces] == list(requests)
-
-    def set_drafts(self, index: int, num_drafts: int) -> None:
-        """Give a piece, a decode, so many drafts, which the step must have room for."""
-        request, num_tokens, num_before = self.pieces[index]
-        self.pieces[index] = Piece(request, num_tokens + num_drafts - num_before, num_drafts)
-        self.budget -= num_drafts - num_before
-
-
 class Scheduler:
-    """Continuous batching: decodes first, then prompts in chunks, first come, first served.
+    """Continuous batching: decodes first, then prompts in chunks, first come, first served; but who begins as another
+    prompt that is being computed waits for that one's blocks (`SharedPrefixes`).
 
     A request is admitted when there are blocks for all its known tokens, and one more for each running request: a
     prefill never waits half-way, and seldom comes too early. Decodes take a block when they reach it. When no block is
@@ -168,6 +95,7 @@ class Scheduler:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
+        self._prefixes = SharedPrefixes(allocator.block_tokens, allocator.states.num_states > 0)
         # The request that there was no room for; blocks free and remembered then.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
@@ -232,6 +160,7 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+            self._prefixes.forget(request)
         self._free(request)
 
     def _schedule_decodes(self, step: Step) -> None:
@@ -248,17 +177,24 @@ class Scheduler:
                 step.add(request, self._piece(request))
 
     def _admit(self, step: Step, now: float) -> None:
-        while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
+        computing = [request for request in self.running if request.num_pending_tokens > 1]
+        held: list[Request] = []
+        while self.waiting and step.budget and len(self.running) < self.max_num_seqs > len(held):
             request = self.waiting[0]
-            if not step.room(request):
-                return
             # Who gave way just now is computed anew once its token under way is known: it would get that one twice.
-            if request.num_in_flight or not self._take_blocks(request, step):
-                return
+            if not step.room(request) or request.num_in_flight or self._was_refused(request):
+                break
+            if self.enable_prefix_caching and self._prefixes.is_coming(request, computing):
+                held.append(self.waiting.popleft())
+                continue
+            if not self._take_blocks(request, step):
+                break
             self.running.append(self.waiting.popleft())
+            computing.append(request)
             step.add(request, self._piece(request))
             if request.scheduled_time is None:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
+        self.waiting.extendleft(reversed(held))
 
     def _piece(self, request: Request) -> int:
         """Return how many tokens of a request to compute next: all, or where its state is to be remembered those up to
@@ -269,17 +205,18 @@ class Scheduler:
             return request.num_pending_tokens
         return full - request.num_computed_tokens
 
+    def _was_refused(self, request: Request) -> bool:
+        """Tell whether nothing has changed since there was no room for a request: its prompt, which may be long, is not
+        searched for at each step.
+        """
+        refused, num_free, num_remembered = self._refused
+        is_full = self.allocator.num_free <= num_free and self.allocator.num_remembered == num_remembered
+        return request is refused and is_full
+
     def _take_blocks(self, request: Request, step: Step) -> bool:
         """Take blocks for all known tokens, those that hold the first ones already and new ones, and a state if the
         cache has any; or nothing.
         """
-        refused, num_free, num_remembered = self._refused
-        if (
-            request is refused
-            and self.allocator.num_free <= num_free
-            and self.allocator.num_remembered == num_remembered
-        ):
-            return False  # not searched for at each step: its prompt may be long
         # The last token is computed in any case: its logits are wanted.
         # So are those of a prompt whose tokens are scored.
         known = request.tokens(0, request.num_tokens - 1) if not request.is_scored else []

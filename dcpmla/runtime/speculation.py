@@ -9,7 +9,7 @@ from dcpmla.runtime.agreement import Message
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter
 from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.scheduler import Piece, Step
+from dcpmla.runtime.step import Piece, Step
 from dcpmla.runtime.verification import Verified, verify
 from dcpmla.upload import upload
 

@@ -1,0 +1,82 @@
+"""A step of the engine: requests, and how many tokens of each it computes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dcpmla.runtime.request import Request
+
+_MAX_SCORED = 256  # prompts' tokens of a step that get logits: as many rows of the vocabulary in float32
+
+
+class Piece(NamedTuple):
+    """A request's part of a step.
+
+    Attributes:
+        num_tokens: computed, drafts included.
+        num_drafts: the last of them, which are only tried.
+    """
+
+    request: Request
+    num_tokens: int
+    num_drafts: int = 0
+
+
+@dataclass
+class Step:
+    """Requests, and how many tokens of each the step computes; pieces of one token and its drafts come first.
+
+    Attributes:
+        budget: further tokens that the step has room for.
+        copies: states to copy before it, (source, target), in this order.
+        num_scored: tokens of prompts whose log probabilities are wanted.
+    """
+
+    budget: int
+    pieces: list[Piece] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    num_scored: int = 0
+
+    def room(self, request: Request) -> int:
+        """Return how many tokens of a request there is room for."""
+        if not request.is_scored:
+            return self.budget
+        return min(self.budget, _MAX_SCORED - self.num_scored)
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Put as many of the tokens into the step as it has room for."""
+        num_tokens = min(num_tokens, self.room(request))
+        if request.is_scored:
+            self.num_scored += num_tokens
+        self.pieces.append(Piece(request, num_tokens))
+        self.budget -= num_tokens
+
+    @property
+    def has_prompts(self) -> bool:
+        """Return whether any of its tokens is a prompt's."""
+        return any(
+            num_tokens - num_drafts > 1 or not request.num_new_tokens for request, num_tokens, num_drafts in self.pieces
+        )
+
+    @property
+    def most_drafts(self) -> int:
+        """Return the drafts of the request that has most."""
+        return max(piece.num_drafts for piece in self.pieces)
+
+    @property
+    def words(self) -> str:
+        """Return what it computes, for whoever watches."""
+        num_tokens, num_drafts = (sum(nums) for nums in list(zip(*self.pieces, strict=True))[1:])
+        of_drafts = f", {num_drafts} of them drafts" if num_drafts else ""
+        return f"{len(self.pieces)} requests, {num_tokens} tokens{of_drafts}"
+
+    def goes_on(self, requests: Iterable[Request]) -> bool:
+        """Tell whether it is for the same requests, in this order, with equally many tokens each, as most steps are."""
+        is_even = len({piece.num_tokens for piece in self.pieces}) == 1
+        return is_even and [piece.request for piece in self.pieces] == list(requests)
+
+    def set_drafts(self, index: int, num_drafts: int) -> None:
+        """Give a piece, a decode, so many drafts, which the step must have room for."""
+        request, num_tokens, num_before = self.pieces[index]
+        self.pieces[index] = Piece(request, num_tokens + num_drafts - num_before, num_drafts)
+        self.budget -= num_drafts - num_before

@@ -1,0 +1,114 @@
+"""Prompts that begin alike and arrive together: one computes the beginning, the others find it."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.scheduler import Scheduler
+from tests.support.hash_model import BLOCK, HashModel, alone, make_engine
+
+BEGINNING = [(7 * i + 3) % 28 for i in range(5 * BLOCK)]
+
+
+def add_all(engine: Engine, prompts: Sequence[list[int]]) -> list[Request]:
+    return [engine.add(prompt, SamplingParams(max_new_tokens=3)) for prompt in prompts]
+
+
+def check_tokens(requests: Sequence[Request]) -> None:
+    assert [request.token_ids for request in requests] == [alone(request.prompt_token_ids, 3) for request in requests]
+
+
+def test_a_beginning_is_computed_once() -> None:
+    model = HashModel()
+    engine = make_engine(200, model=model)
+    requests = add_all(engine, [[*BEGINNING, number, number + 1] for number in range(6)])
+    list(engine.run())
+    check_tokens(requests)
+    assert [request.num_cached_tokens for request in requests] == [0] + 5 * [len(BEGINNING)]
+    assert model.steps[:2] == [[len(BEGINNING) + 2], [1] + 5 * [2]]  # one, then its decode and the others' ends
+
+
+def test_chunks_are_waited_for_as_far_as_they_are_shared() -> None:
+    """Of two that wait, one shares a block of the first chunk, the other one of the second, too."""
+    engine = make_engine(200, max_num_batched_tokens=18)
+    whole, first = [*BEGINNING, 1], [*BEGINNING[:BLOCK], 28, 28]
+    requests = add_all(engine, [[*BEGINNING, 2], whole, first])
+    list(engine.run())
+    check_tokens(requests)
+    assert [request.num_cached_tokens for request in requests] == [0, len(BEGINNING), BLOCK]
+    times = [request.scheduled_time for request in requests]
+    assert times[0] < times[2] < times[1]  # type: ignore[operator]
+
+
+def test_other_prompts_do_not_wait() -> None:
+    model = HashModel()
+    engine = make_engine(200, model=model)
+    prompts = [[*BEGINNING, 1], [*BEGINNING, 2], [5] * 9, [5] * 9, [*BEGINNING[: BLOCK - 1], 9, 9]]
+    requests = add_all(engine, prompts)
+    engine.step()
+    assert model.steps[0] == [len(BEGINNING) + 1, 9, BLOCK + 1]
+    list(engine.run())
+    check_tokens(requests)
+
+
+def test_who_computes_may_end_before() -> None:
+    """The next one takes its part, and the third finds what both have computed."""
+    engine = make_engine(200, max_num_batched_tokens=7)
+    requests = add_all(engine, [[*BEGINNING, number] for number in range(3)])
+    engine.step()
+    engine.abort(requests[0])
+    list(engine.run())
+    check_tokens(requests[1:])
+    assert 0 < requests[1].num_cached_tokens < len(BEGINNING) == requests[2].num_cached_tokens
+
+
+def test_nobody_waits_without_prefix_caching_or_for_scores() -> None:
+    model = HashModel()
+    engine = make_engine(200, model=model)
+    params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
+    for _ in range(2):
+        engine.add(list(BEGINNING), params)
+    list(engine.run())
+    assert model.steps == [2 * [len(BEGINNING)]]
+    scheduler = Scheduler(BlockAllocator(100, BLOCK), 100, 4, enable_prefix_caching=False)
+    scheduler.waiting.extend(Request(list(BEGINNING), SamplingParams()) for _ in range(3))
+    assert [piece.num_tokens for piece in scheduler.schedule(0.0).pieces] == 3 * [len(BEGINNING)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "waits"), [([*BEGINNING, 1], True), ([*BEGINNING, 2], True), (BEGINNING[:9], False)]
+)
+def test_states_are_found_where_a_prompt_ends(prompt: list[int], waits: bool) -> None:
+    scheduler = Scheduler(BlockAllocator(100, BLOCK, 8), 100, 4)
+    scheduler.waiting.extend(Request(list(tokens), SamplingParams()) for tokens in ([*BEGINNING, 1], prompt))
+    assert len(scheduler.schedule(0.0).pieces) == (1 if waits else 2)
+
+
+@given(
+    ends=st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=12),
+    shared=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    budget=st.sampled_from([3, 8, 64]),
+    per_step=st.integers(1, 6),
+)
+@settings(max_examples=100, deadline=None)
+def test_no_block_is_computed_twice(ends: list[list[int]], shared: list[int], budget: int, per_step: int) -> None:
+    """With room for all, no two requests compute a block that both can find."""
+    model = HashModel()
+    engine = make_engine(400, budget, model=model)
+    prompts = [BEGINNING[: BLOCK * (number % 6)] + end + [1] for number, end in zip(shared * 12, ends, strict=False)]
+    requests: list[Request] = []
+    for start in range(0, len(prompts), per_step):
+        requests += add_all(engine, prompts[start : start + per_step])
+        engine.step()
+    list(engine.run())
+    check_tokens(requests)
+    blocks = {tuple(p[:end]) for p in prompts for end in range(BLOCK, len(p), BLOCK)}
+    rest = sum((len(prompt) - 1) % BLOCK + 1 for prompt in prompts)
+    num_computed = sum(len(request.prompt_token_ids) - request.num_cached_tokens for request in requests)
+    assert num_computed <= len(blocks) * BLOCK + rest
