@@ -243,6 +243,7 @@ class StepMetadata:
             decode=DecodeMetadata(decode.block_table, tokens(decode.local_seq_lens), None, 1, decode.workspace),
             prefill=None,
             sparse=sparse,
+            compressed=None if self.compressed is None else self.compressed.of_tokens(index, size),
         )
 
     def check_blocks(self, num_blocks: int) -> None:

@@ -44,9 +44,13 @@ _V4_RULES = [
 ]
 
 
-def module_name(name: str) -> str:
-    """Return the name that transformers' module has for a tensor of a checkpoint of DeepSeek-V4."""
-    return _rename(name, _V4_RULES)
+def module_name(name: str, num_layers: int) -> str:
+    """Return the name that transformers' module has for a tensor of a checkpoint of DeepSeek-V4.
+
+    Args:
+        num_layers: decoder layers; the MTP module, for which transformers has none, is the one after the last.
+    """
+    return _rename(re.sub(r"^mtp\.0\.", f"layers.{num_layers}.", name), _V4_RULES)
 
 
 def text_module_name(name: str) -> str:

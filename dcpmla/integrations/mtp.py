@@ -10,6 +10,7 @@ from dcpmla.attention.layer import MLAAttention
 from dcpmla.comm.reduce import Reduce
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, SPARSE_MODEL_TYPES, indexer_types
 from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.streams import Collapse, StreamMtpLayer
 from dcpmla.model.block import DecoderBlock
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import Linear, read_linear, read_weight
@@ -20,14 +21,20 @@ _NO_MODULE = "leave --speculative-method mtp out, or take ngram"
 
 
 class MtpNames(NamedTuple):
-    """Names of a module's weights in a checkpoint."""
+    """Names of a module's weights in a checkpoint.
+
+    Attributes:
+        projections: of embeddings and hidden states at once, or one of each.
+        collapse: how those begin that collapse streams (DeepSeek-V4); empty in other families.
+    """
 
     block: str
     mlp: str
     embedding_norm: str
     hidden_norm: str
-    projection: str
+    projections: tuple[str, ...]
     output_norm: str
+    collapse: str = ""
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -35,10 +42,16 @@ class MtpNames(NamedTuple):
         if config.model_type == "longcat_flash":
             block, mtp = "model.mtp.layers.0", "model.mtp"
             norms = f"{block}.enorm.m.weight", f"{block}.hnorm.m.weight"
-            return cls(block, f"{block}.transformer_layer.mlp", *norms, f"{block}.eh_proj.weight", f"{mtp}.norm.weight")
+            mlp = f"{block}.transformer_layer.mlp"
+            return cls(block, mlp, *norms, (f"{block}.eh_proj.weight",), f"{mtp}.norm.weight")
         block = f"model.layers.{config.num_hidden_layers}"
         norms = f"{block}.enorm.weight", f"{block}.hnorm.weight"
-        return cls(block, f"{block}.mlp", *norms, f"{block}.eh_proj.weight", f"{block}.shared_head.norm.weight")
+        if config.model_type in COMPRESSED_MODEL_TYPES:
+            projections = f"{block}.e_proj.weight", f"{block}.h_proj.weight"
+            return cls(block, f"{block}.mlp", *norms, projections, f"{block}.norm.weight", f"{block}.hc_head_")
+        return cls(
+            block, f"{block}.mlp", *norms, (f"{block}.eh_proj.weight",), f"{block}.shared_head.norm.weight"
+        )
 
     def shapes(self, config: Any, of_model: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights that are in no decoder layer of the model's.
@@ -48,7 +61,12 @@ class MtpNames(NamedTuple):
         """
         size = config.hidden_size
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys((self.embedding_norm, self.hidden_norm), (size,))
-        shapes |= {self.output_norm: (size,), self.projection: (size, 2 * size)}
+        shapes |= {self.output_norm: (size,)}
+        shapes |= dict.fromkeys(self.projections, (size, 2 * size // len(self.projections)))
+        if self.collapse:
+            num = config.hc_mult
+            parts = {"fn": (num, num * size), "base": (num,), "scale": (1,)}
+            shapes |= {f"{self.collapse}{part}": shape for part, shape in parts.items()}
         if config.model_type == "longcat_flash":  # its layers have two of each part
             for part, own in ((_ATTENTION, f"{self.block}.self_attn."), (_MLP, f"{self.mlp}.")):
                 shapes |= {own + name.removeprefix(part): of_model[name] for name in of_model if name.startswith(part)}
@@ -58,11 +76,6 @@ class MtpNames(NamedTuple):
 
 def check_mtp(config: Any) -> None:
     """Raise ValueError for a model whose family has no MTP module that this package computes."""
-    if config.model_type in COMPRESSED_MODEL_TYPES:
-        raise ValueError(
-            f"speculative_method (--speculative-method) is 'mtp', but the MTP module of {config.model_type} is not "
-            f"computed here; take ngram"
-        )
     if config.model_type != "longcat_flash" and not getattr(config, "num_nextn_predict_layers", None):
         raise ValueError(
             f"speculative_method (--speculative-method) is 'mtp', but the model's config has no "
@@ -84,7 +97,10 @@ def with_mtp_layer(config: Any) -> Any:
     config = copy.deepcopy(config)
     if config.model_type in SPARSE_MODEL_TYPES:
         config.indexer_types = [*indexer_types(config), "full"]
-    for name in _PER_LAYER:
+    if config.model_type in COMPRESSED_MODEL_TYPES:  # whose module has a window alone, and a router of its own
+        config.layer_types = [*config.layer_types, "sliding_attention"]
+        config.mlp_layer_types = [*config.mlp_layer_types, "moe"]
+    for name in () if config.model_type in COMPRESSED_MODEL_TYPES else _PER_LAYER:
         if isinstance(getattr(config, name, None), list):
             setattr(config, name, [*getattr(config, name), getattr(config, name)[-1]])
     config.num_hidden_layers += 1
@@ -97,21 +113,47 @@ def load_mtp(
     embedding: Tensor,
     load_attention: Callable[[str], tuple[Any, int]],
     reduce: Reduce,
-) -> tuple[MtpLayer, int]:
-    """Load the module; return it, and its layer's number in the cache."""
+) -> MtpLayer:
+    """Load the module of a model whose layers `DecoderBlock` computes, or LongCat's."""
     config = parts.model.config
-    size, eps = config.hidden_size, config.rms_norm_eps
-
-    def norm(name: str) -> Tensor:
-        return read_weight(parts.weights, name, (size,)).to(parts.device, parts.dtype)
-
+    eps = config.rms_norm_eps
     attention, layer = load_attention(f"{names.block}.self_attn")
     assert isinstance(attention, MLAAttention)
     mlp = parts.dense(names.mlp) if config.model_type == "longcat_flash" else parts.mlp(names.mlp)
-    norms = norm(f"{names.block}.post_attention_layernorm.weight"), norm(names.output_norm)
-    block = DecoderBlock(attention, mlp, *norms, eps, reduce)
-    projection = Linear(2 * size, size, dtype=parts.dtype, device=parts.device)
-    projection.load(read_linear(parts.weights, names.projection, (size, 2 * size)))
-    input_norms = norm(names.embedding_norm), norm(names.hidden_norm)
-    input_norm = norm(f"{names.block}.input_layernorm.weight")
-    return MtpLayer(embedding, *input_norms, projection, input_norm, block, eps), layer
+    second_norm = _norm(parts, f"{names.block}.post_attention_layernorm.weight")
+    block = DecoderBlock(attention, mlp, second_norm, _norm(parts, names.output_norm), eps, reduce)
+    input_norms = _norm(parts, names.embedding_norm), _norm(parts, names.hidden_norm)
+    (projection,) = _projections(parts, names)
+    input_norm = _norm(parts, f"{names.block}.input_layernorm.weight")
+    return MtpLayer(layer, embedding, *input_norms, projection, input_norm, block, eps)
+
+
+def take_stream_mtp(parts: Parts, names: MtpNames, embedding: Tensor, collapse: Collapse) -> StreamMtpLayer:
+    """Load DeepSeek-V4's module, and take its decoder layer, the last, off the loaded model.
+
+    Args:
+        collapse: the model's.
+    """
+    block, eps = parts.model.model.layers.pop(-1), parts.model.config.rms_norm_eps
+    own = copy.deepcopy(collapse)
+    for name, parameter in own.mix.named_parameters(recurse=False):
+        stored = names.collapse + name.removeprefix("hc_")
+        parameter.data.copy_(read_weight(parts.weights, stored, tuple(parameter.shape)))
+    own.norm.weight.data.copy_(_norm(parts, names.output_norm))
+    input_norms = _norm(parts, names.embedding_norm), _norm(parts, names.hidden_norm)
+    of_embedding, of_stream = _projections(parts, names)
+    return StreamMtpLayer(embedding, *input_norms, (of_embedding, of_stream), block, own, eps)
+
+
+def _norm(parts: Parts, name: str) -> Tensor:
+    return read_weight(parts.weights, name, (parts.model.config.hidden_size,)).to(parts.device, parts.dtype)
+
+
+def _projections(parts: Parts, names: MtpNames) -> list[Linear]:
+    """Load the module's projections, whole."""
+    size = parts.model.config.hidden_size
+    shape = size, 2 * size // len(names.projections)
+    linears = [Linear(shape[1], size, dtype=parts.dtype, device=parts.device) for _ in names.projections]
+    for linear, name in zip(linears, names.projections, strict=True):
+        linear.load(read_linear(parts.weights, name, shape))
+    return linears

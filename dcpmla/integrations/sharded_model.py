@@ -15,8 +15,9 @@ from dcpmla.cache.compressed import AnyCache, AnyPlan, plan_compressed
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reduce import Reduce
-from dcpmla.compressed_config import CompressedConfig
+from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.integrations.streams import StreamMtpLayer
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
@@ -29,17 +30,18 @@ class ShardedModel:
     """A causal language model whose attention runs under TP x DCP.
 
     Args:
-        hidden_states: hidden_states(token_ids [T], step, cache) -> [T, hidden], normalized; step and cache are None
-            where only memory is claimed.
-        head: head(hidden states [n, hidden]) -> logits [n, vocab] float32.
+        hidden_states: hidden_states(token_ids [T], step, cache) -> [T, width]; step and cache are None where only
+            memory is claimed.
+        head: head(normalized hidden states [n, hidden]) -> logits [n, vocab] float32.
         rotary: transformers' rotary embedding.
         exchange, reduce: of its layers.
-        mtp: the MTP module and its layer's number in the cache; None for a model that does not draft with it.
+        collapse: hidden states [n, width] into what the head takes; None if they are that.
+        mtp: the MTP module; None for a model that does not draft with it.
     Attributes:
         attention_config: of every layer.
         num_attention_layers: caches that a step needs (two a decoder layer in LongCat).
         index_layers: those of them that have an index cache: the layers of sparse MLA that select by themselves.
-        hidden_rows: [N, hidden] normalized hidden states of the last step, kept for the MTP module; empty without one.
+        hidden_rows: [N, width] hidden states of the last step, kept for the MTP module; empty without one.
         eos_token_ids, vocab_size, dtype, device: of the model.
     """
 
@@ -56,9 +58,10 @@ class ShardedModel:
         eos_token_ids: frozenset[int],
         dtype: torch.dtype,
         device: torch.device,
-        mtp: tuple[MtpLayer, int] | None = None,
+        collapse: nn.Module | None = None,
+        mtp: MtpLayer | StreamMtpLayer | None = None,
     ) -> None:
-        self._mtp = mtp
+        self._collapse, self._mtp = collapse or nn.Identity(), mtp
         self.hidden_rows = torch.empty(0, device=device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
         self._exchanges = exchange, reduce
@@ -105,23 +108,19 @@ class ShardedModel:
 
     def keep_hidden_states(self, num_tokens: int) -> None:
         """Keep the hidden states of steps, of so many tokens at most, for the MTP module."""
-        size = self.attention_config.hidden_size
-        self.hidden_rows = torch.zeros(num_tokens, size, dtype=self.dtype, device=self.device)
+        assert self._mtp is not None
+        self.hidden_rows = torch.zeros(num_tokens, self._mtp.width, dtype=self.dtype, device=self.device)
 
     def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return rows for `predict`: tokens [T], and hidden states [T, hidden] of the positions before them."""
+        """Return rows for `predict`: tokens [T], and hidden states [T, width] of the positions before them."""
         assert self._mtp is not None
-        return self._mtp[0].join(token_ids, hidden_states)
+        return self._mtp.join(token_ids, hidden_states)
 
     @torch.inference_mode()
     def predict(self, rows: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
-        """Run the MTP module over rows [T, 2 hidden]: return its hidden states [T, hidden]. Collective over the TP
-        group.
-        """
+        """Run the MTP module over rows of `join`: return its hidden states [T, width]. Collective over the TP group."""
         assert self._mtp is not None
-        assert isinstance(cache, LatentCache)
-        mtp, layer = self._mtp
-        out: Tensor = mtp(rows, cache[layer], self.prepare(metadata))
+        out: Tensor = self._mtp(rows, cache, self.prepare(metadata, (WINDOW_ONLY,)))
         return out
 
     @torch.inference_mode()
@@ -130,20 +129,21 @@ class ShardedModel:
         other from what the module makes of the one before. Collective over the TP group.
 
         Args:
-            hidden_states: [n k, hidden], k rows a request; the first is the module's at the last token that it has
+            hidden_states: [n k, width], k rows a request; the first is the module's at the last token that it has
                 computed, the others are not looked at.
             metadata: of n requests' k tokens, that last one and k - 1 drafts.
         Returns:
             [n k] int64, request after request.
         """
         assert metadata.decode is not None
+        assert self._mtp is not None
         num_drafts = metadata.decode.max_query_len
         hidden_states = hidden_states[::num_drafts].clone(memory_format=torch.contiguous_format)
-        drafts = [self.head.best(hidden_states)]
+        drafts = [self.head.best(self._mtp.collapse(hidden_states))]
         for index in range(1, num_drafts):
             rows = self.join(drafts[-1], hidden_states)
             hidden_states = self.predict(rows, metadata.of_tokens(index), cache)
-            drafts.append(self.head.best(hidden_states))
+            drafts.append(self.head.best(self._mtp.collapse(hidden_states)))
         return torch.stack(drafts, 1).flatten()
 
     def check(self) -> None:
@@ -172,7 +172,7 @@ class ShardedModel:
         selection = None if indexer is None else SelectedTokens.empty(num_tokens, indexer.topk, self.device)
         self._forward(token_ids, None, None, torch.zeros(num_logits, dtype=torch.int64, device=self.device))
         if self._mtp is not None:
-            self._mtp[0](self.join(token_ids, self.hidden_rows[:num_tokens]), None, None)
+            self._mtp(self.join(token_ids, self.hidden_rows[:num_tokens]), None, None)
         del selection  # a step's own, held during the whole pass
 
     def _forward(
@@ -184,14 +184,14 @@ class ShardedModel:
         hidden_states = self.hidden_states(token_ids, metadata, cache)
         if self._mtp is not None:
             self.hidden_rows[: len(hidden_states)].copy_(hidden_states)
-        logits: Tensor = self.head(hidden_states if logits_at is None else hidden_states[logits_at])
+        logits: Tensor = self.head(self._collapse(hidden_states if logits_at is None else hidden_states[logits_at]))
         return logits
 
-    def prepare(self, metadata: StepMetadata) -> StepMetadata:
-        """Return a step with what all layers share."""
+    def prepare(self, metadata: StepMetadata, kinds: Sequence[LayerKind] | None = None) -> StepMetadata:
+        """Return a step with what all layers share; of DeepSeek-V4's, those of some kinds."""
         config = self.attention_config
         if isinstance(config, CompressedConfig):
-            return with_angles(metadata, self._cos_sin_of_layers)
+            return with_angles(metadata, self._cos_sin_of_layers, kinds)
         factor = query_factor(metadata.positions, config.llama_4_scaling, self.dtype)
         metadata = metadata.with_positions(self._cos_sin(metadata.positions), factor)
         return metadata if config.indexer is None else metadata.with_selection(config.indexer.topk)
@@ -229,7 +229,7 @@ class TransformersLayers(nn.Module):
         self._nowhere = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: AnyCache | None) -> Tensor:
-        """Do what `Decoder.forward` does."""
+        """Do what `Decoder.forward` does; of DeepSeek-V4, return all streams, [T, streams x hidden]."""
         out: Tensor = self.model(
             input_ids=token_ids[None],
             position_ids=self._nowhere,  # attention has the step's own
@@ -238,7 +238,7 @@ class TransformersLayers(nn.Module):
             step=step,
             latent_cache=cache,
         ).last_hidden_state
-        return out[0]
+        return out[0].flatten(1)
 
 
 class SelfAttention(nn.Module):

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from dcpmla.cache.compressed import AnyCache
-from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.mtp import check_mtp
@@ -50,7 +49,6 @@ def make_drafter(
         return None
     if method == "ngram":
         return NgramDrafter(num_speculative_tokens, model.device)
-    assert isinstance(cache, LatentCache)
     return MtpDrafter(num_speculative_tokens, model, cache, mesh, *graphs)
 
 
@@ -64,7 +62,8 @@ def mtp_graphs(
     """
     num_reqs = min(max_num_seqs, MAX_DRAFT_ROWS // (1 + num_speculative_tokens))
     where, hidden_state = (dcp, mesh, num_reqs, longest), torch.zeros_like(model.hidden_rows[0])
+    row = model.join(torch.zeros(1, dtype=torch.int64, device=model.device), hidden_state[None])[0]
     return [
-        GraphMaker(model, model.predict, hidden_state.repeat(2), *where, 1 + num_speculative_tokens),
+        GraphMaker(model, model.predict, torch.zeros_like(row), *where, 1 + num_speculative_tokens),
         GraphMaker(model, model.draft, hidden_state, *where, num_speculative_tokens),
     ]

@@ -7,6 +7,7 @@ package, and reads its own slices of the checkpoint (parts.py). Decoder layers o
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import module_name, text_module_name
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
-from dcpmla.integrations.mtp import MtpNames, check_mtp_weights, load_mtp, with_mtp_layer
+from dcpmla.integrations.mtp import MtpNames, check_mtp_weights, load_mtp, take_stream_mtp, with_mtp_layer
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import AnyAttention, FeedForward, SelfAttention, ShardedModel, TransformersLayers
 from dcpmla.integrations.skeleton import (
@@ -38,7 +39,9 @@ from dcpmla.integrations.skeleton import (
     is_plain_block,
     published_shapes,
 )
+from dcpmla.integrations.streams import Collapse, StreamMtpLayer, take_collapse
 from dcpmla.model.block import Decoder, DecoderBlock
+from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -71,11 +74,11 @@ def load_model(
         ValueError: sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
     """
     check_generation_config(directory)
-    attention_config = read_attention(config)
-    attention_config.heads_per_rank(mesh.tp_size)
     names, num_layers = MtpNames.of(config), config.num_hidden_layers
     if with_mtp:
         config = with_mtp_layer(config)
+    attention_config = read_attention(config)
+    attention_config.heads_per_rank(mesh.tp_size)
     model = build_skeleton(config)
     mtp_shapes = names.shapes(config, published_shapes(model)) if with_mtp else {}
     quantization = getattr(config, "quantization_config", None)
@@ -85,7 +88,8 @@ def load_model(
         is_fp8 = quantization is not None and not is_int4(quantization)
         weights = dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes, dtype, device)
     else:
-        rename = module_name if config.model_type in COMPRESSED_MODEL_TYPES else text_module_name
+        is_compressed = config.model_type in COMPRESSED_MODEL_TYPES
+        rename = partial(module_name, num_layers=num_layers) if is_compressed else text_module_name
         checkpoint = Checkpoint(directory, scale_block(quantization), rename)
         if with_mtp:
             check_mtp_weights(checkpoint.names, mtp_shapes)
@@ -100,13 +104,19 @@ def load_model(
     layers = _AttentionLayers(config, dcp, mesh, selection, weights, dtype, device)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
     hidden_states: Decoder | TransformersLayers
+    collapse: Collapse | None = None
     if all(is_plain_block(layer) for layer in model.model.layers):
         hidden_states = _load_decoder(model, num_layers, parts, layers.load, reduce)
         embedding = hidden_states.embedding
     else:
         hidden_states = _load_around(model, parts, layers.load, reduce)
         embedding = model.model.embed_tokens.weight
-    mtp = load_mtp(parts, names, embedding, layers.load, reduce) if with_mtp else None
+        collapse = take_collapse(model.model) if config.model_type in COMPRESSED_MODEL_TYPES else None
+    mtp: MtpLayer | StreamMtpLayer | None = None
+    if with_mtp and collapse is not None:
+        mtp = take_stream_mtp(parts, names, embedding, collapse)
+    elif with_mtp:
+        mtp = load_mtp(parts, names, embedding, layers.load, reduce)
     parts.load("model.rotary_emb", model.model.rotary_emb)
     head = parts.head()
     layers.warn_of_missing_scales()
@@ -122,6 +132,7 @@ def load_model(
         _eos_token_ids(directory, config),
         dtype,
         device,
+        collapse,
         mtp,
     )
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.latent import LayerCache
+from dcpmla.cache.compressed import AnyCache
+from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.reduce import rms_norm
 from dcpmla.model.block import DecoderBlock
 from dcpmla.parallel.fp8 import plain
@@ -18,16 +19,20 @@ class MtpLayer(nn.Module):
     the model's own head, a guess at token p + 2. Its cache is one more layer of the model's.
 
     Args:
+        layer: its number in the cache.
         embedding: [vocab, hidden], the model's.
         embedding_norm, hidden_norm: weights [hidden] (enorm, hnorm).
         projection: [hidden, 2 hidden] (eh_proj), whole on each rank.
         input_norm: weight [hidden] of the block's first norm.
         block: its output_norm is the module's last.
+    Attributes:
+        width: columns of the hidden states that it takes and gives.
     Source: DeepSeek-V3's report, section 2.2.
     """
 
     def __init__(
         self,
+        layer: int,
         embedding: Tensor,
         embedding_norm: Tensor,
         hidden_norm: Tensor,
@@ -37,7 +42,7 @@ class MtpLayer(nn.Module):
         eps: float,
     ) -> None:
         super().__init__()
-        self.embedding = embedding
+        self.layer, self.embedding, self.width = layer, embedding, embedding.shape[1]
         self.norms = nn.ParameterList(
             [nn.Parameter(norm, requires_grad=False) for norm in (embedding_norm, hidden_norm, input_norm)]
         )
@@ -49,11 +54,18 @@ class MtpLayer(nn.Module):
         """
         return torch.cat([nn.functional.embedding(token_ids, self.embedding), hidden_states], -1)
 
-    def forward(self, rows: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
+    def forward(self, rows: Tensor, cache: AnyCache | None, step: StepMetadata | None) -> Tensor:
         """Return the normalized hidden states [T, hidden] of rows [T, 2 hidden]. Collective over the TP group."""
         embedding_norm, hidden_norm, input_norm = self.norms
         embedded, hidden_states = (part.contiguous() for part in rows.chunk(2, -1))
         normalized = rms_norm(embedded, embedding_norm, self.eps), rms_norm(hidden_states, hidden_norm, self.eps)
         residual = self.projection(torch.cat(normalized, -1))
-        x, _ = self.block(rms_norm(residual, input_norm, self.eps), residual, cache, step)
+        assert cache is None or isinstance(cache, LatentCache)
+        x, _ = self.block(
+            rms_norm(residual, input_norm, self.eps), residual, None if cache is None else cache[self.layer], step
+        )
         return plain(x)
+
+    def collapse(self, hidden_states: Tensor) -> Tensor:
+        """Return hidden states [n, hidden] as the head takes them, which they are."""
+        return hidden_states

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.compressed import AnyCache
-from dcpmla.cache.latent import LatentCache
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.drafts import Drafter, Drafts
@@ -25,7 +24,7 @@ class MtpModel(Protocol):
     """A model with an MTP module; `dcpmla.integrations.sharded_model.ShardedModel` is one.
 
     Attributes:
-        hidden_rows: [N, hidden] hidden states of the last step, row for row of its tokens, which it keeps.
+        hidden_rows: [N, width] hidden states of the last step, row for row of its tokens, which it keeps.
     """
 
     device: torch.device
@@ -54,7 +53,7 @@ class MtpDrafter(Drafter):
         self,
         num_speculative_tokens: int,
         model: MtpModel,
-        cache: LatentCache,
+        cache: AnyCache,
         mesh: DCPMesh,
         graph: DecodeGraph,
         chain: DecodeGraph,
@@ -118,6 +117,7 @@ def _requests_of(drafting: Sequence[tuple[Request, int]]) -> StepRequests:
         [num for _, num in drafting],
         [request.num_tokens + request.num_tried - 2 + num for request, num in drafting],
         [request.block_ids for request, _ in drafting],
+        [request.state for request, _ in drafting],
     )
 
 

@@ -37,7 +37,23 @@ def publish(directory: Path) -> dict[str, Any]:
 
 def test_names_of_modules_stay() -> None:
     names = random_model(tiny_config("deepseek_v4")).state_dict()
-    assert [module_name(name) for name in names] == list(names)
+    assert [module_name(name, 43) for name in names] == list(names)
+
+
+def test_names_of_the_mtp_module() -> None:
+    published = {
+        "attn.wq_a.scale": "self_attn.q_a_proj.weight_scale_inv",
+        "attn_norm.weight": "input_layernorm.weight",
+        "e_proj.weight": "e_proj.weight",
+        "ffn.experts.3.w2.scale": "mlp.experts.3.down_proj.weight_scale_inv",
+        "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
+        "hc_attn_fn": "attn_hc.fn",
+        "hc_head_scale": "hc_head_scale",
+        "hnorm.weight": "hnorm.weight",
+        "norm.weight": "norm.weight",
+    }
+    for name, called in published.items():
+        assert module_name(f"mtp.0.{name}", 43) == f"model.layers.43.{called}"
 
 
 def test_published_names(tmp_path: Path) -> None:

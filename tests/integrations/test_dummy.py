@@ -11,6 +11,7 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.loading import load_engine
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.linear import Linear, read_linear
@@ -26,7 +27,11 @@ def outcome(directory: Path) -> tuple[list[list[int]], set[str], bool]:
     dcp, cpu = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4), torch.device("cpu")
     mesh = init_mesh(2, 2)
     chosen = select_exchange(dcp, mesh.dcp_group, cpu)
-    engine = load_engine(str(directory), dcp, mesh, chosen, cpu, seq_lens=[12, 20], load_format="dummy")
+    method = "mtp" if load_config(directory).num_nextn_predict_layers else "none"
+    options: dict[str, Any] = {"seq_lens": [12, 20], "load_format": "dummy", "speculative_method": method}
+    engine = load_engine(str(directory), dcp, mesh, chosen, cpu, **options)
+    if engine.speculation.drafter is not None:
+        engine.speculation.drafter.drafts_always = True
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     requests = [engine.add(list(range(1, length)), params) for length in (5, 12)]
     list(engine.run())
@@ -37,16 +42,16 @@ def outcome(directory: Path) -> tuple[list[list[int]], set[str], bool]:
     return [request.token_ids for request in requests], experts, keeps_codes
 
 
-FP8 = {"quantization_config": SCHEMES["block"].config}
+FP8 = {"quantization_config": SCHEMES["block"].config, "num_nextn_predict_layers": 1}
 
 
 @pytest.mark.parametrize(
     ("family", "fields", "experts"),
     [
         ("deepseek_v3", FP8, "BlockFp8"),
-        ("deepseek_v4", {}, "Tensor"),
+        ("deepseek_v4", {"num_nextn_predict_layers": 0}, "Tensor"),
         ("deepseek_v4", FP8 | {"expert_dtype": "fp4"}, "GroupFp4"),
-        ("deepseek_v3", {"quantization_config": SCHEMES["int4"].config}, "GroupInt4"),
+        ("deepseek_v3", {"quantization_config": SCHEMES["int4"].config, "num_nextn_predict_layers": 0}, "GroupInt4"),
     ],
 )
 def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: str, tmp_path: Path) -> None:
@@ -56,7 +61,7 @@ def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: 
     (tmp_path / "config.json").write_text(json.dumps(config | fields))
     first, second = run_ranks(2, outcome, tmp_path)
     assert first[0] == second[0]
-    assert first[1:] == second[1:] == ({experts}, bool(fields) and experts != "GroupInt4")
+    assert first[1:] == second[1:] == ({experts}, experts in ("BlockFp8", "GroupFp4"))
 
 
 def test_slices_are_cut_as_they_are_stored() -> None:

@@ -25,7 +25,7 @@ from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 
 CPU, NUM_DRAFTS = torch.device("cpu"), 3
-FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "longcat_flash")
+FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "longcat_flash", "deepseek_v4")
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]
 Record = list[tuple[list[int], list[int]]]  # known tokens of a request, and the drafts that followed
 
@@ -65,6 +65,8 @@ class PlainMtp:
             state |= {
                 f"{name}.{key}": value for name, part in modules.items() for key, value in part.state_dict().items()
             }
+        if self.config.model_type == "deepseek_v4":
+            state = {name.replace(f"{self.names.block}.", "mtp.0."): tensor for name, tensor in state.items()}
         directory.mkdir()
         self.config.save_pretrained(directory)
         save_file({name: tensor.clone() for name, tensor in state.items()}, directory / "model.safetensors")
@@ -84,7 +86,7 @@ class PlainMtp:
     def _run(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         embedded = self._norm(self.base.model.embed_tokens(tokens), self.names.embedding_norm)
         joined = torch.cat([embedded, self._norm(hidden, self.names.hidden_norm)], -1)
-        residual = joined @ self.own[self.names.projection].T
+        residual = joined @ self.own[self.names.projections[0]].T
         positions = torch.arange(tokens.shape[1])[None]
         mask = torch.full((tokens.shape[1],) * 2, -torch.inf).triu(1)[None, None]
         how = {"position_embeddings": self.base.model.rotary_emb(residual, positions), "position_ids": positions}
@@ -94,6 +96,50 @@ class PlainMtp:
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.own[name], self.config.rms_norm_eps)
+
+
+class PlainStreamMtp(PlainMtp):
+    """DeepSeek-V4's module, by its published code: the embedding and each stream of the residual through projections of
+    their own, and a decoder layer over their sum.
+    """
+
+    def drafts(self, tokens: list[int], num_drafts: int) -> list[int]:
+        seen: list[Tensor] = []
+        hook = self.base.model.hc_head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        with torch.no_grad():
+            self.base(torch.tensor([tokens]))
+            hook.remove()
+            streams, tokens = seen[0][:, :-1], list(tokens)
+            for _ in range(num_drafts):
+                out = self._run(torch.tensor([tokens[1:]]), streams)
+                tokens.append(int(self.base.lm_head(self._collapse(out)[0, -1]).argmax()))
+                streams = torch.cat([streams, out[:, -1:]], 1)
+        return tokens[-num_drafts:]
+
+    def _run(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        of_embedding, of_stream = (self.own[name] for name in self.names.projections)
+        embedded = self._norm(self.base.model.embed_tokens(tokens), self.names.embedding_norm) @ of_embedding.T
+        streams = embedded[:, :, None] + self._norm(hidden, self.names.hidden_norm) @ of_stream.T
+        positions = torch.arange(tokens.shape[1])[None]
+        distance = positions[0][:, None] - positions
+        is_seen = (distance >= 0) & (distance < self.config.sliding_window)
+        mask = torch.zeros(is_seen.shape).masked_fill(~is_seen, -torch.inf)[None, None]
+        rotary = self.base.model.rotary_emb
+        angles = {kind: rotary(embedded, positions, layer_type=kind) for kind in ("main", "compress")}
+        layer = self.with_layer.model.layers[-1]
+        out: Tensor = layer(streams, position_embeddings=angles, position_ids=positions, attention_mask=mask)
+        return out
+
+    def _collapse(self, streams: Tensor) -> Tensor:
+        fn, base, scale = (self.own[self.names.collapse + part] for part in ("fn", "base", "scale"))
+        flat = streams.flatten(2)
+        flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        weights = torch.sigmoid(flat @ fn.T * scale + base) + self.config.hc_eps
+        return self._norm((weights[..., None] * streams).sum(2), self.names.output_norm)
+
+
+def plain_module(family: str) -> PlainMtp:
+    return PlainStreamMtp(family) if family == "deepseek_v4" else PlainMtp(family)
 
 
 class Recording(MtpDrafter):
@@ -137,7 +183,7 @@ def serve_families(
         model = load_model(directory, config, dcp, mesh, exchange, torch.float32, CPU, with_mtp=True)
         model.keep_hidden_states(64)
         for with_graph in (False, True):
-            plan = model.plan_cache(dcp, [60] * 4, 4)
+            plan = model.plan_cache(dcp, [60] * 4, 4, num_drafts)
             cache: Any = new_cache(plan, CPU)
             for memory in cache.tensors:
                 memory.fill_(torch.nan)
@@ -163,7 +209,7 @@ def serve_families(
 def test_drafts_are_those_of_the_module(
     tp: int, dcp_size: int, families: tuple[str, ...], num_drafts: int, tmp_path: Path
 ) -> None:
-    modules = [PlainMtp(family) for family in families]
+    modules = [plain_module(family) for family in families]
     directories = [module.save(tmp_path / family) for module, family in zip(modules, families, strict=True)]
     ranks = run_ranks(tp, serve_families, directories, tp, dcp_size, num_drafts)
     assert all(outcome == ranks[0] for outcome in ranks[1:])
@@ -181,8 +227,6 @@ def test_drafts_are_those_of_the_module(
 def test_models_without_a_module_are_refused() -> None:
     with pytest.raises(ValueError, match="config has no num_nextn_predict_layers: leave --speculative-method mtp out"):
         check_mtp(tiny_config("mistral4"))
-    with pytest.raises(ValueError, match="the MTP module of deepseek_v4 is not computed here; take ngram"):
-        check_speculation(tiny_config("deepseek_v4"), DCPConfig(), "mtp")
     check_speculation(tiny_config("deepseek_v4"), DCPConfig(), "ngram")
     scaled = DCPConfig(kv_cache_dtype="fp8", calculate_kv_scales=True)
     with pytest.raises(ValueError, match="leave --calculate-kv-scales out, or take ngram"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ KEPT = dict.fromkeys(
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     config = json.loads((directory / "config.json").read_text())
-    rename = module_name if config["model_type"] == "deepseek_v4" else text_module_name
+    is_v4 = config["model_type"] == "deepseek_v4"
+    rename = partial(module_name, num_layers=config["num_hidden_layers"]) if is_v4 else text_module_name
     return Checkpoint(directory, scale_block(config.get("quantization_config")), rename)
 
 
@@ -39,7 +41,8 @@ def make_pair(source: Path, directory: Path, scheme: str) -> tuple[dict[str, Wei
     write_dequantized(source, directory / "twin", scheme)
     check_quantization(json.loads((directory / "quantized" / "config.json").read_text())["quantization_config"])
     weights, twin = (open_checkpoint(directory / name).weights("") for name in ("quantized", "twin"))
-    assert {name for name in weights if not name.startswith("mtp.") and not name.endswith("input_scale")} == set(twin)
+    more = ("input_scale", "layers.4.norm.weight")  # the latter of multi-token prediction
+    assert {name for name in weights if not name.endswith(more)} == set(twin)
     return dict(weights), {name: weight[WHOLE,] for name, weight in twin.items()}
 
 

@@ -14,9 +14,9 @@ from dcpmla.integrations.loading import load_engine, open_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
-from tests.integrations.test_mtp import PlainMtp
+from tests.integrations.test_mtp import plain_module
 from tests.multigpu.test_graph_gpu import NUM_GPUS
-from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.models import VOCAB_SIZE
 from tests.support.ranks import run_ranks
 from tests.support.recorded import RecordedDrafter
 
@@ -61,15 +61,10 @@ def serve(
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "longcat_flash", "deepseek_v4"])
 def test_drafts_change_no_token(num_gpus: int, family: str, tmp_path: Path) -> None:
-    methods, directory = METHODS, tmp_path / family
-    if family == "deepseek_v4":  # whose module is not computed
-        methods = METHODS[:-1]
-        save_tiny(family, directory)
-    else:
-        PlainMtp(family).save(directory)
+    directory = plain_module(family).save(tmp_path / family)
     dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=16)
-    for results in run_ranks(num_gpus, serve, directory, dcp, "float32", methods, device="cuda", timeout=240):
-        assert [is_captured for *_, is_captured in results] == [not enforce_eager for _, enforce_eager in methods]
+    for results in run_ranks(num_gpus, serve, directory, dcp, "float32", METHODS, device="cuda", timeout=240):
+        assert [is_captured for *_, is_captured in results] == [not enforce_eager for _, enforce_eager in METHODS]
         for method, tokens, num_drafts, _ in results[1:]:
             assert tokens == results[0][1], method
             assert num_drafts > 0 or method == "ngram"

@@ -1,6 +1,6 @@
 """The part of a step that layers of DeepSeek-V4's attention ask for: whose its tokens are, and which rows they see."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -107,6 +107,14 @@ class CompressedMetadata:
         dcp = self.plan.dcp
         return self.dcp_rank, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
 
+    def of_tokens(self, index: int, size: int) -> "CompressedMetadata":
+        """Return the part of a step of each request's token of this index alone, where each brings size tokens."""
+        positions, request = (column[index::size].clone() for column in (self.positions, self.request))
+        first = positions.to(torch.int32)
+        seen = (first + 1).where(self.seq_lens > 0, 0)
+        step = replace(self, positions=positions, request=request, first_position=first, seq_lens=seen)
+        return replace(step, angles=None, parts=(), decode_rows={})
+
     def parts_of(self, decode: DecodeMetadata | None) -> tuple[Part, ...]:
         """Return the parts of a step: one, or where tokens may be rejected the decodes' tokens one by one, for each of
         them leaves sums of its own; prefills are in the first.
@@ -171,25 +179,35 @@ class CompressedMetadata:
         return SelectedTokens(windows.new_empty(num_tokens, topk), slots, torch.empty_like(num_first), num_first)
 
 
-def with_angles(step: StepMetadata, rotary: Callable[[Tensor, bool], Tensor]) -> StepMetadata:
-    """Return a step with what all layers share: the angles of its tokens, the rows that its decodes see, and memory for
+def with_angles(
+    step: StepMetadata, rotary: Callable[[Tensor, bool], Tensor], kinds: Iterable[LayerKind] | None = None
+) -> StepMetadata:
+    """Return a step with what layers share: the angles of its tokens, the rows that its decodes see, and memory for
     what they select.
 
     Args:
         rotary: returns cos_sin [T, R] float32 (`apply_rope`) of positions [T]; of layers that compress if told so.
+        kinds: of the layers that it is for; all of the plan's if None.
     """
     compressed = step.compressed
     assert compressed is not None
-    config, positions, decodes = compressed.plan.config, step.positions, slice(0, step.num_decode_tokens)
-    entries = {ratio: rotary(positions // ratio * ratio, True) for ratio in config.ratios}
-    angles = Angles(rotary(positions, False), rotary(positions, True), entries)
-    is_selected = any(selects(compressed, kind) for kind in config.layer_kinds)
-    seen = {kind for kind in config.layer_kinds if step.num_decode_tokens and not selects(compressed, kind)}
+    kinds = dict.fromkeys(compressed.plan.config.layer_kinds if kinds is None else kinds)
+    positions, decodes = step.positions, slice(0, step.num_decode_tokens)
+    entries = {kind.ratio: rotary(positions // kind.ratio * kind.ratio, True) for kind in kinds if kind.ratio}
+    window = rotary(positions, False)
+    angles = Angles(window, rotary(positions, True) if entries else window, entries)
+    is_selected = any(selects(compressed, kind) for kind in kinds)
+    seen = {kind for kind in kinds if step.num_decode_tokens and not selects(compressed, kind)}
     rows = {kind.ratio: compressed.visible_rows(decodes, kind.ratio) for kind in seen}
     return replace(
         step,
         selection=compressed.new_selection(step.num_decode_tokens) if is_selected else None,
-        compressed=replace(compressed, angles=angles, parts=compressed.parts_of(step.decode), decode_rows=rows),
+        compressed=replace(
+            compressed,
+            angles=angles,
+            parts=compressed.parts_of(step.decode) if entries else (),
+            decode_rows=rows,
+        ),
     )
 
 
