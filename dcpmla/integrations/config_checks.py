@@ -80,7 +80,7 @@ _CONFIG_RULES = {
     "sliding_window": _SIZE,
     "o_groups": _SIZE,
     "o_lora_rank": _SIZE,
-    "hc_mult": whole(1, 64),
+    "hc_mult": whole(1, 8),
     "hc_sinkhorn_iters": whole(1, 1 << 16),
     "hc_eps": number(0, 1),
     "swiglu_limit": _POSITIVE,

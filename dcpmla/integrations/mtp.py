@@ -10,7 +10,6 @@ from dcpmla.attention.layer import MLAAttention
 from dcpmla.comm.reduce import Reduce
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, SPARSE_MODEL_TYPES, indexer_types
 from dcpmla.integrations.parts import Parts
-from dcpmla.integrations.streams import Collapse, StreamMtpLayer
 from dcpmla.model.block import DecoderBlock
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import Linear, read_linear, read_weight
@@ -49,9 +48,7 @@ class MtpNames(NamedTuple):
         if config.model_type in COMPRESSED_MODEL_TYPES:
             projections = f"{block}.e_proj.weight", f"{block}.h_proj.weight"
             return cls(block, f"{block}.mlp", *norms, projections, f"{block}.norm.weight", f"{block}.hc_head_")
-        return cls(
-            block, f"{block}.mlp", *norms, (f"{block}.eh_proj.weight",), f"{block}.shared_head.norm.weight"
-        )
+        return cls(block, f"{block}.mlp", *norms, (f"{block}.eh_proj.weight",), f"{block}.shared_head.norm.weight")
 
     def shapes(self, config: Any, of_model: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights that are in no decoder layer of the model's.
@@ -120,36 +117,20 @@ def load_mtp(
     attention, layer = load_attention(f"{names.block}.self_attn")
     assert isinstance(attention, MLAAttention)
     mlp = parts.dense(names.mlp) if config.model_type == "longcat_flash" else parts.mlp(names.mlp)
-    second_norm = _norm(parts, f"{names.block}.post_attention_layernorm.weight")
-    block = DecoderBlock(attention, mlp, second_norm, _norm(parts, names.output_norm), eps, reduce)
-    input_norms = _norm(parts, names.embedding_norm), _norm(parts, names.hidden_norm)
-    (projection,) = _projections(parts, names)
-    input_norm = _norm(parts, f"{names.block}.input_layernorm.weight")
+    second_norm = read_norm(parts, f"{names.block}.post_attention_layernorm.weight")
+    block = DecoderBlock(attention, mlp, second_norm, read_norm(parts, names.output_norm), eps, reduce)
+    input_norms = read_norm(parts, names.embedding_norm), read_norm(parts, names.hidden_norm)
+    (projection,) = read_projections(parts, names)
+    input_norm = read_norm(parts, f"{names.block}.input_layernorm.weight")
     return MtpLayer(layer, embedding, *input_norms, projection, input_norm, block, eps)
 
 
-def take_stream_mtp(parts: Parts, names: MtpNames, embedding: Tensor, collapse: Collapse) -> StreamMtpLayer:
-    """Load DeepSeek-V4's module, and take its decoder layer, the last, off the loaded model.
-
-    Args:
-        collapse: the model's.
-    """
-    block, eps = parts.model.model.layers.pop(-1), parts.model.config.rms_norm_eps
-    own = copy.deepcopy(collapse)
-    for name, parameter in own.mix.named_parameters(recurse=False):
-        stored = names.collapse + name.removeprefix("hc_")
-        parameter.data.copy_(read_weight(parts.weights, stored, tuple(parameter.shape)))
-    own.norm.weight.data.copy_(_norm(parts, names.output_norm))
-    input_norms = _norm(parts, names.embedding_norm), _norm(parts, names.hidden_norm)
-    of_embedding, of_stream = _projections(parts, names)
-    return StreamMtpLayer(embedding, *input_norms, (of_embedding, of_stream), block, own, eps)
-
-
-def _norm(parts: Parts, name: str) -> Tensor:
+def read_norm(parts: Parts, name: str) -> Tensor:
+    """Return the weight of one of the module's norms."""
     return read_weight(parts.weights, name, (parts.model.config.hidden_size,)).to(parts.device, parts.dtype)
 
 
-def _projections(parts: Parts, names: MtpNames) -> list[Linear]:
+def read_projections(parts: Parts, names: MtpNames) -> list[Linear]:
     """Load the module's projections, whole."""
     size = parts.model.config.hidden_size
     shape = size, 2 * size // len(names.projections)

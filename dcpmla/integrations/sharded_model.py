@@ -17,11 +17,12 @@ from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reduce import Reduce
 from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig, MLAConfig
-from dcpmla.integrations.streams import StreamMtpLayer
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.model.mtp import MtpLayer
+from dcpmla.model.stream_decoder import StreamMtpLayer
+from dcpmla.model.streams import Connection
 
 AnyAttention = MLAAttention | CompressedAttention
 
@@ -35,7 +36,7 @@ class ShardedModel:
         head: head(normalized hidden states [n, hidden]) -> logits [n, vocab] float32.
         rotary: transformers' rotary embedding.
         exchange, reduce: of its layers.
-        collapse: hidden states [n, width] into what the head takes; None if they are that.
+        to_head: what collapses hidden states [n, width] into what the head takes; None if they are that.
         mtp: the MTP module; None for a model that does not draft with it.
     Attributes:
         attention_config: of every layer.
@@ -58,10 +59,10 @@ class ShardedModel:
         eos_token_ids: frozenset[int],
         dtype: torch.dtype,
         device: torch.device,
-        collapse: nn.Module | None = None,
+        to_head: Connection | None = None,
         mtp: MtpLayer | StreamMtpLayer | None = None,
     ) -> None:
-        self._collapse, self._mtp = collapse or nn.Identity(), mtp
+        self._to_head, self._mtp = to_head, mtp
         self.hidden_rows = torch.empty(0, device=device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
         self._exchanges = exchange, reduce
@@ -184,7 +185,8 @@ class ShardedModel:
         hidden_states = self.hidden_states(token_ids, metadata, cache)
         if self._mtp is not None:
             self.hidden_rows[: len(hidden_states)].copy_(hidden_states)
-        logits: Tensor = self.head(self._collapse(hidden_states if logits_at is None else hidden_states[logits_at]))
+        rows = hidden_states if logits_at is None else hidden_states[logits_at]
+        logits: Tensor = self.head(rows if self._to_head is None else self._to_head.collapse(rows))
         return logits
 
     def prepare(self, metadata: StepMetadata, kinds: Sequence[LayerKind] | None = None) -> StepMetadata:
@@ -229,7 +231,7 @@ class TransformersLayers(nn.Module):
         self._nowhere = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: AnyCache | None) -> Tensor:
-        """Do what `Decoder.forward` does; of DeepSeek-V4, return all streams, [T, streams x hidden]."""
+        """Do what `Decoder.forward` does."""
         out: Tensor = self.model(
             input_ids=token_ids[None],
             position_ids=self._nowhere,  # attention has the step's own
@@ -238,7 +240,7 @@ class TransformersLayers(nn.Module):
             step=step,
             latent_cache=cache,
         ).last_hidden_state
-        return out[0].flatten(1)
+        return out[0]
 
 
 class SelfAttention(nn.Module):

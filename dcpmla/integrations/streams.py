@@ -1,84 +1,68 @@
-"""DeepSeek-V4's parallel streams of the residual: what makes one of them for the head, and its MTP module over them."""
+"""From a checkpoint of DeepSeek-V4 to its decoder, the collapse before its head, and its MTP module."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.compressed import AnyCache
-from dcpmla.comm.reduce import rms_norm
-from dcpmla.parallel.linear import Linear
+from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.comm.reduce import Reduce
+from dcpmla.integrations.mtp import MtpNames, read_norm, read_projections
+from dcpmla.integrations.parts import Parts
+from dcpmla.model.moe import MoE
+from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder, StreamMtpLayer
+from dcpmla.model.streams import Connection, Constants, Projection
+from dcpmla.parallel.linear import read_weight
+
+LoadAttention = Callable[[str], tuple[Any, int]]
 
 
-class Collapse(nn.Module):
-    """The streams of rows, collapsed into one and normalized, as the head takes it.
+def load_streams(
+    names: Iterable[str], parts: Parts, load_attention: LoadAttention, reduce: Reduce
+) -> tuple[StreamDecoder, Connection]:
+    """Load the decoder of layers of these names, and the collapse of its streams."""
+    blocks = [_load_block(name, parts, load_attention, reduce) for name in names]
+    decoder = StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, parts.model.config.hc_mult)
+    return decoder, _load_connection(parts, "model.hc_head.hc_", "model.norm.weight", is_head=True)
+
+
+def load_stream_mtp(
+    parts: Parts, names: MtpNames, embedding: Tensor, load_attention: LoadAttention, reduce: Reduce
+) -> StreamMtpLayer:
+    """Load the MTP module."""
+    config = parts.model.config
+    input_norms = read_norm(parts, names.embedding_norm), read_norm(parts, names.hidden_norm)
+    of_embedding, of_stream = read_projections(parts, names)
+    block = _load_block(names.block, parts, load_attention, reduce)
+    to_head = _load_connection(parts, names.collapse, names.output_norm, is_head=True)
+    projections = of_embedding, of_stream
+    return StreamMtpLayer(embedding, *input_norms, projections, block, to_head, config.hc_mult, config.rms_norm_eps)
+
+
+def _load_block(name: str, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> StreamBlock:
+    attention, layer = load_attention(f"{name}.self_attn")
+    experts = parts.mlp(f"{name}.mlp")
+    assert isinstance(attention, CompressedAttention)
+    assert isinstance(experts, MoE)
+    connections = (
+        _load_connection(parts, f"{name}.attn_hc.", f"{name}.input_layernorm.weight"),
+        _load_connection(parts, f"{name}.ffn_hc.", f"{name}.post_attention_layernorm.weight"),
+    )
+    return StreamBlock(layer, attention, experts, connections, reduce)
+
+
+def _load_connection(parts: Parts, prefix: str, norm: str, is_head: bool = False) -> Connection:
+    """Load a hyper-connection and the norm after it.
 
     Args:
-        mix: transformers' module that weighs the streams (hc_head).
-        norm: transformers' norm.
+        prefix: of the names of its fn, base and scale.
     """
-
-    def __init__(self, mix: Any, norm: Any) -> None:
-        super().__init__()
-        self.mix, self.norm = mix, norm
-
-    def forward(self, streams: Tensor) -> Tensor:
-        """Return [n, hidden] of [n, streams x hidden]."""
-        out: Tensor = self.norm(self.mix(streams.unflatten(1, (self.mix.hc_mult, -1))[None]))
-        return out[0]
-
-
-def take_collapse(model: Any) -> Collapse:
-    """Take what comes after its layers off transformers' model of DeepSeek-V4, so that it returns all streams."""
-    collapse = Collapse(model.hc_head, model.norm)
-    model.hc_head, model.norm = nn.Identity(), nn.Identity()
-    return collapse
-
-
-class StreamMtpLayer(nn.Module):
-    """DeepSeek-V4's MTP module: a decoder layer over the sum of two projections, of the embedding of the token that
-    follows, for all streams alike, and of each stream. `dcpmla.model.mtp.MtpLayer` says what for.
-
-    Args:
-        embedding: [vocab, hidden], the model's.
-        embedding_norm, hidden_norm: weights [hidden] (enorm, hnorm).
-        projections: [hidden, hidden] of embeddings and of streams (e_proj, h_proj), whole on each rank.
-        block: transformers' decoder layer around this package's parts, with a window alone.
-        collapse: of what the block gives.
-    Attributes:
-        width: columns of the hidden states that it takes and gives: all streams.
-    Source: the code published with DeepSeek-V4 (inference/model.py, MTPBlock).
-    """
-
-    def __init__(
-        self,
-        embedding: Tensor,
-        embedding_norm: Tensor,
-        hidden_norm: Tensor,
-        projections: tuple[Linear, Linear],
-        block: Any,
-        collapse: Collapse,
-        eps: float,
-    ) -> None:
-        super().__init__()
-        self.embedding, self.embedding_norm, self.hidden_norm = embedding, embedding_norm, hidden_norm
-        self.of_embedding, self.of_stream = projections
-        self.block, self.collapse, self.eps = block, collapse, eps
-        self.num_streams = collapse.mix.hc_mult
-        self.width = self.num_streams * embedding.shape[1]
-
-    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return the rows [T, hidden + width] that `forward` takes: embeddings of tokens [T], then hidden states
-        [T, width] of the positions before them.
-        """
-        return torch.cat([nn.functional.embedding(token_ids, self.embedding), hidden_states], -1)
-
-    def forward(self, rows: Tensor, cache: AnyCache | None, step: StepMetadata | None) -> Tensor:
-        """Return the hidden states [T, width] of rows [T, hidden + width]. Collective over the TP group."""
-        embedded, streams = rows.split([rows.shape[1] - self.width, self.width], -1)
-        embedded = self.of_embedding(rms_norm(embedded.contiguous(), self.embedding_norm, self.eps))
-        streams = streams.reshape(-1, embedded.shape[1])
-        streams = self.of_stream(rms_norm(streams, self.hidden_norm, self.eps)).unflatten(0, (-1, self.num_streams))
-        out: Tensor = self.block((embedded[:, None] + streams)[None], step=step, latent_cache=cache)
-        return out[0].flatten(1)
+    config, size = parts.model.config, parts.model.config.hidden_size
+    num = config.hc_mult * (1 if is_head else 2 + config.hc_mult)
+    shapes = {"fn": (num, config.hc_mult * size), "base": (num,), "scale": (1 if is_head else 3,)}
+    projection, weight = (
+        Projection(*(read_weight(parts.weights, prefix + name, shape) for name, shape in shapes.items())),
+        read_weight(parts.weights, norm, (size,)),
+    )
+    constants = Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+    return Connection(projection, weight, constants).to(parts.device)

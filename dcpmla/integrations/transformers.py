@@ -28,7 +28,7 @@ from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import module_name, text_module_name
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
-from dcpmla.integrations.mtp import MtpNames, check_mtp_weights, load_mtp, take_stream_mtp, with_mtp_layer
+from dcpmla.integrations.mtp import MtpNames, check_mtp_weights, load_mtp, with_mtp_layer
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import AnyAttention, FeedForward, SelfAttention, ShardedModel, TransformersLayers
 from dcpmla.integrations.skeleton import (
@@ -39,9 +39,11 @@ from dcpmla.integrations.skeleton import (
     is_plain_block,
     published_shapes,
 )
-from dcpmla.integrations.streams import Collapse, StreamMtpLayer, take_collapse
+from dcpmla.integrations.streams import load_stream_mtp, load_streams
 from dcpmla.model.block import Decoder, DecoderBlock
 from dcpmla.model.mtp import MtpLayer
+from dcpmla.model.stream_decoder import StreamDecoder, StreamMtpLayer
+from dcpmla.model.streams import Connection
 from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -74,13 +76,14 @@ def load_model(
         ValueError: sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
     """
     check_generation_config(directory)
-    names, num_layers = MtpNames.of(config), config.num_hidden_layers
+    mtp_names, num_layers = MtpNames.of(config), config.num_hidden_layers
+    is_compressed = config.model_type in COMPRESSED_MODEL_TYPES
     if with_mtp:
         config = with_mtp_layer(config)
     attention_config = read_attention(config)
     attention_config.heads_per_rank(mesh.tp_size)
     model = build_skeleton(config)
-    mtp_shapes = names.shapes(config, published_shapes(model)) if with_mtp else {}
+    mtp_shapes = mtp_names.shapes(config, published_shapes(model)) if with_mtp else {}
     quantization = getattr(config, "quantization_config", None)
     if load_format == "dummy":
         dtype = dtype or config.dtype or torch.bfloat16
@@ -88,7 +91,6 @@ def load_model(
         is_fp8 = quantization is not None and not is_int4(quantization)
         weights = dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes, dtype, device)
     else:
-        is_compressed = config.model_type in COMPRESSED_MODEL_TYPES
         rename = partial(module_name, num_layers=num_layers) if is_compressed else text_module_name
         checkpoint = Checkpoint(directory, scale_block(quantization), rename)
         if with_mtp:
@@ -103,20 +105,22 @@ def load_model(
     parts = Parts(model, weights, mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1, expert_dtype)
     layers = _AttentionLayers(config, dcp, mesh, selection, weights, dtype, device)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
-    hidden_states: Decoder | TransformersLayers
-    collapse: Collapse | None = None
-    if all(is_plain_block(layer) for layer in model.model.layers):
-        hidden_states = _load_decoder(model, num_layers, parts, layers.load, reduce)
+    hidden_states: Decoder | StreamDecoder | TransformersLayers
+    to_head: Connection | None = None
+    mtp: MtpLayer | StreamMtpLayer | None = None
+    names = [f"model.layers.{number}" for number in range(num_layers)]
+    if is_compressed:
+        hidden_states, to_head = load_streams(_progress(names, mesh), parts, layers.load, reduce)
+        embedding = hidden_states.embedding
+    elif all(is_plain_block(layer) for layer in model.model.layers):
+        hidden_states = _load_decoder(model, names, parts, layers.load, reduce)
         embedding = hidden_states.embedding
     else:
         hidden_states = _load_around(model, parts, layers.load, reduce)
         embedding = model.model.embed_tokens.weight
-        collapse = take_collapse(model.model) if config.model_type in COMPRESSED_MODEL_TYPES else None
-    mtp: MtpLayer | StreamMtpLayer | None = None
-    if with_mtp and collapse is not None:
-        mtp = take_stream_mtp(parts, names, embedding, collapse)
-    elif with_mtp:
-        mtp = load_mtp(parts, names, embedding, layers.load, reduce)
+    if with_mtp:
+        load_module = load_stream_mtp if is_compressed else load_mtp
+        mtp = load_module(parts, mtp_names, embedding, layers.load, reduce)
     parts.load("model.rotary_emb", model.model.rotary_emb)
     head = parts.head()
     layers.warn_of_missing_scales()
@@ -132,7 +136,7 @@ def load_model(
         _eos_token_ids(directory, config),
         dtype,
         device,
-        collapse,
+        to_head,
         mtp,
     )
 
@@ -140,9 +144,8 @@ def load_model(
 LoadAttention = Callable[[str], tuple[AnyAttention, int]]
 
 
-def _load_decoder(model: Any, num_layers: int, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> Decoder:
-    """Load the first layers of a model of plain blocks."""
-    names = [f"model.layers.{number}" for number in range(num_layers)]
+def _load_decoder(model: Any, names: list[str], parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> Decoder:
+    """Load the layers of these names of a model of plain blocks."""
     norms = [parts.vector(f"{name}.input_layernorm.weight") for name in names] + [parts.vector("model.norm.weight")]
     eps = model.config.rms_norm_eps
     blocks = []
@@ -168,7 +171,6 @@ def _load_around(model: Any, parts: Parts, load_attention: LoadAttention, reduce
             parts.load(name, module)
             continue
         replaced += (f"{name}.",)
-    _check_norms(model, parts.dtype, parts.device)
     return TransformersLayers(model.model, parts.device)
 
 
@@ -226,18 +228,6 @@ class _AttentionLayers:
                 "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
                 " and no ".join(sorted(self._missing)),
             )
-
-
-def _check_norms(model: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError where transformers' norms give another dtype than the model's matrices take (DeepSeek-V4's did,
-    in bfloat16, in transformers 5.17).
-    """
-    found = model.model.norm(torch.zeros(1, model.config.hidden_size, dtype=dtype, device=device)).dtype
-    if found != dtype:
-        raise ValueError(
-            f"dtype (--dtype) is {dtype}, but the norms of transformers {transformers.__version__} give {found} "
-            f"in this model; install transformers 5.23, or choose float32"
-        )
 
 
 def _eos_token_ids(directory: Path, config: Any) -> frozenset[int]:

@@ -20,8 +20,7 @@ SPARSE_PARTS = ("projections", "selection", *PARTS[1:])
 _ACTIVATION_BYTES = 2
 _MLP_KERNELS = 1  # activation
 _EXPERT_KERNELS = 4  # of a layer besides its two products: the gate's choice, routes in order, the sum over routes
-_HYPER_KERNELS = 24  # of a hyper-connection of DeepSeek-V4, in and out, besides its product and its iterations
-_SINKHORN_KERNELS = 6  # rows and columns: a sum, an epsilon, a quotient
+_STREAM_PASSES = 3  # over all streams, of a hyper-connection: they are read, written mixed, and read again
 _SELECTION_KERNELS = 4  # queries prepared, keys scored, this rank's candidates, the choice among all ranks'
 
 
@@ -154,11 +153,6 @@ def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -
     return 1 - (1 - experts_per_token / num_routed) ** num_tokens
 
 
-def hyper_connection_kernels(num_sinkhorn_iters: int) -> int:
-    """Return the kernels of a hyper-connection of DeepSeek-V4 in transformers, besides its product."""
-    return _HYPER_KERNELS + _SINKHORN_KERNELS * num_sinkhorn_iters
-
-
 def _exchange_and_attention_us(
     machine: Machine,
     attention: MLAConfig | CompressedConfig,
@@ -207,11 +201,13 @@ def _parameter_us(
     """Return the time that one parameter adds to a step, by part: its kernel, and the collective that its cut needs."""
     part = "projections" if parameter.is_attention else "rest"
     if not parameter.is_matrix:  # norms are kernels, but in the sums before them; biases ride along with others
-        is_kernel = parameter.name.endswith("norm.weight") and not (model.is_plain and parameter.is_block_norm)
+        is_fused = parameter.is_block_norm and (model.is_plain or model.has_streams)
+        is_kernel = parameter.name.endswith("norm.weight") and not is_fused
         return {part: machine.kernel_us if is_kernel else 0.0}
     if parameter.is_hyper_connection:
-        num_kernels = hyper_connection_kernels(model.num_sinkhorn_iters)
-        return {part: _matmul_us(machine, parameter, setting, batch) + num_kernels * machine.kernel_us}
+        num_bytes = _STREAM_PASSES * batch * parameter.shape[-1] * _ACTIVATION_BYTES
+        time = num_bytes / machine.hbm_gb_per_s / 1e3 + machine.kernel_us
+        return {part: _matmul_us(machine, parameter, setting, batch) + time}
     if "embed_tokens" in parameter.name:
         return {"rest": machine.kernel_us}
     if "lm_head" in parameter.name:

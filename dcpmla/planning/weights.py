@@ -46,7 +46,6 @@ class ModelSize:
         num_index_layers: index caches, of sparse MLA's layers with an indexer of their own.
         num_routed: choices of a router, LongCat's zero experts included; 0 without experts.
         experts_per_token: choices that a token takes.
-        num_sinkhorn_iters: of each hyper-connection; 0 in a model without.
         expert_dtype: "auto", or "fp8" for experts in 4 bits that are held in 8 (--expert-dtype).
     """
 
@@ -56,7 +55,6 @@ class ModelSize:
     max_position_embeddings: int
     num_routed: int
     experts_per_token: int
-    num_sinkhorn_iters: int
     parameters: tuple[Parameter, ...]
     expert_dtype: str = "auto"
 
@@ -68,7 +66,12 @@ class ModelSize:
     @property
     def is_plain(self) -> bool:
         """True if every layer is norm, attention, norm and MLP or experts (`model.block.DecoderBlock`)."""
-        return not any(parameter.is_hyper_connection or ".mlps." in parameter.name for parameter in self.parameters)
+        return not (self.has_streams or any(".mlps." in parameter.name for parameter in self.parameters))
+
+    @property
+    def has_streams(self) -> bool:
+        """True if its residual is several streams (`model.stream_decoder.StreamBlock`)."""
+        return any(parameter.is_hyper_connection for parameter in self.parameters)
 
     @property
     def is_stack(self) -> bool:
@@ -168,7 +171,6 @@ def read_model(config: Any) -> ModelSize:
         max_position_embeddings=config.max_position_embeddings,
         num_routed=num_routed,
         experts_per_token=experts_per_token,
-        num_sinkhorn_iters=getattr(config, "hc_sinkhorn_iters", 0),
         parameters=_group(model, config),
     )
 

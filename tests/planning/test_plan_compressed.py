@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 from dcpmla.__main__ import main
 from dcpmla.cache.capacity import ModelCaches, capacity_table, largest_cache
@@ -21,11 +20,10 @@ from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_files import load_config
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import Setting, hyper_connection_kernels, predict_step
+from dcpmla.planning.predict import Setting, predict_step
 from dcpmla.planning.reads import layer_reads
 from dcpmla.planning.recommend import cache_bytes, make_plan
 from dcpmla.planning.weights import ModelSize, read_model
-from tests.planning.test_plan_tables import Kernels
 from tests.support.models import random_model
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -191,15 +189,19 @@ def test_sharding_shortens_reads_and_adds_an_exchange() -> None:
         assert sharded[part] == plain[part]
 
 
-@pytest.mark.parametrize("num_iters", [2, 20])
-def test_hyper_connections_count_the_kernels_of_the_module(num_iters: int) -> None:
-    """Its own, and those of its result in the decoder layer: two to narrow, two products, a sum."""
-    config = tiny_v4(hc_sinkhorn_iters=num_iters)
-    module = DeepseekV4HyperConnection(config)
-    with torch.no_grad(), Kernels() as kernels:
-        module(torch.zeros(1, 3, 2, 48, dtype=torch.bfloat16))
-    product = 1
-    assert hyper_connection_kernels(num_iters) == kernels.number - product + 5
+def test_a_hyper_connection_is_two_kernels() -> None:
+    """Weights, and three passes over four streams."""
+    machine, setting = H200X8, Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
+    model = read("flash")
+    others = tuple(parameter for parameter in model.parameters if not parameter.is_hyper_connection)
+    for batch in (1, 64):
+        with_them, without = (
+            predict_step(machine, replace(model, parameters=parameters), setting, batch, 1024)["rest"]
+            for parameters in (model.parameters, others)
+        )
+        num_bytes = 24 * 4 * 4096 * 4 + 3 * batch * 4 * 4096 * 2
+        expected = 2 * 43 * (2 * machine.kernel_us + num_bytes / machine.hbm_gb_per_s / 1e3)
+        assert with_them - without == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""DeepSeek-V4's decoder: blocks over several streams of the residual, and its MTP module."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.compressed import CompressedCache
+from dcpmla.comm.reduce import Reduce, rms_norm
+from dcpmla.model.moe import MoE
+from dcpmla.model.streams import Connection, Streams, finish
+from dcpmla.parallel.linear import Linear
+
+
+class StreamBlock(nn.Module):
+    """Attention, then experts, each over a hyper-connection.
+
+    Args:
+        layer: its number in the cache.
+        connections: before attention, before the experts.
+        reduce: sums over the TP group.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        attention: CompressedAttention,
+        experts: MoE,
+        connections: tuple[Connection, Connection],
+        reduce: Reduce,
+    ) -> None:
+        super().__init__()
+        self.layer, self.attention, self.experts, self.reduce = layer, attention, experts, reduce
+        self.to_attention, self.to_experts = connections
+
+    def forward(
+        self, streams: Streams, token_ids: Tensor | None, cache: CompressedCache | None, step: StepMetadata | None
+    ) -> Streams:
+        """Run one step of a batch. Collective over the TP group.
+
+        Args:
+            token_ids: [T] int64, for gates that read them.
+            cache: the model's; None, like step, where only memory is claimed.
+        """
+        x, streams = self.to_attention(streams)
+        attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)
+        x, streams = self.to_experts(streams._replace(out=self.reduce.all_reduce(attended)))
+        return streams._replace(out=self.reduce.all_reduce(self.experts(x, token_ids)))
+
+
+class StreamDecoder(nn.Module):
+    """All layers of a model but the collapse of its streams and its head.
+
+    Args:
+        embedding: [vocab, hidden].
+        num_streams: of the residual, which all begin as the embedding.
+    """
+
+    def __init__(self, embedding: Tensor, blocks: Sequence[StreamBlock], num_streams: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        self.blocks, self.num_streams = nn.ModuleList(blocks), num_streams
+
+    def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: CompressedCache | None) -> Tensor:
+        """Return all streams [T, streams x hidden] of tokens [T] int64. Collective over the TP group."""
+        embedded = nn.functional.embedding(token_ids, self.embedding)
+        streams = Streams(embedded[:, None].repeat(1, self.num_streams, 1))
+        for block in self.blocks:
+            streams = block(streams, token_ids, cache, step)
+        return finish(streams).flatten(1)
+
+
+class StreamMtpLayer(nn.Module):
+    """DeepSeek-V4's MTP module: a block over the sum of two projections, of the next token's embedding, for all streams
+    alike, and of each stream. `dcpmla.model.mtp.MtpLayer` says what for.
+
+    Args:
+        embedding: [vocab, hidden], the model's.
+        embedding_norm, hidden_norm: weights [hidden] (enorm, hnorm).
+        projections: [hidden, hidden] of embeddings and of streams (e_proj, h_proj), whole on each rank.
+        block: its attention has a window alone.
+        to_head: the collapse of its streams.
+    Attributes:
+        width: columns of the hidden states that it takes and gives: all streams.
+    Source: the code published with DeepSeek-V4 (inference/model.py, MTPBlock).
+    """
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        embedding_norm: Tensor,
+        hidden_norm: Tensor,
+        projections: tuple[Linear, Linear],
+        block: StreamBlock,
+        to_head: Connection,
+        num_streams: int,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.embedding, self.embedding_norm, self.hidden_norm = embedding, embedding_norm, hidden_norm
+        self.of_embedding, self.of_stream = projections
+        self.block, self.to_head, self.num_streams, self.eps = block, to_head, num_streams, eps
+        self.width = num_streams * embedding.shape[1]
+
+    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return the rows [T, hidden + width] that `forward` takes: embeddings of tokens [T], then hidden states
+        [T, width] of the positions before them.
+        """
+        return torch.cat([nn.functional.embedding(token_ids, self.embedding), hidden_states], -1)
+
+    def forward(self, rows: Tensor, cache: CompressedCache | None, step: StepMetadata | None) -> Tensor:
+        """Return the hidden states [T, width] of rows [T, hidden + width]. Collective over the TP group."""
+        embedded, streams = rows.split([rows.shape[1] - self.width, self.width], -1)
+        embedded = self.of_embedding(rms_norm(embedded.contiguous(), self.embedding_norm, self.eps))
+        streams = streams.reshape(-1, embedded.shape[1])
+        streams = self.of_stream(rms_norm(streams, self.hidden_norm, self.eps)).unflatten(0, (-1, self.num_streams))
+        return finish(self.block(Streams(embedded[:, None] + streams), None, cache, step)).flatten(1)
+
+    def collapse(self, hidden_states: Tensor) -> Tensor:
+        """Return hidden states [n, width] as the head takes them, [n, hidden]."""
+        return self.to_head.collapse(hidden_states)

@@ -1,0 +1,138 @@
+"""Hyper-connections: a residual of several streams, which are mixed by weights that follow from the streams themselves.
+
+A part of a block (attention, or experts) takes one row for all streams, their weighted sum. What it gives is added to
+every stream, while the streams are mixed: that waits for the next part, whose weights follow from the result.
+
+Source: DeepSeek-V4's report, section 2.2 (mHC), and the code published with it (inference/model.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Mixing(NamedTuple):
+    """The way of a part's output into S streams: stream s becomes post[s] out + the sum over j of comb[j, s] stream j.
+
+    Attributes:
+        post: float32 [T, S].
+        comb: float32 [T, S, S], doubly stochastic.
+    """
+
+    post: Tensor
+    comb: Tensor
+
+
+class Streams(NamedTuple):
+    """The residual, and what is still to be mixed into it.
+
+    Attributes:
+        values: [T, S, hidden].
+        mixing: None where there is nothing to mix.
+        out: [T, hidden], of the part that `mixing` is for.
+    """
+
+    values: Tensor
+    mixing: Mixing | None = None
+    out: Tensor | None = None
+
+
+class Projection(NamedTuple):
+    """The weights of a hyper-connection, float32.
+
+    Attributes:
+        fn: [N, S hidden], from all streams to N numbers: (2 + S) S before a part, S before the head.
+        base: [N].
+        scale: [3], or [1] before the head.
+    """
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+
+
+class Constants(NamedTuple):
+    """The constants of a model's hyper-connections.
+
+    Attributes:
+        eps: of norms.
+        stream_eps: of the streams' weights, and of their iterations.
+        num_iters: of Sinkhorn and Knopp's, which make comb doubly stochastic.
+    """
+
+    eps: float
+    stream_eps: float
+    num_iters: int
+
+
+class Connection(nn.Module):
+    """A hyper-connection and the norm after it; before the head, the collapse of the streams.
+
+    Args:
+        norm: weight [hidden].
+    """
+
+    def __init__(self, projection: Projection, norm: Tensor, constants: Constants) -> None:
+        super().__init__()
+        self.fn, self.base, self.scale, self.norm = (
+            nn.Parameter(tensor.float(), requires_grad=False) for tensor in (*projection, norm)
+        )
+        self.constants = constants
+
+    def forward(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return the part's input [T, hidden], normalized, and the streams that its output is to be mixed into."""
+        projection = Projection(self.fn, self.base, self.scale)
+        if streams.values.is_cuda:
+            from dcpmla.model.kernels import streams as kernels  # triton is there on Linux only
+
+            return kernels.enter(streams, projection, self.norm, self.constants)
+        return enter(streams, projection, self.norm, self.constants)
+
+    def collapse(self, rows: Tensor) -> Tensor:
+        """Return [n, hidden], normalized, of all streams [n, S hidden]."""
+        return self(Streams(rows.unflatten(1, (-1, len(self.norm)))))[0]
+
+
+def finish(streams: Streams) -> Tensor:
+    """Return the streams [T, S, hidden] with everything mixed in."""
+    if streams.mixing is not None and streams.values.is_cuda:
+        from dcpmla.model.kernels import streams as kernels
+
+        return kernels.mix(streams)
+    return mix(streams)
+
+
+def mix(streams: Streams) -> Tensor:
+    """Compute `finish`: sums in float32, rounded once."""
+    values, mixing, out = streams
+    if mixing is None:
+        return values
+    assert out is not None
+    mixed = torch.einsum("tjs,tjh->tsh", mixing.comb, values.float())
+    return (mixed + mixing.post[..., None] * out.float()[:, None]).to(values.dtype)
+
+
+def enter(streams: Streams, projection: Projection, norm: Tensor, constants: Constants) -> tuple[Tensor, Streams]:
+    """Compute `Connection.forward`, in float32 but for the streams' dtype, to which streams, their sum and the result
+    are rounded.
+    """
+    values, eps = mix(streams), constants.stream_eps
+    num_streams, wide = values.shape[1], values.flatten(1).float()
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + constants.eps)
+    numbers = functional.linear(wide, projection.fn) * factor
+    sizes = [num_streams] if len(projection.fn) == num_streams else [num_streams, num_streams, num_streams**2]
+    parts = zip(numbers.split(sizes, -1), projection.base.split(sizes), projection.scale, strict=True)
+    pre, *others = (number * scale + base for number, base, scale in parts)
+    row = ((torch.sigmoid(pre) + eps)[..., None] * values.float()).sum(1).to(values.dtype).float()
+    x = (row * torch.rsqrt(row.square().mean(-1, keepdim=True) + constants.eps) * norm).to(values.dtype)
+    if not others:
+        return x, Streams(values)
+    post, comb = 2 * torch.sigmoid(others[0]), others[1].unflatten(-1, (num_streams, num_streams))
+    comb = torch.softmax(comb, -1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(constants.num_iters - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return x, Streams(values, Mixing(post, comb))

@@ -1,0 +1,138 @@
+"""Hyper-connections: the reference against transformers' modules, the kernels against the reference.
+
+Kernels run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla.model.streams import Connection, Constants, Mixing, Projection, Streams, enter, finish, mix
+from tests.attention.test_decode_compile import compile_for_hopper
+from tests.support.shared_memory import run_interpreted
+
+CONSTANTS = Constants(eps=1e-6, stream_eps=1e-5, num_iters=5)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def make_case(
+    num_tokens: int, num_streams: int, width: int, dtype: torch.dtype, has_mixing: bool, is_head: bool, device: str
+) -> tuple[Streams, Projection, Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens + num_streams)
+
+    def random(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * std).to(device)
+
+    values, num = random(num_tokens, num_streams, width).to(dtype), num_streams * (1 if is_head else 2 + num_streams)
+    comb = random(num_tokens, num_streams, num_streams).softmax(-1)
+    mixing = Mixing(random(num_tokens, num_streams).sigmoid(), comb) if has_mixing else None
+    out = random(num_tokens, width).to(dtype) if has_mixing else None
+    scale = torch.tensor([0.9] if is_head else [0.9, 1.1, 0.7], device=device)
+    projection = Projection(random(num, num_streams * width, std=0.1), random(num), scale)
+    return Streams(values, mixing, out), projection, random(width).abs()
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 4])
+@torch.no_grad()
+def test_as_transformers(num_streams: int) -> None:
+    """A part's input, and the streams after it, as its decoder layer computes them."""
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+
+    config = v4.DeepseekV4Config(hidden_size=48, hc_mult=num_streams, hc_sinkhorn_iters=5, hc_eps=1e-5)
+    streams, projection, norm = make_case(7, num_streams, 48, torch.float32, False, False, "cpu")
+    theirs, their_norm = v4.DeepseekV4HyperConnection(config), v4.DeepseekV4RMSNorm(48, config.rms_norm_eps)
+    theirs.fn.data, theirs.base.data, theirs.scale.data = projection
+    their_norm.weight.data = norm
+    post, comb, collapsed = theirs(streams.values[None])
+    x, found = Connection(projection, norm, CONSTANTS)(streams)
+    torch.testing.assert_close(x, their_norm(collapsed)[0])
+    out = torch.randn(7, 48)
+    wanted = post[..., None] * out[None, :, None] + comb.transpose(-1, -2) @ streams.values[None]
+    torch.testing.assert_close(finish(found._replace(out=out)), wanted[0])
+
+
+@torch.no_grad()
+def test_the_head_as_transformers() -> None:
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+
+    config = v4.DeepseekV4Config(hidden_size=48, hc_mult=4, hc_eps=1e-5)
+    streams, projection, norm = make_case(7, 4, 48, torch.float32, False, True, "cpu")
+    theirs, their_norm = v4.DeepseekV4HyperHead(config), v4.DeepseekV4RMSNorm(48, config.rms_norm_eps)
+    theirs.hc_fn.data, theirs.hc_base.data, theirs.hc_scale.data = projection
+    their_norm.weight.data = norm
+    found = Connection(projection, norm, CONSTANTS).collapse(streams.values.flatten(1))
+    torch.testing.assert_close(found, their_norm(theirs(streams.values[None]))[0])
+
+
+def check_kernels(device: str, dtype: torch.dtype, cases: tuple[tuple[int, int, int], ...]) -> None:
+    """Check over new memory that holds NaN."""
+    from dcpmla.model.kernels import streams as kernels
+
+    torch.use_deterministic_algorithms(True)  # fills it
+    try:
+        for num_tokens, num_streams, width in cases:
+            for has_mixing, is_head in ((False, False), (True, False), (True, True), (False, True)):
+                case = make_case(num_tokens, num_streams, width, dtype, has_mixing, is_head, device)
+                wanted, wanted_streams = enter(*case, CONSTANTS)
+                x, found = kernels.enter(*case, CONSTANTS)
+                pairs = [(x, wanted), (found.values, wanted_streams.values)]
+                assert (found.mixing is None) == is_head
+                if found.mixing is not None and wanted_streams.mixing is not None:
+                    pairs += list(zip(found.mixing, wanted_streams.mixing, strict=True))
+                pairs += [(kernels.mix(case[0]), mix(case[0]))]
+                for got, expected in pairs:
+                    tolerance = TOLERANCE[dtype]
+                    torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)
+                assert torch.equal(x, kernels.enter(*case, CONSTANTS)[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_in_the_interpreter(dtype: torch.dtype) -> None:
+    run_interpreted(1, check_kernels, "cpu", dtype, ((1, 4, 80), (19, 3, 200), (5, 1, 48), (0, 4, 64), (33, 2, 300)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernels(dtype: torch.dtype) -> None:
+    check_kernels(
+        "cuda", dtype, ((1, 4, 4096), (3, 4, 7168), (40, 4, 4096), (3000, 4, 1024), (19, 3, 200), (7, 8, 512))
+    )
+
+
+@pytest.mark.parametrize(("has_out", "num"), [(True, 24), (False, 24), (False, 4), (True, 0)])
+def test_the_first_kernel_compiles(has_out: bool, num: int) -> None:
+    pytest.importorskip("triton")
+    from triton.compiler import ASTSource
+
+    from dcpmla.model.kernels.streams import _ROWS, mix_kernel
+
+    floats = ("post_ptr", "comb_ptr", "fn_ptr", "products_ptr", "squares_ptr")
+    types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("values_ptr", "out_ptr", "mixed_ptr"), "*bf16")
+    constants: dict[str, Any] = {"WIDTH": 4096, "STREAMS": 4, "ROWS": _ROWS, "COLUMNS": 64}
+    constants |= {"NUM": num, "NUM_P": 32 if num > 16 else 16}
+    constants |= {} if has_out else dict.fromkeys(("out_ptr", "post_ptr", "comb_ptr"))
+    constants |= {} if num else {"fn_ptr": None}
+    ptx, said = compile_for_hopper(mix_kernel, ASTSource, types, constants, num_warps=4)
+    assert ("mma" in ptx and "tf32" in ptx) == (num > 0)
+    assert "0 bytes spill stores" in said
+
+
+@pytest.mark.parametrize("is_head", [False, True])
+def test_the_second_kernel_compiles(is_head: bool) -> None:
+    pytest.importorskip("triton")
+    from triton.compiler import ASTSource
+
+    from dcpmla.model.kernels.streams import weigh_kernel
+
+    floats = ("products_ptr", "squares_ptr", "base_ptr", "scale_ptr", "norm_ptr", "post_ptr", "comb_ptr")
+    types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("values_ptr", "x_ptr"), "*bf16")
+    types |= {"eps": "fp32", "stream_eps": "fp32"}
+    constants: dict[str, Any] = {"WIDTH": 7168, "WIDTH_P": 8192, "STREAMS": 4, "STREAMS_P": 4}
+    constants |= {"NUM_P": 16 if is_head else 32, "PARTS_P": 128, "NUM_ITERS": 20}
+    constants |= dict.fromkeys(("post_ptr", "comb_ptr")) if is_head else {}
+    _, said = compile_for_hopper(weigh_kernel, ASTSource, types, constants, num_warps=8)
+    assert "0 bytes spill stores" in said
