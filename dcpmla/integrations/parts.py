@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
 from dcpmla.integrations.skeleton import load_module
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
-from dcpmla.model.moe import ExpertPart, Gate, MoE, TopKGate, load_experts, unstack_experts
+from dcpmla.model.moe import ExpertPart, Gate, HashGate, MoE, TopKGate, load_experts, unstack_experts
 from dcpmla.model.router import Router
 from dcpmla.parallel.linear import Linear, Weight, check_experts, cut, read_linear, read_weight
 from dcpmla.parallel.mesh import DCPMesh
@@ -104,8 +105,7 @@ class Parts:
         self, name: str, module: Any, weights: Mapping[str, Weight], expert: ExpertPart
     ) -> list[ExpertPart]:
         """Return the shared MLP as further experts, where it has their width, their cut and their format."""
-        has_shared = hasattr(module, "shared_experts") and self.model.config.model_type in _ROUTERS
-        if not has_shared or self.spreads_experts:
+        if not hasattr(module, "shared_experts") or self.spreads_experts:
             return []
         whole, hidden_size = module.shared_experts.gate_proj.weight.shape
         if whole % expert.size:
@@ -120,13 +120,12 @@ class Parts:
 
     def _gate(self, name: str, module: Any, num_shared: int) -> Gate:
         config = self.model.config
-        if config.model_type not in _ROUTERS:
-            for part, submodule in module.gate.named_modules(prefix=f"{name}.gate"):
-                self.load(part, submodule)
-            return _TransformersGate(module.gate)
         weight, bias = f"{name}.gate.weight", f"{name}.gate.e_score_correction_bias"
         if config.model_type == "longcat_flash":
             weight, bias = f"{name}.router.classifier.weight", f"{name}.router.e_score_correction_bias"
+        if f"{name}.gate.tid2eid" in self.weights:
+            table = self.weights[f"{name}.gate.tid2eid"][:].to(self.device, torch.int64)
+            return HashGate(self.vector(weight), table, read_router(config, num_shared))
         values = None
         if bias in self.weights:
             values = read_weight(self.weights, bias, tuple(self.model.get_buffer(bias).shape))
@@ -134,21 +133,7 @@ class Parts:
         return TopKGate(self.vector(weight), values, read_router(config, num_shared))
 
 
-class _TransformersGate(nn.Module):
-    """A gate of transformers' as `MoE` calls one: DeepSeek-V4's, which scores in a way of its own, and in its first
-    layers chooses by token ids.
-    """
-
-    def __init__(self, gate: Any) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def forward(self, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        _, weights, expert_ids = self.gate(x, token_ids) if hasattr(self.gate, "tid2eid") else self.gate(x)
-        return expert_ids.int(), weights.float()
-
-
-# How the families choose experts; transformers' own gates choose in all others.
+# How the families choose experts.
 _SIGMOID = {"scoring": "sigmoid", "group_score": "top2_sum"}
 _ROUTERS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scoring": "softmax", "group_score": "max"},
@@ -158,6 +143,7 @@ _ROUTERS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _SIGMOID,
     "mistral4": {"scoring": "softmax", "group_score": "top2_sum"},
     "longcat_flash": {"scoring": "softmax", "group_score": "max"},
+    "deepseek_v4": {"group_score": "max"},
 }
 
 
@@ -168,13 +154,16 @@ def read_router(config: Any, num_shared: int) -> Router:
         num_shared: further experts that every token goes through.
     """
     has_groups = hasattr(config, "n_group") and getattr(config, "topk_method", "") != "greedy"
-    renormalizes = config.model_type not in ("deepseek_v2", "longcat_flash") and config.norm_topk_prob
+    routing = _ROUTERS[config.model_type]
+    if config.model_type in COMPRESSED_MODEL_TYPES:
+        routing = {**routing, "scoring": config.scoring_func}
+    never = config.model_type in ("deepseek_v2", "longcat_flash")
     return Router(
-        **_ROUTERS[config.model_type],
+        **routing,
         num_groups=config.n_group if has_groups else 1,
         topk_groups=config.topk_group if has_groups else 1,
         top_k=config.num_experts_per_tok,
-        renormalize=renormalizes,
+        renormalize=not never and getattr(config, "norm_topk_prob", True),
         routed_scaling_factor=config.routed_scaling_factor,
         num_shared=num_shared,
     )

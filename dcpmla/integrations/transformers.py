@@ -2,7 +2,8 @@
 
 transformers gives configs, shapes and rotary embeddings (skeleton.py); whatever has matrices is computed by this
 package, and reads its own slices of the checkpoint (parts.py). Decoder layers of norm, attention, norm and MLP run as
-`Decoder`; LongCat's and DeepSeek-V4's run as transformers' modules around our parts, with tokens flat, [1, T].
+`Decoder`, DeepSeek-V4's as `StreamDecoder`; LongCat's run as transformers' modules around our parts, with tokens flat,
+[1, T].
 """
 
 import logging

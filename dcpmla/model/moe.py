@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.mlp import MLP
-from dcpmla.model.router import Router, route, router_logits
+from dcpmla.model.router import Router, route, router_logits, weigh
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Weight, fill, read_linear
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, to_block_fp8
@@ -36,6 +36,25 @@ class TopKGate(nn.Module):
     def forward(self, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, k] int32 and weights [T, k] float32 for x [T, hidden]."""
         return route(router_logits(x, self.weight), self.bias, self.router)
+
+
+class HashGate(nn.Module):
+    """The choice of each token's experts by its id, weighed by a linear layer's scores (DeepSeek-V4's first layers).
+
+    Args:
+        weight: [E, hidden].
+        table: int64 [vocab, top_k], experts of each token.
+        router: how experts are weighed.
+    """
+
+    def __init__(self, weight: Tensor, table: Tensor, router: Router) -> None:
+        super().__init__()
+        self.weight, self.table, self.router = nn.Parameter(weight, requires_grad=False), table, router
+
+    def forward(self, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return expert ids [T, k] int32 and weights [T, k] float32 for x [T, hidden] of tokens [T]."""
+        assert token_ids is not None
+        return weigh(router_logits(x, self.weight), self.table[token_ids], self.router)
 
 
 class MoE(nn.Module):

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-_SCORINGS = ("sigmoid", "softmax")
+_SCORINGS = ("sigmoid", "softmax", "sqrtsoftplus")
 _GROUP_SCORES = ("max", "top2_sum")
 _FEW_TOKENS = 8  # whose logits our kernel computes; more go to a matrix product
 _EPSILON = 1e-20  # of renormalization, as transformers has it
@@ -16,10 +17,10 @@ class Router:
     """A family's way from logits to experts.
 
     DeepSeek-V3, V3.2, Kimi-K2, GLM: sigmoid, top2_sum; DeepSeek-V2: softmax, max; Mistral-4: softmax, top2_sum;
-    LongCat: softmax, one group.
+    LongCat: softmax, one group; DeepSeek-V4: sqrtsoftplus, one group.
 
     Attributes:
-        scoring: "sigmoid" or "softmax" of the logits.
+        scoring: "sigmoid", "softmax" or "sqrtsoftplus", the root of softplus, of the logits.
         top_k: experts of a token.
         num_groups, topk_groups: experts come from the best topk_groups of num_groups groups of equal size; 1, 1: none.
         group_score: of a group: "max", its best, or "top2_sum", the sum of its two best.
@@ -79,12 +80,12 @@ def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Ten
         ValueError: shapes or dtypes that do not belong together, more experts to choose than there are.
     Source: the routers of transformers' models of these families.
     """
-    num_experts = _check(logits, bias, how)
+    _check(logits, bias, how)
     if logits.is_cuda:
         from dcpmla.model.kernels import router
 
         return router.route(logits, bias, how)
-    scores = logits.sigmoid() if how.scoring == "sigmoid" else logits.softmax(-1)
+    scores = _score(logits, how.scoring)
     choice = scores if bias is None else scores + bias
     choice = choice.masked_fill(choice.isnan(), -torch.inf)
     if how.topk_groups < how.num_groups:
@@ -94,13 +95,24 @@ def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Ten
             1, _best(group_scores, how.topk_groups), True
         )
         choice = groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
-    ids = _best(choice, how.top_k)
-    weights = scores.gather(1, ids)
+    return weigh(logits, _best(choice, how.top_k), how)
+
+
+def weigh(logits: Tensor, ids: Tensor, how: Router) -> tuple[Tensor, Tensor]:
+    """Do what `route` does after the choice of experts [T, top_k] int64."""
+    num_experts = _check(logits, None, how)
+    weights = _score(logits, how.scoring).gather(1, ids)
     if how.renormalize:
         weights = weights / (weights.sum(1, keepdim=True) + _EPSILON)
-    shared = torch.arange(num_experts, num_experts + how.num_shared).expand(len(logits), -1)
+    shared = torch.arange(num_experts, num_experts + how.num_shared, device=ids.device).expand(len(logits), -1)
     weights = torch.cat([weights * how.routed_scaling_factor, weights.new_ones(shared.shape)], 1)
     return torch.cat([ids, shared], 1).int(), weights
+
+
+def _score(logits: Tensor, scoring: str) -> Tensor:
+    if scoring == "sqrtsoftplus":
+        return functional.softplus(logits).sqrt()
+    return logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

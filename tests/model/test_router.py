@@ -3,6 +3,7 @@
 Kernels run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
 """
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dcpmla.model.moe import HashGate
 from dcpmla.model.router import Router, route, router_logits
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
@@ -26,6 +28,7 @@ FAMILIES = {  # module, class, keys of its config; what the Router differs in
     "glm_moe_dsa": ({"norm_topk_prob": True}, {"renormalize": True}),
     "mistral4": ({"norm_topk_prob": True}, {"scoring": "softmax", "renormalize": True}),
     "longcat_flash": ({}, {"scoring": "softmax", "num_groups": 1, "topk_groups": 1}),
+    "deepseek_v4": ({}, {"scoring": "sqrtsoftplus", "renormalize": True, "num_groups": 1, "topk_groups": 1}),
 }
 CLASSES = {"deepseek_v2": "V2", "deepseek_v3": "V3", "deepseek_v32": "V32"}
 
@@ -34,7 +37,7 @@ def transformers_router(family: str, keys: dict[str, Any]) -> Any:
     """Build transformers' router of a family: 16 experts (LongCat's last 4 are zero experts), 4 of which are chosen."""
     name = family.split()[0]
     modeling = import_module(f"transformers.models.{name}.modeling_{name}")
-    router = next(getattr(modeling, key) for key in vars(modeling) if key.endswith("TopkRouter"))
+    router = next(getattr(modeling, key) for key in vars(modeling) if key.lower().endswith("topkrouter"))
     config = import_module(f"transformers.models.{name}.configuration_{name}")
     config_class = next(getattr(config, key) for key in vars(config) if key.endswith(("Config",)) and key[0] in "DGML")
     common = {"n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64}
@@ -74,11 +77,40 @@ def test_as_transformers(family: str) -> None:
     torch.testing.assert_close(weights, expected_weights)
 
 
+@torch.no_grad()
+def test_experts_by_token_ids_as_transformers() -> None:
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+
+    module = v4.DeepseekV4HashRouter(
+        v4.DeepseekV4Config(hidden_size=64, num_local_experts=16, num_experts_per_tok=4, vocab_size=30)
+    )
+    module.weight.data.normal_()
+    module.tid2eid.copy_(torch.rand(30, 16).argsort(1)[:, :4])
+    x, token_ids = torch.randn(50, 64), torch.randint(30, (50,))
+    how = Router(
+        scoring="sqrtsoftplus",
+        top_k=4,
+        renormalize=True,
+        routed_scaling_factor=module.routed_scaling_factor,
+        num_shared=1,
+    )
+    ids, weights = HashGate(module.weight, module.tid2eid, how)(x, token_ids)
+    _, expected_weights, expected_ids = module(x, token_ids)
+    assert torch.equal(ids[:, :4].long(), expected_ids)
+    torch.testing.assert_close(weights[:, :4], expected_weights)
+    assert (ids[:, 4] == 16).all()
+    assert (weights[:, 4] == 1).all()
+
+
+def root(row: Tensor) -> Tensor:
+    return (1 + row.exp()).log().sqrt()
+
+
 def brute_force(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[list[list[int]], list[list[float]]]:
     """Route in float64, one Python sort after the other; NaN and groups that were not chosen last, ties by lower id."""
     all_ids, all_weights = [], []
     for row in logits.double():
-        scores = row.sigmoid() if how.scoring == "sigmoid" else row.softmax(0)
+        scores = {"sigmoid": torch.sigmoid, "softmax": partial(torch.softmax, dim=0)}.get(how.scoring, root)(row)
         choice = (scores + (0 if bias is None else bias)).nan_to_num(nan=-torch.inf).tolist()
         size = len(choice) // how.num_groups
         groups = [sorted(choice[i : i + size], reverse=True) for i in range(0, len(choice), size)]
@@ -96,7 +128,7 @@ def brute_force(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[list[
 
 ROUTERS = st.builds(
     Router,
-    scoring=st.sampled_from(("sigmoid", "softmax")),
+    scoring=st.sampled_from(("sigmoid", "softmax", "sqrtsoftplus")),
     top_k=st.integers(1, 6),
     num_groups=st.just(3),
     topk_groups=st.integers(1, 3),
@@ -117,7 +149,7 @@ def test_against_brute_force(how: Router, seed: int, has_bias: bool) -> None:
     bias = torch.randint(-4, 5, (12,), generator=generator) / 4 if has_bias else None
     ids, weights = route(logits, bias, how)
     expected_ids, expected_weights = brute_force(logits, bias, how)
-    if how.scoring == "sigmoid":
+    if how.scoring != "softmax":
         assert ids.tolist() == expected_ids
     else:  # a NaN makes every score NaN; sums of float32 scores may tie where float64's do not
         assert ids[1, : how.top_k].tolist() == list(range(how.top_k))
@@ -136,6 +168,7 @@ CASES = [
     ),
     (Router(scoring="softmax", top_k=6, num_groups=8, topk_groups=3, routed_scaling_factor=16.0), 160, False),
     (Router(scoring="softmax", top_k=3, num_shared=2), 7, True),
+    (Router(scoring="sqrtsoftplus", top_k=6, renormalize=True, routed_scaling_factor=1.5), 60, True),
 ]
 
 
@@ -145,7 +178,7 @@ def check_kernels(device: str, num_tokens: int) -> None:
 
     for how, num_experts, has_bias in CASES:
         generator = torch.Generator().manual_seed(num_experts)
-        logits = torch.randn(num_tokens, num_experts, generator=generator)
+        logits = torch.randn(num_tokens, num_experts, generator=generator) * 5
         logits[1], logits[2, ::2], logits[3], logits[4] = 0, torch.nan, torch.nan, logits[4].round()
         bias = torch.randint(-8, 9, (num_experts,), generator=generator) / 8 if has_bias else None
         ids, weights = kernels.route(logits.to(device), None if bias is None else bias.to(device), how)
@@ -184,7 +217,7 @@ def test_kernels_compile_for_hopper() -> None:
 
     sizes = {"NUM_EXPERTS": 256, "NUM_GROUPS": 8, "TOPK_GROUPS": 4, "TOP_K": 8, "NUM_SHARED": 1}
     padded = {"GROUPS": 8, "GROUP": 32, "OUT": 16}
-    flags = {"SIGMOID": True, "TOP2": True, "RENORMALIZE": True}
+    flags = {"SCORING": "sqrtsoftplus", "TOP2": True, "RENORMALIZE": True}
     compile_for_hopper(route_kernel, "fp32", {**sizes, **padded, **flags}, ids_ptr="*i32", factor="fp32")
     ptx = compile_for_hopper(logits_kernel, "bf16", {"WIDTH": 7168, "COLUMNS": 8192}, out_ptr="*fp32")
     assert "ld.global.v4.b32" in ptx
@@ -193,7 +226,7 @@ def test_kernels_compile_for_hopper() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scoring": "tanh"}, "scoring is 'tanh'; choose one of sigmoid, softmax"),
+        ({"scoring": "tanh"}, "scoring is 'tanh'; choose one of sigmoid, softmax, sqrtsoftplus"),
         ({"group_score": "sum"}, "group_score is 'sum'; choose one of max, top2_sum"),
         ({"topk_groups": 5, "num_groups": 4}, "topk_groups is 5; expected 1 to num_groups, which is 4"),
         ({"topk_groups": 2, "num_groups": 5}, "num_groups is 5; it must divide 12 experts"),

@@ -57,7 +57,7 @@ def route_kernel(
     TOPK_GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_SHARED: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     TOP2: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -72,8 +72,13 @@ def route_kernel(
     expert = group[:, None] * SIZE + member[None, :]
     is_expert = (group < NUM_GROUPS)[:, None] & (member < SIZE)[None, :]
     logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=is_expert, other=-float("inf"))
-    if SIGMOID:
+    if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
+    elif SCORING == "sqrtsoftplus":
+        rest = tl.exp(-tl.abs(logits))
+        series = rest * (1.0 - rest * (0.5 - rest / 3.0))  # log(1 + rest), where adding 1 would lose most of it
+        rest = tl.where(rest < 0.01, series, tl.log(1.0 + rest))
+        scores = tl.sqrt(tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL) + rest)
     else:
         scores = tl.exp(logits - tl.max(logits))
         scores = scores / tl.sum(scores)
@@ -127,7 +132,7 @@ def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Ten
             TOPK_GROUPS=how.topk_groups,
             TOP_K=how.top_k,
             NUM_SHARED=how.num_shared,
-            SIGMOID=how.scoring == "sigmoid",
+            SCORING=how.scoring,
             TOP2=how.group_score == "top2_sum",
             RENORMALIZE=how.renormalize,
             GROUPS=triton.next_power_of_2(how.num_groups),
