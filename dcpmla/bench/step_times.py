@@ -73,20 +73,18 @@ def step_times(
 
             def run(_: int = 0) -> None:
                 x = residual = hidden
-                for layer, block in blocks:
-                    x, residual = block(x, residual, cache[layer], prepared)
+                for block in blocks:
+                    x, residual = block(x, residual, cache, prepared)
 
             of_blocks = time_operation(run, device, calls, _SECONDS).median_us / len(blocks)
         return StepTimes(device_us, of_blocks, _num_kernels(step, device))
 
 
-def _moe_blocks(model: ShardedModel) -> list[tuple[int, DecoderBlock]]:
+def _moe_blocks(model: ShardedModel) -> list[DecoderBlock]:
     if not isinstance(model.hidden_states, Decoder):
         return []
-    blocks = (
-        (layer, block) for layer, block in enumerate(model.hidden_states.blocks) if isinstance(block, DecoderBlock)
-    )
-    return [(layer, block) for layer, block in blocks if isinstance(block.mlp, MoE)]
+    blocks = (block for block in model.hidden_states.blocks if isinstance(block, DecoderBlock))
+    return [block for block in blocks if isinstance(block.mlp, MoE)]
 
 
 def _num_kernels(step: Callable[[], Tensor], device: torch.device) -> int:

@@ -118,11 +118,11 @@ def load_mtp(
     assert isinstance(attention, MLAAttention)
     mlp = parts.dense(names.mlp) if config.model_type == "longcat_flash" else parts.mlp(names.mlp)
     second_norm = read_norm(parts, f"{names.block}.post_attention_layernorm.weight")
-    block = DecoderBlock(attention, mlp, second_norm, read_norm(parts, names.output_norm), eps, reduce)
+    block = DecoderBlock(layer, attention, mlp, second_norm, read_norm(parts, names.output_norm), eps, reduce)
     input_norms = read_norm(parts, names.embedding_norm), read_norm(parts, names.hidden_norm)
     (projection,) = read_projections(parts, names)
     input_norm = read_norm(parts, f"{names.block}.input_layernorm.weight")
-    return MtpLayer(layer, embedding, *input_norms, projection, input_norm, block, eps)
+    return MtpLayer(embedding, *input_norms, projection, input_norm, block, eps)
 
 
 def read_norm(parts: Parts, name: str) -> Tensor:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
-from dcpmla.integrations.skeleton import load_module
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, HashGate, MoE, TopKGate, load_experts, unstack_experts
@@ -49,10 +48,6 @@ class Parts:
         """Return a whole tensor of the model, in its dtype."""
         shape = tuple(self.model.get_parameter(name).shape)
         return read_weight(self.weights, name, shape).to(self.device, self.dtype)
-
-    def load(self, name: str, module: nn.Module) -> None:
-        """Give a module of transformers' its own values, not those of modules in it."""
-        load_module(module, self.weights, f"{name}.", self.model, self.dtype, self.device)
 
     def head(self) -> VocabHead:
         """Return the head, its rows cut over the ranks where they divide."""

@@ -1,4 +1,4 @@
-"""A model under TP x DCP as the engine runs it, and transformers' decoder layers around this package's parts."""
+"""A model under TP x DCP as the engine runs it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +18,6 @@ from dcpmla.comm.reduce import Reduce
 from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.model.block import VocabHead
-from dcpmla.model.mlp import MLP
-from dcpmla.model.moe import MoE
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.model.stream_decoder import StreamMtpLayer
 from dcpmla.model.streams import Connection
@@ -213,62 +211,3 @@ class ShardedModel:
         # Each angle once: most models repeat them for the second half.
         half = self.attention_config.rope_dim // 2
         return torch.cat([part[0, :, :half] for part in rotary], -1)
-
-
-class TransformersLayers(nn.Module):
-    """transformers' decoder layers around parts of this package.
-
-    Args:
-        model: transformers' model without its head.
-    """
-
-    def __init__(self, model: Any, device: torch.device) -> None:
-        super().__init__()
-        self.model = model
-        # A 4-dim mask counts as made by the caller: it keeps transformers from building a [T, T] one that nothing
-        # reads.
-        self._no_mask = torch.empty(1, 1, 0, 0, device=device)
-        self._nowhere = torch.zeros(1, 1, dtype=torch.int64, device=device)
-
-    def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: AnyCache | None) -> Tensor:
-        """Do what `Decoder.forward` does."""
-        out: Tensor = self.model(
-            input_ids=token_ids[None],
-            position_ids=self._nowhere,  # attention has the step's own
-            attention_mask=self._no_mask,
-            use_cache=False,
-            step=step,
-            latent_cache=cache,
-        ).last_hidden_state
-        return out[0]
-
-
-class SelfAttention(nn.Module):
-    """A layer of this package's attention in the shape of the call that transformers' decoder layers make.
-
-    Args:
-        layer: its number in a `LatentCache`.
-    """
-
-    def __init__(self, attention: AnyAttention, layer: int, reduce: Reduce) -> None:
-        super().__init__()
-        self.attention, self.layer, self.reduce = attention, layer, reduce
-
-    def forward(
-        self, hidden_states: Tensor, *, step: StepMetadata | None, latent_cache: AnyCache | None, **_: object
-    ) -> tuple[Tensor, None]:
-        cache: Any = None if latent_cache is None else latent_cache[self.layer]  # as the layer's kind takes it
-        return self.reduce.all_reduce(self.attention.partial(hidden_states[0], cache, step))[None], None
-
-
-class FeedForward(nn.Module):
-    """An MLP or experts in the shape of the call that transformers' decoder layers make."""
-
-    def __init__(self, mlp: MLP | MoE, reduce: Reduce) -> None:
-        super().__init__()
-        self.mlp, self.reduce = mlp, reduce
-
-    def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
-        x = hidden_states[0]
-        partial = self.mlp(x, None if input_ids is None else input_ids[0]) if isinstance(self.mlp, MoE) else self.mlp(x)
-        return self.reduce.all_reduce(partial)[None]

@@ -1,16 +1,13 @@
-"""transformers' model without weights: its shapes, and the modules that this package leaves as they are."""
+"""transformers' model without weights: its shapes."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
 import transformers
 from accelerate import init_empty_weights
-from torch import nn
 
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.parallel.linear import Weight
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # a tensor of one expert: its layer's prefix, its number
 
@@ -20,48 +17,6 @@ def build_skeleton(config: Any) -> Any:
     model_class: Any = getattr(transformers, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")
     with init_empty_weights(include_buffers=False):
         return model_class(config).eval()
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Tell whether a module of transformers' is self-attention that this package computes: MLA, or DeepSeek-V4's."""
-    return hasattr(module, "kv_a_proj_with_mqa") or hasattr(module, "sinks")
-
-
-def is_feed_forward(module: nn.Module) -> bool:
-    """Tell whether a module of transformers' is an MLP with a gate, or a mixture of experts."""
-    return hasattr(module, "experts") or (hasattr(module, "gate_proj") and hasattr(module, "down_proj"))
-
-
-def is_plain_block(layer: nn.Module) -> bool:
-    """Tell whether a decoder layer is norm, attention, norm and MLP or experts, as `DecoderBlock` computes it."""
-    children = {name for name, _ in layer.named_children()}
-    return children == {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-
-
-def load_module(
-    module: nn.Module, weights: Mapping[str, Weight], prefix: str, model: Any, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Give a module of transformers' its own parameters and buffers, not those of modules in it, on a device.
-
-    Args:
-        prefix: of its weights' names.
-        model: tells what stays in float32.
-        dtype: of all other floating-point weights.
-    """
-    for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        value = tensor
-        if name not in module._non_persistent_buffers_set:
-            value = weights[prefix + name][:]
-            if value.is_floating_point():
-                value = value.to(torch.float32 if _stays_float32(model, prefix + name) else dtype)
-        value = value.to(device)
-        setattr(module, name, nn.Parameter(value, False) if name in module._parameters else value)
-
-
-def _stays_float32(model: Any, name: str) -> bool:
-    """Tell whether transformers keeps a parameter in float32 whatever the model's dtype is."""
-    kept = model._keep_in_fp32_modules_strict or ()
-    return any(re.search(rf"(^|\.){re.escape(module)}($|\.)", name) for module in kept)
 
 
 def published_shapes(model: Any, names: Collection[str] = ()) -> dict[str, tuple[int, ...]]:

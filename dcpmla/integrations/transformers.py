@@ -2,8 +2,7 @@
 
 transformers gives configs, shapes and rotary embeddings (skeleton.py); whatever has matrices is computed by this
 package, and reads its own slices of the checkpoint (parts.py). Decoder layers of norm, attention, norm and MLP run as
-`Decoder`, DeepSeek-V4's as `StreamDecoder`; LongCat's run as transformers' modules around our parts, with tokens flat,
-[1, T].
+`Decoder`, LongCat's, which have these twice, too, DeepSeek-V4's as `StreamDecoder`; tokens go flat, [T].
 """
 
 import logging
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from tqdm import tqdm
 
 from dcpmla.attention.compressed.layer import CompressedAttention
@@ -31,17 +31,15 @@ from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.mtp import MtpNames, check_mtp_weights, load_mtp, with_mtp_layer
 from dcpmla.integrations.parts import Parts
-from dcpmla.integrations.sharded_model import AnyAttention, FeedForward, SelfAttention, ShardedModel, TransformersLayers
+from dcpmla.integrations.sharded_model import AnyAttention, ShardedModel
 from dcpmla.integrations.skeleton import (
     build_skeleton,
     check_shapes,
-    is_attention,
-    is_feed_forward,
-    is_plain_block,
     published_shapes,
 )
 from dcpmla.integrations.streams import load_stream_mtp, load_streams
-from dcpmla.model.block import Decoder, DecoderBlock
+from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock
+from dcpmla.model.moe import MoE
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.model.stream_decoder import StreamDecoder, StreamMtpLayer
 from dcpmla.model.streams import Connection
@@ -106,29 +104,24 @@ def load_model(
     parts = Parts(model, weights, mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1, expert_dtype)
     layers = _AttentionLayers(config, dcp, mesh, selection, weights, dtype, device)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
-    hidden_states: Decoder | StreamDecoder | TransformersLayers
+    hidden_states: Decoder | StreamDecoder
     to_head: Connection | None = None
     mtp: MtpLayer | StreamMtpLayer | None = None
-    names = [f"model.layers.{number}" for number in range(num_layers)]
+    num_blocks = len(model.model.layers) - (config.num_hidden_layers - num_layers)
+    names = [f"model.layers.{number}" for number in range(num_blocks)]
     if is_compressed:
         hidden_states, to_head = load_streams(_progress(names, mesh), parts, layers.load, reduce)
-        embedding = hidden_states.embedding
-    elif all(is_plain_block(layer) for layer in model.model.layers):
-        hidden_states = _load_decoder(model, names, parts, layers.load, reduce)
-        embedding = hidden_states.embedding
     else:
-        hidden_states = _load_around(model, parts, layers.load, reduce)
-        embedding = model.model.embed_tokens.weight
+        hidden_states = _load_decoder(names, parts, layers.load, reduce)
     if with_mtp:
         load_module = load_stream_mtp if is_compressed else load_mtp
-        mtp = load_module(parts, mtp_names, embedding, layers.load, reduce)
-    parts.load("model.rotary_emb", model.model.rotary_emb)
+        mtp = load_module(parts, mtp_names, hidden_states.embedding, layers.load, reduce)
     head = parts.head()
     layers.warn_of_missing_scales()
     return ShardedModel(
         hidden_states.eval(),
         head,
-        model.model.rotary_emb,
+        model.model.rotary_emb.to(device),
         attention_config,
         layers.count,
         layers.with_index,
@@ -145,34 +138,41 @@ def load_model(
 LoadAttention = Callable[[str], tuple[AnyAttention, int]]
 
 
-def _load_decoder(model: Any, names: list[str], parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> Decoder:
-    """Load the layers of these names of a model of plain blocks."""
-    norms = [parts.vector(f"{name}.input_layernorm.weight") for name in names] + [parts.vector("model.norm.weight")]
-    eps = model.config.rms_norm_eps
-    blocks = []
-    for name, output_norm in zip(_progress(names, parts.mesh), norms[1:], strict=True):
-        attention, _ = load_attention(f"{name}.self_attn")
-        assert isinstance(attention, MLAAttention)
-        attention_norm = parts.vector(f"{name}.post_attention_layernorm.weight")
-        blocks.append(DecoderBlock(attention, parts.mlp(f"{name}.mlp"), attention_norm, output_norm, eps, reduce))
-    return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, eps)
+def _load_decoder(names: list[str], parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> Decoder:
+    """Load the layers of these names."""
+    config = parts.model.config
+    is_shortcut = config.model_type == "longcat_flash"
+    first = "input_layernorm.0.weight" if is_shortcut else "input_layernorm.weight"
+    norms = [parts.vector(f"{name}.{first}") for name in names] + [parts.vector("model.norm.weight")]
+    load_block = _load_shortcut_block if is_shortcut else _load_block
+    blocks = [
+        load_block(name, output_norm, parts, load_attention, reduce)
+        for name, output_norm in zip(_progress(names, parts.mesh), norms[1:], strict=True)
+    ]
+    return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, config.rms_norm_eps)
 
 
-def _load_around(model: Any, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> TransformersLayers:
-    """Load our parts into transformers' layers, and what is left of these."""
-    replaced: tuple[str, ...] = ()
-    for name, module in _progress(list(model.model.named_modules(prefix="model")), parts.mesh):
-        if name.startswith(replaced):
-            continue
-        if is_attention(module):
-            model.set_submodule(name, SelfAttention(*load_attention(name), reduce))
-        elif is_feed_forward(module):
-            model.set_submodule(name, FeedForward(parts.mlp(name), reduce))
-        else:
-            parts.load(name, module)
-            continue
-        replaced += (f"{name}.",)
-    return TransformersLayers(model.model, parts.device)
+def _load_block(
+    name: str, output_norm: Tensor, parts: Parts, load_attention: LoadAttention, reduce: Reduce
+) -> DecoderBlock:
+    attention, layer = load_attention(f"{name}.self_attn")
+    assert isinstance(attention, MLAAttention)
+    norms = parts.vector(f"{name}.post_attention_layernorm.weight"), output_norm
+    return DecoderBlock(layer, attention, parts.mlp(f"{name}.mlp"), *norms, parts.model.config.rms_norm_eps, reduce)
+
+
+def _load_shortcut_block(
+    name: str, output_norm: Tensor, parts: Parts, load_attention: LoadAttention, reduce: Reduce
+) -> ShortcutBlock:
+    (first, layer), (second, _) = (load_attention(f"{name}.self_attn.{number}") for number in range(2))
+    experts = parts.mlp(f"{name}.mlp")
+    assert isinstance(first, MLAAttention)
+    assert isinstance(second, MLAAttention)
+    assert isinstance(experts, MoE)
+    inner = ("post_attention_layernorm.0", "input_layernorm.1", "post_attention_layernorm.1")
+    norms = [*(parts.vector(f"{name}.{norm}.weight") for norm in inner), output_norm]
+    mlps = parts.dense(f"{name}.mlps.0"), parts.dense(f"{name}.mlps.1")
+    return ShortcutBlock(layer, (first, second), mlps, experts, norms, parts.model.config.rms_norm_eps, reduce)
 
 
 def _progress(names: list[Any], mesh: DCPMesh) -> Any:

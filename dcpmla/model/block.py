@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.latent import LatentCache, LayerCache
+from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.reduce import Reduce, rms_norm
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
@@ -24,6 +24,7 @@ class DecoderBlock(nn.Module):
     kernel.
 
     Args:
+        layer: its number in the cache.
         attention_norm: weight [hidden] of the norm before the MLP (post_attention_layernorm).
         output_norm: weight [hidden] of the norm that follows the block: the next block's input_layernorm, or the
             model's last.
@@ -34,6 +35,7 @@ class DecoderBlock(nn.Module):
 
     def __init__(
         self,
+        layer: int,
         attention: MLAAttention,
         mlp: MLP | MoE,
         attention_norm: Tensor,
@@ -42,27 +44,81 @@ class DecoderBlock(nn.Module):
         reduce: Reduce,
     ) -> None:
         super().__init__()
-        self.attention, self.mlp, self.reduce, self.eps = attention, mlp, reduce, eps
+        self.layer, self.attention, self.mlp, self.reduce, self.eps = layer, attention, mlp, reduce, eps
         self.quantizes_output = False
         self.attention_norm = nn.Parameter(attention_norm, requires_grad=False)
         self.output_norm = nn.Parameter(output_norm, requires_grad=False)
 
+    @property
+    def takes_quantized(self) -> bool:
+        """True where quantized rows spare work."""
+        return self.attention.takes_quantized
+
     def forward(
-        self, x: PlainRows, residual: Tensor, cache: LayerCache | None, step: StepMetadata | None
+        self, x: PlainRows, residual: Tensor, cache: LatentCache | None, step: StepMetadata | None
     ) -> tuple[PlainRows, Tensor]:
         """Run one step of a batch. Collective over the TP group.
 
         Args:
             x: [T, hidden], normalized.
             residual: [T, hidden], the sum so far.
-            cache: the block's; None, like step, where only memory is claimed.
+            cache: the model's; None, like step, where only memory is claimed.
         Returns:
             x and residual for the next block.
         """
-        attended = self.attention.partial(x, cache, step)
+        attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)
         quantizes = self.mlp.takes_quantized
         x, residual = self.reduce.add_norm(attended, residual, self.attention_norm, self.eps, quantizes)
         return self.reduce.add_norm(self.mlp(x), residual, self.output_norm, self.eps, self.quantizes_output)
+
+
+class ShortcutBlock(nn.Module):
+    """LongCat's block: attention and an MLP, twice, and experts between the first norm and the end, so that what they
+    give is summed over the ranks together with the second MLP's.
+
+    Args:
+        layer: number of the first attention in the cache; the second one's is the next.
+        norms: weights [hidden] of the norms after the first attention, the first MLP, the second attention, and of the
+            one that follows the block.
+    Attributes:
+        quantizes_output: as in `DecoderBlock`.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        attentions: tuple[MLAAttention, MLAAttention],
+        mlps: tuple[MLP, MLP],
+        experts: MoE,
+        norms: Sequence[Tensor],
+        eps: float,
+        reduce: Reduce,
+    ) -> None:
+        super().__init__()
+        self.layer, self.experts, self.reduce, self.eps = layer, experts, reduce, eps
+        self.first, self.second = attentions
+        self.first_mlp, self.second_mlp = mlps
+        self.norms = nn.ParameterList([nn.Parameter(norm, requires_grad=False) for norm in norms])
+        self.quantizes_output = False
+
+    @property
+    def takes_quantized(self) -> bool:
+        """True where quantized rows spare work."""
+        return self.first.takes_quantized
+
+    def forward(
+        self, x: PlainRows, residual: Tensor, cache: LatentCache | None, step: StepMetadata | None
+    ) -> tuple[PlainRows, Tensor]:
+        """Do what `DecoderBlock.forward` does."""
+        own, following = (None, None) if cache is None else (cache[self.layer], cache[self.layer + 1])
+        add_norm, norms, eps = self.reduce.add_norm, self.norms, self.eps
+        quantizes = self.first_mlp.takes_quantized or self.experts.takes_quantized
+        x, residual = add_norm(self.first.partial(x, own, step), residual, norms[0], eps, quantizes)
+        shortcut = self.experts(x)
+        x, residual = add_norm(self.first_mlp(x), residual, norms[1], eps, self.second.takes_quantized)
+        attended = self.second.partial(x, following, step)
+        x, residual = add_norm(attended, residual, norms[2], eps, self.second_mlp.takes_quantized)
+        return add_norm(self.second_mlp(x) + shortcut, residual, norms[3], eps, self.quantizes_output)
 
 
 class Decoder(nn.Module):
@@ -73,20 +129,22 @@ class Decoder(nn.Module):
         input_norm: weight [hidden] of the first block's norm.
     """
 
-    def __init__(self, embedding: Tensor, input_norm: Tensor, blocks: Sequence[DecoderBlock], eps: float) -> None:
+    def __init__(
+        self, embedding: Tensor, input_norm: Tensor, blocks: Sequence[DecoderBlock | ShortcutBlock], eps: float
+    ) -> None:
         super().__init__()
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.input_norm = nn.Parameter(input_norm, requires_grad=False)
         self.blocks, self.eps = nn.ModuleList(blocks), eps
         for block, following in pairwise(blocks):
-            block.quantizes_output = following.attention.takes_quantized
+            block.quantizes_output = following.takes_quantized
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: LatentCache | None) -> Tensor:
         """Return the normalized hidden states [T, hidden] of tokens [T] int64. Collective over the TP group."""
         residual = nn.functional.embedding(token_ids, self.embedding)
         x: PlainRows = rms_norm(residual, self.input_norm, self.eps)
-        for layer, block in enumerate(self.blocks):
-            x, residual = block(x, residual, None if cache is None else cache[layer], step)
+        for block in self.blocks:
+            x, residual = block(x, residual, cache, step)
         return plain(x)
 
 

@@ -19,7 +19,6 @@ class MtpLayer(nn.Module):
     the model's own head, a guess at token p + 2. Its cache is one more layer of the model's.
 
     Args:
-        layer: its number in the cache.
         embedding: [vocab, hidden], the model's.
         embedding_norm, hidden_norm: weights [hidden] (enorm, hnorm).
         projection: [hidden, 2 hidden] (eh_proj), whole on each rank.
@@ -32,7 +31,6 @@ class MtpLayer(nn.Module):
 
     def __init__(
         self,
-        layer: int,
         embedding: Tensor,
         embedding_norm: Tensor,
         hidden_norm: Tensor,
@@ -42,7 +40,7 @@ class MtpLayer(nn.Module):
         eps: float,
     ) -> None:
         super().__init__()
-        self.layer, self.embedding, self.width = layer, embedding, embedding.shape[1]
+        self.embedding, self.width = embedding, embedding.shape[1]
         self.norms = nn.ParameterList(
             [nn.Parameter(norm, requires_grad=False) for norm in (embedding_norm, hidden_norm, input_norm)]
         )
@@ -61,9 +59,7 @@ class MtpLayer(nn.Module):
         normalized = rms_norm(embedded, embedding_norm, self.eps), rms_norm(hidden_states, hidden_norm, self.eps)
         residual = self.projection(torch.cat(normalized, -1))
         assert cache is None or isinstance(cache, LatentCache)
-        x, _ = self.block(
-            rms_norm(residual, input_norm, self.eps), residual, None if cache is None else cache[self.layer], step
-        )
+        x, _ = self.block(rms_norm(residual, input_norm, self.eps), residual, cache, step)
         return plain(x)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:

@@ -201,8 +201,7 @@ def _parameter_us(
     """Return the time that one parameter adds to a step, by part: its kernel, and the collective that its cut needs."""
     part = "projections" if parameter.is_attention else "rest"
     if not parameter.is_matrix:  # norms are kernels, but in the sums before them; biases ride along with others
-        is_fused = parameter.is_block_norm and (model.is_plain or model.has_streams)
-        is_kernel = parameter.name.endswith("norm.weight") and not is_fused
+        is_kernel = parameter.name.endswith("norm.weight") and not parameter.is_block_norm
         return {part: machine.kernel_us if is_kernel else 0.0}
     if parameter.is_hyper_connection:
         num_bytes = _STREAM_PASSES * batch * parameter.shape[-1] * _ACTIVATION_BYTES
@@ -226,6 +225,8 @@ def _parameter_us(
     all_reduce = _all_reduce_us(machine, model, parameter.shape[-2], setting, batch)
     if parameter.is_attention:
         return {"projections": time, "rest": all_reduce}
+    if parameter.is_expert and model.has_shortcut:
+        all_reduce = machine.kernel_us  # the addition
     num_kernels = _EXPERT_KERNELS if parameter.is_expert else _MLP_KERNELS
     return {"rest": time + all_reduce + num_kernels * machine.kernel_us}
 

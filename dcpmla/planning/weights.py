@@ -64,14 +64,9 @@ class ModelSize:
         return ModelCaches(self.attention, self.num_attention_layers, self.num_index_layers)
 
     @property
-    def is_plain(self) -> bool:
-        """True if every layer is norm, attention, norm and MLP or experts (`model.block.DecoderBlock`)."""
-        return not (self.has_streams or any(".mlps." in parameter.name for parameter in self.parameters))
-
-    @property
-    def has_streams(self) -> bool:
-        """True if its residual is several streams (`model.stream_decoder.StreamBlock`)."""
-        return any(parameter.is_hyper_connection for parameter in self.parameters)
+    def has_shortcut(self) -> bool:
+        """True if what experts give is summed over the ranks with an MLP's (`model.block.ShortcutBlock`)."""
+        return any(".mlps." in parameter.name for parameter in self.parameters)
 
     @property
     def is_stack(self) -> bool:

@@ -36,7 +36,7 @@ def check_codes() -> None:
         reduce = CollectiveReduce(dist.group.WORLD)
         norms = torch.ones(7, 128)
         blocks = [
-            DecoderBlock(parts[at], parts[at + 1], norms[at], norms[at + 1], 1e-6, reduce)  # type: ignore[arg-type]
+            DecoderBlock(at, parts[at], parts[at + 1], norms[at], norms[at + 1], 1e-6, reduce)  # type: ignore[arg-type]
             for at in (0, 2, 4)
         ]
         outs.append(Decoder(embedding, norms[0], blocks, 1e-6)(torch.tensor([3, 0, 3]), None, None))
