@@ -1,11 +1,9 @@
-"""Quantized outputs: kernels against plain torch, what a layer hands over.
+"""Quantized outputs: parts of a result and kernels against plain torch.
 
 Kernels run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
 """
 
-import dataclasses
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -18,8 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.__main__ import main
-from dcpmla.attention import layer as layer_module
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output import rows as rows_module
 from dcpmla.attention.output.quant import OutputQuant
@@ -27,9 +23,7 @@ from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
 from dcpmla.parallel.fp8 import QuantizedRows
-from tests.attention.test_compile import MIXED, SMALL, make_layer, run_layer
 from tests.attention.test_output_formats import KINDS, TIES, codes, randn, unswizzle
-from tests.support.ranks import run_ranks
 
 
 def parts_case(dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value: int) -> tuple[list[Tensor], Tensor]:
@@ -293,147 +287,3 @@ def test_kernels_compile_for_hopper(group: int, ue8m0: bool, tiles: tuple[int, .
         assert ("wgmma" in compiled.asm["ptx"]) == (tiling.tokens >= 64)
         assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
         assert compiled.metadata.shared <= 232_448
-
-
-def test_operators() -> None:
-    """Schema, shapes and strides that tracing is told: `torch.library.opcheck`.
-
-    It cannot compare e4m3 that an operator writes into.
-    """
-    in_place = ("test_autograd_registration", "test_faketensor")
-    for num_tokens, quant in ((5, KINDS[0]), (5, KINDS[3]), (5, KINDS[-1]), (0, KINDS[2]), (0, KINDS[-1])):
-        parts, w_uv = parts_case(torch.float32, num_tokens, 2, 24, 128)
-        x, groups = project_values(parts[0], w_uv), (quant.group_size, quant.scale_layout, quant.ue8m0)
-        more: tuple[Any, ...] = groups if quant.scale is None else (quant.scale,)
-        torch.library.opcheck(getattr(output_ops, f"quantize_{quant.kind}"), (x, *more))
-        torch.library.opcheck(getattr(output_ops, f"project_values_{quant.kind}"), (parts[0], w_uv, *more))
-        result = quant.empty(num_tokens, 256, x.device)
-        into = 0, result.values, None if quant.kind == "fp8" else result.scales, quant.scale, quant.ue8m0
-        torch.library.opcheck(output_ops.write_rows_, (x, *into), test_utils=in_place)
-        torch.library.opcheck(output_ops.project_rows_, (parts[0], w_uv, *into), test_utils=in_place)
-
-
-def check_layer() -> None:
-    """Check decodes, a prefill and padding in one step, all kinds; with W_UV after the merge and before it."""
-    config = dataclasses.replace(SMALL, num_heads=2, v_head_dim=128)
-    layer = make_layer(config, 1, "auto", torch.float32, "cpu")
-    layer_module.PROJECT_FIRST_TOKENS = 1
-
-    def compare(*step: Any) -> Tensor:
-        plain = layer.attend(*step)
-        assert isinstance(plain, Tensor)
-        assert torch.equal(layer(*step), layer.o_proj(plain))
-        assert plain[:-2].any(1).all()
-        assert not plain[-2:].any()
-        for quant in KINDS:
-            got, wanted = layer.attend(*step, output_quant=quant), unfused(plain, quant)
-            assert torch.equal(codes(got.values), codes(wanted[0]))
-            assert torch.equal(codes(got.scales), codes(wanted[1]))
-        return plain
-
-    for project_before_merge, batch in itertools.product((False, True), (MIXED, MIXED[:2], MIXED[2:])):
-        layer.dcp = dataclasses.replace(layer.dcp, dcp_project_before_merge=project_before_merge)
-        run_layer(layer, batch, compare)
-
-
-def test_layer() -> None:
-    run_ranks(1, check_layer)
-
-
-SCALE, OUT, W_UV = torch.ones(1), torch.zeros(3, 2, 24), torch.zeros(2, 96, 24)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: OutputQuant(kind="int8"), "kind is 'int8'; choose one of fp8, fp8_groups, nvfp4"),
-        (lambda: OutputQuant(kind="nvfp4"), "scale is None; kind 'nvfp4' needs one, float32 of one element"),
-        (
-            lambda: OutputQuant(kind="fp8", scale=torch.ones(2)),
-            r"scale is torch.float32 \(2,\) on cpu; expected torch.float32 of one element on cpu",
-        ),
-        (
-            lambda: OutputQuant(kind="fp8", scale=SCALE.half()),
-            r"scale is torch.float16 \(1,\) on cpu; expected torch.float32 of one element",
-        ),
-        (lambda: OutputQuant(kind="fp8_groups", scale=SCALE), "scale is given for kind 'fp8_groups'"),
-        (lambda: OutputQuant(kind="fp8_groups", group_size=32), "group_size is 32; choose one of 64, 128"),
-        (
-            lambda: OutputQuant(kind="fp8_groups", scale_layout="col"),
-            "scale_layout is 'col'; choose one of row, column, tma",
-        ),
-        (
-            lambda: output_ops.quantize_fp8(OUT, SCALE),
-            r"x is torch.float32 \(3, 2, 24\); expected \[T, N\] of bfloat16, float16 or",
-        ),
-        (
-            lambda: output_ops.quantize_fp8(OUT[0].double(), SCALE),
-            r"x is torch.float64 \(2, 24\); expected \[T, N\] of bfloat16",
-        ),
-        (
-            lambda: output_ops.quantize_fp8(OUT[0], torch.ones(3, 2)),
-            r"scale is torch.float32 \(3, 2\) on cpu; expected",
-        ),
-        (
-            lambda: output_ops.quantize_fp8(OUT[0], SCALE.to("meta")),
-            r"scale is torch.float32 \(1,\) on meta; expected .* on cpu",
-        ),
-        (lambda: output_ops.quantize_nvfp4(OUT[0], SCALE), "x has 24 columns; groups of 16 must divide them"),
-        (lambda: output_ops.quantize_nvfp4(W_UV[0].T, SCALE.double()), r"global_scale is torch.float64 \(1,\)"),
-        (
-            lambda: output_ops.quantize_fp8_groups(W_UV[:, :, 0], 64, "row", False),
-            "x has 96 columns; groups of 64 must divide them",
-        ),
-        (lambda: output_ops.quantize_fp8_groups(W_UV[0], 16, "row", False), "group_size is 16; choose one of 64, 128"),
-        (
-            lambda: output_ops.project_values_fp8(OUT, W_UV[:1], SCALE),
-            r"out has shape \(3, 2, 24\), w_uv \(1, 96, 24\); expected \[T, h, L\]",
-        ),
-        (
-            lambda: output_ops.project_values_fp8(OUT, W_UV.half(), SCALE),
-            "out is torch.float32, w_uv torch.float16; expected both in one of",
-        ),
-        (
-            lambda: output_ops.project_values_fp8_groups(OUT, W_UV, 64, "row", False),
-            "w_uv has 96 rows for a head; groups of 64 must divide them, so that none crosses heads",
-        ),
-        (
-            lambda: output_ops.project_values_nvfp4(OUT, W_UV[:, :24], SCALE),
-            "w_uv has 24 rows for a head; groups of 16 must",
-        ),
-        (
-            lambda: OutputRows(3, W_UV, W_UV.dtype, OutputQuant(kind="fp8_groups")),
-            "w_uv has 96 rows for a head; groups of 128 must",
-        ),
-        (
-            lambda: OutputRows(3, W_UV, torch.float64, OutputQuant(kind="fp8", scale=SCALE)),
-            "dtype is torch.float64; outputs of bfloat16, float16 and float32 can be quantized",
-        ),
-        (
-            lambda: OutputRows(3, W_UV, W_UV.dtype, OutputQuant(kind="fp8", scale=SCALE.to("meta"))),
-            r"scale is torch.float32 \(1,\) on meta; expected .* on cpu",
-        ),
-    ],
-)
-def test_mistakes_are_named(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-@pytest.mark.usefixtures("one_process_on_cpu")
-def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "output.json"
-    options = ["--heads", "2", "--tokens", "3,1", "--device", "cpu", "--commit", "abc", "--json", str(out)]
-    assert main(["bench", "output", *options]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    kinds = ["fp8", "fp8 / 128", "fp8 / 128 ue8m0", "fp8 / 64", "nvfp4"]
-    assert [(row["tokens"], row["quantization"]) for row in rows] == [
-        (num_tokens, kind) for num_tokens in (3, 1) for kind in kinds
-    ]
-    assert all(row["heads"] == 2 and row["different"] == 0 and not row["in_graph"] for row in rows)
-    assert all(row[time] > 0 for row in rows for time in ("project_us", "apart_us", "median_us"))
-    lines = capsys.readouterr().out
-    assert "2 heads, 3 tokens" in lines
-    assert "WRONG" not in lines
-    assert main(["bench", "output", "--tokens", "0"]) == 2
-    assert "--tokens: '0' is not a whole number" in capsys.readouterr().err

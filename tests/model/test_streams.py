@@ -90,9 +90,9 @@ def check_kernels(device: str, dtype: torch.dtype, cases: tuple[tuple[int, int, 
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_kernels_in_the_interpreter(dtype: torch.dtype) -> None:
-    run_interpreted(1, check_kernels, "cpu", dtype, ((1, 4, 80), (19, 3, 200), (5, 1, 48), (0, 4, 64), (33, 2, 300)))
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(1, check_kernels, "cpu", torch.float32, ((1, 4, 80), (19, 3, 100), (5, 1, 48), (0, 4, 64)))
+    run_interpreted(1, check_kernels, "cpu", torch.float16, ((3, 2, 130),))
 
 
 @pytest.mark.gpu
@@ -103,7 +103,7 @@ def test_kernels(dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize(("has_out", "num"), [(True, 24), (False, 24), (False, 4), (True, 0)])
+@pytest.mark.parametrize(("has_out", "num"), [(True, 24), (False, 4), (True, 0)])
 def test_the_first_kernel_compiles(has_out: bool, num: int) -> None:
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
