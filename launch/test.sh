@@ -5,5 +5,5 @@ set -euo pipefail
 ruff check .
 mypy
 python launch/check_package.py
-# Three workers, also on two cores: most of a test is waiting, for processes of its own to start or for each other.
-exec python -m pytest --numprocesses 3 --dist worksteal --ignore tests/engines "$@"
+# Two workers: many tests wait for processes of their own, or leave a core idle.
+exec python -m pytest --numprocesses 2 --dist worksteal --ignore tests/engines "$@"
