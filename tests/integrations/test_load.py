@@ -110,7 +110,6 @@ def serve(
         (1, 1, 1, "deepseek_v3", False),
         (2, 2, 1, "deepseek_v3", True),
         (4, 2, 4, "deepseek_v3", False),
-        (4, 4, 1, "deepseek_v3", False),
         (2, 2, 2, "deepseek_v4", True),
     ],
 )
