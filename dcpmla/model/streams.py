@@ -98,7 +98,7 @@ class Connection(nn.Module):
 def finish(streams: Streams) -> Tensor:
     """Return the streams [T, S, hidden] with everything mixed in."""
     if streams.mixing is not None and streams.values.is_cuda:
-        from dcpmla.model.kernels import streams as kernels
+        from dcpmla.model.kernels import mix as kernels
 
         return kernels.mix(streams)
     return mix(streams)

@@ -289,29 +289,33 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
 
     from dcpmla.model.kernels.experts import _FEW, _TILINGS
     from dcpmla.model.kernels.grouped import grouped_product_kernel
+    from dcpmla.model.kernels.packed import packed_product_kernel
 
     dtype = {"bf16": torch.bfloat16, "fp8e4nv": FP8, "u8": torch.uint8, "int4": torch.uint8}[weights]
     tiling = _FEW[dtype] if few else _TILINGS[dtype][-1]
     tile = tiling.gate_up if gated else tiling.down
     is_packed = dtype == torch.uint8
-    depth = tile.depth // 2 if is_packed else tile.depth
+    parts, depth = (1 + gated, tile.depth // 2) if is_packed else (1 + tile.is_stacked, tile.depth)
     types = {
         "x_ptr": "*bf16" if weights != "fp8e4nv" else "*fp8e4nv",
         "x_scales_ptr": "*fp32",
-        "w_desc": f"tensordesc<{'u8' if is_packed else weights}[1, {1 + tile.is_stacked}, {tile.columns}, {depth}]>",
-        "w_scales_ptr": {"u8": "*u8", "int4": "*bf16"}.get(weights, "*fp32"),
+        "w_desc": f"tensordesc<{'u8' if is_packed else weights}[1, {parts}, {tile.columns}, {depth}]>",
+        "w_scales_ptr": "*fp32",
+        "scales_ptr": "*u8" if weights == "u8" else "*bf16",
         "experts_ptr": "*i32",
         "routes_ptr": "*i32",
         "expert_weights_ptr": "*fp32",
         "out_ptr": "*bf16",
     }
     constants: dict[str, Any] = {"ROWS": tile.rows, "BLOCK_ROWS": tile.rows, "DEPTH": tile.depth, "limit": None}
-    constants |= {"TOP_K": 9 if gated else 1, "NUM_SUMMED": 1 if gated or not few else 9, "GATED": gated}
-    constants |= {"WIDTH": 512, "K": 7168, "STAGES": tile.num_stages}
+    constants |= {"TOP_K": 9 if gated else 1, "NUM_SUMMED": 1 if gated or not few else 9}
+    constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
+    constants |= {"STAGES": tile.num_stages} | ({} if is_packed else {"GATED": gated})
     left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
-    left_out.append((weights != "fp8e4nv", "x_scales_ptr"))
+    left_out.append((weights == "bf16", "x_scales_ptr"))
     constants |= {name: None for is_left_out, name in left_out if is_left_out}
-    ptx, said = compile_for_hopper(grouped_product_kernel, ASTSource, types, constants, num_warps=tile.num_warps)
+    kernel = packed_product_kernel if is_packed else grouped_product_kernel
+    ptx, said = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=tile.num_warps)
     assert "cp.async.bulk.tensor.4d" in ptx
     assert "wgmma.mma_async" in ptx or (few and weights != "fp8e4nv")  # 8 or 16 rows: not with every Triton
     assert ("f32.e4m3.e4m3" in ptx) == (weights == "fp8e4nv")
@@ -319,6 +323,9 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     if weights == "fp8e4nv":  # no scale is waited for in the loop
         loop = ptx[ptx.index("Inner Loop Header") : ptx.rindex("wgmma.wait_group")]
         assert not re.search(r"ld\.global", loop[: loop.rindex("bra")])
+    if is_packed and "wgmma" in ptx:  # the registers of its left side are free when the next ones are made
+        loop = ptx[ptx.index("Inner Loop Header") :]
+        assert loop.index("wgmma.wait_group") < loop.index("cp.async.bulk.tensor")
 
 
 def test_mistakes() -> None:

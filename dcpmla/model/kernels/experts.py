@@ -1,6 +1,6 @@
 """Experts on GPUs: two grouped products, tiled by how many rows an expert gets."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,7 +10,9 @@ from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.cache.formats import FP8
 from dcpmla.model.kernels.blocks import assign_blocks, sum_routes
 from dcpmla.model.kernels.grouped import grouped_product_kernel
+from dcpmla.model.kernels.packed import packed_product_kernel
 from dcpmla.parallel.fp8 import QuantizedRows, quantize_rows
+from dcpmla.parallel.quantized import GROUP
 
 
 class Tile(NamedTuple):
@@ -19,7 +21,7 @@ class Tile(NamedTuple):
     Attributes:
         rows, columns, depth: routes, rows of W (of each part) and columns of W at a time; depth is of 16 bits or fewer.
         num_warps, num_stages: of a program and of its pipeline.
-        is_stacked: both parts are one product.
+        is_stacked: both parts are one product; those of 4 bits always are.
     """
 
     rows: int
@@ -44,7 +46,7 @@ _FEW_TOKENS = 2
 _FEW = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
     FP8: Tiling(1, Tile(16, 32, 128, 4, 7, True), Tile(16, 64, 128, 4, 9)),
-    torch.uint8: Tiling(1, Tile(16, 32, 256, 4, 3), Tile(16, 32, 256, 4, 5)),
+    torch.uint8: Tiling(1, Tile(8, 16, 512, 2, 4), Tile(8, 32, 256, 2, 7)),
 }
 # Smallest first. Measured on H200s.
 _TILINGS = {
@@ -59,9 +61,10 @@ _TILINGS = {
         Tiling(float("inf"), Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3)),
     ),
     torch.uint8: (
-        Tiling(24, Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3)),
-        Tiling(64, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
-        Tiling(float("inf"), Tile(128, 64, 64, 8, 4), Tile(128, 128, 64, 8, 3)),
+        Tiling(6, Tile(8, 32, 512, 4, 3), Tile(8, 128, 128, 4, 4)),
+        Tiling(24, Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
+        Tiling(176, Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)),
+        Tiling(float("inf"), Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 4, 4)),
     ),
 }
 
@@ -97,7 +100,7 @@ def compute_experts(
 
     h = x.new_empty(num_routes, width)
     codes = gate_up.unflatten(1, (2, width))
-    given = x if quantized is None else quantized
+    given = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
     _multiply(given, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, swiglu_limit)
     rows = x.new_empty(num_tokens if is_few else num_routes, hidden)
     _multiply(h, down.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k)
@@ -125,30 +128,33 @@ def _multiply(
     else:
         x, x_scales = x
     width, k = codes.shape[2], x.shape[1]
-    depth = tile.depth * 2 // max(2, x.itemsize)
-    codes_depth = depth // 2 if codes.dtype == torch.uint8 else depth
-    stage_bytes = tile.rows * depth * x.itemsize + (1 + is_gated) * tile.columns * codes_depth * codes.itemsize
-    most_stages = (shared_memory(x.device) - _RESERVED_BYTES) // stage_bytes
-    grouped_product_kernel[(num_tiles * triton.cdiv(width, tile.columns),)](
-        x,
-        x_scales,
-        *((0, 0) if x_scales is None else x_scales.stride()),
-        describe(codes, [1, 1 + tile.is_stacked, tile.columns, codes_depth]),
-        scales,
-        experts,
-        routes,
-        expert_weights,
-        out,
-        swiglu_limit,
-        TOP_K=top_k if is_gated else 1,
-        NUM_SUMMED=num_summed,
-        ROWS=tile.rows,
-        BLOCK_ROWS=tile.rows if routes is None else routes.shape[1],
-        DEPTH=depth,
-        WIDTH=width,
-        K=k,
-        GATED=is_gated,
+    depth, parts = tile.depth * 2 // max(2, x.itemsize), codes.shape[1]
+    tile_bytes = parts * tile.columns * depth * codes.itemsize
+    if codes.dtype == torch.uint8:
+        assert scales is not None
+        tile_bytes = tile_bytes // 2 + tile_bytes // GROUP * scales.itemsize
+    most_stages = (shared_memory(x.device) - _RESERVED_BYTES) // (tile.rows * depth * x.itemsize + tile_bytes)
+    grid, where = (num_tiles * triton.cdiv(width, tile.columns),), (experts, routes, expert_weights, out, swiglu_limit)
+    options: dict[str, Any] = {
+        "TOP_K": top_k if is_gated else 1,
+        "NUM_SUMMED": num_summed,
+        "ROWS": tile.rows,
+        "BLOCK_ROWS": tile.rows if routes is None else routes.shape[1],
+        "DEPTH": depth,
+        "WIDTH": width,
+        "K": k,
         # What is summed takes two stages of a loop for one of memory: ids of experts are loaded before their weights.
-        STAGES=max(1, min(tile.num_stages, most_stages * 2 if num_summed > 1 else most_stages)),
-        num_warps=tile.num_warps,
-    )
+        "STAGES": max(1, min(tile.num_stages, most_stages * 2 if num_summed > 1 else most_stages)),
+        "num_warps": tile.num_warps,
+    }
+    if codes.dtype == torch.uint8:
+        packed_product_kernel[grid](x, describe(codes, [1, parts, tile.columns, depth // 2]), scales, *where, **options)
+    else:
+        weights = describe(codes, [1, 1 + tile.is_stacked, tile.columns, depth])
+        strides = (0, 0) if x_scales is None else x_scales.stride()
+        grouped_product_kernel[grid](x, x_scales, *strides, weights, scales, *where, GATED=is_gated, **options)
+
+
+def _by_halves(x: Tensor) -> Tensor:
+    """Return rows as products of 4 bits take them: the even columns first, then the odd ones."""
+    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
