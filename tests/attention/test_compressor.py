@@ -94,7 +94,7 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
                 [rows for i in decodes_first(plan, new) for rows in (prompts[i][done[i] : kept[i]], wrong[: gone[i]])]
             )
             done = kept
-            where = step.entry_table(ratio, step.block_table), plan.entries_per_block(ratio), *step.layout
+            where = step.entry_table(ratio), plan.entries_per_block(ratio), *step.layout
             cos_sin = angles[step.positions // ratio * ratio]
             for part in parts:
                 arguments = pairs, bias, norm, EPS, sums, cache, step.positions, step.request, *part, cos_sin
@@ -233,7 +233,7 @@ def compressor_cases(
         num_tokens = len(step.positions)
         pairs = cut(randn(num_tokens, 2 * halves * width, dtype=dtype, seed=number))
         cos_sin = torch.rand(num_tokens, rope, generator=torch.Generator().manual_seed(number))
-        table = step.block_table if is_index else step.entry_table(kind.ratio, step.block_table)
+        table = step.block_table if is_index else step.entry_table(kind.ratio)
         how = plan.entries_per_block(kind.ratio), *step.layout, is_index, is_index and width & (width - 1) == 0
         for part in parts:
             tokens = step.positions, step.request, *part

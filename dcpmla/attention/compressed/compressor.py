@@ -55,11 +55,9 @@ def compress(
         hadamard: as in `finish_index_keys`, of index keys alone.
     Source: DeepSeek-V4's report, equations 9-12 and 20-23.
     """
-    assert step.angles is not None
-    plan = step.plan
-    table = step.block_table if is_index else step.entry_table(ratio, step.block_table)
-    per_block = plan.entries_per_block(ratio)
-    where = step.angles.entries[ratio], table, per_block, *step.layout
+    entries = step.entries[ratio]
+    table = step.block_table if is_index else entries.block_table
+    where = entries.cos_sin, table, step.plan.entries_per_block(ratio), *step.layout
     for part in step.parts:
         tokens = step.positions, step.request, *part
         compress_(pairs, bias, norm_weight, eps, sums, cache, *tokens, *where, is_index, hadamard)

@@ -137,7 +137,8 @@ class CompressedAttention(CompressedWeights):
         else:
             heads = finish_heads(out, lse, self.sinks, cos_sin).flatten(1)
         low = self.o_a_proj(heads)
-        return torch.nn.functional.pad(low, (0, 0, 0, num_rows - len(low)))
+        num_padding = num_rows - len(low)
+        return torch.nn.functional.pad(low, (0, 0, 0, num_padding)) if num_padding else low
 
     def claim_memory(self, num_tokens: int) -> None:
         """Claim, and free again, what attention takes of the allocator in the largest step of num_tokens, so that
@@ -190,9 +191,9 @@ class CompressedAttention(CompressedWeights):
         is_fp8 = self.dcp.index_cache_dtype == "fp8"
         how = compressed.angles.compressed, True, self.dcp.index_hadamard, is_fp8
         q, weights = finish_index_queries(q, down[3], *how)
-        sparse = compressed.sparse(self.kind.ratio)
-        slot_table = compressed.entry_table(self.kind.ratio, sparse.block_table)
-        self.selector.select(q, weights, cache.index_keys, sparse, slot_table, step.selection)
+        entries = compressed.entries[self.kind.ratio]
+        assert entries.visible is not None
+        self.selector.select(q, weights, cache.index_keys, entries.visible, entries.block_table, step.selection)
         return step.selection
 
     def _project_query(self, q_c: Tensor, cos_sin: Tensor, heads: slice) -> Tensor:

@@ -44,7 +44,8 @@ def attend_prefill(
         gathered = torch.cat([new_rows, exchange.start_context(mine, chunk.order, chunk.tokens)()])
     num_tokens = len(q)
     first = len(step.positions) - num_tokens  # decodes come before
-    counts = step.entry_counts(kind.ratio)[0][first:] if kind.ratio else None
+    visible = step.entries[kind.ratio].visible if kind.ratio else None
+    counts = None if visible is None else visible.seq_lens[first:]
     most = step.plan.config.sliding_window + (0 if counts is None else step.max_entries(kind.ratio))
     tile = max(1, _LISTED_ROWS // most)
     workspace, parts = decode_workspace(q.device), []

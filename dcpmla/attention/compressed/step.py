@@ -20,12 +20,24 @@ class Angles(NamedTuple):
     Attributes:
         window: in layers that have a window alone.
         compressed: in all others.
-        entries: by ratio, for the entry that each token belongs to: those of its first token, in layers that compress.
     """
 
     window: Tensor
     compressed: Tensor
-    entries: dict[int, Tensor]
+
+
+class Entries(NamedTuple):
+    """The entries of a step in all layers of one ratio.
+
+    Attributes:
+        cos_sin: [T, R] float32, the angles of the entry that each token belongs to: those of its first token.
+        block_table: [num_reqs, max_blocks] int32 in blocks of a layer's rows, which begin with all windows.
+        visible: those that each token may select from; None where no layer selects, and nothing is prefilled.
+    """
+
+    cos_sin: Tensor
+    block_table: Tensor
+    visible: SparseMetadata | None
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,7 @@ class CompressedMetadata:
         max_seq_len: no less than any of seq_lens, and the same on all ranks.
         context: of the prefill tokens; None where there are none.
         angles: None before `with_angles`.
+        entries: by ratio; empty before `with_angles`.
         parts: one after the other, what the compressors pool; empty before `with_angles`.
         decode_rows: by ratio, `visible_rows` of the decodes where nothing selects; empty before `with_angles`.
     """
@@ -93,6 +106,7 @@ class CompressedMetadata:
     max_seq_len: int
     context: ContextRows | None = None
     angles: Angles | None = None
+    entries: dict[int, Entries] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     decode_rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -113,7 +127,7 @@ class CompressedMetadata:
         first = positions.to(torch.int32)
         seen = (first + 1).where(self.seq_lens > 0, 0)
         step = replace(self, positions=positions, request=request, first_position=first, seq_lens=seen)
-        return replace(step, angles=None, parts=(), decode_rows={})
+        return replace(step, angles=None, entries={}, parts=(), decode_rows={})
 
     def parts_of(self, decode: DecodeMetadata | None) -> tuple[Part, ...]:
         """Return the parts of a step: one, or where tokens may be rejected the decodes' tokens one by one, for each of
@@ -134,21 +148,17 @@ class CompressedMetadata:
         """Return no less than the entries that any token sees; the same on all ranks."""
         return self.max_seq_len // ratio
 
-    def entry_counts(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """Return how many entries each token sees, [T] int32, and how many of them are this rank's; 0 for padding."""
+    def visible_entries(self, ratio: int) -> SparseMetadata:
+        """Return the entries that each token sees, as the kernels of sparse MLA take tokens."""
         counts = (self.positions + 1) // ratio
-        counts = counts.where(self.states[self.request] >= 0, 0)
+        counts = counts.where(self.states[self.request] >= 0, 0)  # 0 for padding
         rank, size, interleave = self.layout
-        return counts.to(torch.int32), ownership.local_seq_lens(counts, size, rank, interleave)
+        local = ownership.local_seq_lens(counts, size, rank, interleave)
+        return SparseMetadata(self.block_table, self.request, counts.to(torch.int32), local, self.max_entries(ratio))
 
-    def sparse(self, ratio: int) -> SparseMetadata:
-        """Return the entries that each token may select from, as the kernels of sparse MLA take tokens."""
-        counts, local = self.entry_counts(ratio)
-        return SparseMetadata(self.block_table, self.request, counts, local, self.max_entries(ratio))
-
-    def entry_table(self, ratio: int, table: Tensor) -> Tensor:
-        """Return a block table [..] in blocks of a layer's rows, which begin with all windows."""
-        return table + self.plan.window_rows // self.plan.entries_per_block(ratio)
+    def entry_table(self, ratio: int) -> Tensor:
+        """Return the block table in blocks of a layer's rows (`Entries.block_table`)."""
+        return self.block_table + self.plan.window_rows // self.plan.entries_per_block(ratio)
 
     def visible_rows(self, tokens: slice, ratio: int) -> tuple[Tensor, Tensor]:
         """Return the rows that some tokens attend to on this rank where nothing selects: of their windows and of all
@@ -163,7 +173,7 @@ class CompressedMetadata:
 
     def _list_rows(self, tokens: slice, ratio: int, layout: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         per_block = self.plan.entries_per_block(ratio) if ratio else 1
-        table = self.entry_table(ratio, self.block_table) if ratio else self.block_table
+        table = self.entry_table(ratio) if ratio else self.block_table
         sizes = ratio, per_block, self.plan.config.sliding_window, self.plan.ring_rows
         return visible_rows(self.positions[tokens], self.request[tokens], self.states, table, *sizes, *layout)
 
@@ -193,20 +203,28 @@ def with_angles(
     assert compressed is not None
     kinds = dict.fromkeys(compressed.plan.config.layer_kinds if kinds is None else kinds)
     positions, decodes = step.positions, slice(0, step.num_decode_tokens)
-    entries = {kind.ratio: rotary(positions // kind.ratio * kind.ratio, True) for kind in kinds if kind.ratio}
+    selecting = {kind.ratio for kind in kinds if selects(compressed, kind)}
+    seen = {kind.ratio for kind in kinds if step.num_decode_tokens} - selecting
+    ratios = {kind.ratio: None for kind in kinds if kind.ratio}
     window = rotary(positions, False)
-    angles = Angles(window, rotary(positions, True) if entries else window, entries)
-    is_selected = any(selects(compressed, kind) for kind in kinds)
-    seen = {kind for kind in kinds if step.num_decode_tokens and not selects(compressed, kind)}
-    rows = {kind.ratio: compressed.visible_rows(decodes, kind.ratio) for kind in seen}
+    angles, entries = Angles(window, window), {}
+    if ratios:
+        firsts = torch.cat([positions, *(positions // ratio * ratio for ratio in ratios)])
+        compressed_angles, *of_entries = rotary(firsts, True).split(len(positions))
+        angles = Angles(window, compressed_angles)
+        for ratio, cos_sin in zip(ratios, of_entries, strict=True):
+            is_asked = ratio in selecting or compressed.context is not None
+            visible = compressed.visible_entries(ratio) if is_asked else None
+            entries[ratio] = Entries(cos_sin, compressed.entry_table(ratio), visible)
     return replace(
         step,
-        selection=compressed.new_selection(step.num_decode_tokens) if is_selected else None,
+        selection=compressed.new_selection(step.num_decode_tokens) if selecting else None,
         compressed=replace(
             compressed,
             angles=angles,
+            entries=entries,
             parts=compressed.parts_of(step.decode) if entries else (),
-            decode_rows=rows,
+            decode_rows={ratio: compressed.visible_rows(decodes, ratio) for ratio in seen},
         ),
     )
 
