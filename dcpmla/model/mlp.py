@@ -6,30 +6,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dcpmla.parallel.fp8 import PlainRows
+from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, empty_codes, quantize_rows
 from dcpmla.parallel.linear import Linear, Weight, read_linear
 
 
-@torch.library.custom_op("dcpmla::swiglu", mutates_args=())
-def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
+def swiglu(gate_up: Tensor, limit: float | None, quantizes: bool = False) -> AnyRows:
     """Return silu(gate) * up [T, I] of gate_up [T, 2 I], in float32 at least, rounded once.
 
     Args:
         limit: gates are at most this, what they gate lies between its negative and this (DeepSeek-V4).
+        quantizes: return `quantize_rows` of it instead; I is a multiple of 128 then.
     """
+    out, *codes = _swiglu(gate_up, limit, quantizes)
+    return QuantizedRows(*codes) if quantizes else out
+
+
+@torch.library.custom_op("dcpmla::swiglu", mutates_args=())
+def _swiglu(gate_up: Tensor, limit: float | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, codes and scales; either the first or the others have no columns."""
     if gate_up.is_cuda and gate_up.dtype != torch.float64:
         from dcpmla.model.kernels import swiglu as kernels  # triton is there on Linux only
 
-        return kernels.swiglu(gate_up, limit)
+        out, codes, scales = _empty(gate_up, quantizes)
+        kernels.swiglu(gate_up, limit, codes if quantizes else out, scales if quantizes else None)
+        return out, codes, scales
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (functional.silu(gate) * up).to(gate_up.dtype)
+    out = (functional.silu(gate) * up).to(gate_up.dtype)
+    return (out.new_empty(len(out), 0), *quantize_rows(out)) if quantizes else (out, *empty_codes(out, False))
 
 
-@swiglu.register_fake
-def _(gate_up: Tensor, limit: float | None) -> Tensor:
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+def _empty(gate_up: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    return gate_up.new_empty(num_rows, 0 if quantizes else width), *empty_codes(gate_up[:, :width], quantizes)
+
+
+_swiglu.register_fake(lambda gate_up, limit, quantizes: _empty(gate_up, quantizes))
 
 
 class MLP(nn.Module):
@@ -80,5 +93,6 @@ class MLP(nn.Module):
 
     def forward(self, x: PlainRows) -> Tensor:
         """Return this rank's share [T, hidden] of the MLP's output for x [T, hidden], to be summed over the ranks."""
-        out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x), self.swiglu_limit))
+        down = self.down_proj
+        out: Tensor = down(swiglu(self.gate_up_proj(x), self.swiglu_limit, down.takes_quantized))
         return out

@@ -11,6 +11,7 @@ from dcpmla.cache.compressed import CompressedCache
 from dcpmla.comm.reduce import Reduce, rms_norm
 from dcpmla.model.moe import MoE
 from dcpmla.model.streams import Connection, Streams, finish
+from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
 
 
@@ -45,8 +46,9 @@ class StreamBlock(nn.Module):
             cache: the model's; None, like step, where only memory is claimed.
         """
         x, streams = self.to_attention(streams)
-        attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)
-        x, streams = self.to_experts(streams._replace(out=self.reduce.all_reduce(attended)))
+        attended = self.attention.partial(plain(x), None if cache is None else cache[self.layer], step)
+        streams = streams._replace(out=self.reduce.all_reduce(attended))
+        x, streams = self.to_experts(streams, self.experts.takes_quantized)
         return streams._replace(out=self.reduce.all_reduce(self.experts(x, token_ids)))
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain, quantize_rows
+
 
 class Mixing(NamedTuple):
     """The way of a part's output into S streams: stream s becomes post[s] out + the sum over j of comb[j, s] stream j.
@@ -81,18 +83,23 @@ class Connection(nn.Module):
         )
         self.constants = constants
 
-    def forward(self, streams: Streams) -> tuple[Tensor, Streams]:
-        """Return the part's input [T, hidden], normalized, and the streams that its output is to be mixed into."""
+    def forward(self, streams: Streams, quantizes: bool = False) -> tuple[PlainRows, Streams]:
+        """Return the part's input [T, hidden], normalized, and the streams that its output is to be mixed into.
+
+        Args:
+            quantizes: whether the input is also quantized, with the bits of `quantize_rows`.
+        """
         projection = Projection(self.fn, self.base, self.scale)
         if streams.values.is_cuda:
             from dcpmla.model.kernels import streams as kernels  # triton is there on Linux only
 
-            return kernels.enter(streams, projection, self.norm, self.constants)
-        return enter(streams, projection, self.norm, self.constants)
+            return kernels.enter(streams, projection, self.norm, self.constants, quantizes)
+        x, streams = enter(streams, projection, self.norm, self.constants)
+        return NormedRows(x, quantize_rows(x)) if quantizes else x, streams
 
     def collapse(self, rows: Tensor) -> Tensor:
         """Return [n, hidden], normalized, of all streams [n, S hidden]."""
-        return self(Streams(rows.unflatten(1, (-1, len(self.norm)))))[0]
+        return plain(self(Streams(rows.unflatten(1, (-1, len(self.norm)))))[0])
 
 
 def finish(streams: Streams) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from dcpmla.attention.compressed import projections
 from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.cache.shared_rows import ROPE_DIM, read_rows, rows_shape, write_rows
+from dcpmla.parallel.quantized import quantize_groups
 from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
 from tests.support.shared_memory import run_interpreted
 
@@ -23,6 +24,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of what was rounded once or twice more, or from sums in another order.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 V4, ODD = (1536, 512, 64), (24, 40, 6)  # Lq, D, R: DeepSeek-V4's, nothing a power of two
+GROUPS = (384, 40, 6)  # Lq of whole groups of 128
+_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 FP8_SIZES = (24, 128, 64), (24, 192, 64), (24, 512, 64)
 
 
@@ -62,7 +65,7 @@ def check_finish_rows(device: str, *sizes: tuple[int, int, int]) -> None:
         arguments = rows_case(size, dtype, dtype)
         moved = on(device, arguments)
         wanted, got = projections.finish_rows(*arguments), kernels.finish_rows(*moved)
-        for mine, theirs in zip(got, wanted, strict=True):
+        for mine, theirs in zip(got[:2], wanted[:2], strict=True):
             assert_near(mine, theirs)
         check_written(arguments, moved[1], got[1].cpu())
         if size[2] == ROPE_DIM:
@@ -74,6 +77,25 @@ def check_finish_rows(device: str, *sizes: tuple[int, int, int]) -> None:
             everywhere = torch.arange(len(rounded))
             write_rows(page, got[1].cpu(), everywhere)
             assert torch.equal(rounded[:-1], read_rows(page, everywhere, size[1], dtype)[:-1])  # the last is NaN
+
+
+def check_quantized(device: str, *sizes: tuple[int, int, int]) -> None:
+    """Check that query latents are what they are alone, and codes and scales what `quantize_groups` makes of them."""
+    from dcpmla.attention.compressed.kernels import projections as kernels
+
+    for size, dtype in itertools.product(sizes, DTYPES):
+        arguments = rows_case(size, dtype, dtype)
+        arguments[0] = arguments[0].nan_to_num(0.0)
+        alone, _, *nothing = kernels.finish_rows(*on(device, arguments))
+        q_c, _, *found = kernels.finish_rows(*on(device, arguments), True)
+        assert torch.equal(q_c, alone)
+        assert not any(part.numel() for part in nothing)
+        for mine, theirs in zip(found, quantize_groups(q_c.cpu(), 128), strict=True):
+            assert torch.equal(bytes_of(mine), bytes_of(theirs))
+        for mine, theirs in zip(
+            projections.finish_rows(*arguments, True)[2:], quantize_groups(alone.cpu(), 128), strict=True
+        ):
+            assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
 
 
 def check_written(arguments: list[Any], cache: Tensor, rows: Tensor) -> None:
@@ -161,6 +183,7 @@ def check_in_the_interpreter() -> None:
 
     convert_as_torch()
     check_finish_rows("cpu", ODD, *FP8_SIZES[:2])
+    check_quantized("cpu", GROUPS)
     check_heads("cpu", (3, 5, 40, 6), (2, 3, 256, 64), (0, 3, 128, 64))
     check_reading("cpu")
     check_visible("cpu")
@@ -174,6 +197,7 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.mark.gpu
 def test_kernels() -> None:
     check_finish_rows("cuda", V4, ODD, *FP8_SIZES)
+    check_quantized("cuda", V4, GROUPS)
     check_heads("cuda", (3, 5, 40, 6), (0, 3, 128, 64), (1, 64, 512, 64), (70, 128, 512, 64), (5, 1, 128, 64))
     check_reading("cuda")
     check_visible("cuda")
@@ -198,6 +222,9 @@ def check_operators(device: str) -> None:
         rows, heads = rows_case(FP8_SIZES[0], dtype, torch.uint8), on(device, heads_case(3, 2, 128, 64, dtype))
         rows[0] = rows[0].nan_to_num(0.0)
         torch.library.opcheck(projections.finish_rows, on(device, rows))
+        torch.library.opcheck(
+            projections.finish_rows, [*on(device, rows_case(GROUPS, dtype, dtype)), True], test_utils=_CHECKS
+        )
         torch.library.opcheck(projections.finish_query_, [heads[0].nan_to_num(0.0), 1e-6, heads[3]])
         torch.library.opcheck(projections.finish_heads, heads)
         torch.library.opcheck(projections.finish_heads_fp8, heads)
@@ -238,8 +265,9 @@ def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
     from dcpmla.attention.compressed.kernels.visible import visible_kernel
     from dcpmla.cache.kernels import read_pages_kernel
 
-    types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}"}
-    compile_for_hopper(rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_PAIRS": 1024}, **types)
+    types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}", "codes_ptr": "*fp8e4nv"}
+    codes = {} if cache == "u8" else {"codes_ptr": None, "scales_ptr": None}
+    compile_for_hopper(rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_RANK_P": 2048, **codes}, **types)
     rows = {"HAS_ENTRIES": cache == "u8", "COLUMNS": 1024}
     compile_for_hopper(visible_kernel, "i32", rows, positions_ptr="*i64")
     if cache == "u8":

@@ -5,9 +5,11 @@ import torch
 from torch.nn import functional
 
 from dcpmla.model.mlp import swiglu
+from dcpmla.parallel.fp8 import QuantizedRows, quantize_rows
+from dcpmla.parallel.quantized import quantize_groups
 from tests.support.shared_memory import run_interpreted
 
-WIDTHS = (1, 48, 1025)
+WIDTHS = (1, 48, 128, 1025, 1152)
 
 
 def wanted(gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
@@ -38,13 +40,39 @@ def check_kernel(device: str) -> None:
     for width in WIDTHS:
         for limit in (None, 0.7):
             gate_up = random_rows(width)
-            out = kernels.swiglu(gate_up.to(device), limit).cpu()
-            torch.testing.assert_close(out, wanted(gate_up, limit).float(), equal_nan=True)
-    assert kernels.swiglu(torch.empty(0, 8, device=device), None).shape == (0, 4)
+            out = torch.empty(3, width, device=device)
+            kernels.swiglu(gate_up.to(device), limit, out, None)
+            torch.testing.assert_close(out.cpu(), wanted(gate_up, limit).float(), equal_nan=True)
+            if width % 128 == 0:
+                gate_up = gate_up.nan_to_num(0.0, 9.0).bfloat16().to(device)
+                rows, codes = out.bfloat16(), QuantizedRows.empty_like(out)
+                kernels.swiglu(gate_up, limit, rows, None)
+                kernels.swiglu(gate_up, limit, *codes)
+                for found, expected in zip(codes, quantize_groups(rows.cpu(), 128), strict=True):
+                    assert torch.equal(found.cpu().float(), expected.float())
+    kernels.swiglu(torch.empty(0, 8, device=device), None, torch.empty(0, 4, device=device), None)
+
+
+def test_the_operator() -> None:
+    gate_up = random_rows(128).nan_to_num(0.0, 9.0)
+    out, quantized = swiglu(gate_up, 0.7), swiglu(gate_up, 0.7, quantizes=True)
+    assert isinstance(out, torch.Tensor)
+    for found, expected in zip(quantized, quantize_rows(out), strict=True):
+        assert torch.equal(found, expected)
+    for quantizes in (False, True):
+        arguments = gate_up, None, quantizes
+        torch.library.opcheck(torch.ops.dcpmla.swiglu, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def check_in_the_interpreter() -> None:
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    check_kernel("cpu")
 
 
 def test_the_kernel_in_the_interpreter() -> None:
-    run_interpreted(1, check_kernel, "cpu")
+    run_interpreted(1, check_in_the_interpreter)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.model.streams import Connection, Constants, Mixing, Projection, Streams, enter, finish, mix
+from dcpmla.parallel.fp8 import AnyRows, NormedRows, plain
+from dcpmla.parallel.quantized import quantize_groups
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
@@ -67,6 +69,14 @@ def test_the_head_as_transformers() -> None:
     torch.testing.assert_close(found, their_norm(theirs(streams.values[None]))[0])
 
 
+def check_quantized(rows: AnyRows, x: Tensor) -> None:
+    assert isinstance(rows, NormedRows)
+    assert torch.equal(rows.plain, x)
+    codes, scales = quantize_groups(x.cpu(), 128)
+    assert torch.equal(rows.quantized.values.cpu().view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(rows.quantized.scales.cpu(), scales)
+
+
 def check_kernels(device: str, dtype: torch.dtype, cases: tuple[tuple[int, int, int], ...]) -> None:
     """Check over new memory that holds NaN."""
     from dcpmla.model.kernels import mix as mixing_kernels
@@ -79,7 +89,7 @@ def check_kernels(device: str, dtype: torch.dtype, cases: tuple[tuple[int, int, 
                 case = make_case(num_tokens, num_streams, width, dtype, has_mixing, is_head, device)
                 wanted, wanted_streams = enter(*case, CONSTANTS)
                 x, found = kernels.enter(*case, CONSTANTS)
-                pairs = [(x, wanted), (found.values, wanted_streams.values)]
+                pairs = [(plain(x), wanted), (found.values, wanted_streams.values)]
                 assert (found.mixing is None) == is_head
                 if found.mixing is not None and wanted_streams.mixing is not None:
                     pairs += list(zip(found.mixing, wanted_streams.mixing, strict=True))
@@ -87,14 +97,23 @@ def check_kernels(device: str, dtype: torch.dtype, cases: tuple[tuple[int, int, 
                 for got, expected in pairs:
                     tolerance = TOLERANCE[dtype]
                     torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)
-                assert torch.equal(x, kernels.enter(*case, CONSTANTS)[0])
+                assert torch.equal(plain(x), plain(kernels.enter(*case, CONSTANTS)[0]))
+                if width % 128 == 0:
+                    check_quantized(kernels.enter(*case, CONSTANTS, quantizes=True)[0], plain(x))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
+def check_in_the_interpreter() -> None:
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    check_kernels("cpu", torch.float32, ((1, 4, 80), (19, 3, 128), (5, 1, 48), (0, 4, 64)))
+    check_kernels("cpu", torch.float16, ((3, 2, 130),))
+
+
 def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(1, check_kernels, "cpu", torch.float32, ((1, 4, 80), (19, 3, 100), (5, 1, 48), (0, 4, 64)))
-    run_interpreted(1, check_kernels, "cpu", torch.float16, ((3, 2, 130),))
+    run_interpreted(1, check_in_the_interpreter)
 
 
 @pytest.mark.gpu
@@ -135,10 +154,10 @@ def test_the_second_kernel_compiles(is_head: bool) -> None:
 
     floats = ("products_ptr", "squares_ptr", "base_ptr", "scale_ptr", "norm_ptr", "post_ptr", "comb_ptr")
     types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("values_ptr", "x_ptr"), "*bf16")
-    types |= {"eps": "fp32", "stream_eps": "fp32"}
+    types |= {"eps": "fp32", "stream_eps": "fp32", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     constants: dict[str, Any] = {"WIDTH": 7168, "WIDTH_P": 8192, "STREAMS": 4, "STREAMS_P": 4}
     constants |= {"NUM_P": 16 if is_head else 32, "PARTS_P": 128, "NUM_ITERS": 20}
-    constants |= dict.fromkeys(("post_ptr", "comb_ptr")) if is_head else {}
+    constants |= dict.fromkeys(("post_ptr", "comb_ptr", "codes_ptr", "scales_ptr")) if is_head else {}
     ptx, said = compile_for_hopper(weigh_kernel, ASTSource, types, constants, num_warps=16)
     assert "0 bytes spill stores" in said
     assert ptx.count("bar.sync") < 40  # none in an iteration

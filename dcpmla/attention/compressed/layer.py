@@ -20,7 +20,7 @@ from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
-from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows
 from dcpmla.parallel.mesh import DCPMesh
 
 
@@ -102,9 +102,11 @@ class CompressedAttention(CompressedWeights):
         window = None if context is None else self._read(cache, context.window_slots)
         down = self.down_proj(hidden_states[: step.num_tokens]).split(self.down_widths, -1)
         norms, requests = (self.q_norm, self.kv_norm, self.config.rms_norm_eps), compressed.requests
-        q_c, rows = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, compressed.plan.ring_rows)
+        how = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
+        latents, rows, *codes = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, *how)
+        q_c = NormedRows.join(latents, *codes)
         # In decode, kernels too small for a GPU. The exchange is used on one stream at a time.
-        with fork(q_c.device, self.selector is not None and context is None) as join:
+        with fork(rows.device, self.selector is not None and context is None) as join:
             self._compress_keys(down, cache, compressed)
             selection = self.select(q_c, down, cache, step)
         self._compress_rows(down, cache, compressed)
@@ -172,7 +174,7 @@ class CompressedAttention(CompressedWeights):
             compress(down[2], *how, step, *caches, is_index=True, hadamard=self.dcp.index_hadamard)
 
     def select(
-        self, q_c: Tensor, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: StepMetadata
+        self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: StepMetadata
     ) -> SelectedTokens | None:
         """Return which entries each token attends to, written into the step; None for all that it sees. Collective.
 
@@ -196,7 +198,7 @@ class CompressedAttention(CompressedWeights):
         self.selector.select(q, weights, cache.index_keys, entries.visible, entries.block_table, step.selection)
         return step.selection
 
-    def _project_query(self, q_c: Tensor, cos_sin: Tensor, heads: slice) -> Tensor:
+    def _project_query(self, q_c: PlainRows, cos_sin: Tensor, heads: slice) -> Tensor:
         """Return the queries [T, n, D] of n of the heads that this rank holds, normalized and rotated."""
         width = self.config.head_dim
         q = self.q_b_proj.product(q_c, slice(heads.start * width, heads.stop * width)).unflatten(-1, (-1, width))

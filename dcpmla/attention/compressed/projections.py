@@ -12,8 +12,10 @@ from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_to_fp8
 from dcpmla.cache.shared_rows import read_rows, write_rows
+from dcpmla.parallel.fp8 import empty_codes, quantize_rows
 
 GROUP = 128  # columns of an fp8 output that share a scale
+Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("dcpmla::finish_rows", mutates_args=("cache",))
@@ -29,7 +31,8 @@ def finish_rows(
     seq_lens: Tensor,
     states: Tensor,
     ring_rows: int,
-) -> tuple[Tensor, Tensor]:
+    quantizes: bool = False,
+) -> Rows:
     """Normalize the query latent and the shared row of each token, rotate the row, and write it into its window.
 
     Args:
@@ -38,15 +41,17 @@ def finish_rows(
         q_weight, kv_weight: [Lq], [D] float32, of the norms.
         cos_sin: [T, R] float32 as in `apply_rope`.
         positions, request, seq_lens, states: as in `CompressedMetadata`.
+        quantizes: whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
     Returns:
-        q_c [T, Lq] after its norm; rows [T, D] as attention reads them: rounded as the cache rounds them.
+        q_c [T, Lq] after its norm; rows [T, D] as attention reads them: rounded as the cache rounds them; codes and
+        scales of q_c, without columns unless quantizes.
     Source: DeepSeek-V4's reference code; norms with the roundings of transformers' model.
     """
     if _runs_triton(down):
         from dcpmla.attention.compressed.kernels import projections as kernels
 
         requests = positions, request, seq_lens, states
-        return kernels.finish_rows(down, cache, q_weight, kv_weight, eps, cos_sin, *requests, ring_rows)
+        return kernels.finish_rows(down, cache, q_weight, kv_weight, eps, cos_sin, *requests, ring_rows, quantizes)
     q_c, rows = down.split([len(q_weight), len(kv_weight)], -1)
     q_c, rows = rms_norm(q_c, eps, q_weight), rotate(rms_norm(rows, eps, kv_weight), cos_sin)
     state, is_kept = states[request], seq_lens[request] - positions <= ring_rows
@@ -57,12 +62,31 @@ def finish_rows(
         everywhere = torch.arange(len(rows), device=rows.device)
         write_rows(page, rows, everywhere)
         rows = read_rows(page, everywhere, rows.shape[1], rows.dtype)
-    return q_c, rows
+    return q_c, rows, *(quantize_rows(q_c) if quantizes else empty_codes(q_c, False))
+
+
+def empty_rows(down: Tensor, q_rank: int, width: int, quantizes: bool) -> Rows:
+    """Return memory for what `finish_rows` returns."""
+    q_c, rows = down.new_empty(len(down), q_rank), down.new_empty(len(down), width)
+    return q_c, rows, *empty_codes(q_c, quantizes)
 
 
 @finish_rows.register_fake
-def _(down: Tensor, cache: Tensor, q_weight: Tensor, kv_weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return down.new_empty(len(down), len(q_weight)), down.new_empty(len(down), len(kv_weight))
+def _(
+    down: Tensor,
+    cache: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    request: Tensor,
+    seq_lens: Tensor,
+    states: Tensor,
+    ring_rows: int,
+    quantizes: bool = False,
+) -> Rows:
+    return empty_rows(down, len(q_weight), len(kv_weight), quantizes)
 
 
 @torch.library.custom_op("dcpmla::finish_query_", mutates_args=("q",))

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from dcpmla.model.kernels.mix import PART, mix_and_multiply
 from dcpmla.model.streams import Constants, Mixing, Projection, Streams
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows
+from dcpmla.parallel.kernels.quantize import store_codes
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_parts", "scales_stride"])
 def weigh_kernel(
     values_ptr,
     products_ptr,
@@ -21,9 +23,12 @@ def weigh_kernel(
     scale_ptr,
     norm_ptr,
     x_ptr,
+    codes_ptr,
+    scales_ptr,
     post_ptr,
     comb_ptr,
     num_parts,
+    scales_stride,
     eps,
     stream_eps,
     WIDTH: tl.constexpr,
@@ -37,7 +42,8 @@ def weigh_kernel(
     """Make a token's next input of its streams, and the weights of what comes of it, which another program makes.
 
     products_ptr, squares_ptr: as `mix_kernel` writes them.
-    x_ptr: [T, WIDTH]. post_ptr: [T, STREAMS], comb_ptr: [T, STREAMS, STREAMS]; None before the head.
+    x_ptr: [T, WIDTH]; codes_ptr, scales_ptr: what it is quantized to, or None.
+    post_ptr: [T, STREAMS], comb_ptr: [T, STREAMS, STREAMS]; None before the head.
     """
     token = tl.program_id(0).to(tl.int64)
     parts, stream = tl.arange(0, PARTS_P), tl.arange(0, STREAMS_P)
@@ -61,8 +67,10 @@ def weigh_kernel(
         for j in tl.static_range(STREAMS):
             row += tl.sum(tl.where(stream == j, pre, 0.0)) * values[j].to(tl.float32)
         row = row.to(x_ptr.dtype.element_ty).to(tl.float32)
-        row *= tl.rsqrt(tl.sum(row * row) / WIDTH + eps) * norm
-        tl.store(x_ptr + token * WIDTH + column, row.to(x_ptr.dtype.element_ty), mask=is_column)
+        x = (row * tl.rsqrt(tl.sum(row * row) / WIDTH + eps) * norm).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + token * WIDTH + column, x, mask=is_column)
+        if codes_ptr is not None:
+            store_codes(x, token, 0, codes_ptr, scales_ptr, scales_stride, WIDTH)
     elif post_ptr is not None:
         # A row of the combination is a vector, and so whole in a warp: nobody waits for other warps between iterations.
         post_products = tl.load(products_ptr + STREAMS + stream[None, :], mask=in_parts, other=0.0)
@@ -103,8 +111,10 @@ def _divide_columns(rows, eps):
     return divided
 
 
-def enter(streams: Streams, projection: Projection, norm: Tensor, constants: Constants) -> tuple[Tensor, Streams]:
-    """Compute `model.streams.enter`."""
+def enter(
+    streams: Streams, projection: Projection, norm: Tensor, constants: Constants, quantizes: bool = False
+) -> tuple[PlainRows, Streams]:
+    """Compute `model.streams.Connection.forward`."""
     values, products, squares = mix_and_multiply(streams, projection.fn)
     (num_tokens, num_streams, width), num_parts = values.shape, squares.shape[1]
     has_post = len(projection.fn) > num_streams
@@ -112,6 +122,7 @@ def enter(streams: Streams, projection: Projection, norm: Tensor, constants: Con
     if has_post:
         mixing = Mixing(*(squares.new_empty(num_tokens, *[num_streams] * dims) for dims in (1, 2)))
     x = values.new_empty(num_tokens, width)
+    quantized = QuantizedRows.empty_like(x) if quantizes else None
     if num_tokens:
         weigh_kernel[(num_tokens, 1 + has_post)](
             values,
@@ -121,8 +132,10 @@ def enter(streams: Streams, projection: Projection, norm: Tensor, constants: Con
             projection.scale,
             norm,
             x,
+            *(quantized or (None, None)),
             *(mixing or (None, None)),
             num_parts,
+            quantized.scales.stride(1) if quantized else 0,
             constants.eps,
             constants.stream_eps,
             WIDTH=width,
@@ -134,4 +147,4 @@ def enter(streams: Streams, projection: Projection, norm: Tensor, constants: Con
             NUM_ITERS=constants.num_iters,
             num_warps=8 if width <= 4096 else 16,
         )
-    return x, Streams(values, mixing)
+    return NormedRows(x, quantized) if quantized else x, Streams(values, mixing)

@@ -1,33 +1,35 @@
 """The activation of MLPs as one Triton kernel; `dcpmla.model.mlp.swiglu` is its reference."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.model.kernels.grouped import swiglu as activate
+from dcpmla.parallel.kernels.quantize import store_codes
+
 _COLUMNS = 1024
 
 
-@triton.jit
-def swiglu_kernel(gate_up_ptr, out_ptr, width, limit, HAS_LIMIT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute COLUMNS of one row a program."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = column < width
-    at = gate_up_ptr + row * 2 * width + column
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
-    if HAS_LIMIT:
-        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out_ptr + row * width + column, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+@triton.jit(do_not_specialize=["scales_stride"])
+def swiglu_kernel(gate_up_ptr, out_ptr, scales_ptr, scales_stride, limit, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute COLUMNS of one row a program, in groups of 128 codes where there are scales."""
+    row, first_column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
+    mask = column < WIDTH
+    at = gate_up_ptr + row * 2 * WIDTH + column
+    gate = tl.load(at, mask=mask, other=0.0)
+    up = tl.load(at + WIDTH, mask=mask, other=0.0)
+    out = activate(gate.to(tl.float32), up.to(tl.float32), limit).to(gate.dtype)
+    if scales_ptr is not None:
+        store_codes(out, row, first_column, out_ptr, scales_ptr, scales_stride, WIDTH)
+    else:
+        tl.store(out_ptr + row * WIDTH + column, out, mask=mask)
 
 
-def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
-    """Compute `model.mlp.swiglu` of contiguous rows."""
+def swiglu(gate_up: Tensor, limit: float | None, out: Tensor, scales: Tensor | None) -> None:
+    """Compute `model.mlp.swiglu` of contiguous rows, into rows of its dtype, or into codes and their scales."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
         grid = num_rows, triton.cdiv(width, _COLUMNS)
-        swiglu_kernel[grid](gate_up, out, width, limit or 0.0, HAS_LIMIT=limit is not None, COLUMNS=_COLUMNS)
-    return out
+        stride = 0 if scales is None else scales.stride(1)
+        swiglu_kernel[grid](gate_up, out, scales, stride, limit, WIDTH=width, COLUMNS=_COLUMNS)

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.compressed.projections import GROUP
+from dcpmla.attention.compressed.projections import GROUP, Rows, empty_rows
 from dcpmla.attention.triton.rope import load_pairs, store_pairs
 from dcpmla.cache import index_keys
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.kernels import quantize_pairs, store_shared
+from dcpmla.parallel.kernels.quantize import store_codes
 
 _GROUP_PAIRS = tl.constexpr(GROUP // 2)
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
@@ -40,17 +41,7 @@ def rotate_pairs(x, y, cos_sin_ptr, mask, sign, FIRST: tl.constexpr, ROPE: tl.co
     return tl.where(is_rotated, rotated_x.to(x.dtype), x), tl.where(is_rotated, rotated_y.to(y.dtype), y)
 
 
-@triton.jit
-def _norm_row(x_ptr, weight_ptr, is_row, eps, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
-    """Load a row and apply its norm, rounded after the weight; x_ptr and is_row are [1, 1]."""
-    x, y = load_pairs(x_ptr, is_row, WIDTH, PAIRS, True)
-    weight_x, weight_y = load_pairs(weight_ptr + tl.zeros([1, 1], tl.int32), is_row, WIDTH, PAIRS, True)
-    factor = norm_factor(x, y, WIDTH, eps)
-    x = (weight_x * (x.to(tl.float32) * factor)).to(x.dtype)
-    return x, (weight_y * (y.to(tl.float32) * factor)).to(y.dtype)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def rows_kernel(
     down_ptr,
     cache_ptr,
@@ -63,23 +54,30 @@ def rows_kernel(
     states_ptr,
     q_c_ptr,
     rows_ptr,
+    codes_ptr,
+    scales_ptr,
     down_stride,
     cache_stride,
+    scales_stride,
     eps,
     ring_rows,
     Q_RANK: tl.constexpr,
     WIDTH: tl.constexpr,
     ROPE: tl.constexpr,
-    Q_PAIRS: tl.constexpr,
+    Q_RANK_P: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     """Finish a token's row, write it into its window, and normalize the query latent; two programs per token."""
     token = tl.program_id(0).to(tl.int64)
-    one = tl.zeros([1, 1], tl.int64)
-    is_row = one == 0
-    down_ptr += token * down_stride + one
+    down_ptr += token * down_stride
     if tl.program_id(1) == 0:
-        x, y = _norm_row(down_ptr + Q_RANK, kv_weight_ptr, is_row, eps, WIDTH, PAIRS)
+        one = tl.zeros([1, 1], tl.int64)
+        is_row = one == 0
+        x, y = load_pairs(down_ptr + Q_RANK + one, is_row, WIDTH, PAIRS, True)
+        weight_x, weight_y = load_pairs(kv_weight_ptr + one, is_row, WIDTH, PAIRS, True)
+        factor = norm_factor(x, y, WIDTH, eps)
+        x = (weight_x * (x.to(tl.float32) * factor)).to(x.dtype)
+        y = (weight_y * (y.to(tl.float32) * factor)).to(y.dtype)
         x, y = rotate_pairs(x, y, cos_sin_ptr + token * ROPE + one, is_row, 1.0, (WIDTH - ROPE) // 2, ROPE)
         request = tl.load(request_ptr + token)
         position = tl.load(positions_ptr + token)
@@ -89,8 +87,14 @@ def rows_kernel(
         x, y = store_shared(cache_ptr, cache_stride, slot, x, y, WIDTH)
         store_pairs(rows_ptr + token * WIDTH + one, x, y, is_row, WIDTH, PAIRS, True)
     else:
-        q_x, q_y = _norm_row(down_ptr, q_weight_ptr, is_row, eps, Q_RANK, Q_PAIRS)
-        store_pairs(q_c_ptr + token * Q_RANK + one, q_x, q_y, is_row, Q_RANK, Q_PAIRS, True)
+        column = tl.arange(0, Q_RANK_P)
+        latent = tl.load(down_ptr + column, mask=column < Q_RANK, other=0.0)
+        q_weight = tl.load(q_weight_ptr + column, mask=column < Q_RANK, other=0.0)
+        wide = latent.to(tl.float32)
+        q_c = (q_weight * (wide * tl.rsqrt(tl.sum(wide * wide) / Q_RANK + eps))).to(latent.dtype)
+        tl.store(q_c_ptr + token * Q_RANK + column, q_c, mask=column < Q_RANK)
+        if codes_ptr is not None:
+            store_codes(q_c, token, 0, codes_ptr, scales_ptr, scales_stride, Q_RANK)
 
 
 def finish_rows(
@@ -105,10 +109,11 @@ def finish_rows(
     seq_lens: Tensor,
     states: Tensor,
     ring_rows: int,
-) -> tuple[Tensor, Tensor]:
+    quantizes: bool = False,
+) -> Rows:
     """Compute `projections.finish_rows` in one kernel."""
     num_tokens, q_rank, width = len(down), len(q_weight), len(kv_weight)
-    q_c, rows = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, width)
+    q_c, rows, codes, scales = empty_rows(down, q_rank, width, quantizes)
     if num_tokens:
         rows_kernel[(num_tokens, 2)](
             down,
@@ -122,17 +127,19 @@ def finish_rows(
             states,
             q_c,
             rows,
+            *((codes, scales) if quantizes else (None, None)),
             down.stride(0),
             cache.stride(0),
+            scales.stride(1),
             eps,
             ring_rows,
             Q_RANK=q_rank,
             WIDTH=width,
             ROPE=cos_sin.shape[1],
-            Q_PAIRS=_num_pairs(q_rank),
+            Q_RANK_P=triton.next_power_of_2(q_rank),
             PAIRS=_num_pairs(width),
         )
-    return q_c, rows
+    return q_c, rows, codes, scales
 
 
 @triton.jit(do_not_specialize=["num_rows"])
