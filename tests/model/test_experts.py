@@ -168,11 +168,12 @@ def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes
 
 
 def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-    """Check few and many tokens; one expert for all of a token's routes, experts that few tokens take, or none."""
-
-    num_experts, top_k, hidden, width = 5, 3, sizes[-2], sizes[-1]
+    """Check few and many tokens, few of many experts; one expert for all of a token's routes, experts that few tokens
+    take, or none.
+    """
+    hidden, width = sizes[-2:]
     for kind in kinds:
-        for num_tokens in sizes[:-2]:
+        for num_tokens, num_experts, top_k in [*((num, 5, 3) for num in sizes[:-2]), (4, 72, 3)]:
             case = make_case(kind, num_tokens, num_experts, top_k, hidden, width, dtype, seed=num_tokens)
             ids = case[1]
             ids[:, 1] = torch.where(ids[:, 1] == 2, 3, ids[:, 1])
@@ -185,8 +186,8 @@ def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], size
                 tolerance = max(4e-3 if kind == "fp8" else 0, TOLERANCE[dtype])  # last bits of h move its codes
                 value_dtype = torch.bfloat16 if kind == "int4" else torch.float32
                 assert_near(out, brute_force(*case, limit, kind == "fp8", value_dtype), tolerance)
-        case = make_case(kind, 40, num_experts, 2, hidden, width, dtype)
-        for nobody in (torch.full_like(case[1], -1), torch.full_like(case[1], num_experts)):
+        case = make_case(kind, 40, 5, 2, hidden, width, dtype)
+        for nobody in (torch.full_like(case[1], -1), torch.full_like(case[1], 5)):
             for num_tokens in (2, 40):
                 x, _, expert_weights, weights = on(device, case)
                 ids = nobody[:num_tokens].to(device)

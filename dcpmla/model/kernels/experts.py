@@ -41,8 +41,9 @@ class Tiling(NamedTuple):
 
 
 _RESERVED_BYTES = 4096  # of shared memory, for all but the tiles
-# Up to so many tokens are not sorted: each route is a block of its own, and the second product sums a token's.
-_FEW_TOKENS = 2
+# Few tokens are not sorted: each route is a block of its own, and the second product sums a token's. A few more are
+# not, either, where they hardly share experts, whose weights would be read again.
+_FEW_TOKENS, _MORE_TOKENS, _EXPERTS_PER_ROUTE = 2, 4, 6
 _FEW = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
     FP8: Tiling(1, Tile(16, 32, 128, 4, 7, True), Tile(16, 64, 128, 4, 9)),
@@ -91,7 +92,8 @@ def compute_experts(
         gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
     num_experts, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
     kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
-    is_few = num_tokens <= _FEW_TOKENS
+    is_sparse = num_tokens <= _MORE_TOKENS and num_routes * _EXPERTS_PER_ROUTE <= num_experts
+    is_few = num_tokens <= _FEW_TOKENS or is_sparse
     if is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
