@@ -225,6 +225,6 @@ def test_rows_of_other_benchmarks_have_no_prediction(v3: ModelSize) -> None:
     for path in (
         RESULTS / "h200" / "decode.json",
         RESULTS / "h200" / "sparse.json",
-        RESULTS / "h200" / "generate.json",
+        RESULTS / "h200" / "step.json",
     ):
         assert {predict_row(H200X8, v3, row) for row in read_rows(path, "--measured", v3)} == {None}
