@@ -134,6 +134,7 @@ class Generate(Benchmark[Batch, None]):
         row = {
             "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
             "model": Path(args.model).name,  # where it lies is nobody's business
+            "num_parameters": self.size.num_parameters,
             "tp": engine.mesh.tp_size,
             "dcp": engine.mesh.dcp_size,
             "exchange": self.exchange,

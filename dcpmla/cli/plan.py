@@ -21,12 +21,22 @@ from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
 from dcpmla.hf_config import check_index_options
 from dcpmla.integrations.model_files import load_config
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
-from dcpmla.planning.measured import Row, calibrate, predict_row, read_rows
+from dcpmla.planning.measured import Row, calibrate, measured_us, predict_row, read_rows
 from dcpmla.planning.predict import Setting
 from dcpmla.planning.recommend import Plan, cache_bytes, make_plan, recommend
 from dcpmla.planning.weights import ModelSize, read_model
 
-_SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "kv_cache_dtype")  # of measured rows
+_SIZES = (
+    "tp",
+    "dcp",
+    "heads",
+    "tokens",
+    "num_layers",
+    "batch",
+    "context",
+    "input_len",
+    "kv_cache_dtype",
+)  # of measured rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -274,10 +284,10 @@ def _measured_report(path: Path, predicted: Sequence[tuple[Row, float | None]]) 
     lines, ratios = ["", f"{path}: measured and predicted us, predicted / measured"], []
     for row, time in predicted:
         if time is not None:
-            ratios.append(time / row["median_us"])
-            names = (row.get(key) for key in ("operation", "part", "exchange", "variant"))
+            ratios.append(time / measured_us(row))
+            names = (row.get(key) for key in ("operation", "part", "mode", "exchange", "variant"))
             sizes = ", ".join(f"{key} {row[key]}" for key in _SIZES if row.get(key) is not None)
-            times = f"{row['median_us']:>10,.1f} {time:>10,.1f} {ratios[-1]:>6.2f}"
+            times = f"{measured_us(row):>10,.1f} {time:>10,.1f} {ratios[-1]:>6.2f}"
             lines.append(f"{' '.join(filter(None, names)):<26} {times}  {sizes}")
     skipped = len(predicted) - len(ratios)
     found = f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}" if ratios else "nothing"

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+_READ_SHARES = ("attention_read_share", "product_read_share", "packed_read_share")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 _SMALLEST, _LARGEST = 1e-9, 1e18  # numbers of a machine: products and quotients of them stay finite
 
@@ -63,6 +64,9 @@ class Machine:
         copy_gb_per_s: of a kernel that reads and writes, both counted.
         matmul_tflops: of bf16 matrix products.
         kernel_us: time of a kernel in a CUDA graph before it moves a byte.
+        product_us: the same of a matrix product, with what it takes to fill and to drain its pipeline.
+        product_read_share, packed_read_share: of hbm_gb_per_s that matrix products read weights at, and experts in 4
+            bits, which are dequantized on the way.
         layer_us: of an attention layer, all but matrix products, norms, attention and exchange: RoPE, cache write,
             joins, residual.
         attention_overhead_us, attention_tflops: of a decode kernel over a latent cache, its combine included.
@@ -82,6 +86,9 @@ class Machine:
     copy_gb_per_s: float
     matmul_tflops: float
     kernel_us: float
+    product_us: float
+    product_read_share: float
+    packed_read_share: float
     layer_us: float
     attention_overhead_us: float
     attention_read_share: float
@@ -106,7 +113,7 @@ class Machine:
             ("name", isinstance(self.name, str), "text"),
             ("gpus_per_node", isinstance(self.gpus_per_node, int), "a whole number"),
             ("workspace_share", self.workspace_share < 1, "below 1"),
-            ("attention_read_share", self.attention_read_share <= 1, "at most 1"),
+            *((name, getattr(self, name) <= 1, "at most 1") for name in _READ_SHARES),
         ):
             if not is_right:
                 raise ValueError(f"machine (--machine): {name} is {getattr(self, name)!r}; it must be {wanted}")
@@ -154,6 +161,9 @@ class Machine:
             self,
             copy_gb_per_s=_LARGEST,
             kernel_us=0.0,
+            product_us=0.0,
+            product_read_share=1.0,
+            packed_read_share=1.0,
             layer_us=0.0,
             attention_overhead_us=0.0,
             attention_read_share=1.0,
@@ -180,7 +190,8 @@ class Machine:
 
 # Sources: [L] the measured ceilings of 8 x H200 in docs/planning.md; [N] NCCL 2.28.9 in CUDA graphs, 0.5 KiB to 16 MiB
 # on 8 of them and the exchange on 2 and 4: three numbers for each collective; [D] `direct` in CUDA graphs on 2 and 4
-# H200s, rows of 128 to 576 of 128 heads, 1 to 256 tokens: three numbers for both operations.
+# H200s, rows of 128 to 576 of 128 heads, 1 to 256 tokens: three numbers for both operations; [S] decode steps of whole
+# models on one and two.
 H200X8 = Machine(
     name="h200x8",
     gpus_per_node=8,
@@ -190,6 +201,9 @@ H200X8 = Machine(
     copy_gb_per_s=2700,  # [L] device-to-device copy, read + write
     matmul_tflops=700,  # [L] 693-794 for 8192^3
     kernel_us=1.5,  # [L] one tiny kernel as a graph node
+    product_us=6.5,  # [S], as the two shares
+    product_read_share=0.95,
+    packed_read_share=0.7,
     layer_us=7.5,  # five such kernels
     attention_overhead_us=15,  # best of FlashMLA, FA3 and FlashInfer, short contexts, bf16 cache
     attention_read_share=1,

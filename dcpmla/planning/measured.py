@@ -1,4 +1,4 @@
-"""Rows of `bench layer` and `bench exchange`, their predictions, and a machine fitted to them."""
+"""Rows of `bench layer`, `bench exchange` and `bench generate`, their predictions, and a machine fitted to them."""
 
 from dataclasses import replace
 from math import inf
@@ -15,12 +15,14 @@ from dcpmla.planning.weights import ModelSize
 
 Row = dict[str, Any]
 _PARTS = ("total", "gather", "attention", "combine")  # those that mean the same to benchmark and planner
-_SIZES = ("tp", "dcp", "gpus_per_node", "tokens", "heads", "row_width", "num_layers", "batch", "context")
+_SIZES = ("tp", "dcp", "gpus_per_node", "tokens", "heads", "row_width", "num_layers", "batch", "context", "input_len")
+_UNPLANNED = ("dcp_q_replicate", "dcp_project_before_merge", "acceptance")  # of steps
 _FITTED = (  # numbers of a machine: group or "", name
     *(("direct", name) for name in ("gather_us", "combine_us", "gb_per_s")),
     *((kind, name) for kind in COLLECTIVES for name in ("overhead_us", "per_rank_us", "gb_per_s")),
     *(("", name) for name in ("attention_overhead_us", "attention_read_share", "attention_tflops", "layer_us")),
 )
+_FITTED_TO_STEPS = tuple(("", name) for name in ("product_us", "product_read_share", "packed_read_share"))
 _STEP, _NUM_STEPS = 1e-3, 20  # of Gauss-Newton on the logarithms of factors
 
 
@@ -33,6 +35,8 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
             return None
         sizes, num_nodes = (row["tokens"], row["heads"], row["row_width"]), machine.num_nodes(row["dcp"], row["tp"])
         return exchange_us(machine, row["operation"], *sizes, row["dcp"], num_nodes, row["exchange"])
+    if "device_us" in row:
+        return _predict_step(machine, model, row)
     if row.get("part") not in _PARTS or row["variant"] or row.get("decode_query_dtype") == "fp8":
         return None
     attention = model.attention
@@ -47,6 +51,25 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
     return step[row["part"]] * row["num_layers"] / stack.num_attention_layers
 
 
+def measured_us(row: Row) -> float:
+    """Return the microseconds of a row that has a prediction: of a model's step those on the device."""
+    found: float = row["median_us"] if "median_us" in row else row["device_us"]
+    return found
+
+
+def _predict_step(machine: Machine, model: ModelSize, row: Row) -> float | None:
+    """Return the microseconds predicted for a step of a whole model, which is another one where the number of
+    parameters is.
+    """
+    if row.get("num_parameters") != model.num_parameters or row.get("decode_query_dtype") == "fp8":
+        return None
+    if any(row.get(name) for name in _UNPLANNED) or (row["dcp"] > 1 and not has_numbers(machine, row["exchange"])):
+        return None
+    names = ("tp", "dcp", "kv_cache_dtype", "index_cache_dtype", "enable_expert_parallel")
+    setting = Setting(**{name: row[name] for name in names})
+    return predict_step(machine, model, setting, row["batch"], row["input_len"], row["exchange"])["total"]
+
+
 def read_rows(path: Path, option: str, model: ModelSize) -> list[Row]:
     """Return the rows of a result file.
 
@@ -55,13 +78,15 @@ def read_rows(path: Path, option: str, model: ModelSize) -> list[Row]:
     """
     rows = read_json(path, option).get("rows")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{option} is {path}, which has no list of rows; give a result of bench layer or exchange")
+        raise ValueError(
+            f"{option} is {path}, which has no list of rows; give one of bench layer, exchange or generate"
+        )
     for row in rows:
         try:
             predicted = predict_row(H200X8, model, row)
             sizes = [row[name] for name in _SIZES if row.get(name) is not None]
             is_right = predicted is None or (
-                all(type(size) is int and size > 0 for size in sizes) and 0 < row["median_us"] < inf > predicted
+                all(type(size) is int and size > 0 for size in sizes) and 0 < measured_us(row) < inf > predicted
             )
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{option} is {path}, which has a bad row ({error!r}): {str(row)[:200]}") from error
@@ -73,8 +98,8 @@ def read_rows(path: Path, option: str, model: ModelSize) -> list[Row]:
 def calibrate(machine: Machine, model: ModelSize, rows: list[Row]) -> Machine:
     """Return the machine whose predictions meet the rows of one node best, by least relative squares.
 
-    Rows over quantized caches do not count. Numbers that no row depends on stay; those that rows cannot tell apart
-    change alike.
+    Rows over quantized caches do not count. Numbers that no row depends on stay, and without steps of whole models
+    those of matrix products; those that rows cannot tell apart change alike.
 
     Raises:
         ValueError: the planner predicts none of the rows.
@@ -83,8 +108,9 @@ def calibrate(machine: Machine, model: ModelSize, rows: list[Row]) -> Machine:
     rows = [row for row in rows if row["tp"] <= row.get("gpus_per_node", machine.gpus_per_node)]
     if not rows:
         raise ValueError("machine (--machine): no row of one node can be predicted, so nothing calibrates the machine")
-    numbers = [(group, name) for group, name in _FITTED if not group or getattr(machine, group)]
-    logs, measured = np.zeros(len(numbers)), np.array([row["median_us"] for row in rows])
+    fitted = _FITTED + (_FITTED_TO_STEPS if any("device_us" in row for row in rows) else ())
+    numbers = [(group, name) for group, name in fitted if not group or getattr(machine, group)]
+    logs, measured = np.zeros(len(numbers)), np.array([measured_us(row) for row in rows])
 
     def scaled(logs: np.ndarray) -> Machine:
         changes: dict[str, Any] = {}

@@ -120,12 +120,16 @@ class Parameter:
         side = GROUP if self.codes in _GROUP_SCALE_BYTES else BLOCK
         return all(size % side == 0 for size in sizes)
 
+    def is_packed(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
+        """Return whether the ranks hold codes of 4 bits."""
+        return self.codes in _GROUP_SCALE_BYTES and self.stays_quantized(tensor_parallel_size, expert_parallel)
+
     def shard_bytes(self, tensor_parallel_size: int, expert_parallel: bool = False) -> int:
         """Return the bytes of one of them on the rank that has most of it, scales included."""
         shape = self.shard_shape(tensor_parallel_size, expert_parallel)
         if not self.stays_quantized(tensor_parallel_size, expert_parallel):
             return prod(shape) * self.itemsize
-        if self.codes in _GROUP_SCALE_BYTES:
+        if self.is_packed(tensor_parallel_size, expert_parallel):
             return prod(shape) // 2 + prod(shape) // GROUP * _GROUP_SCALE_BYTES[self.codes]
         return prod(shape) + prod(shape[:-2]) * -(-shape[-2] // BLOCK) * (shape[-1] // BLOCK) * _FP8_SCALE_BYTES
 

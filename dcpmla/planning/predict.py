@@ -205,8 +205,7 @@ def _parameter_us(
         return {part: machine.kernel_us if is_kernel else 0.0}
     if parameter.is_hyper_connection:
         num_bytes = _STREAM_PASSES * batch * parameter.shape[-1] * _ACTIVATION_BYTES
-        time = num_bytes / machine.hbm_gb_per_s / 1e3 + machine.kernel_us
-        return {part: _matmul_us(machine, parameter, setting, batch) + time}
+        return {part: _matmul_us(machine, parameter, setting, batch) + num_bytes / machine.hbm_gb_per_s / 1e3}
     if "embed_tokens" in parameter.name:
         return {"rest": machine.kernel_us}
     if "lm_head" in parameter.name:
@@ -217,9 +216,9 @@ def _parameter_us(
         else _matmul_us(machine, parameter, setting, batch)
     )
     if parameter.is_joined or parameter.is_shared_expert:
-        time -= machine.kernel_us  # the product that it is part of is a kernel
+        time -= machine.product_us  # the product that it is part of is a kernel
     if "kv_b_proj" in parameter.name:
-        time += machine.kernel_us  # two products, W_UK into the query and W_UV after the merge
+        time += machine.product_us  # two products, W_UK into the query and W_UV after the merge
     if parameter.style != "row" or parameter.is_shared_expert:  # summed with the routed experts
         return {part: time}
     all_reduce = _all_reduce_us(machine, model, parameter.shape[-2], setting, batch)
@@ -236,7 +235,9 @@ def _matmul_us(machine: Machine, parameter: Parameter, setting: Setting, num_row
     layout = setting.tp, setting.enable_expert_parallel
     num_bytes = read * parameter.shard_bytes(*layout)
     flops = 2 * num_rows * prod(parameter.shard_shape(*layout))
-    return machine.kernel_us + max(num_bytes / machine.hbm_gb_per_s / 1e3, flops / machine.matmul_tflops / 1e6)
+    share = machine.packed_read_share if parameter.is_packed(*layout) else machine.product_read_share
+    read_us = num_bytes / (share * machine.hbm_gb_per_s) / 1e3
+    return machine.product_us + max(read_us, flops / machine.matmul_tflops / 1e6)
 
 
 def _expert_us(machine: Machine, model: ModelSize, parameter: Parameter, setting: Setting, batch: int) -> float:

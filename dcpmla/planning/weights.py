@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ class ModelSize:
     def caches(self) -> ModelCaches:
         """The caches that it needs."""
         return ModelCaches(self.attention, self.num_attention_layers, self.num_index_layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all of them; a value in 4 or 8 bits is one."""
+        return sum(parameter.count * prod(parameter.shape) for parameter in self.parameters)
 
     @property
     def has_shortcut(self) -> bool:

@@ -102,12 +102,14 @@ def test_experts_in_fp8() -> None:
     flash = read_model(config)
     wide = flash.with_expert_dtype("fp8")
     routed = sum(p.count * prod(p.shape) for p in flash.parameters if p.is_expert)
+    packed, codes = routed // 8 * 17 / 32, routed // 8 * (1 + 4 / BLOCK**2)
     stored, held = (size.weight_bytes(8)["experts"] for size in (flash, wide))
-    assert held - stored == routed // 8 * (1 + 4 / BLOCK**2) - routed // 8 * 17 / 32
+    assert held - stored == codes - packed
     setting = Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
     before, after = (predict_step(H200X8, size, setting, 8, 1024)["rest"] for size in (flash, wide))
-    read = expected_experts(256, 6, 8)
-    assert after - before == pytest.approx(read * (held - stored) / H200X8.hbm_gb_per_s / 1e3)
+    read, rate = expected_experts(256, 6, 8), H200X8.hbm_gb_per_s * 1e3
+    times = codes / H200X8.product_read_share / rate, packed / H200X8.packed_read_share / rate
+    assert after - before == pytest.approx(read * (times[0] - times[1]))
     with pytest.raises(ValueError, match=r"\(--expert-dtype\) is 'fp8', but the model's experts are not in e2m1"):
         read_model(tiny_config("deepseek_v3")).with_expert_dtype("fp8")
     config.moe_intermediate_size = 192
