@@ -20,6 +20,7 @@ Row = dict[str, Any]
 FIELDS = {
     # what was measured
     "model": "name of the checkpoint's directory",
+    "num_parameters": "of that model",
     "geometry": "published model whose layers were measured, or the config's file",
     "operation": "an exchange's `gather_heads`, `combine`, `gather_context`; sparse MLA's `selection`, `attention`, "
     "DeepSeek-V4's `shared_attention`; `add_norm` of a TP group; a layer's `decode` inside vLLM",
