@@ -47,6 +47,6 @@ measure serve 40 serve "${model[@]}" -dcp "$n" --request-rate inf --num-requests
 part agreement 45 "$python" benchmarks/agreement.py --num-gpus "$n" --output "$out/agreement.json"
 part tests 75 env PYTHON="$python" launch/test_gpu.sh "gpu_$n"
 "$python" benchmarks/eight_gpus.py "$out" "$n"
-for measured in exchange layer; do
+for measured in exchange layer step_dcp1 "step_dcp$n"; do
   [ ! -e "$out/$measured.json" ] || "$python" -m dcpmla plan --model "$out/deepseek-v3" --measured "$out/$measured.json" | tail -1
 done
