@@ -203,9 +203,10 @@ def test_kernels() -> None:
 @pytest.mark.gpu
 def test_logits_on_a_gpu() -> None:
     """Products of 16 bits are exact in float32, whatever computes them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    new = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
     for num_tokens in (1, 8, 9, 300):
-        x = torch.randn(num_tokens, 7168, device="cuda", dtype=torch.bfloat16)
-        weight = torch.randn(256, 7168, device="cuda", dtype=torch.bfloat16)
+        x, weight = torch.randn(num_tokens, 7168, **new), torch.randn(256, 7168, **new)
         logits = router_logits(x, weight)
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=0, atol=5e-3)
