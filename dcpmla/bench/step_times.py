@@ -14,6 +14,8 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.model.block import Decoder, DecoderBlock
 from dcpmla.model.moe import MoE
+from dcpmla.model.stream_decoder import StreamDecoder
+from dcpmla.model.streams import Streams
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -27,7 +29,7 @@ class StepTimes(NamedTuple):
     Attributes:
         device_us: from the tokens' embedding to their logits.
         us_per_moe_layer: what a layer of experts takes of it, attention included; 0 where the model has none, or other
-            layers around them.
+            layers around them (LongCat's).
         num_kernels: that a step launches; 0 on CPUs.
     """
 
@@ -64,27 +66,37 @@ def step_times(
     with torch.inference_mode():
         calls = _CALLS if query_len == 1 else 1
         device_us = time_operation(step, device, calls, _SECONDS).median_us
-        blocks = _moe_blocks(model)
-        of_blocks = 0.0
-        if blocks:
-            width = model.head.linear.in_features
-            hidden = torch.randn(len(token_ids), width, dtype=model.dtype, device=device)
-            prepared = model.prepare(metadata)
-
-            def run(_: int = 0) -> None:
-                x = residual = hidden
-                for block in blocks:
-                    x, residual = block(x, residual, cache, prepared)
-
-            of_blocks = time_operation(run, device, calls, _SECONDS).median_us / len(blocks)
+        hidden = torch.randn(len(token_ids), model.head.linear.in_features, dtype=model.dtype, device=device)
+        num_blocks, run = _moe_blocks(model, hidden, token_ids, cache, model.prepare(metadata))
+        of_blocks = time_operation(run, device, calls, _SECONDS).median_us / num_blocks if num_blocks else 0.0
         return StepTimes(device_us, of_blocks, _num_kernels(step, device))
 
 
-def _moe_blocks(model: ShardedModel) -> list[DecoderBlock]:
-    if not isinstance(model.hidden_states, Decoder):
-        return []
-    blocks = (block for block in model.hidden_states.blocks if isinstance(block, DecoderBlock))
-    return [block for block in blocks if isinstance(block.mlp, MoE)]
+def _moe_blocks(
+    model: ShardedModel, hidden: Tensor, token_ids: Tensor, cache: AnyCache, step: StepMetadata
+) -> tuple[int, Callable[[int], object]]:
+    """Return how many blocks of attention and experts a model has, and a function that runs them, one after the other,
+    over hidden states [T, hidden] of tokens [T].
+    """
+    decoder = model.hidden_states
+    if isinstance(decoder, StreamDecoder):
+        streams = Streams(hidden[:, None].repeat(1, decoder.num_streams, 1))
+
+        def run_streams(_: int) -> None:
+            passed = streams
+            for block in decoder.blocks:
+                passed = block(passed, token_ids, cache, step)
+
+        return len(decoder.blocks), run_streams
+    assert isinstance(decoder, Decoder)
+    blocks = [block for block in decoder.blocks if isinstance(block, DecoderBlock) and isinstance(block.mlp, MoE)]
+
+    def run(_: int) -> None:
+        x = residual = hidden
+        for block in blocks:
+            x, residual = block(x, residual, cache, step)
+
+    return len(blocks), run
 
 
 def _num_kernels(step: Callable[[], Tensor], device: torch.device) -> int:

@@ -3,15 +3,21 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from dcpmla.__main__ import main
 from dcpmla.bench import generate as bench_generate
+from dcpmla.bench import step_times
 from dcpmla.bench.generate import plot_batches
+from dcpmla.cache.compressed import new_cache
+from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import DecodeGraph
+from tests.support.graph_checks import open_model_on
 from tests.support.models import save_tiny
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 
@@ -153,3 +159,21 @@ def test_mistakes(
     assert bench(model, **changes) == 2
     assert f"dcpmla: error: {message}" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def check_times(directory: Path, has_blocks: bool) -> None:
+    dcp = DCPConfig(block_size=8)
+    model, mesh = open_model_on(directory, dcp, False, "cpu")
+    cache = new_cache(model.plan_cache(dcp, [20] * 3, 3), model.device)
+    with patch.object(step_times, "_SECONDS", 0.05):
+        times = step_times.step_times(model, cache, dcp, mesh, 3, 17)
+    assert times.device_us > 0
+    assert (times.us_per_moe_layer > 0) == has_blocks
+
+
+@pytest.mark.parametrize(
+    ("family", "has_blocks"), [("deepseek_v3", True), ("deepseek_v4", True), ("longcat_flash", False)]
+)
+def test_steps_without_an_engine(family: str, has_blocks: bool, tmp_path: Path) -> None:
+    save_tiny(family, tmp_path)
+    run_ranks(1, check_times, tmp_path, has_blocks)
