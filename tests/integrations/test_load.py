@@ -136,7 +136,7 @@ def check_loads(
         block_size=4,
         context_workspace_tokens=5 * 4 * dcp_size * interleave,
     )
-    seeds = list(range(6 if tp < 4 and family == "deepseek_v3" else 4))
+    seeds = list(range(2 if family == "deepseek_v4" else 6 if tp < 4 else 4))
     arguments = directory, dcp, seeds, device_type, with_drafts
     ranks = run_ranks(tp, serve, *arguments, device=device_type, timeout=300)
     for number, seed in enumerate(seeds):
