@@ -26,17 +26,8 @@ from dcpmla.planning.predict import Setting
 from dcpmla.planning.recommend import Plan, cache_bytes, make_plan, recommend
 from dcpmla.planning.weights import ModelSize, read_model
 
-_SIZES = (
-    "tp",
-    "dcp",
-    "heads",
-    "tokens",
-    "num_layers",
-    "batch",
-    "context",
-    "input_len",
-    "kv_cache_dtype",
-)  # of measured rows
+# Of measured rows.
+_SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "input_len", "kv_cache_dtype")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
