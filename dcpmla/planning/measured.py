@@ -52,14 +52,14 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
 
 
 def measured_us(row: Row) -> float:
-    """Return the microseconds of a row that has a prediction: of a model's step those on the device."""
+    """Return the microseconds that a row with a prediction was measured at; for a model's step, on the device."""
     found: float = row["median_us"] if "median_us" in row else row["device_us"]
     return found
 
 
 def _predict_step(machine: Machine, model: ModelSize, row: Row) -> float | None:
-    """Return the microseconds predicted for a step of a whole model, which is another one where the number of
-    parameters is.
+    """Return the microseconds predicted for a decode step of a whole model; None for another model, told by its number
+    of parameters, and for options that are not planned for.
     """
     if row.get("num_parameters") != model.num_parameters or row.get("decode_query_dtype") == "fp8":
         return None

@@ -1,10 +1,8 @@
 """Experts: the torch code against transformers' modules and float64, the Triton kernels against both.
 
-Kernels run on a GPU, in Triton's interpreter without one (but 4 bits, whose conversion is assembler), and are compiled
-for Hopper.
+Kernels run on a GPU, in Triton's interpreter without one (but 4 bits, whose conversion is assembler).
 """
 
-import re
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from dcpmla.cache.formats import FP8
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.parallel.fp8 import NormedRows, QuantizedRows, quantize_rows
 from dcpmla.parallel.quantized import AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
-from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
 FORMATS = ("plain", "fp8", "fp4", "int4")
@@ -244,89 +241,6 @@ def test_in_a_graph_at_deepseeks_sizes(kind: str) -> None:
         ids.copy_(other)
         graph.replay()
         assert torch.equal(out, wanted)
-
-
-def check_blocks(device: str) -> None:
-    """Check that every route is in one block of its expert, in order, and no block is missing."""
-    from dcpmla.model.kernels.blocks import assign_blocks
-
-    for num_tokens, num_experts, rows in ((7, 5, 4), (1500, 3, 16), (3, 40, 8)):
-        ids = torch.randint(-2, num_experts + 2, (num_tokens, 3), generator=torch.Generator().manual_seed(0)).int()
-        experts, routes = (part.cpu() for part in assign_blocks(ids.to(device), num_experts, rows))
-        wanted_experts, wanted_routes = [], []
-        for expert in range(num_experts):
-            own = (ids.flatten() == expert).nonzero().flatten().int()
-            blocks = list(functional.pad(own, (0, -len(own) % rows), value=-1).split(rows)) if len(own) else []
-            wanted_experts += [expert] * len(blocks)
-            wanted_routes += blocks
-        assert experts.tolist() == [*wanted_experts, *[-1] * (len(experts) - len(wanted_experts))]
-        assert torch.equal(routes[: len(wanted_routes)], torch.stack(wanted_routes))
-
-
-def test_blocks_in_the_interpreter() -> None:
-    run_interpreted(1, check_blocks, "cpu")
-
-
-@pytest.mark.gpu
-def test_blocks() -> None:
-    check_blocks("cuda")
-
-
-@pytest.mark.parametrize(
-    ("weights", "few", "gated"),
-    [
-        ("bf16", True, True),
-        ("fp8e4nv", True, True),
-        ("fp8e4nv", True, False),
-        ("bf16", False, True),
-        ("u8", False, True),
-        ("int4", False, True),
-        ("int4", True, False),
-    ],
-)
-def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
-    pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
-    from dcpmla.model.kernels.experts import _FEW, _TILINGS
-    from dcpmla.model.kernels.grouped import grouped_product_kernel
-    from dcpmla.model.kernels.packed import packed_product_kernel
-
-    dtype = {"bf16": torch.bfloat16, "fp8e4nv": FP8, "u8": torch.uint8, "int4": torch.uint8}[weights]
-    tiling = _FEW[dtype] if few else _TILINGS[dtype][-1]
-    tile = tiling.gate_up if gated else tiling.down
-    is_packed = dtype == torch.uint8
-    parts, depth = (1 + gated, tile.depth // 2) if is_packed else (1 + tile.is_stacked, tile.depth)
-    types = {
-        "x_ptr": "*bf16" if weights != "fp8e4nv" else "*fp8e4nv",
-        "x_scales_ptr": "*fp32",
-        "w_desc": f"tensordesc<{'u8' if is_packed else weights}[1, {parts}, {tile.columns}, {depth}]>",
-        "w_scales_ptr": "*fp32",
-        "scales_ptr": "*u8" if weights == "u8" else "*bf16",
-        "experts_ptr": "*i32",
-        "routes_ptr": "*i32",
-        "expert_weights_ptr": "*fp32",
-        "out_ptr": "*bf16",
-    }
-    constants: dict[str, Any] = {"ROWS": tile.rows, "BLOCK_ROWS": tile.rows, "DEPTH": tile.depth, "limit": None}
-    constants |= {"TOP_K": 9 if gated else 1, "NUM_SUMMED": 1 if gated or not few else 9}
-    constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
-    constants |= {"STAGES": tile.num_stages} | ({} if is_packed else {"GATED": gated})
-    left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
-    left_out.append((weights == "bf16", "x_scales_ptr"))
-    constants |= {name: None for is_left_out, name in left_out if is_left_out}
-    kernel = packed_product_kernel if is_packed else grouped_product_kernel
-    ptx, said = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=tile.num_warps)
-    assert "cp.async.bulk.tensor.4d" in ptx
-    assert "wgmma.mma_async" in ptx or (few and weights != "fp8e4nv")  # 8 or 16 rows: not with every Triton
-    assert ("f32.e4m3.e4m3" in ptx) == (weights == "fp8e4nv")
-    assert "0 bytes spill stores" in said
-    if weights == "fp8e4nv":  # no scale is waited for in the loop
-        loop = ptx[ptx.index("Inner Loop Header") : ptx.rindex("wgmma.wait_group")]
-        assert not re.search(r"ld\.global", loop[: loop.rindex("bra")])
-    if is_packed and "wgmma" in ptx:  # the registers of its left side are free when the next ones are made
-        loop = ptx[ptx.index("Inner Loop Header") :]
-        assert loop.index("wgmma.wait_group") < loop.index("cp.async.bulk.tensor")
 
 
 def test_mistakes() -> None:

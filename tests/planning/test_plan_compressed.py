@@ -190,7 +190,7 @@ def test_sharding_shortens_reads_and_adds_an_exchange() -> None:
 
 
 def test_a_hyper_connection_takes_a_product() -> None:
-    """Of its weights, and three passes over four streams."""
+    """Its weights are read once, and four streams three times."""
     machine, setting = H200X8, Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
     model = read("flash")
     others = tuple(parameter for parameter in model.parameters if not parameter.is_hyper_connection)

@@ -221,7 +221,7 @@ def test_bad_rows_are_refused(row: Row, v3: ModelSize, tmp_path: Path) -> None:
         read_rows(Path(path), "--measured", v3)
 
 
-def test_rows_of_other_benchmarks_have_no_prediction(v3: ModelSize) -> None:
+def test_rows_of_other_benchmarks_and_models_have_no_prediction(v3: ModelSize) -> None:
     for path in (
         RESULTS / "h200" / "decode.json",
         RESULTS / "h200" / "sparse.json",

@@ -1,6 +1,6 @@
 """Triton kernel that multiplies rows by the weights of their experts (a grouped product), in 16 or 8 bits.
 
-Of few rows the weights are the left, wide side of a product, out^T = W x^T, which wastes little. Those in fp8 multiply
+For few rows the weights are the left, wide side of a product, out^T = W x^T, which wastes little. Those in fp8 multiply
 rows in fp8, and each 128 of the depth is scaled by both sides' scales in float32.
 """
 
