@@ -80,6 +80,14 @@ def is_int4(quantization: Mapping[str, Any] | None) -> bool:
     return quantization is not None and quantization.get("format") == _INT4
 
 
+def has_fp4_experts(config: Any) -> bool:
+    """Return whether the routed experts of a model are in e2m1: its config says so (DeepSeek-V4), or its
+    quantization_config does (V4.1, and V4 in some versions of transformers).
+    """
+    quantization = getattr(config, "quantization_config", None) or {}
+    return "fp4" in (getattr(config, "expert_dtype", None), quantization.get("expert_dtype"))
+
+
 def scale_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
     """Return the rows and columns of a quantized matrix that share a scale; WHOLE is all of them.
 

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ def dummy_weights(
     """
 
     def new(name: str, shape: tuple[int, ...]) -> Weight:
+        if name.endswith(".tid2eid"):
+            return _routes(shape, shapes[name.removesuffix("tid2eid") + "weight"][0], device)
         if expert_codes in _IN_4_BITS and _ROUTED.search(name):
             return _IN_4_BITS[expert_codes](name, shape, dtype, device)
         if is_fp8 and len(shape) == 2 and _QUANTIZED.search(name) and not _NOT_QUANTIZED.search(name):
@@ -42,6 +45,13 @@ def dummy_weights(
         return _DummyWeight(name, shape, dtype, device)
 
     return {name: new(name, shape) for name, shape in shapes.items()}
+
+
+def _routes(shape: tuple[int, ...], num_experts: int, device: torch.device) -> Tensor:
+    """Return int64 [vocabulary, k] experts of each token id, all equally often and a token's all different, so that
+    batches read as many experts as a trained model's.
+    """
+    return torch.arange(prod(shape), device=device).view(shape) % num_experts
 
 
 class _DummyWeight:
@@ -56,8 +66,6 @@ class _DummyWeight:
         if len(self.shape) == 1:
             fill = torch.ones if "norm" in self._name and self._name.endswith("weight") else torch.zeros
             return fill(self.shape, dtype=self._dtype, device=self._device)[index]
-        if self._name.endswith("tid2eid"):
-            return torch.zeros(self.shape, dtype=torch.int64, device=self._device)[index]
         return self._draw(index).to(self._dtype) * _STD
 
     def _draw(self, index: tuple[slice, ...]) -> Tensor:

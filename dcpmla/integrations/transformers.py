@@ -24,7 +24,7 @@ from dcpmla.comm.select import ChosenExchange
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, read_attention, skips_topk
-from dcpmla.hf_quantization import is_int4, scale_block
+from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import module_name, text_module_name
 from dcpmla.integrations.config_checks import check_generation_config
@@ -86,7 +86,7 @@ def load_model(
     quantization = getattr(config, "quantization_config", None)
     if load_format == "dummy":
         dtype = dtype or config.dtype or torch.bfloat16
-        expert_codes = "int4" if is_int4(quantization) else getattr(config, "expert_dtype", None)
+        expert_codes = "int4" if is_int4(quantization) else "fp4" if has_fp4_experts(config) else None
         is_fp8 = quantization is not None and not is_int4(quantization)
         weights = dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes, dtype, device)
     else:

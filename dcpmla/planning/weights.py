@@ -17,7 +17,7 @@ from dcpmla.cache.capacity import ModelCaches
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import MLAConfig
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, num_index_layers, read_attention
-from dcpmla.hf_quantization import is_int4, scale_block
+from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
 from dcpmla.parallel.linear import check_experts
 from dcpmla.parallel.quantized import BLOCK, GROUP
 from dcpmla.planning.parameter import PARTS, Parameter
@@ -230,10 +230,9 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
     }
     shapes |= {name: parameter.shape for name, parameter in model.named_parameters() if parameter.ndim == 3}
     block = scale_block(quantization)
-    has_fp4_experts = quantization.get("expert_dtype") == "fp4"
     codes = {}
     for name, shape in shapes.items():
-        if len(shape) == 3 and has_fp4_experts:
+        if len(shape) == 3 and has_fp4_experts(config):
             codes[name] = "fp4"
         elif is_int4(quantization):
             # Those of shared experts count where these are computed as further experts.

@@ -79,3 +79,11 @@ def test_slices_are_cut_as_they_are_stored() -> None:
     assert torch.equal(dequantize(again, torch.float32), dequantize(kept, torch.float32))
     assert isinstance(read_linear(weights, gate, shapes[gate]), torch.Tensor)
     assert isinstance(read_linear(weights, down, shapes[down]), BlockFp8)
+
+
+def test_token_ids_route_to_all_experts() -> None:
+    """A table of DeepSeek-V4's: a token's experts are different ones, and each expert has as many tokens."""
+    shapes = {"mlp.gate.tid2eid": (64, 6), "mlp.gate.weight": (48, 128)}
+    table = dummy_weights(shapes, False, None, torch.bfloat16, torch.device("cpu"))["mlp.gate.tid2eid"][:]
+    assert all(len(set(experts)) == 6 for experts in table.tolist())
+    assert table.flatten().bincount(minlength=48).tolist() == [8] * 48

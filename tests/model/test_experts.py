@@ -180,7 +180,8 @@ def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], size
                 moved = on(device, case)
                 out = compute_by_kernels(*moved[:3], *moved[3], limit)
                 assert torch.equal(out, compute_by_kernels(*moved[:3], *moved[3], limit))
-                tolerance = max(4e-3 if kind == "fp8" else 0, TOLERANCE[dtype])  # last bits of h move its codes
+                # The last bits of h move its codes, by a sixteenth: of one row of few by a hundredth.
+                tolerance = max(1e-2 if kind == "fp8" else 0, TOLERANCE[dtype])
                 value_dtype = torch.bfloat16 if kind == "int4" else torch.float32
                 assert_near(out, brute_force(*case, limit, kind == "fp8", value_dtype), tolerance)
         case = make_case(kind, 40, 5, 2, hidden, width, dtype)

@@ -94,6 +94,18 @@ def test_experts_in_integers() -> None:
     assert kimi.weight_bytes(8)["experts"] == (routed // 2 * 9 // 8 + shared) // 8
 
 
+def test_where_a_config_names_its_experts() -> None:
+    """DeepSeek-V4's own config does, V4.1's quantization_config; transformers 5.23 moves V4's there."""
+    config = load_config(Path(__file__).parent / "configs" / "deepseek_v4_flash.json")
+    wanted, quantization = read_model(config), dict(config.quantization_config)
+    quantization.pop("expert_dtype", None)
+    for own, of_quantization in (("fp4", {}), (None, {"expert_dtype": "fp4"})):
+        config.expert_dtype, config.quantization_config = own, quantization | of_quantization
+        assert read_model(config) == wanted
+    config.quantization_config = quantization
+    assert read_model(config) != wanted
+
+
 def test_experts_in_fp8() -> None:
     """DeepSeek-V4-Flash on 8 ranks: 17 bytes for 32 values of experts become 32 and a scale for 128 x 128; steps of
     small batches, which read weights, take as much longer.
