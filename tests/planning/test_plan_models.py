@@ -19,9 +19,14 @@ STEP |= {"enable_expert_parallel": False, "input_len": 8192}
 
 
 def read_size(model: str, weights: str, vocab_size: int) -> ModelSize:
-    """Sizes of the models in results' step.json: V2-Lite whole, or four of DeepSeek-V3's layers."""
+    """Sizes of the models in results' step*.json: V2-Lite whole, four of DeepSeek-V3's layers, or eight of V4's."""
     if model == "v2lite":
         return read_model(config_of("v2-lite", dtype="bfloat16"))
+    if model == "v4":
+        ratios = [0, 0, 4, 128, 4, 128, 4, 128]
+        config = config_of("deepseek-v4-flash", num_hidden_layers=8, compress_ratios=ratios, dtype="bfloat16")
+        config.quantization_config = {**FP8, "expert_dtype": "fp4"}
+        return read_model(config)
     sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 256 if "256" in model else 64}
     config = config_of("deepseek-v3", vocab_size=vocab_size, dtype="bfloat16", **sizes)
     if weights == "fp8":
@@ -29,16 +34,26 @@ def read_size(model: str, weights: str, vocab_size: int) -> ModelSize:
     return read_model(config)
 
 
-@pytest.mark.parametrize(("machine", "vocab_size"), [("h200", 16384), ("h200x2", 129280), ("h200x4", 129280)])
-def test_the_preset_predicts_the_steps_that_were_measured(machine: str, vocab_size: int) -> None:
-    rows = json.loads((RESULTS / machine / "step.json").read_text())["rows"]
+@pytest.mark.parametrize(
+    ("path", "vocab_size", "num_rows"),
+    [
+        ("h200/step.json", 16384, 12),
+        ("h200/step_v3_bf16.json", 16384, 4),
+        ("h200/step_32k.json", 16384, 2),
+        ("h200/step_v4.json", 129280, 3),
+        ("h200x2/step.json", 129280, 8),
+        ("h200x4/step.json", 129280, 8),
+    ],
+)
+def test_the_preset_predicts_the_steps_that_were_measured(path: str, vocab_size: int, num_rows: int) -> None:
+    rows = json.loads((RESULTS / path).read_text())["rows"]
     rows = [row for row in rows if "device_us" in row]
-    assert len(rows) >= 8
+    assert len(rows) >= num_rows
     for row in rows:
         model = read_size(row["model"], row["weights"], 129280 if "256" in row["model"] else vocab_size)
         setting = Setting(tp=row["tp"], dcp=row["dcp"], kv_cache_dtype="bf16")
         predicted = predict_step(H200X8, model, setting, row["batch"], row["input_len"])["total"]
-        assert within(predicted / row["device_us"], 1, 1.1 if row["model"] != "v2lite" else 1.15)
+        assert within(predicted / row["device_us"], 1, {"v2lite": 1.15, "v4": 1.2}.get(row["model"], 1.1))
 
 
 def rows_of(machine: Machine, model: ModelSize) -> list[dict[str, Any]]:
