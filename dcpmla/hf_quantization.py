@@ -81,8 +81,8 @@ def is_int4(quantization: Mapping[str, Any] | None) -> bool:
 
 
 def has_fp4_experts(config: Any) -> bool:
-    """Return whether the routed experts of a model are in e2m1: its config says so (DeepSeek-V4), or its
-    quantization_config does (V4.1, and V4 in some versions of transformers).
+    """Return whether the routed experts of a model are in e2m1: DeepSeek-V4's config says so, or its
+    quantization_config, to which newer versions of transformers move the field.
     """
     quantization = getattr(config, "quantization_config", None) or {}
     return "fp4" in (getattr(config, "expert_dtype", None), quantization.get("expert_dtype"))

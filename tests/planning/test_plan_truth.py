@@ -94,8 +94,8 @@ def test_experts_in_integers() -> None:
     assert kimi.weight_bytes(8)["experts"] == (routed // 2 * 9 // 8 + shared) // 8
 
 
-def test_where_a_config_names_its_experts() -> None:
-    """DeepSeek-V4's own config does, V4.1's quantization_config; transformers 5.23 moves V4's there."""
+def test_where_a_config_says_that_experts_are_in_fp4() -> None:
+    """DeepSeek-V4's own config does; transformers 5.23 moves the field to quantization_config."""
     config = load_config(Path(__file__).parent / "configs" / "deepseek_v4_flash.json")
     wanted, quantization = read_model(config), dict(config.quantization_config)
     quantization.pop("expert_dtype", None)
