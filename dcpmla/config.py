@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dcpmla.fields import FLAG, TEXT, Rule, check_fields, is_whole, number, one_of, option_label, optional, whole
+from dcpmla.fields import FLAG, TEXT, Rule, check_fields, even, number, one_of, option_label, optional, whole
 from dcpmla.ownership import check_block_size
 
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
@@ -18,16 +18,13 @@ LARGEST_SIZE = 1 << 24  # of any dim, vocabulary or block: more is a slip, and f
 _MOST_RANKS = 1 << 16
 _SIZE = whole(1, LARGEST_SIZE)
 _INDEXER_RULES = {"num_heads": _SIZE, "head_dim": _SIZE, "topk": _SIZE, "rope_interleaved": FLAG}
-_EVEN_SIZE = Rule(
-    f"an even number in [2, {LARGEST_SIZE}]", lambda value: is_whole(value) and _SIZE.holds(value) and value % 2 == 0
-)
 _MLA_RULES = {
     "hidden_size": _SIZE,
     "num_heads": _SIZE,
     "q_lora_rank": optional(_SIZE),
     "kv_lora_rank": _SIZE,
     "qk_nope_head_dim": _SIZE,
-    "qk_rope_head_dim": _EVEN_SIZE,
+    "qk_rope_head_dim": even(LARGEST_SIZE),
     "v_head_dim": _SIZE,
     "scale": number(0, above=True),
     "rms_norm_eps": number(0),

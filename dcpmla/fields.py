@@ -22,6 +22,13 @@ def whole(low: int, high: int | None = None) -> Rule:
     return Rule(words, lambda value: is_whole(value) and low <= value and (high is None or value <= high))
 
 
+def even(high: int) -> Rule:
+    """Return the rule of even ints from 2 to `high`."""
+    return Rule(
+        f"an even number in [2, {high}]", lambda value: is_whole(value) and 2 <= value <= high and value % 2 == 0
+    )
+
+
 def number(low: float, high: float | None = None, *, above: bool = False) -> Rule:
     """Return the rule of finite numbers from `low` (with `above`, greater than it) to `high`; no bool."""
     if high is None:

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, list_of, number, one_of, optional, whole
+from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, even, list_of, number, one_of, optional, whole
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
 from dcpmla.hf_quantization import check_quantization
 
@@ -49,7 +49,7 @@ _CONFIG_RULES = {
     "q_lora_rank": optional(_SIZE),
     "kv_lora_rank": _SIZE,
     "qk_nope_head_dim": _SIZE,
-    "qk_rope_head_dim": _SIZE,
+    "qk_rope_head_dim": even(LARGEST_SIZE),
     "qk_head_dim": optional(_SIZE),
     "head_dim": _SIZE,
     "v_head_dim": _SIZE,

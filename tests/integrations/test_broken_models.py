@@ -92,6 +92,15 @@ def test_a_field_is_taken_or_named(family: str, tmp_path_factory: pytest.TempPat
         assert is_named(path[-1], str(error)), error  # noqa: PT017
 
 
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_odd_rotary_dims_are_named(family: str, tmp_path: Path) -> None:
+    """transformers would say `head_dim`, which some families have no field of."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIGS[family] | {"qk_rope_head_dim": 5}))
+    with pytest.raises(ValueError, match=r"config: qk_rope_head_dim is 5; it must be an even number in \[2, "):
+        load_config(file)
+
+
 def is_named(field: str, message: str) -> bool:
     """Whether a message has a field's name, or transformers' words for it."""
     names = {"model_type": "architecture", "num_attention_heads": "number of attention heads"}
