@@ -49,7 +49,6 @@ _CONFIG_RULES = {
     "q_lora_rank": optional(_SIZE),
     "kv_lora_rank": _SIZE,
     "qk_nope_head_dim": _SIZE,
-    "qk_rope_head_dim": even(LARGEST_SIZE),
     "qk_head_dim": optional(_SIZE),
     "head_dim": _SIZE,
     "v_head_dim": _SIZE,
@@ -98,6 +97,8 @@ _CONFIG_RULES = {
     "eos_token_id": _TOKEN_IDS,
     "pad_token_id": optional(whole(-LARGEST_SIZE)),
 }
+# Of the file alone: transformers renames or derives them.
+_RAW_RULES = {"dtype": _DTYPE, "torch_dtype": _DTYPE, "qk_rope_head_dim": even(LARGEST_SIZE)}
 _ROPE_RULES = {
     "rope_type": _ROPE_TYPE,
     "type": _ROPE_TYPE,
@@ -107,8 +108,8 @@ _ROPE_RULES = {
     "attention_factor": optional(_POSITIVE),
     "beta_fast": optional(_POSITIVE),
     "beta_slow": optional(_POSITIVE),
-    "mscale": optional(number(0)),
-    "mscale_all_dim": optional(number(0)),
+    "mscale": optional(number(0, 1e3)),
+    "mscale_all_dim": optional(number(0, 1e3)),
     "partial_rotary_factor": number(0, 1, above=True),
     "low_freq_factor": _POSITIVE,
     "high_freq_factor": _POSITIVE,
@@ -144,7 +145,7 @@ def reason(error: Exception) -> str:
 
 def check_raw_config(raw: Mapping[str, Any]) -> None:
     """Raise ValueError for a field of a config.json that no model can have, by its name in the file."""
-    check_fields(_CONFIG_RULES | {"dtype": _DTYPE, "torch_dtype": _DTYPE}, raw)
+    check_fields(_CONFIG_RULES | _RAW_RULES, raw)
     for name in ("rope_parameters", "rope_scaling"):
         check_fields(_ROPE_RULES, raw.get(name) or {}, f"{name}.{{}}".format)
         for kind in ("main", "compress"):  # DeepSeek-V4's layers rotate in one of two ways

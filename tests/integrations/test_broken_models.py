@@ -92,12 +92,20 @@ def test_a_field_is_taken_or_named(family: str, tmp_path_factory: pytest.TempPat
         assert is_named(path[-1], str(error)), error  # noqa: PT017
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
-def test_odd_rotary_dims_are_named(family: str, tmp_path: Path) -> None:
-    """transformers would say `head_dim`, which some families have no field of."""
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("qk_rope_head_dim",), 5, r"qk_rope_head_dim is 5; it must be an even number in \[2, "),
+        (("rope_parameters", "mscale_all_dim"), 1e200, r"rope_parameters.mscale_all_dim is 1e\+200"),
+    ],
+)
+def test_fields_that_fail_in_transformers_or_in_floats(
+    path: tuple[str, ...], value: float, message: str, tmp_path: Path
+) -> None:
+    """GLM's `qk_rope_head_dim` is `head_dim` to transformers."""
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(CONFIGS[family] | {"qk_rope_head_dim": 5}))
-    with pytest.raises(ValueError, match=r"config: qk_rope_head_dim is 5; it must be an even number in \[2, "):
+    file.write_text(json.dumps(changed(CONFIGS["glm4_moe_lite"], path, value)))
+    with pytest.raises(ValueError, match=message):
         load_config(file)
 
 
