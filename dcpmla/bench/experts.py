@@ -1,11 +1,13 @@
-"""Measure the experts of a layer and their router on one device: ours and torch's grouped products, over weights in
-each format.
+"""Measure the experts of a layer and their router on one device: ours, torch's grouped products and, over block fp8,
+those of others (`expert_peers`), over weights in each format.
 """
 
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +19,15 @@ from dcpmla.bench.runner import Benchmark, Kept, leave_out
 from dcpmla.bench.timing import time_operation, time_with_result
 from dcpmla.cache.formats import FP8
 from dcpmla.cli.options import name_list, positive_list
+from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.router import Router, route, router_logits
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
+
+if TYPE_CHECKING:
+    from dcpmla.bench.expert_peers import Experts as PeerExperts
+    from dcpmla.bench.expert_peers import MakeExperts
 
 _CACHE_BYTES = 1 << 27  # calls rotate until so many bytes lie between two uses of the same weights: no L2 is larger
 _MOST_SETS = 16
@@ -129,11 +136,24 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         add("--weights", tuple(_WEIGHT_BYTES), "format")
         tokens = "1,8,32,128,512,8192"
         parser.add_argument("--tokens", type=positive_list, default=tokens, metavar="T,...", help="of a step")
+        peers = "directory with deep_gemm.tar.xz, humming.tar.xz and vllm_moe.tar.xz, others' kernels for fp8"
+        parser.add_argument("--peers", type=Path, metavar="DIR", help=peers)
+
+    @staticmethod
+    def check(args: argparse.Namespace, ranks: Ranks) -> None:
+        if args.peers is not None and not args.peers.is_dir():
+            raise ValueError(f"--peers is {args.peers}, which is not a directory; give the one with their archives")
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
         self.ceilings = measure_ceilings(self.device, self.dtype)
         self.kept: Kept[ExpertWeights] = Kept()
+        self.peers: dict[str, MakeExperts] = {}
+        if args.peers is not None:
+            from dcpmla.bench.expert_peers import load_peers  # triton is there on Linux only
+
+            self.peers = load_peers(args.peers)
+        self.kept_peers: dict[str, Kept[PeerExperts]] = {name: Kept() for name in self.peers}
 
     def cases(self) -> Iterator[ExpertsCase]:
         """Yield cases, those over the same weights one after the other."""
@@ -151,6 +171,8 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         kernels = {"dcpmla": inputs.ours}
         if case.weights == "bf16" and self.device.type == "cuda":
             kernels["grouped_mm"] = inputs.grouped_mm
+        if case.weights == "fp8":
+            kernels |= {name: partial(self._run_peer, name, case, inputs) for name in self.peers}
         calls = len(inputs.routes)
         router = time_operation(inputs.router, self.device, calls, _SAMPLE_SECONDS)
         flops_per_second = (
@@ -161,7 +183,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         for name, kernel in kernels.items():
             try:
                 timing, out = time_with_result(kernel, self.device, calls, _SAMPLE_SECONDS)
-            except RuntimeError as error:  # torch's products take GPUs and widths of their own
+            except Exception as error:  # torch's products take GPUs and widths of their own; peers may raise anything
                 if name == "dcpmla":
                     raise
                 leave_out(f"{name} of {case}", error)
@@ -184,6 +206,12 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
                 }
             )
         return rows
+
+    def _run_peer(self, name: str, case: ExpertsCase, inputs: ExpertsInputs, index: int) -> Tensor:
+        """Run a peer, made before its first call over these weights."""
+        make = partial(self.peers[name], inputs.weights)
+        experts = self.kept_peers[name].get((case.geometry, case.weights), make)
+        return experts(inputs.x, *(part.contiguous() for part in inputs.routes[index % len(inputs.routes)]))
 
     def line(self, rows: Sequence[Row]) -> str:
         return "\n".join(map(_line, rows))

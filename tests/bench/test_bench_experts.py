@@ -1,4 +1,4 @@
-"""`bench experts` on a CPU: its rows, a wrong result, its mistakes."""
+"""`bench experts` on a CPU: its rows, a wrong result, others' kernels, its mistakes."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from dcpmla.__main__ import main
 from dcpmla.bench import experts as bench_experts
 from dcpmla.bench.experts import ExpertsInputs, Shape
+from dcpmla.model.experts import ExpertWeights, compute_experts
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 TINY = ["bench", "experts", "--device", "cpu", "--commit", "abc", "--tokens", "1,5"]
@@ -48,6 +49,37 @@ def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert all("WRONG: error 0.1" in line or "WRONG: error 0.09" in line for line in printed)
 
 
+def test_peers_get_rows_or_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that cannot be loaded or run are left out; the others are measured over fp8."""
+    pytest.importorskip("triton")
+    from dcpmla.bench import expert_peers
+
+    def fail(_: Path, weights: ExpertWeights) -> expert_peers.Experts:
+        raise AssertionError("no nvcc\nhere")
+
+    def make(_: Path, weights: ExpertWeights) -> expert_peers.Experts:
+        return lambda *routed: compute_experts(*routed, weights)
+
+    peers = {"fake": (Path, make), "broken": (Path, fail), "deep_gemm": expert_peers.PEERS["deep_gemm"]}
+    monkeypatch.setattr(expert_peers, "PEERS", peers)
+    out = tmp_path / "experts.json"
+    assert main([*TINY, "--shape", "v3-tp4", "--peers", str(tmp_path), "--json", str(out)]) == 0
+    rows = [(row["weights"], row["tokens"], row["kernel"]) for row in json.loads(out.read_text())["rows"]]
+    ours = [("bf16", 1, "dcpmla"), ("bf16", 5, "dcpmla")]
+    assert rows == ours + [("fp8", tokens, kernel) for tokens in (1, 5) for kernel in ("dcpmla", "fake")]
+    printed = capsys.readouterr().out
+    assert "WRONG" not in printed
+    assert [line for line in printed.splitlines() if line.startswith("left out")] == [
+        f"left out: deep_gemm: --peers is {tmp_path}, which has no deep_gemm.tar.xz",
+        "left out: broken of v3-tp4, fp8, 1 tokens: no nvcc",
+        "left out: broken of v3-tp4, fp8, 5 tokens: no nvcc",
+    ]
+
+
 def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--shape", "v5"]) == 2
     assert "argument --shape: 'v5' is not a shape; choose from v3-tp4, v4-flash" in capfd.readouterr().err
+    assert main([*TINY, "--peers", "nowhere"]) == 2
+    assert "--peers is nowhere, which is not a directory" in capfd.readouterr().err
