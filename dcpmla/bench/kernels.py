@@ -13,6 +13,7 @@ from dcpmla.parallel.kernels.quantize import to_codes
 from dcpmla.parallel.quantized import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
+_SPAN = 1 << 30  # of one program: all routes
 _CHUNK = 4096  # routes that a program looks at at a time
 _GROUPS = 8  # of a program that gates
 _COLUMNS = 1024  # of a program that sums
@@ -79,7 +80,7 @@ def sort_routes(expert_ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor
     )
     chunk = min(_CHUNK, triton.next_power_of_2(num_routes))
     num_warps = 8 if chunk == _CHUNK else 4
-    count_kernel[(num_experts,)](expert_ids, counts, num_routes, CHUNK=chunk, num_warps=num_warps)
+    count_kernel[(num_experts, 1)](expert_ids, counts, num_routes, SPAN=_SPAN, CHUNK=chunk, num_warps=num_warps)
     sort_kernel[(num_experts + 1,)](
         expert_ids,
         counts,

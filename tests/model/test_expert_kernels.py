@@ -16,7 +16,7 @@ def check_blocks(device: str) -> None:
     """Check that every route is in one block of its expert, in order, and no block is missing."""
     from dcpmla.model.kernels.blocks import assign_blocks
 
-    for num_tokens, num_experts, rows in ((7, 5, 4), (1500, 3, 16), (3, 40, 8)):
+    for num_tokens, num_experts, rows in ((7, 5, 4), (1500, 3, 16), (3, 40, 8), (12000, 3, 64)):
         ids = torch.randint(-2, num_experts + 2, (num_tokens, 3), generator=torch.Generator().manual_seed(0)).int()
         experts, routes = (part.cpu() for part in assign_blocks(ids.to(device), num_experts, rows))
         wanted_experts, wanted_routes = [], []
@@ -64,7 +64,7 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     is_packed = dtype == torch.uint8
     parts, depth = (1 + gated, tile.depth // 2) if is_packed else (1 + tile.is_stacked, tile.depth)
     types = {
-        "x_ptr": "*bf16" if weights != "fp8e4nv" else "*fp8e4nv",
+        "x_ptr": "*fp8e4nv" if weights == "fp8e4nv" and gated else "*bf16",  # else quantized inside
         "x_scales_ptr": "*fp32",
         "w_desc": f"tensordesc<{'u8' if is_packed else weights}[1, {parts}, {tile.columns}, {depth}]>",
         "w_scales_ptr": "*fp32",
@@ -79,7 +79,7 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
     constants |= {"STAGES": tile.num_stages} | ({} if is_packed else {"GATED": gated})
     left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
-    left_out.append((weights == "bf16", "x_scales_ptr"))
+    left_out.append((weights == "bf16" or (weights == "fp8e4nv" and not gated), "x_scales_ptr"))
     constants |= {name: None for is_left_out, name in left_out if is_left_out}
     kernel = packed_product_kernel if is_packed else grouped_product_kernel
     ptx, said = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=tile.num_warps)
@@ -93,3 +93,46 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     if is_packed and "wgmma" in ptx:  # the registers of its left side are free when the next ones are made
         loop = ptx[ptx.index("Inner Loop Header") :]
         assert loop.index("wgmma.wait_group") < loop.index("cp.async.bulk.tensor")
+
+
+@pytest.mark.parametrize(
+    ("weights", "gated"), [("bf16", True), ("fp8e4nv", True), ("fp8e4nv", False), ("fp4", True), ("int4", False)]
+)
+def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
+    pytest.importorskip("triton")
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from dcpmla.model.hopper.product import grouped_product_kernel
+
+    is_packed, is_fp8 = weights in ("fp4", "int4"), weights == "fp8e4nv"
+    dtype, width, swizzle = ("i32", 8, 32) if is_packed else (weights, 128 if is_fp8 else 64, 128)
+    bits = 8 * swizzle // width
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+    types = {
+        "x_ptr": "*fp8e4nv" if is_fp8 else "*bf16",
+        "x_scales_ptr": "*fp32",
+        "w_desc": f"tensordesc<{dtype}[128, {width}],{layout}>",
+        "w_scales_ptr": {"fp4": "*u16", "int4": "*i32"}.get(weights, "*fp32"),
+        "experts_ptr": "*i32",
+        "routes_ptr": "*i32",
+        "expert_weights_ptr": "*fp32",
+        "out_ptr": "*fp8e4nv" if is_fp8 and gated else "*bf16",
+        "out_scales_ptr": "*fp32",
+    }
+    constants: dict[str, Any] = {"TOP_K": 9 if gated else 1, "GATED": gated, "DTYPE": gl.bfloat16, "limit": None}
+    constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
+    constants |= {"x_scales_stride_row": 1} if is_fp8 else {"x_scales_ptr": None}
+    left_out = [
+        (weights == "bf16", "w_scales_ptr"),
+        (not gated, "expert_weights_ptr"),
+        (not (is_fp8 and gated), "out_scales_ptr"),
+    ]
+    constants |= {name: None for is_left_out, name in left_out if is_left_out}
+    ptx, said = compile_for_hopper(grouped_product_kernel, GluonASTSource, types, constants, num_warps=4)
+    assert "wgmma.mma_async.sync.aligned.m64n128k" in ptx
+    assert ("f32.e4m3.e4m3" in ptx) == is_fp8
+    assert "cp.async.bulk.tensor.2d" in ptx
+    assert "cp.async.mbarrier.arrive.noinc" in ptx
+    # As with too few registers, where each product waits for the one before.
+    assert "wgmma.mma_async instructions are serialized" not in said

@@ -8,18 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 4096  # routes that a program looks at at a time
+_SPAN = 4 * _CHUNK  # that are its
 _COLUMNS = 1024  # of a program that sums
 
 
 @triton.jit(do_not_specialize=["num_routes"])
-def count_kernel(ids_ptr, counts_ptr, num_routes, CHUNK: tl.constexpr):
-    """Count the routes to an expert, one program per expert."""
-    expert = tl.program_id(0)
+def count_kernel(ids_ptr, counts_ptr, num_routes, SPAN: tl.constexpr, CHUNK: tl.constexpr):
+    """Count the routes of a span to an expert, one program per (expert, span)."""
+    expert, span = tl.program_id(0), tl.program_id(1)
     count = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, num_routes, CHUNK):
+    for first in range(span * SPAN, tl.minimum((span + 1) * SPAN, num_routes), CHUNK):
         route = first + tl.arange(0, CHUNK)
         count += (tl.load(ids_ptr + route, mask=route < num_routes, other=-1) == expert).to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(count))
+    tl.store(counts_ptr + expert * tl.num_programs(1) + span, tl.sum(count))
 
 
 @triton.jit(do_not_specialize=["num_routes", "max_blocks"])
@@ -33,29 +34,37 @@ def assign_kernel(
     max_blocks,
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
+    SPANS: tl.constexpr,
+    SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the blocks of an expert, one program per expert; the last program writes the blocks that nobody has."""
-    expert, other = tl.program_id(0), tl.arange(0, BINS)
-    counts = tl.load(counts_ptr + other, mask=other < num_experts, other=0)
-    num_blocks = (counts + ROWS - 1) // ROWS
-    start = tl.sum(tl.where(other < expert, num_blocks, 0))
-    end = start + tl.sum(tl.where(other == expert, num_blocks, 0))
+    """Write a span's routes to an expert, one program per (expert, span). The last expert, which there is not, has the
+    blocks that nobody has.
+    """
+    expert, span, num_spans = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    other, spans = tl.arange(0, BINS)[:, None], tl.arange(0, SPANS)[None, :]
+    counts_ptrs = counts_ptr + other * num_spans + spans
+    counts = tl.load(counts_ptrs, mask=(other < num_experts) & (spans < num_spans), other=0)
+    num_before = tl.sum(tl.where((other == expert) & (spans < span), counts, 0))
+    num_blocks = (tl.sum(counts, 1) + ROWS - 1) // ROWS
+    start = tl.sum(tl.where(tl.arange(0, BINS) < expert, num_blocks, 0))
+    end = start + tl.sum(tl.where(tl.arange(0, BINS) == expert, num_blocks, 0))
     is_last = expert == num_experts
-    end = tl.where(is_last, max_blocks, end)
-    for first in range(start, end, CHUNK):
-        block = first + tl.arange(0, CHUNK)
-        tl.store(experts_ptr + block, tl.where(is_last, -1, expert), mask=block < end)
+    if span == 0:
+        for first in range(start, tl.where(is_last, max_blocks, end), CHUNK):
+            block = first + tl.arange(0, CHUNK)
+            mask = block < tl.where(is_last, max_blocks, end)
+            tl.store(experts_ptr + block, tl.where(is_last, -1, expert), mask=mask)
     if is_last:
         return
-    next_row = start * ROWS
-    for first in range(0, num_routes, CHUNK):
+    next_row = start * ROWS + num_before
+    for first in range(span * SPAN, tl.minimum((span + 1) * SPAN, num_routes), CHUNK):
         route = first + tl.arange(0, CHUNK)
         is_own = (tl.load(ids_ptr + route, mask=route < num_routes, other=-1) == expert).to(tl.int32)
         tl.store(routes_ptr + next_row + tl.cumsum(is_own, 0) - 1, route, mask=is_own == 1)
         next_row += tl.sum(is_own)
     padding = next_row + tl.arange(0, ROWS)
-    tl.store(routes_ptr + padding, -1, mask=padding < end * ROWS)
+    tl.store(routes_ptr + padding, -1, mask=padding < tl.where(span == num_spans - 1, end * ROWS, 0))
 
 
 def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -69,14 +78,15 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> tuple[Tens
     """
     num_routes = expert_ids.numel()
     max_blocks = num_routes // rows + min(num_experts, num_routes)
+    num_spans = triton.cdiv(num_routes, _SPAN)
     counts, experts, routes = (
         torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
-        for shape in (num_experts, max_blocks, (max_blocks, rows))
+        for shape in ((num_experts, num_spans), max_blocks, (max_blocks, rows))
     )
     chunk = min(_CHUNK, triton.next_power_of_2(num_routes))
-    num_warps = 8 if chunk == _CHUNK else 4
-    count_kernel[(num_experts,)](expert_ids, counts, num_routes, CHUNK=chunk, num_warps=num_warps)
-    assign_kernel[(num_experts + 1,)](
+    sizes = {"SPAN": _SPAN, "CHUNK": chunk, "num_warps": 8 if chunk == _CHUNK else 4}
+    count_kernel[(num_experts, num_spans)](expert_ids, counts, num_routes, **sizes)
+    assign_kernel[(num_experts + 1, num_spans)](
         expert_ids,
         counts,
         experts,
@@ -86,8 +96,8 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> tuple[Tens
         max_blocks,
         ROWS=rows,
         BINS=triton.next_power_of_2(num_experts),
-        CHUNK=chunk,
-        num_warps=num_warps,
+        SPANS=triton.next_power_of_2(num_spans),
+        **sizes,
     )
     return experts, routes
 

@@ -1,4 +1,4 @@
-"""Experts on GPUs: two grouped products, tiled by how many rows an expert gets."""
+"""Experts on GPUs: two grouped products, by kernels and tiles for how many rows an expert gets."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.cache.formats import FP8
-from dcpmla.model.kernels import hopper
+from dcpmla.model.hopper import product
+from dcpmla.model.hopper.pipeline import BLOCK_ROWS
 from dcpmla.model.kernels.blocks import assign_blocks, sum_routes
 from dcpmla.model.kernels.grouped import grouped_product_kernel
 from dcpmla.model.kernels.packed import packed_product_kernel
@@ -41,10 +42,11 @@ class Tiling(NamedTuple):
     down: Tile
 
 
+_MANY_ROWS = 64  # of an expert on average, past which Hopper GPUs have a kernel of their own
+_FEW_ROWS = 16  # of a tile, up to which the second product in fp8 quantizes them itself
 _RESERVED_BYTES = 4096  # of shared memory, for all but the tiles
 # Few tokens are not sorted: each route is a block of its own, and the second product sums a token's. A few more are
 # not, either, where they hardly share experts, whose weights would be read again.
-_MANY_ROWS = 128  # of an expert on average, from which on Hopper GPUs have a kernel of their own
 _FEW_TOKENS, _MORE_TOKENS, _EXPERTS_PER_ROUTE = 2, 4, 6
 _FEW = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
@@ -93,13 +95,15 @@ def compute_experts(
     if gate_up_scales is not None and down_scales is not None:
         gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
     num_experts, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
-    if num_routes > _MANY_ROWS * num_experts and hopper.takes(x, gate_up):
-        blocks = assign_blocks(ids, num_experts, hopper.BLOCK_ROWS)
-        rows = x if gate_up.dtype != FP8 else quantize_rows(x) if quantized is None else quantized
-        if gate_up.dtype == torch.uint8:
-            rows = _by_halves(x)
-        h = hopper.multiply_gated(rows, gate_up, gate_up_scales, blocks, expert_weights, swiglu_limit, x.dtype)
-        return sum_routes(hopper.multiply(h, down, down_scales, blocks, x.dtype), ids, num_experts)
+    if num_routes > _MANY_ROWS * num_experts and product.takes(x, gate_up):
+        blocks = assign_blocks(ids, num_experts, BLOCK_ROWS)
+        rows: Tensor | QuantizedRows = x
+        if gate_up.dtype == FP8:
+            rows = quantize_rows(x) if quantized is None else quantized
+        elif gate_up.dtype == torch.uint8:
+            rows = product.interleave(x)
+        h = product.multiply_gated(rows, gate_up, gate_up_scales, blocks, expert_weights, swiglu_limit, x.dtype)
+        return sum_routes(product.multiply(h, down, down_scales, blocks, x.dtype), ids, num_experts)
     kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
     is_sparse = num_tokens <= _MORE_TOKENS and num_routes * _EXPERTS_PER_ROUTE <= num_experts
     is_few = num_tokens <= _FEW_TOKENS or is_sparse
@@ -134,10 +138,9 @@ def _multiply(
     is_gated = expert_weights is not None
     num_summed = top_k if routes is None and not is_gated else 1
     num_tiles = experts.numel() // num_summed if routes is None else routes.numel() // tile.rows
-    if isinstance(x, Tensor):
-        x, x_scales = quantize_rows(x) if codes.dtype == FP8 else (x, None)
-    else:
-        x, x_scales = x
+    if isinstance(x, Tensor) and codes.dtype == FP8 and (is_gated or tile.rows > _FEW_ROWS or x.itemsize > 2):
+        x = quantize_rows(x)
+    x, x_scales = (x, None) if isinstance(x, Tensor) else x
     width, k = codes.shape[2], x.shape[1]
     depth, parts = tile.depth * 2 // max(2, x.itemsize), codes.shape[1]
     tile_bytes = parts * tile.columns * depth * codes.itemsize

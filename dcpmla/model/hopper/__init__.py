@@ -1,0 +1,1 @@
+"""Experts on Hopper GPUs: grouped products of many rows."""

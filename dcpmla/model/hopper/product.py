@@ -1,0 +1,196 @@
+"""Grouped products of many rows an expert on Hopper GPUs, in 16, 8 or 4 bits; `model.kernels` has those of few rows.
+
+A program computes one tile of the result after the other: 128 routes of an expert by two parts of 128 of its weight's
+rows, gates and what they gate, or neighbours. Producers bring rows and weights into shared memory, stages ahead of two
+consumers, which multiply 64 routes each.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dcpmla.cache.formats import FP8
+from dcpmla.model.hopper.consumers import consume
+from dcpmla.model.hopper.pipeline import COLUMNS, ROW_BYTES, Routes, new_buffers
+from dcpmla.model.hopper.producers import allocate_codes, dequantize_weights, gather_rows, load_weights
+from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.quantized import GROUP
+
+_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@gluon.jit(do_not_specialize=["num_tiles", "x_scales_stride_block", "out_scales_stride"])
+def grouped_product_kernel(
+    x_ptr,
+    x_scales_ptr,
+    x_scales_stride_row,
+    x_scales_stride_block,
+    w_desc,
+    w_scales_ptr,
+    experts_ptr,
+    routes_ptr,
+    expert_weights_ptr,
+    out_ptr,
+    out_scales_ptr,
+    out_scales_stride,
+    limit,
+    num_tiles,
+    num_experts,
+    TOP_K: gl.constexpr,
+    WIDTH: gl.constexpr,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Multiply rows of blocks of routes by their experts' weights; as many programs as run at a time.
+
+    w_desc: rows [E PARTS WIDTH, K]; packed codes are words, int32 [.., K / 8]. Gated, the two parts are gates and what
+        they gate: the result is silu(gate) * up, times the route's weight, rounded to DTYPE. One part is a plain
+        product.
+    w_scales_ptr: of fp8 float32 [E, PARTS, WIDTH / 128, K / 128]; of packed codes those of two groups in one number,
+        [E, PARTS, WIDTH, K / 64].
+    out_scales_ptr: where a gated result is quantized in groups of 128, its scales, a column after the other.
+    """
+    is_packed: gl.constexpr = w_desc.dtype == gl.int32
+    buffers = new_buffers(
+        x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, x_scales_ptr is not None, 2 if is_packed else 1
+    )
+    routes = Routes(experts_ptr, routes_ptr, num_tiles, num_experts, TOP_K, WIDTH, K, GATED)
+    results = (expert_weights_ptr, out_ptr, out_scales_ptr, out_scales_stride, limit)
+    rows = (x_ptr, x_scales_ptr, x_scales_stride_row, x_scales_stride_block, buffers, routes)
+    if is_packed:
+        first, first_ready = allocate_codes(w_desc)
+        second, second_ready = allocate_codes(w_desc)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (consume, (0, None, results, buffers, routes, DTYPE, True)),
+                (consume, (1, None, results, buffers, routes, DTYPE, True)),
+                (dequantize_weights, (0, w_desc, w_scales_ptr, first, first_ready, buffers, routes)),
+                (dequantize_weights, (1, w_desc, w_scales_ptr, second, second_ready, buffers, routes)),
+                (gather_rows, rows),
+            ],
+            [4, 4, 4, 4],
+            [160, 64, 64, 32],
+        )
+    else:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (consume, (0, w_scales_ptr, results, buffers, routes, DTYPE, False)),
+                (consume, (1, w_scales_ptr, results, buffers, routes, DTYPE, False)),
+                (gather_rows, rows),
+                (load_weights, (w_desc, buffers, routes)),
+            ],
+            [4, 4, 1],
+            [208, 64, 32],
+        )
+
+
+def takes(x: Tensor, weights: Tensor) -> bool:
+    """Return whether the kernel multiplies rows x [T, H], before any quantization, by experts' weights [E, 2 I, ..]."""
+    if not x.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
+    sizes = x.shape[1], weights.shape[1] // 2
+    # TMA and cp.async bring 16 bytes at a time.
+    multiple = 2 * GROUP if weights.dtype == torch.uint8 else 16 // weights.itemsize
+    is_known = weights.dtype in (x.dtype, FP8, torch.uint8) and x.dtype in _GLUON
+    return is_known and all(size % multiple == 0 for size in sizes)
+
+
+def interleave(x: Tensor) -> Tensor:
+    """Return rows [T, K] as products of 4 bits take them: of eight columns 0, 4, 1, 5, 2, 6, 3, 7."""
+    return x.unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
+
+
+def multiply_gated(
+    x: Tensor | QuantizedRows,
+    weights: Tensor,
+    scales: Tensor | None,
+    blocks: tuple[Tensor, Tensor],
+    expert_weights: Tensor,
+    limit: float | None,
+    dtype: torch.dtype,
+) -> Tensor | QuantizedRows:
+    """Return silu(gate) * up of each route, times the route's weight, [routes, I] in dtype, or quantized as x is.
+
+    Args:
+        x: [T, H]; for weights in fp8 quantized, for those in 4 bits interleaved, as then is the result.
+        weights: [E, 2 I, H], or codes [E, 2 I, H / 2].
+        blocks: experts [blocks] and routes [blocks, BLOCK_ROWS] of `model.kernels.blocks.assign_blocks`.
+        expert_weights: float32 [T, k].
+        limit: `model.experts.compute_experts`'s swiglu_limit.
+    """
+    width = weights.shape[1] // 2
+    out = torch.empty(expert_weights.numel(), width, dtype=dtype, device=weights.device)
+    result = QuantizedRows.empty_like(out) if isinstance(x, QuantizedRows) else out
+    _launch(x, weights.unflatten(1, (2, width)), scales, blocks, result, expert_weights, limit, dtype)
+    return result
+
+
+def multiply(
+    h: Tensor | QuantizedRows, weights: Tensor, scales: Tensor | None, blocks: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Return each route's row of h, which `multiply_gated` gave, times its expert's weight: [routes, H] in dtype.
+
+    Args:
+        weights: [E, H, I], or codes [E, H, I / 2].
+    """
+    num_routes = len(h.values if isinstance(h, QuantizedRows) else h)
+    out = torch.empty(num_routes, weights.shape[1], dtype=dtype, device=weights.device)
+    _launch(h, weights.unsqueeze(1), scales, blocks, out, None, None, dtype)
+    return out
+
+
+def _launch(
+    x: Tensor | QuantizedRows,
+    weights: Tensor,
+    scales: Tensor | None,
+    blocks: tuple[Tensor, Tensor],
+    out: Tensor | QuantizedRows,
+    expert_weights: Tensor | None,
+    limit: float | None,
+    dtype: torch.dtype,
+) -> None:
+    """Launch one product; with expert_weights it is the gated one. weights: [E, parts, width, ..]."""
+    num_experts, _, width = weights.shape[:3]
+    values, x_scales = x if isinstance(x, QuantizedRows) else (x, None)
+    results, out_scales = out if isinstance(out, QuantizedRows) else (out, None)
+    row_bytes = ROW_BYTES.value
+    if weights.dtype == torch.uint8 and scales is not None:
+        weights, row_bytes = weights.view(torch.int32), GROUP
+        scales = scales.view(torch.uint16 if scales.dtype == torch.uint8 else torch.int32)
+    num_tiles = len(blocks[0]) * triton.cdiv(width, COLUMNS.value if expert_weights is not None else 2 * COLUMNS.value)
+    num_programs = torch.cuda.get_device_properties(weights.device).multi_processor_count
+    grouped_product_kernel[(min(num_programs, num_tiles),)](
+        values.contiguous(),
+        x_scales,
+        *((0, 0) if x_scales is None else x_scales.stride()),
+        _describe(weights.reshape(-1, weights.shape[-1]), row_bytes),
+        scales,
+        *blocks,
+        expert_weights,
+        results,
+        out_scales,
+        0 if out_scales is None else out_scales.stride(1),
+        limit,
+        num_tiles,
+        num_experts,
+        TOP_K=1 if expert_weights is None else expert_weights.shape[1],
+        WIDTH=width,
+        K=values.shape[1],
+        GATED=expert_weights is not None,
+        DTYPE=_GLUON[dtype],
+        num_warps=4,
+    )
+
+
+def _describe(rows: Tensor, row_bytes: int) -> TensorDescriptor:
+    """Describe rows [N, K] for TMA in tiles of COLUMNS rows, so many bytes of each."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=row_bytes, element_bitwidth=8 * rows.itemsize, rank=2)
+    tile = [COLUMNS.value, row_bytes // rows.itemsize]
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), tile, layout)
