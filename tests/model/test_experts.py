@@ -176,7 +176,7 @@ def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], size
             ids[:, 1] = torch.where(ids[:, 1] == 2, 3, ids[:, 1])
             ids[: num_tokens // 2] = torch.where(ids[: num_tokens // 2] == 2, 0, ids[: num_tokens // 2])
             ids[0], ids[-1, 0] = 4, -(2**31)  # one expert three times
-            for limit in (None, 0.4) if num_tokens == sizes[0] else (None,):
+            for limit in (None, 0.4) if num_tokens in (sizes[0], sizes[-3]) else (None,):
                 moved = on(device, case)
                 out = compute_by_kernels(*moved[:3], *moved[3], limit)
                 assert torch.equal(out, compute_by_kernels(*moved[:3], *moved[3], limit))
@@ -220,9 +220,15 @@ def test_given_codes_in_the_interpreter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_kernels(kind: str, dtype: torch.dtype) -> None:
     """At every tiling."""
-    check_kernels("cuda", dtype, FORMATS, (1, 2, 7, 30, 150, 600, 512, 256))
+    check_kernels("cuda", dtype, (kind,), (1, 2, 7, 30, 150, 600, 512, 256))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels_of_uneven_sizes(dtype: torch.dtype) -> None:
     check_kernels("cuda", dtype, ("plain",), (1, 30, 600, 712, 200))
 
 
@@ -230,7 +236,7 @@ def test_kernels(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_in_a_graph_at_deepseeks_sizes(kind: str) -> None:
     """Capture the public function, then replay it with other routes: nothing is read back while it is captured."""
-    for num_tokens in (1, 40):
+    for num_tokens in (1, 40, 200):
         x, ids, expert_weights, weights = on("cuda", make_case(kind, num_tokens, 9, 4, 7168, 512, torch.bfloat16))
         other = ids.flip(0).flip(1).contiguous()
         wanted = compute_experts(x, other, expert_weights, weights)
