@@ -64,7 +64,7 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     is_packed = dtype == torch.uint8
     parts, depth = (1 + gated, tile.depth // 2) if is_packed else (1 + tile.is_stacked, tile.depth)
     types = {
-        "x_ptr": "*fp8e4nv" if weights == "fp8e4nv" and gated else "*bf16",  # else quantized inside
+        "x_ptr": "*bf16" if weights != "fp8e4nv" else "*fp8e4nv",
         "x_scales_ptr": "*fp32",
         "w_desc": f"tensordesc<{'u8' if is_packed else weights}[1, {parts}, {tile.columns}, {depth}]>",
         "w_scales_ptr": "*fp32",
@@ -79,7 +79,7 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
     constants |= {"STAGES": tile.num_stages} | ({} if is_packed else {"GATED": gated})
     left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
-    left_out.append((weights == "bf16" or (weights == "fp8e4nv" and not gated), "x_scales_ptr"))
+    left_out.append((weights == "bf16", "x_scales_ptr"))
     constants |= {name: None for is_left_out, name in left_out if is_left_out}
     kernel = packed_product_kernel if is_packed else grouped_product_kernel
     ptx, said = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=tile.num_warps)

@@ -43,7 +43,6 @@ class Tiling(NamedTuple):
 
 
 _MANY_ROWS = 64  # of an expert on average, past which Hopper GPUs have a kernel of their own
-_FEW_ROWS = 16  # of a tile, up to which the second product in fp8 quantizes them itself
 _RESERVED_BYTES = 4096  # of shared memory, for all but the tiles
 # Few tokens are not sorted: each route is a block of its own, and the second product sums a token's. A few more are
 # not, either, where they hardly share experts, whose weights would be read again.
@@ -138,9 +137,10 @@ def _multiply(
     is_gated = expert_weights is not None
     num_summed = top_k if routes is None and not is_gated else 1
     num_tiles = experts.numel() // num_summed if routes is None else routes.numel() // tile.rows
-    if isinstance(x, Tensor) and codes.dtype == FP8 and (is_gated or tile.rows > _FEW_ROWS or x.itemsize > 2):
-        x = quantize_rows(x)
-    x, x_scales = (x, None) if isinstance(x, Tensor) else x
+    if isinstance(x, Tensor):
+        x, x_scales = quantize_rows(x) if codes.dtype == FP8 else (x, None)
+    else:
+        x, x_scales = x
     width, k = codes.shape[2], x.shape[1]
     depth, parts = tile.depth * 2 // max(2, x.itemsize), codes.shape[1]
     tile_bytes = parts * tile.columns * depth * codes.itemsize

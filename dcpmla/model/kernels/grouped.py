@@ -7,7 +7,6 @@ rows in fp8, and each 128 of the depth is scaled by both sides' scales in float3
 import triton
 import triton.language as tl
 
-from dcpmla.parallel.kernels.quantize import to_codes
 from dcpmla.parallel.quantized import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -77,8 +76,7 @@ def grouped_product_kernel(
     w_desc: [E, PARTS, WIDTH, K], in tiles [1, 1, COLUMNS, DEPTH]. Gated, the two parts are gates and what they gate:
         the result is silu(gate) * up, times the route's weight. One part is a plain product. Tiles [1, 2, ..] of few
         rows are one product of both.
-    x_ptr: row route // TOP_K is a route's. For fp8 in e4m3, with x_scales_ptr, or in 16 bits, quantized as it is read:
-        a kernel less, for few rows.
+    x_ptr: row route // TOP_K is a route's.
     experts_ptr: int32, of each block; a block of an id outside [0, E) is left out.
     routes_ptr: [blocks, BLOCK_ROWS] int32, -1 where a block has fewer; None: block i is route i alone.
     NUM_SUMMED: of a plain product without routes_ptr: so many blocks, one after the other, make one row of the result,
@@ -113,11 +111,8 @@ def grouped_product_kernel(
         x_scales, w_scales, up_scales = None, None, None
         if w_desc.dtype == tl.float8e4nv:
             num_blocks: tl.constexpr = K // _BLOCK
-            if x_scales_ptr is None:
-                x, x_scales = to_codes(x.to(tl.float32))
-            else:
-                x_scales_ptrs = x_scales_ptr + source * x_scales_stride_row + depth // _BLOCK * x_scales_stride_block
-                x_scales = tl.load(x_scales_ptrs, mask=is_row, other=0.0)
+            x_scales_ptrs = x_scales_ptr + source * x_scales_stride_row + depth // _BLOCK * x_scales_stride_block
+            x_scales = tl.load(x_scales_ptrs, mask=is_row, other=0.0)
             x_scales = x_scales[None, :] if TRANSPOSED else x_scales[:, None]
             row_block = expert * w_desc.shape[1].to(tl.int32) * (WIDTH // _BLOCK) + first_column // _BLOCK
             scale_ptr = w_scales_ptr + row_block * num_blocks + depth // _BLOCK
