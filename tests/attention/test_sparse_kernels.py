@@ -83,7 +83,9 @@ def check_scores(device: str, *cases: tuple[list[tuple[int, int, int]], int, int
         torch.testing.assert_close(got[is_scored], wanted[is_scored], atol=atol, rtol=2e-3)
         moved[3], moved[4] = moved[3][request.long()], torch.arange(len(request), dtype=torch.int32, device=device)
         alone = index_scores(*moved).cpu()  # each token a request of its own: the form of decode
-        assert torch.equal(alone[is_scored], got[is_scored])
+        # The interpreter's products are NumPy's, whose last bits depend on their shape on some processors.
+        tolerance = {"atol": 1e-4, "rtol": 1e-5} if device == "cpu" else {"atol": 0.0, "rtol": 0.0}
+        torch.testing.assert_close(alone[is_scored], got[is_scored], **tolerance)
 
 
 def check_projections(device: str, *cases: tuple[int, int, int, int, torch.dtype]) -> None:
