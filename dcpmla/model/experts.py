@@ -124,7 +124,7 @@ def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: Exper
             f"expert_weights is {expert_weights.dtype} {tuple(expert_weights.shape)}; expected float32 of "
             f"{tuple(expert_ids.shape)}, as expert_ids"
         )
-    if type(weights.gate_up) is not type(weights.down) and not isinstance(weights.gate_up, Tensor):
+    if len({Tensor if isinstance(weight, Tensor) else type(weight) for weight in weights}) > 1:
         raise ValueError(
             f"gate_up is {type(weights.gate_up).__name__}, down {type(weights.down).__name__}; expected one format"
         )

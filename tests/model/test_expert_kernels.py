@@ -18,7 +18,7 @@ def check_blocks(device: str) -> None:
 
     for num_tokens, num_experts, rows in ((7, 5, 4), (1500, 3, 16), (3, 40, 8), (12000, 3, 64)):
         ids = torch.randint(-2, num_experts + 2, (num_tokens, 3), generator=torch.Generator().manual_seed(0)).int()
-        experts, routes = (part.cpu() for part in assign_blocks(ids.to(device), num_experts, rows))
+        experts, routes, number = (part.cpu() for part in assign_blocks(ids.to(device), num_experts, rows))
         wanted_experts, wanted_routes = [], []
         for expert in range(num_experts):
             own = (ids.flatten() == expert).nonzero().flatten().int()
@@ -27,6 +27,7 @@ def check_blocks(device: str) -> None:
             wanted_routes += blocks
         assert experts.tolist() == [*wanted_experts, *[-1] * (len(experts) - len(wanted_experts))]
         assert torch.equal(routes[: len(wanted_routes)], torch.stack(wanted_routes))
+        assert number.tolist() == [len(wanted_experts)]
 
 
 def test_blocks_in_the_interpreter() -> None:
@@ -116,6 +117,7 @@ def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
         "w_scales_ptr": {"fp4": "*u16", "int4": "*i32"}.get(weights, "*fp32"),
         "experts_ptr": "*i32",
         "routes_ptr": "*i32",
+        "num_blocks_ptr": "*i32",
         "expert_weights_ptr": "*fp32",
         "out_ptr": "*fp8e4nv" if is_fp8 and gated else "*bf16",
         "out_scales_ptr": "*fp32",

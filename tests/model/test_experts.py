@@ -165,12 +165,12 @@ def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes
 
 
 def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-    """Check few and many tokens, few of many experts; one expert for all of a token's routes, experts that few tokens
-    take, or none.
+    """Check few and many tokens, few of many experts, many of one; one expert for all of a token's routes, experts that
+    few tokens take, or none.
     """
     hidden, width = sizes[-2:]
     for kind in kinds:
-        for num_tokens, num_experts, top_k in [*((num, 5, 3) for num in sizes[:-2]), (4, 72, 3)]:
+        for num_tokens, num_experts, top_k in [*((num, 5, 3) for num in sizes[:-2]), (4, 72, 3), (90, 1, 2)]:
             case = make_case(kind, num_tokens, num_experts, top_k, hidden, width, dtype, seed=num_tokens)
             ids = case[1]
             ids[:, 1] = torch.where(ids[:, 1] == 2, 3, ids[:, 1])

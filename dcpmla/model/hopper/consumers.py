@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dcpmla.attention.hopper.compat import barrier
 from dcpmla.attention.hopper.pipeline import stage_of
-from dcpmla.model.hopper.pipeline import COLUMNS, NUM_STAGES, ROWS, find_tile, find_weights, num_weight_rows
+from dcpmla.model.hopper.pipeline import COLUMNS, NUM_STAGES, ROWS, find_tile, find_weights, num_tiles, num_weight_rows
 from dcpmla.model.kernels import grouped
 from dcpmla.parallel.kernels import quantize
 
@@ -134,12 +134,12 @@ def consume(
     """
     expert_weights_ptr, out_ptr, out_scales_ptr, out_scales_stride, limit = results
     num_read = 0
-    for number in range(gl.program_id(0), routes.num_tiles, gl.num_programs(0)):
+    for number in range(gl.program_id(0), num_tiles(routes), gl.num_programs(0)):
         tile = find_tile(number, routes)
         routes_ptr = routes.routes_ptr + tile.block * (2 * ROWS) + group * ROWS
-        if tile.is_own and gl.load(routes_ptr) < 0:  # the block has no route for this consumer
+        if gl.load(routes_ptr) < 0:  # the block has no route for this consumer
             num_read = _skip(buffers, num_read, routes)
-        elif tile.is_own:
+        else:
             if buffers.x_scales is not None:
                 first, second, num_read = _multiply_fp8(group, w_scales_ptr, buffers, tile, num_read, routes)
             else:

@@ -37,7 +37,7 @@ class Routes:
 
     experts_ptr: gl.tensor  # int32, of each block
     routes_ptr: gl.tensor  # int32 [blocks, BLOCK_ROWS], -1 for none
-    num_tiles: gl.tensor  # of the result
+    num_blocks: gl.tensor
     num_experts: gl.tensor
     top_k: gl.constexpr  # row route // top_k of x is a route's
     width: gl.constexpr  # rows of an expert's weight in a part
@@ -52,18 +52,26 @@ class Tile:
     block: gl.tensor
     expert: gl.tensor
     first_column: gl.tensor  # of the first part
-    is_own: gl.tensor  # the expert is one of this rank's
+
+
+@gluon.jit
+def _tiles_of_block(routes):
+    columns: gl.constexpr = COLUMNS if routes.is_gated else 2 * COLUMNS
+    return (routes.width + columns - 1) // columns
+
+
+@gluon.jit
+def num_tiles(routes):
+    """Return the number of tiles of the result."""
+    return routes.num_blocks * _tiles_of_block(routes)
 
 
 @gluon.jit
 def find_tile(number, routes):
     """Return a tile by its number. Those of a block are neighbours: programs that run together share rows in the L2."""
     columns: gl.constexpr = COLUMNS if routes.is_gated else 2 * COLUMNS
-    tiles_of_block: gl.constexpr = (routes.width + columns - 1) // columns
-    block = number // tiles_of_block
-    expert = gl.load(routes.experts_ptr + block)
-    is_own = (expert >= 0) & (expert < routes.num_experts)
-    return Tile(block, expert, number % tiles_of_block * columns, is_own)
+    block = number // _tiles_of_block(routes)
+    return Tile(block, gl.load(routes.experts_ptr + block), number % _tiles_of_block(routes) * columns)
 
 
 @gluon.jit

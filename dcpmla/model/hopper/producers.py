@@ -19,6 +19,7 @@ from dcpmla.model.hopper.pipeline import (
     ROWS,
     find_tile,
     find_weights,
+    num_tiles,
     num_weight_rows,
 )
 from dcpmla.parallel import quantized
@@ -38,28 +39,27 @@ def gather_rows(x_ptr, x_scales_ptr, x_scales_stride_row, x_scales_stride_block,
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.expand_dims(gl.arange(0, depth, layout=gl.SliceLayout(0, layout)), 0)
     num_filled = 0
-    for number in range(gl.program_id(0), routes.num_tiles, gl.num_programs(0)):
+    for number in range(gl.program_id(0), num_tiles(routes), gl.num_programs(0)):
         tile = find_tile(number, routes)
-        if tile.is_own:
-            routes_ptr = routes.routes_ptr + tile.block * (2 * ROWS)
-            upper, lower = gl.load(routes_ptr + row), gl.load(routes_ptr + ROWS + row)
+        routes_ptr = routes.routes_ptr + tile.block * (2 * ROWS)
+        upper, lower = gl.load(routes_ptr + row), gl.load(routes_ptr + ROWS + row)
+        if x_scales_ptr is not None:
+            both = gl.load(routes_ptr + gl.arange(0, 2 * ROWS, layout=flat))
+            scales_at = x_scales_ptr + both // routes.top_k * x_scales_stride_row
+        for step in range(num_steps):
+            stage = num_filled % NUM_STAGES
+            mbarrier.wait(buffers.free.index(stage), (num_filled // NUM_STAGES) & 1 ^ 1)
+            at = step * depth + column
+            for group in gl.static_range(2):
+                route = upper if group == 0 else lower
+                rows_at = x_ptr + gl.expand_dims((route // routes.top_k).to(gl.int64) * routes.depth, 1) + at
+                mask = gl.expand_dims(route >= 0, 1) & (at < routes.depth)
+                copy_async(buffers.x.index(2 * stage + group), rows_at, mask=mask)
             if x_scales_ptr is not None:
-                both = gl.load(routes_ptr + gl.arange(0, 2 * ROWS, layout=flat))
-                scales_at = x_scales_ptr + both // routes.top_k * x_scales_stride_row
-            for step in range(num_steps):
-                stage = num_filled % NUM_STAGES
-                mbarrier.wait(buffers.free.index(stage), (num_filled // NUM_STAGES) & 1 ^ 1)
-                at = step * depth + column
-                for group in gl.static_range(2):
-                    route = upper if group == 0 else lower
-                    rows_at = x_ptr + gl.expand_dims((route // routes.top_k).to(gl.int64) * routes.depth, 1) + at
-                    mask = gl.expand_dims(route >= 0, 1) & (at < routes.depth)
-                    copy_async(buffers.x.index(2 * stage + group), rows_at, mask=mask)
-                if x_scales_ptr is not None:
-                    scales = buffers.x_scales.index(stage)
-                    copy_async(scales, scales_at + step * x_scales_stride_block, mask=both >= 0)
-                async_copy.mbarrier_arrive(buffers.ready.index(stage), increment_count=False)  # when they have come
-                num_filled += 1
+                scales = buffers.x_scales.index(stage)
+                copy_async(scales, scales_at + step * x_scales_stride_block, mask=both >= 0)
+            async_copy.mbarrier_arrive(buffers.ready.index(stage), increment_count=False)  # when they have come
+            num_filled += 1
 
 
 @gluon.jit
@@ -68,18 +68,17 @@ def load_weights(w_desc, buffers, routes):
     depth: gl.constexpr = buffers.w.shape[2]
     num_steps: gl.constexpr = (routes.depth + depth - 1) // depth
     num_filled = 0
-    for number in range(gl.program_id(0), routes.num_tiles, gl.num_programs(0)):
+    for number in range(gl.program_id(0), num_tiles(routes), gl.num_programs(0)):
         tile = find_tile(number, routes)
-        if tile.is_own:
-            for step in range(num_steps):
-                stage = num_filled % NUM_STAGES
-                ready = buffers.ready.index(stage)
-                mbarrier.wait(buffers.free.index(stage), (num_filled // NUM_STAGES) & 1 ^ 1)
-                mbarrier.expect(ready, 2 * COLUMNS * ROW_BYTES)
-                for part in gl.static_range(2):
-                    at = [find_weights(tile, part, routes), step * depth]
-                    tma_load(w_desc, at, ready, buffers.w.index(stage).slice(part * COLUMNS, COLUMNS))
-                num_filled += 1
+        for step in range(num_steps):
+            stage = num_filled % NUM_STAGES
+            ready = buffers.ready.index(stage)
+            mbarrier.wait(buffers.free.index(stage), (num_filled // NUM_STAGES) & 1 ^ 1)
+            mbarrier.expect(ready, 2 * COLUMNS * ROW_BYTES)
+            for part in gl.static_range(2):
+                at = [find_weights(tile, part, routes), step * depth]
+                tma_load(w_desc, at, ready, buffers.w.index(stage).slice(part * COLUMNS, COLUMNS))
+            num_filled += 1
 
 
 def _assembler(convert: str) -> gl.constexpr:
@@ -126,7 +125,7 @@ def _dequantize(words, scales, second: gl.constexpr):
     factors = gl.expand_dims(factors, 1).broadcast_to(words.shape)
     a, b, c, d = gl.inline_asm_elementwise(
         asm,
-        "=r,=r,=r,=r,r,r",
+        "=&r,=&r,=&r,=&r,r,r",
         [words, factors],
         (gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True,
@@ -159,31 +158,30 @@ def dequantize_weights(part: gl.constexpr, w_desc, scales_ptr, codes, codes_read
     word_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     words = reinterpret(buffers.w, gl.int32, [2 * NUM_STAGES, COLUMNS, GROUP], word_layout)
     num_filled = 0
-    for number in range(gl.program_id(0), routes.num_tiles, gl.num_programs(0)):
+    for number in range(gl.program_id(0), num_tiles(routes), gl.num_programs(0)):
         tile = find_tile(number, routes)
-        if tile.is_own:
-            first_row = find_weights(tile, part, routes)
-            row = first_row + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, by_row))
-            # The second part of a block's last tile may lie past the end: it is not stored.
-            scales_at = scales_ptr + gl.minimum(row, num_weight_rows(routes) - 1).to(gl.int64) * num_steps
-            for step in gl.static_range(NUM_SLOTS):
-                if step < num_steps:
-                    _load_codes(w_desc, first_row, step, codes, codes_ready, num_filled + step)
-            scales, next_scales = gl.load(scales_at), gl.load(scales_at + gl.minimum(1, num_steps - 1))
-            for step in range(num_steps):
-                stage, slot = num_filled % NUM_STAGES, num_filled % NUM_SLOTS
-                mbarrier.wait(codes_ready.index(slot), (num_filled // NUM_SLOTS) & 1)
-                mbarrier.wait(buffers.free.index(stage), (num_filled // NUM_STAGES) & 1 ^ 1)
-                packed, w = codes.index(slot), words.index(2 * stage + part)
-                for group in gl.static_range(2):
-                    group_words = packed.slice(group * num_words, num_words, dim=1).load(by_row)
-                    values = _dequantize(group_words, scales, group == 1)
-                    w.slice(group * (GROUP // 2), GROUP // 2, dim=1).store(values)
-                fence_async_shared()
-                barrier()
-                mbarrier.arrive(buffers.ready.index(stage), count=1)
-                # The slot has been read, and a fence has just passed, which would wait for loads.
-                if step + NUM_SLOTS < num_steps:
-                    _load_codes(w_desc, first_row, step + NUM_SLOTS, codes, codes_ready, num_filled + NUM_SLOTS)
-                scales, next_scales = next_scales, gl.load(scales_at + gl.minimum(step + 2, num_steps - 1))
-                num_filled += 1
+        first_row = find_weights(tile, part, routes)
+        row = first_row + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, by_row))
+        # The second part of a block's last tile may lie past the end: it is not stored.
+        scales_at = scales_ptr + gl.minimum(row, num_weight_rows(routes) - 1).to(gl.int64) * num_steps
+        for step in gl.static_range(NUM_SLOTS):
+            if step < num_steps:
+                _load_codes(w_desc, first_row, step, codes, codes_ready, num_filled + step)
+        scales, next_scales = gl.load(scales_at), gl.load(scales_at + gl.minimum(1, num_steps - 1))
+        for step in range(num_steps):
+            stage, slot = num_filled % NUM_STAGES, num_filled % NUM_SLOTS
+            mbarrier.wait(codes_ready.index(slot), (num_filled // NUM_SLOTS) & 1)
+            mbarrier.wait(buffers.free.index(stage), (num_filled // NUM_STAGES) & 1 ^ 1)
+            packed, w = codes.index(slot), words.index(2 * stage + part)
+            for group in gl.static_range(2):
+                group_words = packed.slice(group * num_words, num_words, dim=1).load(by_row)
+                values = _dequantize(group_words, scales, group == 1)
+                w.slice(group * (GROUP // 2), GROUP // 2, dim=1).store(values)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(buffers.ready.index(stage), count=1)
+            # The slot has been read, and a fence has just passed, which would wait for loads.
+            if step + NUM_SLOTS < num_steps:
+                _load_codes(w_desc, first_row, step + NUM_SLOTS, codes, codes_ready, num_filled + NUM_SLOTS)
+            scales, next_scales = next_scales, gl.load(scales_at + gl.minimum(step + 2, num_steps - 1))
+            num_filled += 1

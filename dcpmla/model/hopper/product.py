@@ -6,7 +6,6 @@ consumers, which multiply 64 routes each.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,13 +16,14 @@ from dcpmla.cache.formats import FP8
 from dcpmla.model.hopper.consumers import consume
 from dcpmla.model.hopper.pipeline import COLUMNS, ROW_BYTES, Routes, new_buffers
 from dcpmla.model.hopper.producers import allocate_codes, dequantize_weights, gather_rows, load_weights
+from dcpmla.model.kernels.blocks import Blocks
 from dcpmla.parallel.fp8 import QuantizedRows
 from dcpmla.parallel.quantized import GROUP
 
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "x_scales_stride_block", "out_scales_stride"])
+@gluon.jit(do_not_specialize=["num_experts", "x_scales_stride_block", "out_scales_stride"])
 def grouped_product_kernel(
     x_ptr,
     x_scales_ptr,
@@ -33,12 +33,12 @@ def grouped_product_kernel(
     w_scales_ptr,
     experts_ptr,
     routes_ptr,
+    num_blocks_ptr,
     expert_weights_ptr,
     out_ptr,
     out_scales_ptr,
     out_scales_stride,
     limit,
-    num_tiles,
     num_experts,
     TOP_K: gl.constexpr,
     WIDTH: gl.constexpr,
@@ -59,7 +59,7 @@ def grouped_product_kernel(
     buffers = new_buffers(
         x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, x_scales_ptr is not None, 2 if is_packed else 1
     )
-    routes = Routes(experts_ptr, routes_ptr, num_tiles, num_experts, TOP_K, WIDTH, K, GATED)
+    routes = Routes(experts_ptr, routes_ptr, gl.load(num_blocks_ptr), num_experts, TOP_K, WIDTH, K, GATED)
     results = (expert_weights_ptr, out_ptr, out_scales_ptr, out_scales_stride, limit)
     rows = (x_ptr, x_scales_ptr, x_scales_stride_row, x_scales_stride_block, buffers, routes)
     if is_packed:
@@ -91,15 +91,23 @@ def grouped_product_kernel(
         )
 
 
-def takes(x: Tensor, weights: Tensor) -> bool:
-    """Return whether the kernel multiplies rows x [T, H], before any quantization, by experts' weights [E, 2 I, ..]."""
+def takes(x: Tensor, *weights: Tensor | None) -> bool:
+    """Return whether the kernel multiplies rows x [T, H], before any quantization, by experts of one format.
+
+    Args:
+        weights: gate_up [E, 2 I, ..] and down [E, H, ..], and their scales.
+    """
+    gate_up = weights[0]
+    assert gate_up is not None
     if not x.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
-    sizes = x.shape[1], weights.shape[1] // 2
+    is_packed = gate_up.dtype == torch.uint8  # whose values are bfloat16
+    is_known = x.dtype == torch.bfloat16 if is_packed else x.dtype in _GLUON and gate_up.dtype in (x.dtype, FP8)
     # TMA and cp.async bring 16 bytes at a time.
-    multiple = 2 * GROUP if weights.dtype == torch.uint8 else 16 // weights.itemsize
-    is_known = weights.dtype in (x.dtype, FP8, torch.uint8) and x.dtype in _GLUON
-    return is_known and all(size % multiple == 0 for size in sizes)
+    multiple = 2 * GROUP if is_packed else 16 // gate_up.itemsize
+    is_aligned = all(part is None or (part.data_ptr() % 16 == 0 and part.is_contiguous()) for part in weights)
+    sizes = x.shape[1], gate_up.shape[1] // 2
+    return is_known and is_aligned and x.data_ptr() % 16 == 0 and all(size % multiple == 0 for size in sizes)
 
 
 def interleave(x: Tensor) -> Tensor:
@@ -111,7 +119,7 @@ def multiply_gated(
     x: Tensor | QuantizedRows,
     weights: Tensor,
     scales: Tensor | None,
-    blocks: tuple[Tensor, Tensor],
+    blocks: Blocks,
     expert_weights: Tensor,
     limit: float | None,
     dtype: torch.dtype,
@@ -121,19 +129,22 @@ def multiply_gated(
     Args:
         x: [T, H]; for weights in fp8 quantized, for those in 4 bits interleaved, as then is the result.
         weights: [E, 2 I, H], or codes [E, 2 I, H / 2].
-        blocks: experts [blocks] and routes [blocks, BLOCK_ROWS] of `model.kernels.blocks.assign_blocks`.
+        blocks: of BLOCK_ROWS routes.
         expert_weights: float32 [T, k].
         limit: `model.experts.compute_experts`'s swiglu_limit.
     """
-    width = weights.shape[1] // 2
-    out = torch.empty(expert_weights.numel(), width, dtype=dtype, device=weights.device)
-    result = QuantizedRows.empty_like(out) if isinstance(x, QuantizedRows) else out
+    num_routes, width = expert_weights.numel(), weights.shape[1] // 2
+    result: Tensor | QuantizedRows
+    if isinstance(x, QuantizedRows):
+        result = QuantizedRows.empty_like(x.values[:1, :1].expand(num_routes, width))
+    else:
+        result = torch.empty(num_routes, width, dtype=dtype, device=weights.device)
     _launch(x, weights.unflatten(1, (2, width)), scales, blocks, result, expert_weights, limit, dtype)
     return result
 
 
 def multiply(
-    h: Tensor | QuantizedRows, weights: Tensor, scales: Tensor | None, blocks: tuple[Tensor, Tensor], dtype: torch.dtype
+    h: Tensor | QuantizedRows, weights: Tensor, scales: Tensor | None, blocks: Blocks, dtype: torch.dtype
 ) -> Tensor:
     """Return each route's row of h, which `multiply_gated` gave, times its expert's weight: [routes, H] in dtype.
 
@@ -150,7 +161,7 @@ def _launch(
     x: Tensor | QuantizedRows,
     weights: Tensor,
     scales: Tensor | None,
-    blocks: tuple[Tensor, Tensor],
+    blocks: Blocks,
     out: Tensor | QuantizedRows,
     expert_weights: Tensor | None,
     limit: float | None,
@@ -164,9 +175,8 @@ def _launch(
     if weights.dtype == torch.uint8 and scales is not None:
         weights, row_bytes = weights.view(torch.int32), GROUP
         scales = scales.view(torch.uint16 if scales.dtype == torch.uint8 else torch.int32)
-    num_tiles = len(blocks[0]) * triton.cdiv(width, COLUMNS.value if expert_weights is not None else 2 * COLUMNS.value)
     num_programs = torch.cuda.get_device_properties(weights.device).multi_processor_count
-    grouped_product_kernel[(min(num_programs, num_tiles),)](
+    grouped_product_kernel[(num_programs,)](
         values.contiguous(),
         x_scales,
         *((0, 0) if x_scales is None else x_scales.stride()),
@@ -178,7 +188,6 @@ def _launch(
         out_scales,
         0 if out_scales is None else out_scales.stride(1),
         limit,
-        num_tiles,
         num_experts,
         TOP_K=1 if expert_weights is None else expert_weights.shape[1],
         WIDTH=width,

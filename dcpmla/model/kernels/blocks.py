@@ -2,6 +2,8 @@
 sum over each token's routes.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,7 @@ def assign_kernel(
     counts_ptr,
     experts_ptr,
     routes_ptr,
+    num_blocks_ptr,
     num_routes,
     num_experts,
     max_blocks,
@@ -56,6 +59,7 @@ def assign_kernel(
             mask = block < tl.where(is_last, max_blocks, end)
             tl.store(experts_ptr + block, tl.where(is_last, -1, expert), mask=mask)
     if is_last:
+        tl.store(num_blocks_ptr, start)
         return
     next_row = start * ROWS + num_before
     for first in range(span * SPAN, tl.minimum((span + 1) * SPAN, num_routes), CHUNK):
@@ -67,21 +71,32 @@ def assign_kernel(
     tl.store(routes_ptr + padding, -1, mask=padding < tl.where(span == num_spans - 1, end * ROWS, 0))
 
 
-def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Sort routes into blocks of one expert each.
+class Blocks(NamedTuple):
+    """Routes in blocks of one expert each, as many blocks as any ids may need.
+
+    Attributes:
+        experts: int32 [blocks], an expert's blocks side by side, -1 for those that nobody has, after all others.
+        routes: int32 [blocks, rows], ascending within an expert, -1 where a block has fewer.
+        number: int32 [1], of blocks that an expert has.
+    """
+
+    experts: Tensor
+    routes: Tensor
+    number: Tensor
+
+
+def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> Blocks:
+    """Sort routes into blocks of up to `rows`.
 
     Args:
         expert_ids: int32 [T, k], contiguous; ids outside [0, num_experts) are in no block.
-    Returns:
-        experts [blocks] int32, an expert's blocks side by side, -1 for those that nobody has; routes [blocks, rows]
-        int32, ascending within an expert, -1 where a block has fewer. As many blocks as any ids may need.
     """
     num_routes = expert_ids.numel()
     max_blocks = num_routes // rows + min(num_experts, num_routes)
     num_spans = triton.cdiv(num_routes, _SPAN)
-    counts, experts, routes = (
+    counts, experts, routes, number = (
         torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
-        for shape in ((num_experts, num_spans), max_blocks, (max_blocks, rows))
+        for shape in ((num_experts, num_spans), max_blocks, (max_blocks, rows), 1)
     )
     chunk = min(_CHUNK, triton.next_power_of_2(num_routes))
     sizes = {"SPAN": _SPAN, "CHUNK": chunk, "num_warps": 8 if chunk == _CHUNK else 4}
@@ -91,6 +106,7 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> tuple[Tens
         counts,
         experts,
         routes,
+        number,
         num_routes,
         num_experts,
         max_blocks,
@@ -99,7 +115,7 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> tuple[Tens
         SPANS=triton.next_power_of_2(num_spans),
         **sizes,
     )
-    return experts, routes
+    return Blocks(experts, routes, number)
 
 
 @triton.jit

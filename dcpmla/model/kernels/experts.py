@@ -94,7 +94,8 @@ def compute_experts(
     if gate_up_scales is not None and down_scales is not None:
         gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
     num_experts, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
-    if num_routes > _MANY_ROWS * num_experts and product.takes(x, gate_up):
+    weights = gate_up, down, gate_up_scales, down_scales
+    if num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
         blocks = assign_blocks(ids, num_experts, BLOCK_ROWS)
         rows: Tensor | QuantizedRows = x
         if gate_up.dtype == FP8:
@@ -110,7 +111,7 @@ def compute_experts(
         tiling, experts, routes = _FEW[kind], ids, None
     else:
         tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.most_rows * num_experts)
-        experts, routes = assign_blocks(ids, num_experts, max(tiling.gate_up.rows, tiling.down.rows))
+        experts, routes, _ = assign_blocks(ids, num_experts, max(tiling.gate_up.rows, tiling.down.rows))
 
     h = x.new_empty(num_routes, width)
     codes = gate_up.unflatten(1, (2, width))
