@@ -86,14 +86,15 @@ class Parts:
         gate = self._gate(name, module, len(shared))
         experts = load_experts(weights, parts + shared, hidden_size, self.expert_dtype, self.dtype, self.device)
         has_mlp = hasattr(module, "shared_experts") and not shared
-        adds_identity = getattr(module.experts, "zero_expert_num", 0) and tp_rank == 0
+        adds_identity = getattr(module.experts, "zero_expert_num", 0) > 0 and tp_rank == 0
         return MoE(
             gate,
             experts,
             own.start,
             self.dense(f"{name}.shared_experts") if has_mlp else None,
             self._swiglu_limit,
-            num_experts if adds_identity else None,
+            num_experts + len(shared),
+            adds_identity,
         )
 
     def _shared_parts(

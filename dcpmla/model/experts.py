@@ -35,7 +35,12 @@ class ExpertWeights(NamedTuple):
 
 
 def compute_experts(
-    x: PlainRows, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertWeights, swiglu_limit: float | None = None
+    x: PlainRows,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    weights: ExpertWeights,
+    swiglu_limit: float | None = None,
+    num_experts: int | None = None,
 ) -> Tensor:
     """Return each token's weighted sum over its experts of down(silu(gate) * up).
 
@@ -49,6 +54,7 @@ def compute_experts(
         expert_ids: int32 [T, k]; ids outside [0, E) count for nothing: another rank's, LongCat's zero experts.
         expert_weights: float32 [T, k].
         swiglu_limit: DeepSeek-V4: gates are at most this, what they gate lies between its negative and this.
+        num_experts: that share the routes, those of other ranks included; None for E. Kernels are chosen by it.
     Returns:
         [T, H] in x's dtype. Sums are in float32; silu(gate) * up, which takes the expert's weight, is rounded to x's
         dtype, and with more than a few tokens so is what an expert gives, before the sum over experts.
@@ -60,7 +66,7 @@ def compute_experts(
     if expert_ids.numel() == 0:
         return torch.zeros_like(rows)
     codes = *unpack(weights.gate_up), *unpack(weights.down)
-    return _compute(rows, *quantized, expert_ids, expert_weights, *codes, swiglu_limit)
+    return _compute(rows, *quantized, expert_ids, expert_weights, *codes, swiglu_limit, num_experts or len(codes[0]))
 
 
 @torch.library.custom_op("dcpmla::experts", mutates_args=())
@@ -75,13 +81,14 @@ def _compute(
     down: Tensor,
     down_scales: Tensor | None,
     swiglu_limit: float | None,
+    num_experts: int,
 ) -> Tensor:
     if _runs_triton(x, gate_up):
         from dcpmla.model.kernels import experts  # triton is there on Linux only
 
         weights = gate_up, gate_up_scales, down, down_scales
         quantized = None if x_codes is None or x_scales is None else QuantizedRows(x_codes, x_scales)
-        return experts.compute_experts(x, expert_ids, expert_weights, *weights, swiglu_limit, quantized)
+        return experts.compute_experts(x, expert_ids, expert_weights, *weights, swiglu_limit, num_experts, quantized)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
         if 0 <= expert < len(down):

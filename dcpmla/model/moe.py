@@ -64,8 +64,8 @@ class MoE(nn.Module):
         gate: gate(x [T, hidden], token_ids) -> expert ids [T, k] int32, weights [T, k] float32.
         experts: the experts, or slices of experts, of this rank; the first has the id first_expert.
         shared: an MLP that all tokens go through, where it is not among the experts.
-        num_experts: from this id on experts are the identity (LongCat's zero experts), which this rank adds; None where
-            it does not.
+        num_experts: of all ranks.
+        adds_identity: this rank adds those of further ids, which are the identity (LongCat's zero experts).
     """
 
     def __init__(
@@ -75,11 +75,12 @@ class MoE(nn.Module):
         first_expert: int,
         shared: MLP | None,
         swiglu_limit: float | None,
-        num_experts: int | None,
+        num_experts: int,
+        adds_identity: bool,
     ) -> None:
         super().__init__()
         self.gate, self.experts, self.first_expert, self.shared = gate, experts, first_expert, shared
-        self.swiglu_limit, self.num_experts = swiglu_limit, num_experts
+        self.swiglu_limit, self.num_experts, self.adds_identity = swiglu_limit, num_experts, adds_identity
 
     @property
     def takes_quantized(self) -> bool:
@@ -94,10 +95,10 @@ class MoE(nn.Module):
         """
         expert_ids, expert_weights = self.gate(plain(x), token_ids)
         own_ids = expert_ids - self.first_expert if self.first_expert else expert_ids
-        out = compute_experts(x, own_ids, expert_weights, self.experts, self.swiglu_limit)
+        out = compute_experts(x, own_ids, expert_weights, self.experts, self.swiglu_limit, self.num_experts)
         if self.shared is not None:
             out = out + self.shared(x)
-        if self.num_experts is not None:
+        if self.adds_identity:
             share = expert_weights.masked_fill(expert_ids < self.num_experts, 0).sum(-1, keepdim=True)
             out = out + plain(x) * share.to(out.dtype)
         return out

@@ -82,11 +82,13 @@ def compute_experts(
     down: Tensor,
     down_scales: Tensor | None,
     swiglu_limit: float | None,
+    num_sharing: int,
     quantized: QuantizedRows | None = None,
 ) -> Tensor:
     """Compute `model.experts.compute_experts` of at least one token and one route.
 
     Args:
+        num_sharing: experts that share the routes, those of other ranks included.
         quantized: of x, where it has been quantized before.
     """
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
@@ -95,7 +97,7 @@ def compute_experts(
         gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
     num_experts, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
     weights = gate_up, down, gate_up_scales, down_scales
-    if num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
+    if num_routes > _MANY_ROWS * num_sharing and product.takes(x, *weights):
         blocks = assign_blocks(ids, num_experts, BLOCK_ROWS)
         rows: Tensor | QuantizedRows = x
         if gate_up.dtype == FP8:
@@ -105,12 +107,12 @@ def compute_experts(
         h = product.multiply_gated(rows, gate_up, gate_up_scales, blocks, expert_weights, swiglu_limit, x.dtype)
         return sum_routes(product.multiply(h, down, down_scales, blocks, x.dtype), ids, num_experts)
     kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
-    is_sparse = num_tokens <= _MORE_TOKENS and num_routes * _EXPERTS_PER_ROUTE <= num_experts
+    is_sparse = num_tokens <= _MORE_TOKENS and num_routes * _EXPERTS_PER_ROUTE <= num_sharing
     is_few = num_tokens <= _FEW_TOKENS or is_sparse
     if is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
-        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.most_rows * num_experts)
+        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.most_rows * num_sharing)
         experts, routes, _ = assign_blocks(ids, num_experts, max(tiling.gate_up.rows, tiling.down.rows))
 
     h = x.new_empty(num_routes, width)
