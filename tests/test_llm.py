@@ -114,6 +114,11 @@ def test_options_reach_the_engine(model: Path) -> None:
             "attention_backend [(]--attention-backend[)] is 'fa9'; expected 'auto' or one of ",
         ),
         ({"prefill_backend": "fa9"}, "prefill_backend [(]--prefill-backend[)] is 'fa9'; expected 'auto' or one of "),
+        (
+            {"prefill_backend": "hopper"},
+            "prefill_backend .* is 'hopper', which needs a GPU; on CPUs choose 'auto' or .*torch",
+        ),
+        ({"attention_backend": "triton"}, "attention_backend .* is 'triton', which needs a GPU"),
         ({"max_num_seqs": "8"}, "max_num_seqs [(]--max-num-seqs[)] is '8'; it must be a whole number of at least 1"),
         ({"max_model_len": 1}, "max_model_len [(]--max-model-len[)] is 1; it must be in "),
         ({"timeout": 0}, "timeout [(]--timeout[)] is 0; it must be a finite number above 0"),

@@ -29,6 +29,7 @@ class Backend(Generic[Call]):
         sends_rows: whether `run` of decode takes a `Mailbox` as well: it stores rows at the ranks that own their heads
             as soon as it has them, and returns what all ranks' rows merge to.
         joins_keys: whether `run` of prefill copies k_nope and k_pe into one tensor (`join_keys`).
+        needs_gpu: whether it takes no call on a CPU.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Backend(Generic[Call]):
     run: Callable[..., tuple[Tensor, Tensor]]
     sends_rows: bool = False
     joins_keys: bool = False
+    needs_gpu: bool = False
 
     def takes(self, call: Call) -> bool:
         """Return whether the backend can run the call."""
@@ -257,23 +259,29 @@ def _missing_flashinfer() -> str:
 
 # Best first. Triton is there on Linux only, so its kernels are imported when one runs.
 DECODE_BACKENDS: list[Backend[DecodeCall]] = [
-    Backend("hopper", _hopper_obstacle, _run_hopper, sends_rows=True),
-    Backend("triton", _triton_obstacle, _run_triton),
-    Backend("flashinfer", _flashinfer_obstacle, flashinfer.run_decode),
+    Backend("hopper", _hopper_obstacle, _run_hopper, sends_rows=True, needs_gpu=True),
+    Backend("triton", _triton_obstacle, _run_triton, needs_gpu=True),
+    Backend("flashinfer", _flashinfer_obstacle, flashinfer.run_decode, needs_gpu=True),
     Backend("torch", _device_obstacle, reference.mla_decode),
 ]
 # Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans each ragged call anew, for 45 ms.
 PREFILL_BACKENDS: list[Backend[PrefillCall]] = [
-    Backend("hopper", _hopper_prefill_obstacle, _run_hopper_prefill),
-    Backend("flashinfer", _flashinfer_prefill_obstacle, flashinfer.run_prefill, joins_keys=True),
-    Backend("triton", _triton_prefill_obstacle, _run_triton_prefill),
+    Backend("hopper", _hopper_prefill_obstacle, _run_hopper_prefill, needs_gpu=True),
+    Backend("flashinfer", _flashinfer_prefill_obstacle, flashinfer.run_prefill, joins_keys=True, needs_gpu=True),
+    Backend("triton", _triton_prefill_obstacle, _run_triton_prefill, needs_gpu=True),
     Backend("torch", _device_obstacle, reference.run_prefill, joins_keys=True),
 ]
 
 
-def check_backends(dcp: DCPConfig) -> None:
-    """Raise ValueError for a backend that is asked for, and that neither table has."""
-    if dcp.attention_backend != "auto":
-        find_backend(DECODE_BACKENDS, dcp.attention_backend, "attention_backend (--attention-backend)")
-    if dcp.prefill_backend != "auto":
-        find_backend(PREFILL_BACKENDS, dcp.prefill_backend, "prefill_backend (--prefill-backend)")
+def check_backends(dcp: DCPConfig, device: torch.device | None = None) -> None:
+    """Raise ValueError for a backend that is asked for, and that its table does not have, or that a device does not
+    run.
+    """
+    _check_backend(DECODE_BACKENDS, dcp.attention_backend, "attention_backend (--attention-backend)", device)
+    _check_backend(PREFILL_BACKENDS, dcp.prefill_backend, "prefill_backend (--prefill-backend)", device)
+
+
+def _check_backend(table: list[Backend[Call]], name: str, argument: str, device: torch.device | None) -> None:
+    if name != "auto" and find_backend(table, name, argument).needs_gpu and device is not None and device.type == "cpu":
+        others = ", ".join(backend.name for backend in table if not backend.needs_gpu)
+        raise ValueError(f"{argument} is {name!r}, which needs a GPU; on CPUs choose 'auto' or one of {others}")

@@ -101,7 +101,7 @@ class MLAAttention(AttentionWeights):
         cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
         cache_width = row_width(cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
         check_device(cache_dtype, torch.device(device))
-        check_backends(dcp)
+        check_backends(dcp, torch.device(device))
         super().__init__(config, dcp, mesh, dtype, device, modules)
         self.exchange, self.cache_dtype, self.cache_width = exchange, cache_dtype, cache_width
         self._lacks_scales = dcp.calculate_kv_scales

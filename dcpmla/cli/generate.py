@@ -50,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OUT.jsonl",
         help="a line for each prompt of --prompt-file; a rerun adds what is missing",
     )
-    add("--max-new-tokens", type=positive, default=16, metavar="K")
+    add("--max-new-tokens", type=positive, default=16, metavar="K", help="most new tokens, 16 where not given")
     add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--top-p", type=float, default=1.0, help="draw from the best tokens that have this probability together")
     add("--top-k", type=int, default=0, help="draw from this many best tokens; 0: all")
-    add("--seed", type=seed, default=0)
+    add("--seed", type=seed, default=0, help="of sampled tokens; 0 where not given")
     add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; repeatable")
     add("--stop-token-ids", type=token_ids, default=[], metavar="5,6,7", help="end an answer at one of these tokens")
     add("--json", type=Path, metavar="OUT.json", help="write tokens, texts and measurements")

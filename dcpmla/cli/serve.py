@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
         # Passes for garbage leave out what is loaded by now: looking at it takes 0.2 s and more, and all ranks wait.
         gc.collect()
         gc.freeze()
+        to_close.callback(gc.unfreeze)  # else libraries report what is still there at the end as leaked
         job.watchdog.enter("waiting for the first request")
         loop.run()
 

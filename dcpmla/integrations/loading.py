@@ -165,6 +165,7 @@ def load_engine(
     with agree():
         files = model if isinstance(model, ModelFiles) else open_model(model)
         check_layout(files, dcp)
+        check_backends(dcp, device)
         check_speculation(files.config, dcp, speculative_method)
     has_mtp = speculative_method == "mtp"
     workspace = context_workspace_tokens(files.max_model_len, max_num_seqs, dcp)

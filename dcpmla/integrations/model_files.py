@@ -39,6 +39,8 @@ def find_model(model: str) -> Path:
     try:
         if Path(model).is_dir():
             return Path(model)
+        if Path(model).is_file():
+            raise ValueError(f"model (--model) is {model!r}, a file; give the directory that it is in")
         return Path(snapshot_download(model, allow_patterns=_FILES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
@@ -55,9 +57,14 @@ def load_config(directory: Path) -> Any:
     """
     file = directory if directory.is_file() else directory / "config.json"
     try:
-        raw = _text_fields(dict(json.loads(file.read_text())))
-    except (OSError, ValueError, TypeError) as error:
+        raw = json.loads(file.read_text())
+    except OSError as error:
         raise ValueError(f"model (--model): {directory} has no readable config.json") from error
+    except ValueError as error:
+        raise ValueError(f"model (--model): {file} is no JSON: {reason(error)}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"model (--model): {file} is no JSON object")
+    raw = _text_fields(raw)
     model_type = raw.pop("model_type", "none")
     check_model_type(model_type)
     try:

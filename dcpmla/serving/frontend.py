@@ -6,6 +6,7 @@ one, and the engine looks there once a step.
 
 import errno
 import os
+import signal
 import socket
 import threading
 import time
@@ -77,7 +78,7 @@ class Frontend:
             while True:
                 packed.append(self._inbox.get_nowait())
         if None in packed:
-            raise RuntimeError("the HTTP process has ended: see its lines above")
+            raise RuntimeError(f"the HTTP process {self._end()}")
         return b"".join(command for command in packed if command is not None)
 
     def close(self) -> None:
@@ -87,8 +88,16 @@ class Frontend:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         until = time.monotonic() + _FAREWELL
-        while time.monotonic() < until and os.waitpid(self._pid, os.WNOHANG)[0] == 0:
-            time.sleep(0.05)
+        with suppress(ChildProcessError):  # it has ended before
+            while time.monotonic() < until and os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+                time.sleep(0.05)
+
+    def _end(self) -> str:
+        """Wait for the process, whose end of the socket is closed, and say how it ended."""
+        _, status = os.waitpid(self._pid, 0)
+        if os.WIFSIGNALED(status):
+            return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}, by hand or for want of memory"
+        return "has ended: see its lines above"
 
     def _write(self) -> None:
         with suppress(OSError):  # the reader tells of it

@@ -117,5 +117,7 @@ class Texts:
         try:
             check_prompt("the prompt", token_ids, self._model.vocab_size, self._model.max_model_len)
         except ValueError as error:
-            raise ApiError(400, str(error), param="prompt", code="context_length_exceeded") from error
+            is_long = len(token_ids) >= self._model.max_model_len
+            code = "context_length_exceeded" if is_long else None  # by which clients shorten a prompt and ask again
+            raise ApiError(400, str(error), param="prompt", code=code) from error
         return Prompt(token_ids, text)

@@ -235,8 +235,27 @@ def parse(kind: type[Body], content: bytes, check: Callable[[Body], None] = lamb
     try:
         body = kind.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        param = str(first["loc"][0]) if first["loc"] else None
-        raise ApiError(400, f"{param or 'the body'}: {first['msg']}", param=param) from None
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
+        path, words = _closest([(each["loc"], each["type"], each["msg"]) for each in errors])
+        item = f"[{path[-1]}]" if path and isinstance(path[-1], int) else ""
+        param = str(path[0]) if path else None
+        raise ApiError(400, f"{param or 'the body'}{item}: {words}", param=param) from None
     check(body)
     return body
+
+
+def _closest(errors: list[tuple[tuple[int | str, ...], str, str]]) -> tuple[tuple[int | str, ...], str]:
+    """Return where and what the mistake in the first wrong field is. Of a field of several kinds each has an error of
+    its own, most of them about the kind: what is said of a limit, or of an item far back, is closest to what was meant.
+
+    Args:
+        errors: of pydantic: path, type and message.
+    """
+    own = [error for error in errors if error[0][:1] == errors[0][0][:1]]
+
+    def closeness(error: tuple[tuple[int | str, ...], str, str]) -> tuple[int, ...]:
+        path, kind, _ = error
+        return not kind.endswith("_type"), *(step for step in path[2:] if isinstance(step, int))
+
+    path, _, words = max(own, key=closeness)
+    return path, words

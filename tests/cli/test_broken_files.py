@@ -69,8 +69,8 @@ def test_broken_checkpoints(
     [
         ("model.safetensors", b"garbage", "model.safetensors is not a readable safetensors file"),
         ("model.safetensors.index.json", b"{}", "model.safetensors.index.json is no JSON object with weight_map"),
-        ("config.json", b"[]", "is not an MLA model"),
-        ("config.json", b"{", "has no readable config.json"),
+        ("config.json", b"[]", "config.json is no JSON object"),
+        ("config.json", b"{", "config.json is no JSON: Expecting property name"),
         ("config.json", b'{"model_type": "deepseek_v3", "hidden_size": "abc"}', "config.json is no deepseek_v3 config"),
     ],
 )

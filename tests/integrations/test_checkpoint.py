@@ -77,3 +77,5 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         load_config(tmp_path)
     with pytest.raises(ValueError, match=r"model \(--model\) is 'no/such model': no such directory"):
         find_model("no/such model")
+    with pytest.raises(ValueError, match=r"model.safetensors', a file; give the directory that it is in"):
+        find_model(str(tmp_path / "model.safetensors"))

@@ -182,6 +182,24 @@ def test_any_json_is_a_body_or_an_error(fields: dict[str, Any], is_chat: bool) -
         body.params(max(1, body.max_tokens or 1), None, None)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ["a"] * 17}, "stop: List should have at most 16 items after validation, not 17"),
+        ({"stop": ["a", ""]}, "stop[1]: String should have at least 1 character"),
+        ({"stop": "a" * 300}, "stop: String should have at most 256 characters"),
+        ({"prompt": []}, "prompt: List should have at least 1 item after validation, not 0"),
+        ({"prompt": [1, "a"]}, "prompt[1]: Input should be a valid integer"),
+        ({"prompt": ["a", [1, 2]]}, "prompt[1]: Input should be a valid string"),
+        ({"prompt": 5}, "prompt: Input should be a valid string"),
+    ],
+)
+def test_the_mistake_in_a_field_of_several_kinds(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(CompletionBody, json.dumps({**GOOD, **fields}).encode())
+    assert caught.value.message == message
+
+
 def test_a_good_body_asks_for_what_it_says() -> None:
     body = parse(CompletionBody, json.dumps({"prompt": "a", "seed": -1, "stop": "x", "top_k": -1, "n": 3}).encode())
     params = body.params(5, 2, None)

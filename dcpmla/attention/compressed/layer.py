@@ -58,7 +58,7 @@ class CompressedAttention(CompressedWeights):
     ) -> None:
         self.cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
         check_device(self.cache_dtype, torch.device(device))
-        check_backends(dcp)
+        check_backends(dcp, torch.device(device))
         super().__init__(config, kind, dcp, mesh, dtype, device)
         # Every rank has all windows: its own heads attend to them without the others.
         self.exchange = LocalExchange() if kind == WINDOW_ONLY else exchange
