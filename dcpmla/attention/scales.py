@@ -20,8 +20,9 @@ from dcpmla.parallel.linear import Weight
 # Their names in checkpoints, next to the weights of a layer's attention: those that vLLM takes.
 KV_SCALE_NAMES = ("k_scale", "attn.k_scale", "mla_attn.k_scale", "k_proj.k_scale", "kv_scale")
 Q_SCALE_NAMES = ("q_scale", "attn.q_scale", "mla_attn.q_scale", "q_proj.q_scale")
-# Of e4m3's 448: leaves room for larger values later on. vLLM's K_SCALE_CONSTANT and Q_SCALE_CONSTANT.
-_CODE_OF_LARGEST = 200.0
+# Of e4m3's 448: leaves room for larger values later on. vLLM's K_SCALE_CONSTANT and Q_SCALE_CONSTANT, 200, lie midway
+# between two codes: the last bit of the largest value, which differs between TP sizes, would decide for one of them.
+_CODE_OF_LARGEST = 208.0
 
 
 def new_scale(value: float | None, device: torch.device | str) -> Tensor:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dcpmla.config import LARGEST_SIZE
@@ -33,7 +32,8 @@ _RATES = Rule(
 )
 _COMPRESSED_RULES = dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), whole(2, 1 << 16))
 _POSITIONS = whole(1, (1 << 31) - 1)
-_ROPE_TYPE = one_of(("default", *ROPE_INIT_FUNCTIONS))
+# longrope's angles depend on the longest position of a call: on a request's neighbours, and on when a key was cached.
+_ROPE_TYPE = one_of(("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "longrope")))
 # The names of all families: those that a config has not are passed over.
 _CONFIG_RULES = {
     "num_hidden_layers": _NUM_LAYERS,
@@ -54,7 +54,7 @@ _CONFIG_RULES = {
     "v_head_dim": _SIZE,
     "max_position_embeddings": whole(2, (1 << 31) - 1),
     "rms_norm_eps": number(0, 1),
-    "hidden_act": one_of(sorted(ACT2FN)),
+    "hidden_act": one_of(("silu", "swish")),  # one function; no MLA model has another
     "attention_bias": FLAG,
     "rope_interleave": FLAG,
     "n_routed_experts": _NUM_EXPERTS,
@@ -219,19 +219,19 @@ def _check_rope(config: Any) -> None:
             f"rope_parameters ({rope['rope_type']}, partial_rotary_factor "
             f"{rope.get('partial_rotary_factor', 1.0)}) give"
         )
-    for name in ("short_factor", "long_factor"):
-        if rope["rope_type"] == "longrope" and len(rope[name]) != dims // 2:
-            raise ValueError(
-                f"rope_parameters.{name} has {len(rope[name])} numbers; it must have one for each pair of "
-                f"qk_rope_head_dim {dims}"
-            )
+
+
+def has_groups(config: Any) -> bool:
+    """Return whether experts are chosen group by group; topk_method is a field of DeepSeek-V2's alone."""
+    is_greedy = config.model_type == "deepseek_v2" and config.topk_method == "greedy"
+    return hasattr(config, "n_group") and not is_greedy
 
 
 def _check_experts(config: Any) -> None:
     """Raise ValueError for experts that a router cannot choose."""
     chosen, num_experts = config.num_experts_per_tok, config.n_routed_experts
     num_choices = num_experts + (getattr(config, "zero_expert_num", None) or 0)
-    if hasattr(config, "n_group") and getattr(config, "topk_method", "") != "greedy":
+    if has_groups(config):
         groups, least = config.n_group, 1 if config.model_type == "deepseek_v2" else 2  # a group's score sums its best
         if groups is None or num_experts % groups or num_experts // groups < least:
             raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
+from dcpmla.integrations.config_checks import has_groups
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, HashGate, MoE, TopKGate, load_experts, unstack_experts
@@ -149,15 +150,15 @@ def read_router(config: Any, num_shared: int) -> Router:
     Args:
         num_shared: further experts that every token goes through.
     """
-    has_groups = hasattr(config, "n_group") and getattr(config, "topk_method", "") != "greedy"
+    in_groups = has_groups(config)
     routing = _ROUTERS[config.model_type]
     if config.model_type in COMPRESSED_MODEL_TYPES:
         routing = {**routing, "scoring": config.scoring_func}
     never = config.model_type in ("deepseek_v2", "longcat_flash")
     return Router(
         **routing,
-        num_groups=config.n_group if has_groups else 1,
-        topk_groups=config.topk_group if has_groups else 1,
+        num_groups=config.n_group if in_groups else 1,
+        topk_groups=config.topk_group if in_groups else 1,
         top_k=config.num_experts_per_tok,
         renormalize=not never and getattr(config, "norm_topk_prob", True),
         routed_scaling_factor=config.routed_scaling_factor,

@@ -97,12 +97,16 @@ def test_a_field_is_taken_or_named(family: str, tmp_path_factory: pytest.TempPat
     [
         (("qk_rope_head_dim",), 5, r"qk_rope_head_dim is 5; it must be an even number in \[2, "),
         (("rope_parameters", "mscale_all_dim"), 1e200, r"rope_parameters.mscale_all_dim is 1e\+200"),
+        (("rope_parameters", "rope_type"), "longrope", "rope_parameters.rope_type is 'longrope'; it must be one of"),
+        (("hidden_act",), "gelu", "hidden_act is 'gelu'; it must be one of silu, swish"),
     ],
 )
-def test_fields_that_fail_in_transformers_or_in_floats(
-    path: tuple[str, ...], value: float, message: str, tmp_path: Path
+def test_fields_that_mean_something_else_here(
+    path: tuple[str, ...], value: float | str, message: str, tmp_path: Path
 ) -> None:
-    """GLM's `qk_rope_head_dim` is `head_dim` to transformers."""
+    """Refuse what fails in transformers or in floats (GLM's `qk_rope_head_dim` is `head_dim` to transformers), and
+    what transformers can do and this package cannot.
+    """
     file = tmp_path / "config.json"
     file.write_text(json.dumps(changed(CONFIGS["glm4_moe_lite"], path, value)))
     with pytest.raises(ValueError, match=message):

@@ -63,6 +63,15 @@ def test_published_names(tmp_path: Path) -> None:
     check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",), is_compressed=True))
 
 
+def test_layers_that_compress_alike(tmp_path: Path) -> None:
+    """Layers with an indexer and layers without may have one ratio."""
+    config = tiny_config("deepseek_v4")
+    config.compress_rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 4}
+    reference = random_model(config)
+    reference.save_pretrained(tmp_path)
+    check(reference, tmp_path, 1, make_cases(1, [1], (1,), ("ag_rs",), is_compressed=True))
+
+
 def generate(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list[int], torch.Tensor]]]:
     """On one rank: for each layout, each prompt's new tokens and their logits [4, vocab]."""
     results = []

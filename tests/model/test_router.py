@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dcpmla.integrations.parts import read_router
 from dcpmla.model.moe import HashGate
 from dcpmla.model.router import Router, route, router_logits
 from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.models import tiny_config
 from tests.support.shared_memory import run_interpreted
 
 GROUPS = {"num_groups": 4, "topk_groups": 2, "n_routed_experts": 16}
@@ -248,3 +250,11 @@ def test_shapes_that_do_not_fit() -> None:
         route(torch.zeros(2, 12), torch.zeros(11), how)
     ids, weights = route(torch.zeros(0, 12), None, how)
     assert ids.shape == weights.shape == (0, 2)
+
+
+@pytest.mark.parametrize(("family", "num_groups"), [("deepseek_v2", 1), ("deepseek_v3", 4), ("mistral4", 4)])
+def test_a_method_of_deepseek_v2_alone(family: str, num_groups: int) -> None:
+    """transformers reads `topk_method` there and nowhere else."""
+    config = tiny_config(family)
+    config.topk_method, config.n_routed_experts, config.n_group, config.topk_group = "greedy", 8, 4, 2
+    assert read_router(config, 0).num_groups == num_groups

@@ -204,7 +204,7 @@ def with_angles(
     kinds = dict.fromkeys(compressed.plan.config.layer_kinds if kinds is None else kinds)
     positions, decodes = step.positions, slice(0, step.num_decode_tokens)
     selecting = {kind.ratio for kind in kinds if selects(compressed, kind)}
-    seen = {kind.ratio for kind in kinds if step.num_decode_tokens} - selecting
+    seen = {kind.ratio for kind in kinds if step.num_decode_tokens and not selects(compressed, kind)}
     ratios = {kind.ratio: None for kind in kinds if kind.ratio}
     window = rotary(positions, False)
     angles, entries = Angles(window, window), {}
