@@ -65,7 +65,8 @@ class Answers:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
-    _offsets: dict[int, int] = field(default_factory=dict)
+    # Of each choice: where in its text the next token begins, and the token before.
+    _offsets: dict[int, tuple[int, int | None]] = field(default_factory=dict)
 
     prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
@@ -122,11 +123,12 @@ class Answers:
         if self.num_logprobs is None:
             return None
         tokens = [(self.texts.token(entry.token_id), entry) for entry in (*output.prompt_logprobs, *output.logprobs)]
-        offset, offsets = self._offsets.get(index, 0), []
-        for text, _ in tokens:
+        (offset, before), offsets = self._offsets.get(index, (0, None)), []
+        for _, entry in tokens:
             offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
+            offset += self.texts.width(before, entry.token_id)
+            before = entry.token_id
+        self._offsets[index] = offset, before
         return {
             "tokens": [text for text, _ in tokens],
             "token_logprobs": [entry.logprob for _, entry in tokens],

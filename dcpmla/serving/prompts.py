@@ -113,6 +113,12 @@ class Texts:
             self._tokens[token_id] = self._tokenizer.decode([token_id])
         return self._tokens[token_id]
 
+    def width(self, before: int | None, token_id: int) -> int:
+        """Return how many characters a token adds to a text that ends with another; special tokens add none."""
+        ids = [token_id] if before is None else [before, token_id]
+        whole, first = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:-1]))
+        return len(whole) - len(first)
+
     def _checked(self, token_ids: list[int], text: str) -> Prompt:
         try:
             check_prompt("the prompt", token_ids, self._model.vocab_size, self._model.max_model_len)

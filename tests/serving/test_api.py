@@ -142,6 +142,23 @@ def test_log_probabilities_are_the_model_s(client: openai.OpenAI, reference: tup
     assert entries[0].logprob == max(top.logprob for top in entries[0].top_logprobs)
 
 
+def test_offsets_lead_to_tokens_in_the_text(client: openai.OpenAI) -> None:
+    for stream in (False, True):
+        body = {"prompt": QUESTION, "model": "needle", "max_tokens": 3, "logprobs": 0, **GREEDY}
+        answers = (
+            list(client.completions.create(**body, stream=True)) if stream else [client.completions.create(**body)]
+        )
+        parts = [answer.choices[0] for answer in answers]
+        text = "".join(part.text for part in parts)
+        found = [
+            text[offset:].split()[0]
+            for part in parts
+            if part.logprobs is not None
+            for offset in part.logprobs.text_offset or []
+        ]
+        assert (text, found) == ("123 123 123", ["123"] * 3)
+
+
 def test_what_lm_eval_asks_for(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
     """Its `local-completions`: token ids of context and continuation, echoed with log probabilities, one token more.
 
