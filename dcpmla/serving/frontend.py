@@ -87,17 +87,25 @@ class Frontend:
         self._writer.join(_FAREWELL)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-        until = time.monotonic() + _FAREWELL
-        with suppress(ChildProcessError):  # it has ended before
-            while time.monotonic() < until and os.waitpid(self._pid, os.WNOHANG)[0] == 0:
-                time.sleep(0.05)
+        self._await_end()
 
     def _end(self) -> str:
-        """Wait for the process, whose end of the socket is closed, and say how it ended."""
-        _, status = os.waitpid(self._pid, 0)
-        if os.WIFSIGNALED(status):
+        """Say how the process ended, whose end of the socket is closed."""
+        status = self._await_end()
+        if status is not None and os.WIFSIGNALED(status):
             return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}, by hand or for want of memory"
         return "has ended: see its lines above"
+
+    def _await_end(self) -> int | None:
+        """Wait a while for the process's end, and return its status; None where it still runs or was waited for."""
+        until = time.monotonic() + _FAREWELL
+        with suppress(ChildProcessError):
+            while time.monotonic() < until:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+                if pid:
+                    return status
+                time.sleep(0.05)
+        return None
 
     def _write(self) -> None:
         with suppress(OSError):  # the reader tells of it

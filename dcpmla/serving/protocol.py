@@ -53,6 +53,8 @@ TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 # How far a text reaches back for a stop string is work at every token, for all requests.
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Body = TypeVar("Body", bound=BaseModel)
+_Path = tuple[int | str, ...]
+_Mistake = tuple[_Path, str, str]  # of pydantic: path, type, message
 
 
 class StreamOptions(BaseModel):
@@ -244,16 +246,13 @@ def parse(kind: type[Body], content: bytes, check: Callable[[Body], None] = lamb
     return body
 
 
-def _closest(errors: list[tuple[tuple[int | str, ...], str, str]]) -> tuple[tuple[int | str, ...], str]:
-    """Return where and what the mistake in the first wrong field is. Of a field of several kinds each has an error of
-    its own, most of them about the kind: what is said of a limit, or of an item far back, is closest to what was meant.
-
-    Args:
-        errors: of pydantic: path, type and message.
+def _closest(errors: list[_Mistake]) -> tuple[_Path, str]:
+    """Return the path and the message of the mistake in the first wrong field. A field of several kinds has an error
+    for each, mostly about the kind: one about a limit, or about an item far back, is closest to the client's mistake.
     """
     own = [error for error in errors if error[0][:1] == errors[0][0][:1]]
 
-    def closeness(error: tuple[tuple[int | str, ...], str, str]) -> tuple[int, ...]:
+    def closeness(error: _Mistake) -> tuple[int, ...]:
         path, kind, _ = error
         return not kind.endswith("_type"), *(step for step in path[2:] if isinstance(step, int))
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 4096  # routes that a program looks at at a time
-_SPAN = 4 * _CHUNK  # that are its
+_SPAN = 4 * _CHUNK  # routes of a program
 _COLUMNS = 1024  # of a program that sums
 
 
