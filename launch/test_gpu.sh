@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 part="gpu or gpu_2 or gpu_4 or gpu_8"
 case "${1:-}" in gpu | gpu_2 | gpu_4 | gpu_8) part=$1 && shift ;; esac
-exec env PYTHONPATH=. "${PYTHON:-python3}" -m pytest --ignore tests/serving -m "$part" "$@"
+exec env PYTHONPATH=. OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "${PYTHON:-python3}" -m pytest --ignore tests/serving -m "$part" "$@"

@@ -104,8 +104,8 @@ def _hopper_obstacle(call: DecodeCall) -> str:
     q, kv_cache, rank = call.q, call.kv_cache, call.kv_lora_rank
     if obstacle := _triton_obstacle(call) or _hopper_gpu_obstacle(q):
         return obstacle
-    if rank != 512 or q.shape[-1] not in (512, 576):
-        return f"latents have {rank} + {q.shape[-1] - rank} columns, not 512 + 64 or, of shared keys, 512"
+    if rank != 512 or call.rope_dim not in (0, 64):
+        return f"latents have {rank} + {call.rope_dim} columns, not 512 + 64 or, of shared keys, 512"
     is_sparse, is_fp8 = call.block_size == 1, q.dtype == FP8
     if is_fp8 and kv_cache.dtype != FP8:
         return f"e4m3 queries go with an e4m3 cache, not {kv_cache.dtype}"
@@ -115,11 +115,17 @@ def _hopper_obstacle(call: DecodeCall) -> str:
         return f"shared keys are addressed row by row, not in blocks of {call.block_size}"
     if not is_sparse and not _is_tiled(kv_cache):
         return f"blocks have {kv_cache.shape[1]} tokens, not 64 n, or are no matrix that TMA takes"
-    row_stride = kv_cache.stride(0 if is_sparse else 1)
-    strides = *(stride * q.element_size() for stride in q.stride()[:2]), row_stride * kv_cache.element_size()
-    if any(start % 16 for start in (q.data_ptr(), kv_cache.data_ptr(), *strides)) or min(strides) <= 0:
+    parts = [part for part in (q, call.q_pe) if part is not None]
+    rows_are_aligned = _are_aligned(kv_cache, kv_cache.stride(0 if is_sparse else 1))
+    if not (rows_are_aligned and all(_are_aligned(part, *part.stride()[:2]) for part in parts)):
         return "rows of queries or of the cache do not begin at multiples of 16 bytes"
     return ""
+
+
+def _are_aligned(rows: Tensor, *strides: int) -> bool:
+    """Return whether rows with these strides all begin at multiples of 16 bytes, one after the other."""
+    size = rows.element_size()
+    return rows.data_ptr() % 16 == 0 and all(stride > 0 and stride * size % 16 == 0 for stride in strides)
 
 
 def _is_tiled(kv_cache: Tensor) -> bool:
@@ -145,10 +151,10 @@ def _triton_obstacle(call: DecodeCall) -> str:
         return f"the output has dtype {dtype}, not bfloat16 or float16"
     if q.dtype not in (dtype, FP8) or kv_cache.dtype not in (q.dtype, FP8, torch.uint8):
         return f"q has dtype {q.dtype} and the cache {kv_cache.dtype}, which it does not multiply"
-    widths = call.kv_lora_rank, q.shape[-1] - call.kv_lora_rank
+    widths = call.kv_lora_rank, call.rope_dim
     if not all(16 <= width <= 512 and width & (width - 1) == 0 for width in widths if width):
         return f"latents have {widths[0]} + {widths[1]} columns, not powers of 2 from 16 to 512"
-    if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
+    if any(rows is not None and rows.stride(-1) != 1 for rows in (q, call.q_pe, kv_cache)):
         return "rows of queries or of the cache are not contiguous"
     if call.is_planar:
         if kv_cache.stride(1) != kv_cache.shape[2] or kv_cache.stride(0) % 2 or kv_cache.data_ptr() % 2:
@@ -171,7 +177,7 @@ def _flashinfer_obstacle(call: DecodeCall) -> str:
         return obstacle
     if call.q.dtype != call.kv_cache.dtype or call.q.dtype not in _HALF:
         return f"q has dtype {call.q.dtype} and the cache {call.kv_cache.dtype}; both must be bfloat16 or float16"
-    widths = call.kv_lora_rank, call.q.shape[-1] - call.kv_lora_rank
+    widths = call.kv_lora_rank, call.rope_dim
     return "" if widths == flashinfer.WIDTHS else f"latents have {widths[0]} + {widths[1]} columns, not 512 + 64"
 
 

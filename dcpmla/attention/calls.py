@@ -14,16 +14,22 @@ _WORDS_PER_ROW = 512 + 1  # a latent in float32, and its LSE
 _Q_FP8 = "e4m3 queries, and they alone, go with an fp8 cache, q_scale and the output's dtype"
 
 
+Queries = Tensor | tuple[Tensor, Tensor]  # [T, H, L + R], or their parts [T, H, L] and [T, H, R]
+
+
 @dataclass(frozen=True)
 class DecodeCall:
     """The arguments of one decode call. `dcpmla.mla_decode` documents them; `check` makes one from a caller's.
 
     Attributes:
+        q: [T, H, kv_lora_rank], the part of queries that meets the latents.
+        q_pe: [T, H, rope], the part that meets the rope part of keys; None where keys are shared.
         dtype: of the output.
         backend: name of the backend that must run the call, or "auto".
     """
 
     q: Tensor
+    q_pe: Tensor | None
     kv_cache: Tensor
     block_table: Tensor
     seq_lens: Tensor
@@ -40,7 +46,7 @@ class DecodeCall:
     @classmethod
     def check(
         cls,
-        q: Tensor,
+        q: Queries,
         kv_cache: Tensor,
         block_table: Tensor,
         seq_lens: Tensor,
@@ -59,7 +65,8 @@ class DecodeCall:
         Raises:
             ValueError: as `dcpmla.mla_decode` documents.
         """
-        _check_tensors(q, kv_cache, kv_lora_rank)
+        q, q_pe = _split_queries(q, kv_lora_rank)
+        _check_cache(kv_cache, kv_lora_rank, 0 if q_pe is None else q_pe.shape[-1])
         _check_requests(q, block_table, seq_lens, query_start_loc)
         if not scale > 0:
             raise ValueError(f"scale is {scale}; it must be positive")
@@ -82,7 +89,7 @@ class DecodeCall:
         for name, tensor in others.items():
             if tensor is not None and tensor.device != q.device:
                 raise ValueError(f"{name} is on {tensor.device}; it must be on q's device, {q.device}")
-        if q.shape[-1] == kv_lora_rank and formats.FP8 in (q.dtype, kv_cache.dtype):
+        if q_pe is None and formats.FP8 in (q.dtype, kv_cache.dtype):
             raise ValueError(
                 f"q has dtype {q.dtype} and kv_cache {kv_cache.dtype}; queries of shared keys "
                 "(without a rope part) have 16 bits or more, and so has their cache, or it is torch.uint8 (fp8_ds_mla)"
@@ -90,6 +97,7 @@ class DecodeCall:
         dtype = _output_dtype(q, kv_cache, kv_scale, q_scale, dtype)
         return cls(
             q,
+            q_pe,
             kv_cache,
             block_table,
             seq_lens,
@@ -108,6 +116,7 @@ class DecodeCall:
         """Return the arguments in the order of the fields, for the custom op, which takes no dataclass."""
         return (
             self.q,
+            self.q_pe,
             self.kv_cache,
             self.block_table,
             self.seq_lens,
@@ -125,7 +134,12 @@ class DecodeCall:
     @property
     def keys_are_shared(self) -> bool:
         """Return whether rows of the cache are keys and values at once, without a part for scores alone."""
-        return self.q.shape[-1] == self.kv_lora_rank
+        return self.q_pe is None
+
+    @property
+    def rope_dim(self) -> int:
+        """Return the width of the rope part of queries and keys: 0 where keys are shared."""
+        return 0 if self.q_pe is None else self.q_pe.shape[-1]
 
     @property
     def is_planar(self) -> bool:
@@ -230,12 +244,30 @@ def num_programs(workspace: Tensor, rows: int) -> int:
     return min(COUNTER_WORDS, (workspace.numel() - COUNTER_WORDS) // (2 * rows * _WORDS_PER_ROW))
 
 
-def _check_tensors(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> None:
-    if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
+def _split_queries(q: Queries, kv_lora_rank: int) -> tuple[Tensor, Tensor | None]:
+    """Return the parts of queries, views of joined ones."""
+    if isinstance(q, Tensor):
+        if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}"
+            )
+        return q[..., :kv_lora_rank], q[..., kv_lora_rank:] if q.shape[-1] > kv_lora_rank else None
+    latent, rope = q
+    is_split = latent.ndim == rope.ndim == 3 and latent.shape[:2] == rope.shape[:2] and rope.shape[-1] > 0
+    if not is_split or not 0 < kv_lora_rank == latent.shape[-1]:
         raise ValueError(
-            f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}"
+            f"q has parts of shapes {tuple(latent.shape)} and {tuple(rope.shape)}; expected [T, H, kv_lora_rank] and "
+            f"[T, H, rope] with kv_lora_rank {kv_lora_rank}"
         )
-    if q.shape[-1] == kv_lora_rank and kv_cache.dtype == torch.uint8:
+    if (latent.dtype, latent.device) != (rope.dtype, rope.device):
+        raise ValueError(
+            f"q has parts of {latent.dtype} on {latent.device} and {rope.dtype} on {rope.device}; they must be alike"
+        )
+    return latent, rope
+
+
+def _check_cache(kv_cache: Tensor, kv_lora_rank: int, rope_dim: int) -> None:
+    if rope_dim == 0 and kv_cache.dtype == torch.uint8:
         _, *page = shared_rows.rows_shape(0, kv_lora_rank, kv_cache.dtype)
         if kv_cache.ndim != 3 or [*kv_cache.shape[1:]] != page:
             raise ValueError(
@@ -243,7 +275,7 @@ def _check_tensors(q: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> None:
                 f"fp8_ds_mla rows of {kv_lora_rank} shared keys"
             )
         return
-    width = formats.row_width(kv_cache.dtype, kv_lora_rank, q.shape[-1] - kv_lora_rank)
+    width = formats.row_width(kv_cache.dtype, kv_lora_rank, rope_dim)
     if kv_cache.ndim != 3 or kv_cache.shape[-1] != width:
         raise ValueError(
             f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, block_size, {width}] to match q"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import DECODE_BACKENDS, select_backend
-from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.calls import DecodeCall, Queries
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import Exchange, Mailbox
@@ -19,7 +19,7 @@ NO_MAILBOX = (None, None, None, 0, 0.0, "")
 
 
 def mla_decode(
-    q: Tensor,
+    q: Queries,
     kv_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
@@ -37,8 +37,8 @@ def mla_decode(
     """Attend with absorbed queries to a paged latent cache on one rank.
 
     Args:
-        q: [T, H, kv_lora_rank + rope], the query tokens of one request after the other: [ql_nope | q_pe]. Without a
-            rope part, keys are shared (DeepSeek-V4): a row of the cache is key and value at once.
+        q: [T, H, kv_lora_rank + rope], the query tokens of one request after the other: [ql_nope | q_pe], or a tuple
+            of the two. Without a rope part, keys are shared (DeepSeek-V4): a row of the cache is key and value at once.
         kv_cache: [num_blocks, block_size, kv_lora_rank + rope] in q's dtype, or in a format of 8 bits
             (`cache/formats.py`). Of shared keys in q's dtype, or pages [num_pages, 64, row_width] of fp8_ds_mla
             (`cache/shared_rows.py`), which are addressed row by row.
@@ -71,7 +71,7 @@ def mla_decode(
 
 
 def dcp_mla_decode(
-    q: Tensor,
+    q: Queries,
     kv_cache: Tensor,
     decode: DecodeMetadata,
     scale: float,
@@ -89,7 +89,7 @@ def dcp_mla_decode(
 
     Args:
         q: [T, h, kv_lora_rank + rope], this rank's heads; with q_is_replicated [T, W h, ...], those of all W ranks,
-            in rank order.
+            in rank order. Two parts are joined to be gathered, else read where they are.
         decode: the step's, with this rank's lengths; the other arguments are those of `mla_decode`.
         w_uv: [W h, V, kv_lora_rank] of all ranks' heads, to merge values in place of latents; the same on all ranks,
             or None on all.
@@ -100,11 +100,11 @@ def dcp_mla_decode(
         ValueError: as `mla_decode`.
     """
     if not q_is_replicated:
-        q = exchange.gather_heads(q)
+        q = exchange.gather_heads(q if isinstance(q, Tensor) else torch.cat(q, -1))
     sizes = decode.block_table, decode.local_seq_lens, scale, kv_lora_rank, decode.query_start_loc, decode.max_query_len
     call = DecodeCall.check(q, kv_cache, *sizes, decode.workspace, kv_scale, q_scale, dtype, backend)
     if w_uv is None and call.has_one_token_each:
-        mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, call.dtype)
+        mailbox = exchange.mailbox(call.q.shape[0], call.q.shape[1], kv_lora_rank, call.dtype)
         if mailbox is not None:
             return run_call(call, mailbox)
     out, lse = run_call(call)
@@ -123,6 +123,7 @@ def run_call(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, 
 @torch.library.custom_op("dcpmla::mla_decode", mutates_args=("workspace", "state"))
 def _mla_decode(
     q: Tensor,
+    q_pe: Tensor | None,
     kv_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
@@ -145,6 +146,7 @@ def _mla_decode(
     """Run a `DecodeCall` with a `Mailbox`, or without (`run_call`)."""
     call = DecodeCall(
         q,
+        q_pe,
         kv_cache,
         block_table,
         seq_lens,

@@ -25,7 +25,7 @@ def run_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Compute `dcpmla.mla_decode` for the calls that `backends` lets through."""
     if len(call.q) == 0:
         return call.new_output()
-    parts = *call.q.tensor_split((call.kv_lora_rank,), -1), *call.kv_cache.tensor_split((call.kv_lora_rank,), -1)
+    parts = call.q, call.q_pe, *call.kv_cache.tensor_split((call.kv_lora_rank,), -1)
     out, lse = _decoder(call.q.device).plan(call).run(*parts, return_lse=True, return_lse_base_on_e=True)
     is_empty = call.seq_lens == 0
     return out.masked_fill_(is_empty[:, None, None], 0.0), lse.masked_fill_(is_empty[:, None], -torch.inf)
@@ -52,7 +52,7 @@ class _Decoder:
             request = token[:-1] // call.max_query_len
             if call.query_start_loc is not None:
                 request = torch.searchsorted(call.query_start_loc[1:], token[:-1], right=True).clamp(max=len(table) - 1)
-            widths = call.kv_lora_rank, q.shape[2] - call.kv_lora_rank
+            widths = call.kv_lora_rank, call.rope_dim
             sizes = (q.shape[1], *widths, kv_cache.shape[1], False, call.scale, q.dtype, kv_cache.dtype)
             self._wrapper.plan(token, token * num_columns, table[request].flatten(), call.seq_lens, *sizes)
             self._step, self._planned = step, key

@@ -34,7 +34,8 @@ def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
 def _decode_tile(call: DecodeCall, block_table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
     """Compute some of the tokens of a call, given their rows of the table."""
     dtype = torch.promote_types(call.dtype, torch.float32)
-    q, seq_lens = call.q[tokens].to(dtype), call.seq_lens[tokens]
+    q = call.q if call.q_pe is None else torch.cat([call.q, call.q_pe], -1)
+    q, seq_lens = q[tokens].to(dtype), call.seq_lens[tokens]
     first_of_block = torch.arange(block_table.shape[1], device=q.device) * call.block_size
     # Entries after a request's last block may be anything.
     block_table = block_table.where(first_of_block < seq_lens[:, None], 0).to(torch.int64)

@@ -4,7 +4,7 @@ and our kernels in the interface that peers have too.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -259,17 +259,9 @@ class Answer:
         requests = torch.tensor(sorted({0, case.batch - 1}), device=q.device)
         self.tokens = (requests[:, None] * case.query_len + torch.arange(case.query_len, device=q.device)).flatten()
         sizes = inputs.seq_lens[self.tokens], SCALE, LATENT_DIM, None, case.query_len, None
-        self.out, self.lse = reference.mla_decode(
-            DecodeCall(
-                q[self.tokens],
-                kv_cache,
-                block_table[requests],
-                *sizes,
-                inputs.caches.kv_scale,
-                inputs.q_scale,
-                torch.float64,
-            )
-        )
+        scales = inputs.caches.kv_scale, inputs.q_scale
+        call = DecodeCall.check(q[self.tokens], kv_cache, block_table[requests], *sizes, *scales, inputs.dtype)
+        self.out, self.lse = reference.mla_decode(replace(call, dtype=torch.float64))
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
         """Return ||out - answer|| / ||answer|| and the largest |lse - answer|, of out [T, H, 512] and lse [T, H]; NaN

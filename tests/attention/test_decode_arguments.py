@@ -94,6 +94,22 @@ def test_decode_names_dtypes_and_scales_that_do_not_belong() -> None:
             mla_decode(**arguments)
 
 
+def test_decode_names_parts_of_queries_that_do_not_belong() -> None:
+    """As a tuple they are taken without being joined."""
+    latent, rope = torch.zeros(2, 3, L), torch.zeros(2, 3, R)
+    assert mla_decode(**{**decode_arguments(), "q": (latent, rope)})[0].shape == (2, 3, L)
+    for parts, message in (
+        ((latent, rope[:1]), f"q has parts of shapes (2, 3, {L}) and (1, 3, {R}); expected [T, H, kv_lora_rank] and"),
+        ((latent[..., 1:], rope), f"q has parts of shapes (2, 3, {L - 1}) and (2, 3, {R}); expected"),
+        ((latent, rope[..., :0]), f"q has parts of shapes (2, 3, {L}) and (2, 3, 0); expected"),
+        ((latent[0], rope[0]), f"q has parts of shapes (3, {L}) and (3, {R}); expected"),
+        ((latent, rope.double()), "q has parts of torch.float32 on cpu and torch.float64 on cpu; they must be alike"),
+        ((latent, rope.to("meta")), "q has parts of torch.float32 on cpu and torch.float32 on meta; they must"),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            mla_decode(**{**decode_arguments(), "q": parts})
+
+
 @pytest.mark.parametrize("kv_lora_rank", [0, -1, L + R + 1])
 def test_decode_names_the_wrong_rank(kv_lora_rank: int) -> None:
     with pytest.raises(ValueError, match=f"kv_lora_rank {kv_lora_rank}$"):

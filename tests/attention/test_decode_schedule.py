@@ -316,7 +316,7 @@ def check_in_the_interpreter() -> None:
     @settings(max_examples=8, deadline=None)
     def check_one(case: Case, min_tiles: int) -> None:
         mla_decode.MIN_TILES = mla_decode.tl.constexpr(min_tiles)
-        check(as_kernel(mla_decode.run, DecodeCall), case, "cpu")
+        check(as_kernel(mla_decode.run, DecodeCall.check), case, "cpu")
 
     check_one()
 

@@ -21,7 +21,7 @@ def test_which_kernel_takes_pages_of_one_row(kind: dict[str, Any]) -> None:
         pytest.skip("kernels for Hopper")
     case = Case([(1, 65)], block_size=1, **kind)
     inputs = case.inputs("cuda")
-    chosen = backends.select_backend(backends.DECODE_BACKENDS, DecodeCall(**inputs))
+    chosen = backends.select_backend(backends.DECODE_BACKENDS, DecodeCall.check(**inputs))
     assert chosen.name == ("triton" if kind is FP8_QUERIES else "hopper")
 
 

@@ -19,6 +19,7 @@ from dcpmla.attention.calls import DecodeCall
 from dcpmla.attention.decode import NO_MAILBOX
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
+from tests.support.backends import in_parts
 from tests.test_ownership import deal_slots
 
 L, R, P, V = 6, 4, 5, 3  # latent, rope part, key and value of a head
@@ -95,6 +96,8 @@ def test_decode(lens: list[int], num_heads: int, block_size: int, seed: int) -> 
     got = mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
     assert got[0].shape == (len(lens), num_heads, L)
     check_close(got, naive_decode(q, cache.sequences, SCALE))
+    parts = mla_decode(in_parts(q, L), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    assert all(map(torch.equal, parts, got))
 
 
 def test_decode_of_empty_requests() -> None:
@@ -277,6 +280,7 @@ def test_several_query_tokens_see_as_much_as_each_is_told(
 
 def test_decode_is_an_operator_of_torch() -> None:
     cache = PagedCache([5, 0], 4)
-    step = torch.randn(2, 2, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L
-    arguments = *step, None, 1, None, None, None, torch.float32, "auto", *NO_MAILBOX
-    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, arguments)
+    call = DecodeCall.check(
+        torch.randn(2, 2, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, kv_lora_rank=L
+    )
+    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, (*call.flat(), *NO_MAILBOX))

@@ -21,8 +21,9 @@ from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.cache.shared_rows import read_rows, rows_shape, write_rows
 from dcpmla.comm.exchange import LocalExchange
-from tests.attention.test_decode_kernel import NOWHERE, Case, as_kernel, check, compare
+from tests.attention.test_decode_kernel import NOWHERE, Case, check, compare
 from tests.attention.test_reference import attend
+from tests.support.backends import as_kernel, unchecked_call
 from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -159,7 +160,7 @@ class SharedCase(Case):
         return {**on_device, **more, **numbers}
 
     def answer(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return reference.mla_decode(DecodeCall(**{**inputs, "q": inputs["q"].double(), "dtype": torch.float64}))
+        return reference.mla_decode(unchecked_call(**{**inputs, "q": inputs["q"].double(), "dtype": torch.float64}))
 
 
 def ones(*lens: int) -> list[tuple[int, int]]:
@@ -244,7 +245,7 @@ def check_in_the_interpreter() -> None:
     from dcpmla.attention.triton.decode import run
 
     for case in INTERPRETED:
-        check(as_kernel(run, DecodeCall), case, "cpu")
+        check(as_kernel(run, DecodeCall.check), case, "cpu")
 
 
 def test_the_portable_kernel_in_the_interpreter() -> None:
@@ -278,8 +279,8 @@ def test_kernels_against_float64(case: SharedCase, backend: str) -> None:
     chosen = find_backend(DECODE_BACKENDS, backend)
     if backend == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("kernels for Hopper")
-    assert not chosen.obstacle(DecodeCall(**case.inputs("cuda")))
-    check(as_kernel(chosen.run, DecodeCall), case, "cuda")
+    assert not chosen.obstacle(DecodeCall.check(**case.inputs("cuda")))
+    check(as_kernel(chosen.run, DecodeCall.check), case, "cuda")
 
 
 @pytest.mark.gpu
@@ -311,7 +312,7 @@ def test_a_graph_replays_with_other_lengths(format: str) -> None:
     table = inputs["block_table"]
     table.copy_(table.where(table != NOWHERE, table[table != NOWHERE][0]))
     if torch.cuda.get_device_capability()[0] == 9:
-        assert select_backend(DECODE_BACKENDS, DecodeCall(**inputs)).name == "hopper"
+        assert select_backend(DECODE_BACKENDS, DecodeCall.check(**inputs)).name == "hopper"
     mla_decode(**inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -23,11 +23,24 @@ def only(table: list[Backend[Any]], *backends: Backend[Any]) -> Iterator[None]:
         table[:] = kept
 
 
+def unchecked_call(q: Tensor, kv_cache: Tensor, *sizes: Any, kv_lora_rank: int, **rest: Any) -> DecodeCall:
+    """Return a call whose dtypes need not belong together, such as an exact one over a cache of 8 bits."""
+    parts = q.split([kv_lora_rank, q.shape[-1] - kv_lora_rank], -1) if q.shape[-1] > kv_lora_rank else (q, None)
+    return DecodeCall(*parts, kv_cache, *sizes, kv_lora_rank=kv_lora_rank, **rest)
+
+
+def in_parts(q: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
+    """Return queries as vLLM has them: the latent part by itself, the rope part at the end of wider rows."""
+    wide = q[..., kv_lora_rank:].repeat(1, 1, 3)
+    return q[..., :kv_lora_rank].contiguous(), wide[..., wide.shape[-1] // 3 * 2 :]
+
+
 def decode_call(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype, **more: Any) -> DecodeCall:
     """Return a call of one request, unchecked."""
     numbers = torch.zeros(1, dtype=torch.int32)
     rest = {"query_start_loc": None, "max_query_len": 1, "workspace": None, "kv_scale": None, "q_scale": None}
-    return DecodeCall(q, kv_cache, numbers[None], numbers, 1.0, kv_lora_rank, **{**rest, "dtype": dtype, **more})
+    options = {**rest, "dtype": dtype, **more}
+    return unchecked_call(q, kv_cache, numbers[None], numbers, 1.0, kv_lora_rank=kv_lora_rank, **options)
 
 
 def prefill_call(q: Tensor, k_pe: Tensor, v: Tensor, mask: Tensor | None = None, **more: Any) -> PrefillCall:
@@ -36,6 +49,8 @@ def prefill_call(q: Tensor, k_pe: Tensor, v: Tensor, mask: Tensor | None = None,
     return PrefillCall(q, q[..., : q.shape[-1] - k_pe.shape[-1]], k_pe, v, rows, rows, 1.0, False, mask, **more)
 
 
-def as_kernel(run: Callable[[Any], tuple[Tensor, Tensor]], call: type) -> Callable[..., tuple[Tensor, Tensor]]:
+def as_kernel(
+    run: Callable[[Any], tuple[Tensor, Tensor]], call: Callable[..., Any]
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a backend's `run` as a function of the call's arguments."""
     return lambda *args, **kwargs: run(call(*args, **kwargs))

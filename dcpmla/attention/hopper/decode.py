@@ -88,7 +88,7 @@ def decode_kernel(
     The grid is (parts, tiles of query rows).
 
     Args:
-        q_pe_desc: None where keys are shared.
+        q_desc, q_pe_desc: both parts of the queries; None for the second where keys are shared.
         kv_desc, k_pe_desc: the cache for TMA; None for other producers.
         rows_ptr: the cache for these: rows ROW_STRIDE elements apart, words of four bytes where they are converted.
         start_ptr: None where each request has query_len query tokens.
@@ -176,8 +176,8 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         out, lse: what it stores into; where rows are sent, only their dtypes count.
         mail: the kernel's arguments from addresses_ptr to landing_bytes.
     """
-    q, kv_cache = call.q, call.kv_cache
-    num_tokens, num_heads, width = q.shape
+    q, q_pe, kv_cache = call.q, call.q_pe, call.kv_cache
+    num_heads = q.shape[1]
     num_reqs = call.block_table.shape[0]
     workspace = call.get_workspace()
     num_row_tiles = triton.cdiv(call.max_query_len * num_heads, ROWS.value)
@@ -191,13 +191,16 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         rows = stored.view(torch.int32)
         row_stride = rows.stride(-2)
         if call.is_planar:
-            page_stride, row_stride = row_stride, data_bytes(width) // 4
+            page_stride, row_stride = row_stride, data_bytes(call.kv_lora_rank) // 4
     elif is_sparse:
         rows = stored
     else:
         num_rows = (kv_cache.shape[0] - 1) * rows_per_block + kv_cache.shape[1]
-        kv_desc, k_pe_desc = _tiles(kv_cache.as_strided((num_rows, width), (row_stride, 1)), KEYS.value)
-    q_desc, q_pe_desc = _tiles(q.reshape(num_tokens * num_heads, width), ROWS.value)
+        matrix = kv_cache.as_strided((num_rows, kv_cache.shape[2]), (row_stride, 1))
+        kv_desc = _tiles(matrix[:, : LATENT.value], HALF.value, KEYS.value)
+        k_pe_desc = _tiles(matrix[:, LATENT.value :], ROPE.value, KEYS.value)
+    q_desc = _tiles(q.flatten(0, 1), HALF.value, ROWS.value)
+    q_pe_desc = None if q_pe is None else _tiles(q_pe.flatten(0, 1), ROPE.value, ROWS.value)
     decode_kernel[(num_parts, num_row_tiles)](
         q_desc,
         q_pe_desc,
@@ -231,15 +234,9 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
     )
 
 
-def _tiles(matrix: Tensor, num_rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """Describe a matrix [N, LATENT + ROPE] for TMA: tiles of num_rows rows of half a latent, and of the rope part.
-
-    A matrix [N, LATENT] has no rope part: None.
-    """
+def _tiles(matrix: Tensor, num_columns: int, num_rows: int) -> TensorDescriptor:
+    """Describe a matrix for TMA, in tiles [num_rows, num_columns]."""
     size = matrix.element_size()
-    descs = []
-    for num_columns in (HALF.value, ROPE.value):
-        swizzle = min(_SWIZZLE_BYTES, num_columns * size)
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=2)
-        descs.append(TensorDescriptor(matrix, matrix.shape, matrix.stride(), [num_rows, num_columns], layout))
-    return descs[0], descs[1] if matrix.shape[1] > LATENT.value else None
+    swizzle = min(_SWIZZLE_BYTES, num_columns * size)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=2)
+    return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [num_rows, num_columns], layout)

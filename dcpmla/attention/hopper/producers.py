@@ -21,12 +21,12 @@ COLUMNS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 b
 
 @aggregate
 class Tiles:
-    """TMA descriptors of rows [N, LATENT + ROPE], queries or keys: tiles of half a latent, and of the rope part.
+    """TMA descriptors of queries or keys, each part of a row a matrix of its own.
 
     Rows of shared keys have no rope part: None.
     """
 
-    half_desc: gl.base_value
+    half_desc: gl.base_value  # tiles of half a latent
     rope_desc: gl.base_value
 
 
@@ -54,7 +54,7 @@ def load_queries(queries, first_row, buffers, barriers, num_segments):
     tma_load(queries.half_desc, [first_row, 0], barriers.q_ready, buffers.q_left.index(0))
     tma_load(queries.half_desc, [first_row, HALF], barriers.q_ready, buffers.q_right.index(0))
     if queries.rope_desc is not None:
-        tma_load(queries.rope_desc, [first_row, LATENT], barriers.q_ready, buffers.q_pe.index(0))
+        tma_load(queries.rope_desc, [first_row, 0], barriers.q_ready, buffers.q_pe.index(0))
 
 
 @gluon.jit
@@ -132,7 +132,7 @@ def produce_tiles(queries, keys, buffers, barriers, paging, counters_ptr, work):
                 left_ready = barriers.left_ready.index(stage)
                 mbarrier.expect(left_ready, KEYS * (HALF + ROPE) * size)
                 tma_load(keys.half_desc, [row, 0], left_ready, buffers.k_left.index(stage))
-                tma_load(keys.rope_desc, [row, LATENT], left_ready, buffers.k_pe.index(stage))
+                tma_load(keys.rope_desc, [row, 0], left_ready, buffers.k_pe.index(stage))
                 mbarrier.wait(barriers.right_free.index(stage), phase ^ 1)
                 right_ready = barriers.right_ready.index(stage)
                 mbarrier.expect(right_ready, KEYS * HALF * size)

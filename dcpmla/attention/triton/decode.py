@@ -133,6 +133,7 @@ def _merge_parts(
 )
 def decode_kernel(
     q_ptr,
+    q_pe_ptr,
     cache_ptr,
     table_ptr,
     lens_ptr,
@@ -145,6 +146,8 @@ def decode_kernel(
     q_scale_ptr,
     q_stride_token,
     q_stride_head,
+    q_pe_stride_token,
+    q_pe_stride_head,
     cache_stride_block,
     cache_stride_row,
     table_stride,
@@ -162,7 +165,7 @@ def decode_kernel(
 ):
     """Compute decode attention; programs are (parts, tiles of query rows). scale includes log2(e).
 
-    ROPE is 0 where keys are shared; uint8 rows are then those of `cache.shared_rows`.
+    ROPE is 0 where keys are shared, and q_pe_ptr None; uint8 rows are then those of `cache.shared_rows`.
 
     e4m3 values are exact in 16 bits and are multiplied without their scales, which go into the scores' scale; kv_scale
     also goes into the output.
@@ -212,7 +215,8 @@ def decode_kernel(
             q = tl.load(q_row[:, None] + column[None, :], mask=is_row[:, None], other=0.0)
             if ROPE:
                 rope = tl.arange(0, ROPE)
-                q_pe = tl.load(q_row[:, None] + LATENT + rope[None, :], mask=is_row[:, None], other=0.0)
+                pe_row = q_pe_ptr + token.to(tl.int64) * q_pe_stride_token + head.to(tl.int64) * q_pe_stride_head
+                q_pe = tl.load(pe_row[:, None] + rope[None, :], mask=is_row[:, None], other=0.0)
             peak = tl.full([ROWS], -float("inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, LATENT], tl.float32)
@@ -281,14 +285,15 @@ def decode_kernel(
 
 def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Compute `dcpmla.mla_decode` in one launch, for the calls that `backends` lets through."""
-    q, kv_cache, block_table = call.q, call.kv_cache, call.block_table
-    num_heads, width = q.shape[1:]
+    q, q_pe, kv_cache, block_table = call.q, call.q_pe, call.kv_cache, call.block_table
+    num_heads = q.shape[1]
     out, lse = call.new_output()
     if len(q) == 0:
         return out, lse
     if call.q_scale is not None:
         # Exact; keys become float16 in one instruction, and probabilities lose less than in bfloat16.
-        q = q.to(torch.float16)
+        assert q_pe is not None
+        q, q_pe = q.to(torch.float16), q_pe.to(torch.float16)
     workspace = call.get_workspace()
     num_rows = call.max_query_len * num_heads
     max_rows = 64 if shared_memory(q.device) >= _BYTES_OF_64_ROWS else 32
@@ -296,6 +301,7 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
     num_row_tiles = triton.cdiv(num_rows, rows)
     decode_kernel[(max(1, num_programs(workspace, rows) // num_row_tiles), num_row_tiles)](
         q,
+        q_pe,
         kv_cache,
         block_table,
         call.seq_lens,
@@ -308,6 +314,7 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         call.q_scale,
         q.stride(0),
         q.stride(1),
+        *(q.stride() if q_pe is None else q_pe.stride())[:2],
         kv_cache.stride(0),
         kv_cache.stride(1),
         block_table.stride(0),
@@ -319,7 +326,7 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         ROWS=rows,
         KEYS=32,
         LATENT=call.kv_lora_rank,
-        ROPE=width - call.kv_lora_rank,
+        ROPE=call.rope_dim,
         REQS=triton.next_power_of_2(block_table.shape[0]),
         IS_RAGGED=call.query_start_loc is not None,
         num_warps=4 if rows == 16 and q.dtype == kv_cache.dtype else 8,  # conversions take registers

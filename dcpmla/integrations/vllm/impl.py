@@ -52,8 +52,7 @@ class DCPMLAImpl(MLACommonImpl):
         Returns:
             out [T, h, L] and lse [T, h] of this rank's heads over all ranks' tokens.
         """
-        q = torch.cat(q, -1) if isinstance(q, tuple) else q
-        is_fp8 = q.dtype == FP8
+        is_fp8 = isinstance(q, Tensor) and q.dtype == FP8
         return dcp_mla_decode(
             q,
             kv_c_and_k_pe_cache,
@@ -61,7 +60,8 @@ class DCPMLAImpl(MLACommonImpl):
             self.scale,
             self.exchange,
             self.kv_lora_rank,
-            q_is_replicated=q.shape[1] != self.num_heads,
+            # vLLM leaves queries in two parts where nothing is to be gathered.
+            q_is_replicated=isinstance(q, tuple) or q.shape[1] != self.num_heads,
             kv_scale=layer._k_scale if kv_c_and_k_pe_cache.dtype == FP8 else None,
             q_scale=layer._q_scale if is_fp8 else None,
             dtype=self.dtype if is_fp8 else None,

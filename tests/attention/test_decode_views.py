@@ -1,0 +1,61 @@
+"""Decode kernels over views on a GPU: slices of larger caches, and queries whose parts lie apart."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dcpmla import mla_decode
+from dcpmla.attention import reference
+from dcpmla.attention.backends import DECODE_BACKENDS, find_backend
+from dcpmla.attention.calls import DecodeCall
+from tests.attention.test_decode_kernel import QUANTIZED, Case, compare, long_case
+from tests.support.backends import in_parts
+
+pytestmark = pytest.mark.gpu
+
+
+def test_layers_of_one_cache_and_offsets_past_2_31() -> None:
+    """A cache that is a slice of a larger one, its last block more than 2^31 elements behind its first."""
+    num_blocks, num_layers = 20000, 3
+    layers = torch.full((num_blocks, num_layers, 64, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+    assert layers.stride(0) * (num_blocks - 1) > 2**31
+    table = torch.tensor([[num_blocks - 1, 0, 7]], dtype=torch.int32, device="cuda")
+    keys = torch.randn(3, 64, 576, device="cuda").bfloat16()
+    layers[table[0].long(), 1] = keys
+    q, seq_lens = (
+        torch.randn(1, 128, 576, device="cuda").bfloat16(),
+        torch.tensor([150], dtype=torch.int32, device="cuda"),
+    )
+    out, lse = mla_decode(q, layers[:, 1], table, seq_lens, 0.07)
+    small = torch.arange(3, dtype=torch.int32, device="cuda")[None]
+    wanted, wanted_lse = reference.mla_decode(DecodeCall.check(q.double(), keys.double(), small, seq_lens, 0.07, 512))
+    compare((out, lse), (wanted, wanted_lse), Case([(1, 150)]), 1e-2)
+
+
+@pytest.mark.parametrize("part", [slice(0, 576), slice(4, 580), slice(8, 584)])
+def test_queries_and_caches_that_are_views(part: slice) -> None:
+    """Rows that TMA cannot address go to another kernel."""
+    case = long_case(3, 3000)
+    inputs = case.inputs("cuda")
+    wide = {
+        name: torch.full((*inputs[name].shape[:-1], 584), torch.nan, dtype=torch.bfloat16, device="cuda")
+        for name in ("q", "kv_cache")
+    }
+    for name, tensor in wide.items():
+        tensor[..., part] = inputs[name]
+    out, lse = mla_decode(**{**inputs, **{name: tensor[..., part] for name, tensor in wide.items()}})
+    compare((out, lse), case.answer(inputs), case, 1e-2)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("kind", [{}, {"block_size": 1}, *QUANTIZED])
+def test_queries_in_two_parts(backend: str, kind: dict[str, Any]) -> None:
+    """The same bits as from joined ones."""
+    inputs = long_case(5, 3000, **kind).inputs("cuda")
+    chosen = find_backend(DECODE_BACKENDS, backend)
+    if obstacle := chosen.obstacle(DecodeCall.check(**inputs)):
+        pytest.skip(obstacle)
+    parts = DecodeCall.check(**{**inputs, "q": in_parts(inputs["q"], 512)})
+    assert not chosen.obstacle(parts)
+    assert all(map(torch.equal, chosen.run(parts), chosen.run(DecodeCall.check(**inputs))))
