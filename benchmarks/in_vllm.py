@@ -3,7 +3,8 @@
 `python benchmarks/in_vllm.py --num-gpus 2`, where vLLM is installed. Each variant is an engine of its own over
 DeepSeek-V3's dense layers with random weights, under torchrun, with as many cached tokens as the load says. After some
 of vLLM's steps, two things are timed: the CUDA graph of vLLM's last step, and a graph of nothing but the calls between
-the layers' queries and their merged rows, with vLLM's own layers, caches and metadata of that step.
+the layers' queries and their merged rows, with vLLM's own layers, caches and metadata of that step. Engines start
+together and take turns: clocks and power change more from minute to minute than kernels differ.
 """
 
 import argparse
@@ -12,6 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,8 @@ from dcpmla.bench.timing import Timing, time_graph, time_operation  # noqa: E402
 
 LOADS = [(1, 65536), (8, 65536), (32, 8192), (128, 8192)]  # requests, cached tokens of each
 NUM_LAYERS, NUM_STEPS, BLOCK_SIZE, VOCAB_SIZE = 4, 8, 64, 16384
+NUM_ROUNDS = 2  # in which each engine measures once; the last one counts
+LONGEST_WAIT = timedelta(minutes=15)  # of an engine for the others
 GEOMETRY = "deepseek-v3"
 # Backends of vLLM's --attention-backend, and of its --dcp-comm-backend where ranks share a cache.
 WHOLE = [("CUSTOM", None), ("FLASH_ATTN_MLA", None), ("FLASHMLA", None), ("TRITON_MLA", None)]
@@ -39,19 +45,51 @@ def main() -> None:
     add_commit_argument(parser)
     parser.add_argument("--output", type=Path, default=None, help="default: benchmarks/results/h200xN/vllm.json")
     args = parser.parse_args()
-    rows = [row for backend, exchange in WHOLE for row in launch(1, backend, exchange)]
+    rows = launch(1, WHOLE)
     if args.num_gpus > 1:
-        rows += [row for backend, exchange in SHARED for row in launch(args.num_gpus, backend, exchange)]
+        rows += launch(args.num_gpus, SHARED)
     save(rows, args.num_gpus, args.commit, args.output)
 
 
-def launch(num_ranks: int, backend: str, exchange: str | None) -> list[dict[str, Any]]:
-    """Return the rows of a variant, measured by a job of its own."""
+def launch(num_ranks: int, variants: Sequence[tuple[str, str | None]]) -> list[dict[str, Any]]:
+    """Return the rows of variants, each measured by a job of its own, all of which run at the same time."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += [__file__, backend, exchange or "none"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    ended = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
-    return json.loads(ended.stdout.splitlines()[-1])
+    jobs = []
+    for index, (backend, exchange) in enumerate(variants):
+        arguments = [__file__, backend, exchange or "none", str(store.port), str(index), str(len(variants))]
+        jobs.append(subprocess.Popen(command + arguments, env=environment, stdout=subprocess.PIPE, text=True))
+    rows = []
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        try:
+            for ended in as_completed([pool.submit(_await, job) for job in jobs]):
+                rows += ended.result()
+        except BaseException:
+            for job in jobs:
+                job.terminate()  # torchrun ends its ranks
+            raise
+    return rows
+
+
+def _await(job: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """Return what a job has measured; raise CalledProcessError where it has failed."""
+    output, _ = job.communicate()
+    if job.returncode:
+        raise subprocess.CalledProcessError(job.returncode, job.args)
+    return json.loads(output.splitlines()[-1])
+
+
+def take_turns(store: dist.Store, index: int, num_jobs: int) -> Iterator[None]:
+    """Yield NUM_ROUNDS times, while no other job measures. Collective over the job."""
+    dist.barrier()
+    if dist.get_rank() == 0 and store.add("started", 1) == num_jobs:
+        store.set("0", "")
+    for turn in range(index, NUM_ROUNDS * num_jobs, num_jobs):
+        store.wait([str(turn)], LONGEST_WAIT)
+        yield
+        dist.barrier()
+        store.set(str(turn + 1), "")
 
 
 def save(rows: list[dict[str, Any]], num_gpus: int, commit: str | None, output: Path | None) -> None:
@@ -221,8 +259,10 @@ if __name__ == "__main__":
         main()
     else:
         record = Recorder()
-        running = start_engine(int(os.environ["WORLD_SIZE"]), *sys.argv[1:])  # it ends the process group with itself
-        found = measure(running, record)
+        running = start_engine(int(os.environ["WORLD_SIZE"]), *sys.argv[1:3])  # it ends the process group with itself
+        port, *which = map(int, sys.argv[3:])
+        for _ in take_turns(dist.TCPStore("127.0.0.1", port, is_master=False), *which):
+            found = measure(running, record)
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
         dist.barrier()
