@@ -1,0 +1,70 @@
+"""Kernels of attention over weights in block fp8, and over their values: on a GPU, else in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla.attention.output.quant import OutputQuant
+from dcpmla.parallel.quantized import BlockFp8, dequantize
+from tests.parallel.test_fp8_linear import blocks
+from tests.support.shared_memory import run_interpreted
+
+DIFFERENT = 1e-3  # of a kernel's numbers, at most; on an H200 they were 4e-5
+
+
+def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int) -> None:
+    """Compare codes with scales and their values: to the bit in the interpreter; GPUs sum in another order."""
+    from dcpmla.attention.output import kernels as output_kernels
+    from dcpmla.attention.triton import projections as kernels
+
+    generator = torch.Generator().manual_seed(3)
+    made = [blocks(256, rank, seed) for seed in range(heads)]
+    both = BlockFp8(*(torch.stack(parts).to(device) for parts in zip(*made, strict=True)))
+    q = torch.randn(num_tokens, heads, 192, generator=generator).to(device, dtype)
+    out = torch.randn(num_tokens, heads, rank, generator=generator).to(device, dtype)
+    values = dequantize(both, dtype)
+    w_uk, w_uv = (
+        BlockFp8(both.codes[:, part], both.scales[:, at])
+        for part, at in ((slice(128), slice(1)), (slice(128, 256), slice(1, 2)))
+    )
+    absorbed = kernels.absorb_query(q, w_uk.codes, None, False, None, w_uk.scales)
+    assert_same(absorbed, kernels.absorb_query(q, values[:, :128], None, False, None))
+    for quant in (OutputQuant(kind="fp8_groups"), OutputQuant(kind="fp8", scale=torch.ones(1, device=device)), None):
+        results = []
+        for weight, scales in ((w_uv.codes, w_uv.scales), (values[:, 128:], None)):
+            rows = torch.empty(num_tokens, heads * 128, dtype=dtype, device=device), None
+            rows = rows if quant is None else quant.empty(num_tokens, heads * 128, torch.device(device))
+            into = None if quant is None or quant.kind == "fp8" else rows[1]
+            output_kernels.project_rows(out, weight, 0, rows[0], into, quant and quant.scale, False, scales)
+            results.append(rows)
+        assert_same(results[0][0], results[1][0])
+        if quant is not None:
+            assert_same(results[0][1], results[1][1])
+
+
+def assert_same(got: Tensor, wanted: Tensor) -> None:
+    """Compare numbers: on a GPU a few may be rounded another way."""
+    if got.is_cuda:
+        got, wanted = got.double(), wanted.double()
+        assert (got != wanted).sum() <= DIFFERENT * got.numel() + 1
+        torch.testing.assert_close(got, wanted, rtol=2**-3, atol=wanted.abs().max().item() * 2**-8)
+    else:
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def check_in_the_interpreter() -> None:
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    check_kernels("cpu", torch.float16, 3, 1, 256)
+
+
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_in_the_interpreter)
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    for num_tokens in (1, 17, 70, 300):
+        check_kernels("cuda", torch.bfloat16, num_tokens, 16, 512)
