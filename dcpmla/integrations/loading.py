@@ -168,7 +168,8 @@ def load_engine(
         check_backends(dcp, device)
         check_speculation(files.config, dcp, speculative_method)
     has_mtp = speculative_method == "mtp"
-    workspace = context_workspace_tokens(files.max_model_len, max_num_seqs, dcp)
+    in_tokens = replace(dcp, block_size=dcp.block_size * read_attention(files.config).row_tokens)
+    workspace = context_workspace_tokens(files.max_model_len, max_num_seqs, in_tokens)
     dcp = replace(dcp, context_workspace_tokens=workspace)
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
     with agree():

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
+from dcpmla import LLM
 from dcpmla.cache.compressed import new_cache
 from dcpmla.cache.shared_rows import read_rows, rows_shape, write_rows
 from dcpmla.comm.select import select_exchange
@@ -70,6 +71,19 @@ def test_layers_that_compress_alike(tmp_path: Path) -> None:
     reference = random_model(config)
     reference.save_pretrained(tmp_path)
     check(reference, tmp_path, 1, make_cases(1, [1], (1,), ("ag_rs",), is_compressed=True))
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_a_short_model_of_a_large_ratio(tmp_path: Path) -> None:
+    """Memory for contexts is counted in tokens, of which a block of 64 rows covers 1,024."""
+    config = tiny_config("deepseek_v4")
+    config.layer_types = ["sliding_attention", "heavily_compressed_attention"]
+    config.num_hidden_layers, config.mlp_layer_types = 2, ["moe", "moe"]
+    config.compress_rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
+    random_model(config).save_pretrained(tmp_path)
+    with LLM(tmp_path, device="cpu", dtype="float32", max_model_len=100, max_num_seqs=1, block_size=64) as llm:
+        (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert len(answer.token_ids) == 3
 
 
 def generate(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list[int], torch.Tensor]]]:
