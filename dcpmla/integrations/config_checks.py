@@ -163,7 +163,8 @@ def check_config(config: Any) -> None:
     pad = config.pad_token_id
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")
-    _check_experts(config)
+    if hasattr(config, "n_routed_experts"):
+        _check_experts(config)
     if config.model_type in COMPRESSED_MODEL_TYPES:
         _check_compressed(config)
         return

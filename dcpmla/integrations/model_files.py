@@ -21,6 +21,7 @@ _CLASS_PREFIXES = {
     "glm4_moe_lite": "Glm4MoeLite",
     "longcat_flash": "LongcatFlash",
     "mistral4": "Mistral4",
+    "youtu": "Youtu",
     "deepseek_v32": "DeepseekV32",
     "glm_moe_dsa": "GlmMoeDsa",
     "deepseek_v4": "DeepseekV4",

@@ -38,7 +38,7 @@ def held_bytes(model: ShardedModel) -> int:
 
 
 def load_and_weigh(directories: list[Path], tp_size: int, expert_dtype: str) -> list[tuple[int, int]]:
-    """On one rank: bytes held of each model, with experts cut and with experts spread."""
+    """On one rank: bytes held of each model, with experts cut and, where it has any, spread."""
     dcp, mesh, cpu = DCPConfig(tensor_parallel_size=tp_size), init_mesh(tp_size, 1), torch.device("cpu")
     exchange, found = select_exchange(dcp, mesh.dcp_group, cpu), []
     for directory in directories:
@@ -47,7 +47,7 @@ def load_and_weigh(directories: list[Path], tp_size: int, expert_dtype: str) -> 
             held_bytes(
                 load_model(directory, config, dcp, mesh, exchange, None, cpu, is_spread, expert_dtype=expert_dtype)
             )
-            for is_spread in (False, True)
+            for is_spread in (False, hasattr(config, "n_routed_experts"))
         )
         found.append((cut, spread))
     return found

@@ -17,6 +17,7 @@ MLA_FAMILIES = (
     "glm4_moe_lite",
     "longcat_flash",
     "mistral4",
+    "youtu",
     *SPARSE_FAMILIES,
 )
 FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
@@ -118,6 +119,9 @@ def tiny_config(family: str) -> Any:
         case "mistral4":
             rope = {**common["rope_parameters"], "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
             return transformers.Mistral4Config(**{**common, "rope_parameters": rope}, **_MOE, first_k_dense_replace=1)
+        case "youtu":
+            dense = {"num_hidden_layers": 2, "intermediate_size": 96, "num_key_value_heads": 24}
+            return transformers.YoutuConfig(**common, **dense)
         case "deepseek_v32":
             return transformers.DeepseekV32Config(**common, **_MOE, **_INDEXER, first_k_dense_replace=1)
         case "glm_moe_dsa":
