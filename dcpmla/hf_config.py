@@ -17,6 +17,7 @@ MLA_MODEL_TYPES = (
     "longcat_flash",
     "mistral4",
     "youtu",
+    "axk1",
     *SPARSE_MODEL_TYPES,
 )
 COMPRESSED_MODEL_TYPES = ("deepseek_v4",)  # self-attention over a window and compressed entries

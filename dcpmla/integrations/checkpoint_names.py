@@ -10,6 +10,7 @@ _TEXT_RULES = [
         (r"^language_model\.(?=model\.|lm_head\.)", ""),
         (r"^model\.language_model\.", "model."),
         (r"\.weight_packed$", ".weight"),
+        (r"(?<!\.mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm."),  # A.X-K1
     )
 ]
 _V4_RULES = [

@@ -22,6 +22,7 @@ _CLASS_PREFIXES = {
     "longcat_flash": "LongcatFlash",
     "mistral4": "Mistral4",
     "youtu": "Youtu",
+    "axk1": "AXK1",
     "deepseek_v32": "DeepseekV32",
     "glm_moe_dsa": "GlmMoeDsa",
     "deepseek_v4": "DeepseekV4",

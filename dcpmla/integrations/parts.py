@@ -136,6 +136,7 @@ _ROUTERS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scoring": "softmax", "group_score": "max"},
     "deepseek_v3": _SIGMOID,
     "deepseek_v32": _SIGMOID,
+    "axk1": _SIGMOID,
     "glm4_moe_lite": _SIGMOID,
     "glm_moe_dsa": _SIGMOID,
     "mistral4": {"scoring": "softmax", "group_score": "top2_sum"},

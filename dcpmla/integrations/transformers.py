@@ -158,7 +158,10 @@ def _load_block(
     attention, layer = load_attention(f"{name}.self_attn")
     assert isinstance(attention, MLAAttention)
     norms = parts.vector(f"{name}.post_attention_layernorm.weight"), output_norm
-    return DecoderBlock(layer, attention, parts.mlp(f"{name}.mlp"), *norms, parts.model.config.rms_norm_eps, reduce)
+    mlp, eps = parts.mlp(f"{name}.mlp"), parts.model.config.rms_norm_eps
+    has_norm = isinstance(mlp, MoE) and parts.model.config.model_type == "axk1"
+    mlp_norm = parts.vector(f"{name}.mlp.post_mlp_layernorm.weight") if has_norm else None
+    return DecoderBlock(layer, attention, mlp, *norms, eps, reduce, mlp_norm)
 
 
 def _load_shortcut_block(

@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
-from dcpmla.comm.reduce import Reduce, rms_norm
+from dcpmla.comm.reduce import Reduce, add_norm, rms_norm
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.collectives import all_gather
-from dcpmla.parallel.fp8 import PlainRows, plain
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain
 from dcpmla.parallel.linear import Linear
 
 
@@ -29,6 +29,7 @@ class DecoderBlock(nn.Module):
         output_norm: weight [hidden] of the norm that follows the block: the next block's input_layernorm, or the
             model's last.
         reduce: sums over the TP group.
+        mlp_norm: weight [hidden] of a norm of what the MLP adds, once it is summed (A.X-K1's experts); None without.
     Attributes:
         quantizes_output: whether the next block takes its input in fp8 too.
     """
@@ -42,12 +43,14 @@ class DecoderBlock(nn.Module):
         output_norm: Tensor,
         eps: float,
         reduce: Reduce,
+        mlp_norm: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.attention, self.mlp, self.reduce, self.eps = layer, attention, mlp, reduce, eps
         self.quantizes_output = False
         self.attention_norm = nn.Parameter(attention_norm, requires_grad=False)
         self.output_norm = nn.Parameter(output_norm, requires_grad=False)
+        self.mlp_norm = None if mlp_norm is None else nn.Parameter(mlp_norm, requires_grad=False)
 
     @property
     def takes_quantized(self) -> bool:
@@ -69,7 +72,12 @@ class DecoderBlock(nn.Module):
         attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)
         quantizes = self.mlp.takes_quantized
         x, residual = self.reduce.add_norm(attended, residual, self.attention_norm, self.eps, quantizes)
-        return self.reduce.add_norm(self.mlp(x), residual, self.output_norm, self.eps, self.quantizes_output)
+        added = self.mlp(x)
+        if self.mlp_norm is None:
+            return self.reduce.add_norm(added, residual, self.output_norm, self.eps, self.quantizes_output)
+        added, _ = self.reduce.add_norm(added, torch.zeros_like(residual), self.mlp_norm, self.eps)
+        normed, residual, *codes = add_norm(plain(added), residual, self.output_norm, self.eps, self.quantizes_output)
+        return NormedRows.join(normed, *codes), residual
 
 
 class ShortcutBlock(nn.Module):

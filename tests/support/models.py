@@ -18,6 +18,7 @@ MLA_FAMILIES = (
     "longcat_flash",
     "mistral4",
     "youtu",
+    "axk1",
     *SPARSE_FAMILIES,
 )
 FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
@@ -122,6 +123,8 @@ def tiny_config(family: str) -> Any:
         case "youtu":
             dense = {"num_hidden_layers": 2, "intermediate_size": 96, "num_key_value_heads": 24}
             return transformers.YoutuConfig(**common, **dense)
+        case "axk1":
+            return transformers.AXK1Config(**common, **_MOE, mlp_layer_types=["dense", "sparse"])
         case "deepseek_v32":
             return transformers.DeepseekV32Config(**common, **_MOE, **_INDEXER, first_k_dense_replace=1)
         case "glm_moe_dsa":
