@@ -7,7 +7,7 @@ from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig, choices
 
 # Hugging Face model types whose self-attention is MLA: that of DeepSeek-V2/V3, or the sparse one of DeepSeek-V3.2 and
-# GLM-5. Youtu-LLM is all dense.
+# GLM-5.
 SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 MLA_MODEL_TYPES = (
     "deepseek_v2",

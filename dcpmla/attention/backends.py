@@ -123,7 +123,7 @@ def _hopper_obstacle(call: DecodeCall) -> str:
 
 
 def _are_aligned(rows: Tensor, *strides: int) -> bool:
-    """Return whether rows with these strides all begin at multiples of 16 bytes, one after the other."""
+    """Return whether rows with these strides all begin at multiples of 16 bytes, each after the one before."""
     size = rows.element_size()
     return rows.data_ptr() % 16 == 0 and all(stride > 0 and stride * size % 16 == 0 for stride in strides)
 

@@ -159,7 +159,7 @@ def _load_block(
     assert isinstance(attention, MLAAttention)
     norms = parts.vector(f"{name}.post_attention_layernorm.weight"), output_norm
     mlp, eps = parts.mlp(f"{name}.mlp"), parts.model.config.rms_norm_eps
-    has_norm = isinstance(mlp, MoE) and parts.model.config.model_type == "axk1"
+    has_norm = hasattr(parts.model.get_submodule(f"{name}.mlp"), "post_mlp_layernorm")
     mlp_norm = parts.vector(f"{name}.mlp.post_mlp_layernorm.weight") if has_norm else None
     return DecoderBlock(layer, attention, mlp, *norms, eps, reduce, mlp_norm)
 

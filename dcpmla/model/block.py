@@ -75,6 +75,7 @@ class DecoderBlock(nn.Module):
         added = self.mlp(x)
         if self.mlp_norm is None:
             return self.reduce.add_norm(added, residual, self.output_norm, self.eps, self.quantizes_output)
+        # The sum over the ranks and its norm are one kernel where nothing is added.
         added, _ = self.reduce.add_norm(added, torch.zeros_like(residual), self.mlp_norm, self.eps)
         normed, residual, *codes = add_norm(plain(added), residual, self.output_norm, self.eps, self.quantizes_output)
         return NormedRows.join(normed, *codes), residual

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_layers_of_one_cache_and_offsets_past_2_31() -> None:
-    """A cache that is a slice of a larger one, its last block more than 2^31 elements behind its first."""
+    """A cache that is a slice of a larger one, its last block more than 2^31 elements after its first."""
     num_blocks, num_layers = 20000, 3
     layers = torch.full((num_blocks, num_layers, 64, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
     assert layers.stride(0) * (num_blocks - 1) > 2**31
