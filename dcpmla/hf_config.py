@@ -13,6 +13,7 @@ MLA_MODEL_TYPES = (
     "deepseek_v2",
     "deepseek_v3",
     "kimi_k2",
+    "sarvam_mla",
     "glm4_moe_lite",
     "longcat_flash",
     "mistral4",

@@ -78,7 +78,7 @@ class ExpertsInputs:
         shape = SHAPES[case.geometry]
         self.shape, self.weights = shape, weights
         self.x = torch.randn(case.tokens, shape.hidden_size, dtype=dtype, device=device)
-        self.gate = torch.randn(shape.num_experts, shape.hidden_size, dtype=dtype, device=device)
+        self.gate = torch.randn(1, shape.num_experts, shape.hidden_size, dtype=dtype, device=device)
         self.how = Router(scoring="sigmoid", top_k=shape.top_k, renormalize=True, num_shared=shape.num_shared)
         logits = torch.randn(_MOST_SETS, case.tokens, shape.num_experts, device=device)
         routes = [route(rows, None, self.how) for rows in logits]

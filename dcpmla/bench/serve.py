@@ -103,7 +103,10 @@ class Serve(Benchmark[DCPConfig, None]):
 
         args = self.args
         answers = drive(args.url, self.load, os.environ.get("DCPMLA_API_KEY"))
-        for error, count in Counter(answer.error for answer in answers if answer.error).items():
+        lost = Counter(answer.error for answer in answers if answer.error)
+        if lost.total() == len(answers):
+            raise ValueError(f"url (--url) is {args.url!r}; all requests are lost: {', '.join(lost)}")
+        for error, count in lost.items():
             print(f"lost: {count} requests: {error}", flush=True)
         return {
             "model": Path(args.model).name,

@@ -13,11 +13,12 @@ from dcpmla.hf_config import MODEL_TYPES, check_model_type
 from dcpmla.integrations.config_checks import check_config, check_raw_config, reason
 
 # transformers' classes for each architecture (MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another
-# name.
+# name, and so are Sarvam's, whose config has names of its own, too.
 _CLASS_PREFIXES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "kimi_k2": "DeepseekV3",
+    "sarvam_mla": "DeepseekV3",
     "glm4_moe_lite": "Glm4MoeLite",
     "longcat_flash": "LongcatFlash",
     "mistral4": "Mistral4",
@@ -70,6 +71,8 @@ def load_config(directory: Path) -> Any:
     model_type = raw.pop("model_type", "none")
     check_model_type(model_type)
     try:
+        if model_type == "sarvam_mla":
+            raw = transformers.SarvamMLAConfig.from_dict(raw).to_dict() | {"model_type": "deepseek_v3"}
         check_raw_config(raw)
         config = getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
         check_config(config)

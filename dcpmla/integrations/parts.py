@@ -12,7 +12,7 @@ from dcpmla.integrations.config_checks import has_groups
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, HashGate, MoE, TopKGate, load_experts, unstack_experts
-from dcpmla.model.router import Router
+from dcpmla.model.router import Router, split_weight
 from dcpmla.parallel.linear import Linear, Weight, check_experts, cut, read_linear, read_weight
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -115,6 +115,10 @@ class Parts:
         routed, shared = (part.read(weights, hidden_size, self.dtype) for part in (expert, parts[0]))
         return parts if [type(weight) for weight in routed] == [type(weight) for weight in shared] else []
 
+    def _router_weight(self, name: str) -> Tensor:
+        shape = tuple(self.model.get_parameter(name).shape)
+        return split_weight(read_weight(self.weights, name, shape).to(self.device), self.dtype)
+
     def _gate(self, name: str, module: Any, num_shared: int) -> Gate:
         config = self.model.config
         weight, bias = f"{name}.gate.weight", f"{name}.gate.e_score_correction_bias"
@@ -122,12 +126,12 @@ class Parts:
             weight, bias = f"{name}.router.classifier.weight", f"{name}.router.e_score_correction_bias"
         if f"{name}.gate.tid2eid" in self.weights:
             table = self.weights[f"{name}.gate.tid2eid"][:].to(self.device, torch.int64)
-            return HashGate(self.vector(weight), table, read_router(config, num_shared))
+            return HashGate(self._router_weight(weight), table, read_router(config, num_shared))
         values = None
         if bias in self.weights:
             values = read_weight(self.weights, bias, tuple(self.model.get_buffer(bias).shape))
             values = values.to(self.device, torch.float32)
-        return TopKGate(self.vector(weight), values, read_router(config, num_shared))
+        return TopKGate(self._router_weight(weight), values, read_router(config, num_shared))
 
 
 # How the families choose experts.

@@ -24,7 +24,7 @@ class TopKGate(nn.Module):
     """The choice of each token's experts by a linear layer's scores.
 
     Args:
-        weight: [E, hidden].
+        weight: [S, E, hidden], terms of it (`split_weight`).
         bias: float32 [E], added to the scores for the choice alone; None for none.
         router: how experts are chosen and weighed.
     """
@@ -42,7 +42,7 @@ class HashGate(nn.Module):
     """The choice of each token's experts by its id, weighed by a linear layer's scores (DeepSeek-V4's first layers).
 
     Args:
-        weight: [E, hidden].
+        weight: [S, E, hidden], terms of it (`split_weight`).
         table: int64 [vocab, top_k], experts of each token.
         router: how experts are weighed.
     """

@@ -48,20 +48,36 @@ class Router:
             raise ValueError(f"topk_groups is {self.topk_groups}; expected 1 to num_groups, which is {self.num_groups}")
 
 
+def split_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a router's weight [E, H] as terms [S, E, H] of dtype, whose sum over S it is: one where dtype holds it.
+
+    LongCat's routers are published in float32, and so are those of models that transformers 5.24 and later save. Of a
+    number that is not one of 16 bits, three bfloat16 have all 24: tensor cores multiply them, which no product of
+    float32 and 16 bits could use.
+    """
+    first = weight.to(dtype)
+    rest = weight.float() - first
+    if not rest.any():
+        return first[None]
+    second = rest.to(dtype)
+    return torch.stack([first, second, (rest - second).to(dtype)])
+
+
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Return x W^T [T, E] in float32: products of 16 bits are exact there, so that transformers, which widens both
     first, has the same but for the order of the sum.
 
     Args:
-        x: [T, H]; weight: [E, H], in x's dtype.
+        x: [T, H]; weight: [S, E, H], terms of W in x's dtype (`split_weight`).
     """
     if not x.is_cuda or x.dtype == torch.float32:
-        return x.float() @ weight.float().T
+        return x.float() @ weight.float().sum(0).T
     if len(x) <= _FEW_TOKENS:
         from dcpmla.model.kernels import router  # triton is there on Linux only
 
         return router.router_logits(x, weight)
-    return torch.mm(x, weight.T, out_dtype=torch.float32)
+    logits = torch.mm(x, weight.flatten(0, 1).T, out_dtype=torch.float32)
+    return logits if len(weight) == 1 else logits.unflatten(1, weight.shape[:2]).sum(1)
 
 
 def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Tensor]:

@@ -193,6 +193,10 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
             continue
         is_buffer = not isinstance(tensor, nn.Parameter)  # routers' corrections: float32 in every checkpoint
         is_wide = is_buffer or _is_among(name, model._keep_in_fp32_modules_strict)
+        held = tensor.dtype.itemsize if is_wide else itemsize
+        if name.endswith((".gate.weight", ".classifier.weight")):  # whatever transformers widens them to
+            is_wide = getattr(config, "rounter_params_dtype", "") == "float32"  # the key that LongCat publishes
+            held = 3 * itemsize if is_wide and itemsize < 4 else itemsize  # `model.router.split_weight`
         shape = tuple(tensor.shape)
         if len(shape) == 3:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
             shape = (config.n_routed_experts, *shape[1:])
@@ -201,7 +205,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
             shape,
             1,
             _style(name),
-            tensor.dtype.itemsize if is_wide else itemsize,
+            held,
             codes.get(name, ""),
             _num_pieces(name, shape, config),
             bool(quantization) and ".self_attn." not in name and "lm_head" not in name,

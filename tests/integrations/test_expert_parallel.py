@@ -97,7 +97,7 @@ def held(model: ShardedModel) -> Held:
     for moe in mixtures:
         gate_up, down = (dequantize(weight, torch.float32) for weight in moe.experts)
         columns = 0 if moe.shared is None else moe.shared.down_proj.in_features
-        values.append((gate_up.cpu(), down.cpu(), moe.gate.weight.detach().cpu(), columns))
+        values.append((gate_up.cpu(), down.cpu(), moe.gate.weight.sum(0).detach().cpu(), columns))
     return values
 
 

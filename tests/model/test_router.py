@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dcpmla.integrations.parts import read_router
 from dcpmla.model.moe import HashGate
-from dcpmla.model.router import Router, route, router_logits
+from dcpmla.model.router import Router, route, router_logits, split_weight
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.models import tiny_config
 from tests.support.shared_memory import run_interpreted
@@ -67,8 +67,7 @@ def test_as_transformers(family: str) -> None:
         **{**common, "routed_scaling_factor": 2.5, "topk_groups": 2 if "num_groups" not in differs else 1} | differs
     )
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
-    weight = next(module.parameters())
-    logits = router_logits(x, weight)
+    logits = router_logits(x, next(module.parameters())[None])
     expected_logits, expected_weights, expected_ids = module(x)
     torch.testing.assert_close(logits, expected_logits.float())
     ids, weights = route(logits, getattr(module, "e_score_correction_bias", None), how)
@@ -96,7 +95,7 @@ def test_experts_by_token_ids_as_transformers() -> None:
         routed_scaling_factor=module.routed_scaling_factor,
         num_shared=1,
     )
-    ids, weights = HashGate(module.weight, module.tid2eid, how)(x, token_ids)
+    ids, weights = HashGate(module.weight[None], module.tid2eid, how)(x, token_ids)
     _, expected_weights, expected_ids = module(x, token_ids)
     assert torch.equal(ids[:, :4].long(), expected_ids)
     torch.testing.assert_close(weights[:, :4], expected_weights)
@@ -189,8 +188,8 @@ def check_kernels(device: str, num_tokens: int) -> None:
         assert same[:5].all()
         assert same.float().mean() > 0.99  # another last bit of a score
         torch.testing.assert_close(weights.cpu()[same], expected_weights[same], equal_nan=True)
-    x, weight = torch.randn(3, 70), torch.randn(5, 70)
-    torch.testing.assert_close(kernels.router_logits(x.to(device), weight.to(device)).cpu(), x @ weight.T)
+    x, weight = torch.randn(3, 70), torch.randn(2, 5, 70)
+    torch.testing.assert_close(kernels.router_logits(x.to(device), weight.to(device)).cpu(), x @ weight.sum(0).T)
 
 
 def test_kernels_in_the_interpreter() -> None:
@@ -202,14 +201,27 @@ def test_kernels() -> None:
     check_kernels("cuda", 3000)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+def test_terms_are_the_weight(stored: torch.dtype) -> None:
+    """No bit of a checkpoint's router is lost in bfloat16, and numbers that bfloat16 holds are one term."""
+    weight = (torch.randn(16, 300, generator=torch.Generator().manual_seed(0)) * 0.02).to(stored)
+    terms = split_weight(weight, torch.bfloat16)
+    assert (terms.dtype, terms.shape) == (torch.bfloat16, (1 if stored is torch.bfloat16 else 3, 16, 300))
+    assert torch.equal(terms.float().sum(0), weight.float())
+    assert len(split_weight(weight.bfloat16().float(), torch.bfloat16)) == 1
+    assert len(split_weight(weight, torch.float32)) == 1
+
+
 @pytest.mark.gpu
-def test_logits_on_a_gpu() -> None:
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_logits_on_a_gpu(stored: torch.dtype) -> None:
     """Products of 16 bits are exact in float32, whatever computes them."""
     generator = torch.Generator("cuda").manual_seed(0)
-    new = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    new = {"generator": generator, "device": "cuda"}
     for num_tokens in (1, 8, 9, 300):
-        x, weight = torch.randn(num_tokens, 7168, **new), torch.randn(256, 7168, **new)
-        logits = router_logits(x, weight)
+        x = torch.randn(num_tokens, 7168, dtype=torch.bfloat16, **new)
+        weight = torch.randn(256, 7168, dtype=stored, **new)
+        logits = router_logits(x, split_weight(weight, x.dtype))
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=0, atol=5e-3)
 
@@ -222,7 +234,7 @@ def test_kernels_compile_for_hopper() -> None:
     padded = {"GROUPS": 8, "GROUP": 32, "OUT": 16}
     flags = {"SCORING": "sqrtsoftplus", "TOP2": True, "RENORMALIZE": True}
     compile_for_hopper(route_kernel, "fp32", {**sizes, **padded, **flags}, ids_ptr="*i32", factor="fp32")
-    ptx = compile_for_hopper(logits_kernel, "bf16", {"WIDTH": 7168, "COLUMNS": 8192}, out_ptr="*fp32")
+    ptx = compile_for_hopper(logits_kernel, "bf16", {"TERMS": 3, "WIDTH": 7168, "COLUMNS": 8192}, out_ptr="*fp32")
     assert "ld.global.v4.b32" in ptx
 
 

@@ -18,7 +18,7 @@ from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, expected_experts, predict_step
 from dcpmla.planning.weights import read_model
-from tests.support.models import MLA_FAMILIES, save_tiny, tiny_config
+from tests.support.models import MLA_FAMILIES, random_model, save_tiny, tiny_config
 from tests.support.quantized_models import save_wide, write_quantized
 from tests.support.ranks import run_ranks
 
@@ -81,6 +81,18 @@ def test_quantized_models(tp_size: int, tmp_path: Path) -> None:
     check(directories, tp_size)
     if tp_size == 2:
         check(directories[-1:], tp_size, "fp8")
+
+
+def test_routers_in_float32(tmp_path: Path) -> None:
+    """LongCat's are published so, beside a model in bfloat16."""
+    config = tiny_config("longcat_flash")
+    config.rounter_params_dtype = "float32"
+    model = random_model(config).bfloat16()
+    for name, parameter in model.named_parameters():
+        if name.endswith("classifier.weight"):
+            parameter.data = torch.randn(parameter.shape)
+    model.save_pretrained(tmp_path)
+    check([tmp_path], 2)
 
 
 def test_experts_in_integers() -> None:

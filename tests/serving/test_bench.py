@@ -1,6 +1,7 @@
 """`dcpmla bench serve --url`: the load goes over HTTP, nothing is lost, and what is lost is named."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def bench(server: RunningServer, model: Path, path: Path, **options: object) -> 
     named = [str(item) for name, value in values.items() for item in (f"--{name.replace('_', '-')}", value)]
     assert main(["bench", "serve", *named]) == 0
     (row,) = json.loads(path.read_text())["rows"]
+    assert isinstance(row, dict)
     return row
 
 
@@ -36,6 +38,28 @@ def test_nothing_is_lost(
     assert row["requests_per_second"] == pytest.approx(9 / seconds, rel=0.01)
     assert 0 < row["time_to_first_token_mean"] < row["end_to_end_seconds_p99"]  # type: ignore[operator]
     assert "0 of 9 lost" in capfd.readouterr().out
+
+
+def test_what_is_lost(
+    server: RunningServer,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Requests too long for the server are lost and counted; where all are lost, nothing is reported."""
+    monkeypatch.setenv("DCPMLA_API_KEY", KEY)
+    longer, config = tmp_path / "longer", json.loads((model / "config.json").read_text())
+    shutil.copytree(model, longer)
+    length = config["max_position_embeddings"]
+    (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2 * length}))
+    lost = bench(server, longer, tmp_path / "some.json", input_lens=f"16,{length}")["num_lost"]
+    assert isinstance(lost, int)
+    assert 0 < lost < 9
+    assert f"lost: {lost} requests: status 400" in capfd.readouterr().out
     monkeypatch.setenv("DCPMLA_API_KEY", "wrong")
-    assert bench(server, model, tmp_path / "bad.json")["num_lost"] == 9
-    assert "lost: 9 requests: status 401" in capfd.readouterr().out
+    out = tmp_path / "bad.json"
+    options = ["--model", str(model), "--device", "cpu", "--url", server.url, "--num-requests", "3", "--json", str(out)]
+    assert main(["bench", "serve", *options, "--input-lens", "16", "--output-lens", "1"]) == 2
+    assert "all requests are lost: status 401" in capfd.readouterr().err
+    assert not out.exists()

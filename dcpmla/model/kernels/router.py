@@ -16,11 +16,16 @@ _EPSILON = tl.constexpr(1e-20)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def logits_kernel(x_ptr, weight_ptr, out_ptr, num_tokens, num_experts, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def logits_kernel(
+    x_ptr, weight_ptr, out_ptr, num_tokens, num_experts, TERMS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Multiply every token by an expert's weights, one program per expert."""
     expert = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
-    weights = tl.load(weight_ptr + expert * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    weights = tl.zeros([COLUMNS], tl.float32)
+    for term in tl.static_range(TERMS):
+        row = term * num_experts + expert
+        weights += tl.load(weight_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     for token in range(num_tokens):
         x = tl.load(x_ptr + token * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         tl.store(out_ptr + token * num_experts + expert, tl.sum(x * weights))
@@ -28,11 +33,19 @@ def logits_kernel(x_ptr, weight_ptr, out_ptr, num_tokens, num_experts, WIDTH: tl
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `model.router.router_logits` of a few tokens in one kernel."""
-    (num_tokens, width), num_experts = x.shape, len(weight)
+    num_tokens, (num_terms, num_experts, width) = len(x), weight.shape
     out = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x.device)
     columns = triton.next_power_of_2(width)
     logits_kernel[(num_experts,)](
-        x.contiguous(), weight.contiguous(), out, num_tokens, num_experts, WIDTH=width, COLUMNS=columns, num_warps=8
+        x.contiguous(),
+        weight.contiguous(),
+        out,
+        num_tokens,
+        num_experts,
+        TERMS=num_terms,
+        WIDTH=width,
+        COLUMNS=columns,
+        num_warps=8,
     )
     return out
 
