@@ -8,4 +8,4 @@ fi
 . .venv/bin/activate
 # The version that this project is tested with; for the small CPU-only build, point pip at PyTorch's CPU wheels (PIP_FIND_LINKS or an index).
 python -c 'import torch' 2>/dev/null || pip install --quiet torch==2.13.0
-pip install --quiet --disable-pip-version-check --editable ".${1:-}"
+pip install --quiet --disable-pip-version-check --constraint launch/constraints.txt --editable ".${1:-}"
