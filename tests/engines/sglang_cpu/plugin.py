@@ -7,14 +7,24 @@ from typing import Any
 
 
 def register() -> None:
-    """Let SGLang shard over CPUs; write a line for each call of our attention; break the merge if asked to."""
+    """Let SGLang shard over CPUs and cache latents in 8 bits there; write a line for each call of our attention; break
+    the merge if asked to.
+    """
     from sglang.srt.distributed import parallel_state
-    from sglang.srt.mem_cache import allocation
+    from sglang.srt.mem_cache import allocation, kv_cache_configurator
 
-    is_hip = parallel_state.is_hip
-    parallel_state.is_hip = lambda: is_hip() or sys._getframe(1).f_code.co_name == "initialize_model_parallel"
+    is_hip, platform = parallel_state.is_hip, kv_cache_configurator.current_platform
+    parallel_state.is_hip = lambda: is_hip() or _caller() == "initialize_model_parallel"
     allocation._is_xpu = True  # pages as wide as the allocator's
+    anywhere = type("Anywhere", (), {"__getattr__": lambda self, name: getattr(platform, name)})
+    anywhere.is_cpu = lambda self: platform.is_cpu() and _caller() != "configure"
+    kv_cache_configurator.current_platform = anywhere()
     watch()
+
+
+def _caller() -> str:
+    """Return the name of the function that called the one that asks."""
+    return sys._getframe(2).f_code.co_name
 
 
 def watch() -> None:
