@@ -326,7 +326,8 @@ def write_flight_record(rank: int) -> None:
     Nothing is written where the disk has no room.
     """
     recorder: Any = _distributed_c10d
-    dump = getattr(recorder, "_dump_nccl_trace", recorder._dump_fr_trace)  # NCCL's, or gloo's
+    has_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    dump = recorder._dump_nccl_trace if has_nccl else recorder._dump_fr_trace  # each is empty of the other's
     path = _start_of_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
