@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
+from tests.engines.rounded import logprobs_over_rounded_latents
 from tests.engines.sglang_tree import CPU, sglang_variables
 from tests.support.launchers import environment
 from tests.support.models import random_model
@@ -88,17 +88,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @torch.no_grad()
-def expected(model: Any, prompt: list[int], cache: transformers.Cache | None = None) -> tuple[list[int], list[float]]:
-    """Return transformers' greedy tokens and their logprobs, over a cache that is filled in SGLang's chunks."""
-    cache, tokens, logprobs = transformers.DynamicCache() if cache is None else cache, [], []
-    for start in range(0, len(prompt), CHUNK):
-        last = model(torch.tensor([prompt[start : start + CHUNK]]), cache=cache).logits[0, -1]
+def expected(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """Return transformers' greedy tokens and their logprobs."""
+    tokens, logprobs = list(prompt), []
     for _ in range(NUM_NEW):
-        logprob, token = last.log_softmax(-1).max(-1)
+        logprob, token = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1).max(-1)
         tokens.append(int(token))
         logprobs.append(float(logprob))
-        last = model(token[None, None], cache=cache).logits[0, -1]
-    return tokens, logprobs
+    return tokens[len(prompt) :], logprobs
 
 
 def serve(
@@ -134,19 +131,6 @@ def test_what_transformers_generates(model: tuple[Path, Any], tmp_path: Path, pa
     assert calls["start_context"] >= 2 * 3
 
 
-class RoundedCache(transformers.DynamicCache):
-    """Latents as a cache of e4m3 keeps them; the new tokens of a prompt see each other's exact ones."""
-
-    def update(self, kv_c: Tensor, k_pe: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        new = kv_c, k_pe
-        kept = super().update(*(part.to(torch.float8_e4m3fn).float() for part in new), layer_idx)
-        num_new = kv_c.shape[2]
-        if num_new == 1:
-            return kept
-        kv_c, k_pe = (torch.cat([old[:, :, :-num_new], part], 2) for old, part in zip(kept, new, strict=True))
-        return kv_c, k_pe
-
-
 def test_a_cache_in_8_bits(model: tuple[Path, Any], tmp_path: Path) -> None:
     """transformers' logprobs over rounded latents, which differ from those over exact ones by five times as much as is
     allowed: a latent near the middle of two codes may go to the other one.
@@ -155,10 +139,10 @@ def test_a_cache_in_8_bits(model: tuple[Path, Any], tmp_path: Path) -> None:
     options = {"page_size": 16, "kv_cache_dtype": "fp8_e4m3"}
     served, _ = serve(model[0], tmp_path, [[prompt] for prompt in prompts], options)
     for prompt, (request,) in zip(prompts, served, strict=True):
-        tokens, logprobs = expected(model[1], prompt, RoundedCache())
-        assert request["tokens"] == tokens
-        torch.testing.assert_close(request["logprobs"], logprobs, atol=0.02, rtol=0)
-        exact = expected(model[1], prompt)[1]
+        logprobs, tokens = logprobs_over_rounded_latents(model[1], prompt, request["tokens"][:-1], CHUNK).max(-1)
+        assert request["tokens"] == tokens.tolist()
+        torch.testing.assert_close(torch.tensor(request["logprobs"]), logprobs, atol=0.02, rtol=0)
+        _, exact = expected(model[1], prompt)
         assert max(abs(a - b) for a, b in zip(request["logprobs"], exact, strict=True)) > 0.1
 
 

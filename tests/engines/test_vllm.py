@@ -76,6 +76,15 @@ def test_whole_caches_match_transformers(model: Path, tmp_path: Path) -> None:
     assert not {"gather_heads", "combine"} & set(calls)
 
 
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_caches_in_8_bits(model: Path, tmp_path: Path, dcp: int) -> None:
+    """vLLM's latents and its absorbed queries, both in e4m3: transformers' logprobs over such ones."""
+    layout = {"decode_context_parallel_size": dcp, "kv_cache_dtype": "fp8"}
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **layout)
+    assert report["over rounded"] < 0.01
+    assert report["over exact"] > 0.2
+
+
 def test_experts_match_transformers(tmp_path: Path) -> None:
     """TP 2 x DCP 2 with a layer of experts, for which vLLM has nothing on CPUs but compiled kernels."""
     model = save_model(tmp_path / "model", num_heads=8, head_dim=32, num_dense=1)

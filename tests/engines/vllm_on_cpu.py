@@ -59,8 +59,9 @@ def _accept_drafts(
 
 
 def patch() -> None:
-    """Let vLLM's CPU platform shard a cache, cut prompts into chunks and reuse prefixes, for backends that can; draft
-    by n-grams without a compiler; and leave no shared memory in /dev/shm, under a name that the next job would find.
+    """Let vLLM's CPU platform shard a cache, keep it in 8 bits, cut prompts into chunks and reuse prefixes, for
+    backends that can; draft by n-grams without a compiler; and leave no shared memory in /dev/shm, under a name that
+    the next job would find.
     """
     plain = SimpleNamespace(jit=_undecorated, njit=_undecorated, prange=range)
     plain.get_num_threads, plain.set_num_threads = (lambda: 1), (lambda number: None)
@@ -71,7 +72,12 @@ def patch() -> None:
 
     cpu_triton_utils._compute_slot_mapping_kernel_impl = slot_mapping
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-    original = CpuPlatform.check_and_update_config.__func__
+    choose, original = CpuPlatform.get_attn_backend_cls.__func__, CpuPlatform.check_and_update_config.__func__
+
+    def get_attn_backend_cls(
+        cls: type, selected_backend: Any, attn_selector_config: Any, *more: Any, **named: Any
+    ) -> str:
+        return choose(cls, selected_backend, attn_selector_config._replace(kv_cache_dtype="auto"), *more, **named)
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
@@ -79,6 +85,7 @@ def patch() -> None:
         original(cls, vllm_config)
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
 
+    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 

@@ -9,7 +9,7 @@ import os
 
 FIRST_VERSION, END_VERSION = (0, 32), (0, 34)  # vLLM's versions that tests/engines runs with
 MODES = ("custom", "default", "exchange", "off")
-CHOSEN_BY_VLLM = ("FLASH_ATTN_MLA", "CPU_MLA")  # what vLLM takes for dense MLA on Hopper, and on CPUs
+CHOSEN_BY_VLLM = ("FLASH_ATTN_MLA", "CPU_MLA", "AMX_MLA")  # what vLLM takes for dense MLA on Hopper, and on CPUs
 BACKEND = "dcpmla.integrations.vllm.backend.DCPMLABackend"
 
 logger = logging.getLogger(__name__)
