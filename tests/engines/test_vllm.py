@@ -73,8 +73,8 @@ def test_decode_context_parallel_matches_transformers(
 
 
 def test_whole_caches_match_transformers(model: Path, tmp_path: Path) -> None:
-    """TP 2 x DCP 1: nothing is exchanged, and queries come in the two parts that vLLM has."""
-    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path)
+    """TP 2 x DCP 1: nothing is exchanged, and queries come in the two parts that vLLM has; kv_b_proj is quantized."""
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, quantization="rounded")
     check_logprobs(report)
     calls = report["calls"]
     assert calls["queries in two parts"] == calls["dcp_mla_decode"]

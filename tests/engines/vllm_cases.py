@@ -16,7 +16,8 @@ from vllm import LLM, SamplingParams
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm import impl
 from dcpmla.integrations.vllm.exchange import install
-from tests.engines.rounded import logprobs_over_rounded_latents
+from tests.engines import vllm_quantized  # noqa: F401
+from tests.engines.rounded import logprobs_over_rounded_latents, rounded
 
 VOCABULARY, NEW_TOKENS, MAX_BATCHED = 512, 8, 100
 CALLS: Counter[str] = Counter()
@@ -118,6 +119,9 @@ def main(directory: str, options: dict[str, Any]) -> None:
         **options,
     )
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    if options.get("quantization") == "rounded":
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.weight.data = rounded(layer.self_attn.kv_b_proj.weight.data)
     if options.get("kv_cache_dtype") == "fp8":
         end(rounded_errors(llm, model))
     requests, report = prompts(), {}

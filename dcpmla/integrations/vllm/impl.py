@@ -38,7 +38,8 @@ class DCPMLAImpl(MLACommonImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take over W_UK and W_UV: vLLM's tensor, or the values of a quantized one."""
         self.dtype, self.w_kv_b = act_dtype, None
-        if self.kv_b_proj.weight.dtype != act_dtype:
+        weight = getattr(self.kv_b_proj, "weight", None)  # packed values have other names
+        if weight is None or weight.dtype != act_dtype:
             sizes = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim, self.v_head_dim
             self.w_kv_b = (
                 torch.cat(split_kv_b_proj(self.kv_b_proj, act_dtype, *sizes), -1).permute(1, 2, 0).contiguous()
