@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-gpus", type=int, required=True, help="ranks of a job: -tp and -dcp")
     add_commit_argument(parser)
-    parser.add_argument("--output", type=Path, default=None, help="default: benchmarks/results/h200xN/vllm.json")
+    parser.add_argument("--output", type=Path, default=None, help="default: benchmarks/results/h200[xN]/vllm.json")
     args = parser.parse_args()
     rows = launch(1, WHOLE)
     if args.num_gpus > 1:
@@ -100,7 +100,8 @@ def save(rows: list[dict[str, Any]], num_gpus: int, commit: str | None, output: 
             if row is not ours and all(row[key] == ours[key] for key in keys):
                 name = row["kernel"] if row["dcp"] == 1 else f"{row['kernel']}_{row['exchange']}"
                 ours[f"speedup_over_{name.lower()}"] = row["median_us"] / ours["median_us"]
-    output = output or ROOT / "benchmarks" / "results" / f"h200x{num_gpus}" / "vllm.json"
+    machine = f"h200x{num_gpus}" if num_gpus > 1 else "h200"
+    output = output or ROOT / "benchmarks" / "results" / machine / "vllm.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     write_results(output, rows, num_gpus, torch.device("cuda"), commit, {"vllm": installed("vllm")})
 
