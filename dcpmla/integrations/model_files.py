@@ -18,7 +18,7 @@ _CLASS_PREFIXES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "kimi_k2": "DeepseekV3",
-    "sarvam_mla": "DeepseekV3",
+    "sarvam_mla": "SarvamMLA",
     "glm4_moe_lite": "Glm4MoeLite",
     "longcat_flash": "LongcatFlash",
     "mistral4": "Mistral4",
@@ -71,10 +71,12 @@ def load_config(directory: Path) -> Any:
     model_type = raw.pop("model_type", "none")
     check_model_type(model_type)
     try:
+        config_class = getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config")
         if model_type == "sarvam_mla":
-            raw = transformers.SarvamMLAConfig.from_dict(raw).to_dict() | {"model_type": "deepseek_v3"}
+            raw = config_class.from_dict(raw).to_dict() | {"model_type": "deepseek_v3"}
+            config_class = transformers.DeepseekV3Config
         check_raw_config(raw)
-        config = getattr(transformers, f"{_CLASS_PREFIXES[model_type]}Config").from_dict(raw)
+        config = config_class.from_dict(raw)
         check_config(config)
     except Exception as error:  # transformers checks fields with exceptions of many kinds
         raise ValueError(f"model (--model): {file} is no {model_type} config: {reason(error)}") from error
