@@ -1,4 +1,4 @@
-"""From a transformers config and a checkpoint to a sharded model (tested with transformers 5.17 to 5.24).
+"""From a transformers config and a checkpoint to a sharded model (tested with transformers 5.17, 5.23 and 5.24).
 
 transformers gives configs, shapes and rotary embeddings (skeleton.py); whatever has matrices is computed by this
 package, and reads its own slices of the checkpoint (parts.py). Decoder layers of norm, attention, norm and MLP run as
