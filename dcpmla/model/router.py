@@ -51,9 +51,9 @@ class Router:
 def split_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a router's weight [E, H] as terms [S, E, H] of dtype, whose sum over S it is: one where dtype holds it.
 
-    LongCat's routers are published in float32, and so are those of models that transformers 5.24 and later save. Of a
-    number that is not one of 16 bits, three bfloat16 have all 24: tensor cores multiply them, which no product of
-    float32 and 16 bits could use.
+    LongCat's routers are published in float32, and so are those of models that transformers 5.24 and later save.
+    Tensor cores have no product of float32 and 16 bits, but three bfloat16 hold all 24 bits of a float32 (three float16
+    all that is not below 6e-8).
     """
     first = weight.to(dtype)
     rest = weight.float() - first

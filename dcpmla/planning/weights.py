@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from dcpmla.cache.capacity import ModelCaches
 from dcpmla.compressed_config import CompressedConfig
@@ -191,12 +191,6 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name not in stored:
             continue
-        is_buffer = not isinstance(tensor, nn.Parameter)  # routers' corrections: float32 in every checkpoint
-        is_wide = is_buffer or _is_among(name, model._keep_in_fp32_modules_strict)
-        held = tensor.dtype.itemsize if is_wide else itemsize
-        if name.endswith((".gate.weight", ".classifier.weight")):  # whatever transformers widens them to
-            is_wide = getattr(config, "rounter_params_dtype", "") == "float32"  # the key that LongCat publishes
-            held = 3 * itemsize if is_wide and itemsize < 4 else itemsize  # `model.router.split_weight`
         shape = tuple(tensor.shape)
         if len(shape) == 3:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
             shape = (config.n_routed_experts, *shape[1:])
@@ -205,7 +199,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
             shape,
             1,
             _style(name),
-            held,
+            _held_itemsize(name, tensor, model, itemsize),
             codes.get(name, ""),
             _num_pieces(name, shape, config),
             bool(quantization) and ".self_attn." not in name and "lm_head" not in name,
@@ -215,6 +209,15 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
         shape = (config.vocab_size, config.hidden_size)
         groups[Parameter("lm_head.weight", shape, 1, "column", itemsize)] += 1
     return tuple(replace(group, count=count) for group, count in groups.items())
+
+
+def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
+    """Return the bytes of a number of a tensor where it is not quantized, in a model whose numbers have itemsize."""
+    if name.endswith((".gate.weight", ".classifier.weight")):  # a router's, whatever transformers widens it to
+        is_float32 = getattr(model.config, "rounter_params_dtype", "") == "float32"  # the key that LongCat publishes
+        return 3 * itemsize if is_float32 and itemsize < 4 else itemsize  # `model.router.split_weight`
+    is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)
+    return tensor.dtype.itemsize if is_wide else itemsize  # routers' corrections are float32 in every checkpoint
 
 
 def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, str]:
