@@ -25,7 +25,7 @@ class RoundedLinear(LinearMethodBase):
 
 @register_quantization_config("rounded")
 class Rounded(QuantizationConfig):
-    """What vLLM asks of a quantization."""
+    """A quantization of kv_b_proj alone, on any device."""
 
     def get_name(self) -> str:
         return "rounded"
