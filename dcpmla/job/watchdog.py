@@ -327,7 +327,7 @@ def write_flight_record(rank: int) -> None:
     """
     recorder: Any = _distributed_c10d
     has_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    dump = recorder._dump_nccl_trace if has_nccl else recorder._dump_fr_trace  # each is empty of the other's
+    dump = recorder._dump_nccl_trace if has_nccl else recorder._dump_fr_trace  # each has its own operations only
     path = _start_of_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -138,8 +138,8 @@ def tiny_config(family: str) -> Any:
 def random_model(config: Any, seed: int = 0) -> Any:
     """Make a transformers model in float32 with every norm weight and bias drawn at random."""
     torch.manual_seed(seed)
-    name = type(config).__name__.replace("Config", "ForCausalLM")  # Sarvam's is DeepSeek-V3's
-    model: Any = getattr(transformers, name, transformers.AutoModelForCausalLM.from_config)(config).eval()
+    class_name = type(config).__name__.replace("Config", "ForCausalLM")  # Sarvam's is DeepSeek-V3's
+    model: Any = getattr(transformers, class_name, transformers.AutoModelForCausalLM.from_config)(config).eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             tensor.data.uniform_(0.5, 1.5)
