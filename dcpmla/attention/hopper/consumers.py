@@ -125,7 +125,7 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
                 store_columns(outputs, first_row, num_rows, 0, acc, buffers.q_left.index(0))
                 store_lse(outputs, first_row, row, lse_of_row(outputs, lse), row < num_rows)
             else:
-                partial = find_partial(gl.program_id(0), start == begin, batch.row_tile)
+                partial = find_partial(gl.program_id(1), start == begin, batch.row_tile)
                 gl.store(outputs.partial_lses_ptr + partial * ROWS + row, lse)
                 store_partial(outputs.partials_ptr, partial, 0, num_rows, acc)
                 arrive(outputs.counters_ptr, begin, work)
@@ -174,7 +174,7 @@ def value_consumer(buffers, barriers, outputs, work):
                 first_row = first * batch.num_heads + batch.row_tile * ROWS
                 store_columns(outputs, first_row, num_rows, HALF, acc, buffers.q_right.index(0))
             else:
-                partial = find_partial(gl.program_id(0), start == begin, batch.row_tile)
+                partial = find_partial(gl.program_id(1), start == begin, batch.row_tile)
                 store_partial(outputs.partials_ptr, partial, 1, num_rows, acc)
                 arrive(outputs.counters_ptr, begin, work)
             mbarrier.arrive(barriers.q_free, count=1)

@@ -261,7 +261,7 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
                 if half == 0:
                     store_lse(outputs, first_row, row, lse_of_row(outputs, lse), row < num_rows)
             else:
-                partial = find_partial(gl.program_id(0), start == begin, batch.row_tile)
+                partial = find_partial(gl.program_id(1), start == begin, batch.row_tile)
                 if half == 0:
                     gl.store(outputs.partial_lses_ptr + partial * ROWS + row, lse)
                 _store_partial(outputs.partials_ptr, partial, half, num_rows, columns)

@@ -144,7 +144,7 @@ def zero_empty(outputs, work):
     row = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     column = gl.arange(0, LATENT, layout=gl.BlockedLayout([4], [32], [4], [0]))
     batch = work.batch
-    for request in range(gl.program_id(0), work.num_reqs, gl.num_programs(0)):
+    for request in range(gl.program_id(1), work.num_reqs, gl.num_programs(1)):
         first, num_rows, num_keys = find_request(request, batch)
         if num_keys == 0:
             first_row = first * batch.num_heads + batch.row_tile * ROWS
@@ -161,7 +161,7 @@ def find_partial(part, begins, row_tile):
 
     It may leave two: of a request that it goes on with, and of one that it begins.
     """
-    return (row_tile * gl.num_programs(0) + part) * 2 + begins.to(gl.int32)
+    return (row_tile * gl.num_programs(1) + part) * 2 + begins.to(gl.int32)
 
 
 @gluon.jit
@@ -193,7 +193,7 @@ def store_partial(partials_ptr, partial, half, num_rows, acc):
 @gluon.jit
 def _counter_at(counters_ptr, first_part, row_tile):
     """Return a pointer to the counter of a request that is cut: that of the part in which it begins."""
-    return counters_ptr + row_tile * gl.num_programs(0) + first_part
+    return counters_ptr + row_tile * gl.num_programs(1) + first_part
 
 
 @gluon.jit
@@ -246,7 +246,7 @@ def merge_parts(half, last, last_begin, work, outputs, merge_ready):
             mbarrier.wait(merge_ready.index(merge), 0)
             num_rows = gl.minimum(num_rows, ROWS)
             rows_of_a_part = gl.cdiv(num_rows, num_parts)
-            start = (gl.program_id(0) - first_part) * rows_of_a_part
+            start = (gl.program_id(1) - first_part) * rows_of_a_part
             stop = gl.minimum(start + rows_of_a_part, num_rows)
             first_row = first * batch.num_heads + batch.row_tile * ROWS
             if num_parts <= 8:

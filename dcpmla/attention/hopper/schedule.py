@@ -16,8 +16,9 @@ LATENT = gl.constexpr(512)
 HALF = gl.constexpr(256)  # columns of a latent or an output that one group of warps takes
 ROPE = gl.constexpr(64)
 MIN_TILES = gl.constexpr(2)  # of a part: with fewer, partial outputs cost more than a shorter part saves
-# By how much a part may be longer for fewer cuts, at most half of it: about what a partial output costs.
+# By how much a part may be longer, at most by half, for one partial output less, or two: about what they cost.
 CUT_TILES = gl.constexpr(4)
+TWO_CUTS_TILES = gl.constexpr(10)
 
 
 @aggregate
@@ -100,16 +101,17 @@ def _add(a, b):
 @gluon.jit
 def cut(num_tiles, num_reqs, batch):
     """Cut the line of all requests' tiles (`count_tiles`) into parts; return this program's `Work`."""
-    num_parts = gl.num_programs(0)
+    num_parts = gl.num_programs(1)
     even_size = gl.maximum(gl.cdiv(gl.sum(num_tiles, 0), num_parts), MIN_TILES)
     # As many parts for each request, or as many whole requests for each part.
     piece = gl.maximum(gl.cdiv(gl.max(num_tiles, 0), gl.maximum(num_parts // num_reqs, 1)), MIN_TILES)
     size = piece * gl.cdiv(num_reqs, num_parts)
-    is_aligned = size <= even_size + gl.minimum(CUT_TILES, even_size // 2)
+    longer = gl.where(num_parts < 2 * num_reqs, TWO_CUTS_TILES, CUT_TILES)  # whole requests leave no partial outputs
+    is_aligned = size <= even_size + gl.minimum(longer, even_size // 2)
     granule = gl.where(is_aligned, piece, 1)
     size = gl.where(is_aligned, size, even_size)
     ends = gl.associative_scan(gl.cdiv(num_tiles, granule) * granule, 0, _add)
-    start = gl.program_id(0) * size
+    start = gl.program_id(1) * size
     request = gl.sum((ends <= start).to(gl.int32), 0)
     begin = gl.max(gl.where(ends <= start, ends, 0), 0)
     end = gl.minimum(start + size, gl.max(ends, 0))
