@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 
+from dcpmla.attention.warm_up import sizes
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.pending import PendingStep
@@ -40,7 +41,7 @@ def warm_up(engine: Engine) -> None:
     if longest < 1:
         return
     rng, vocabulary = random.Random(0), range(engine.model.vocab_size)  # the same on all ranks
-    for size in _sizes(min(longest, most)):
+    for size in sizes(min(longest, most)):
         _serve(engine, [rng.choices(vocabulary, k=size)], _PREFILL)
     size = min(longest, most + most // 2)
     prompts = [rng.choices(vocabulary, k=size) for _ in range(most // size + 2)]
@@ -60,12 +61,6 @@ class _Always(Drafter):
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
         """Return the other's drafts."""
         return self._drafter.draft(wanted, previous)
-
-
-def _sizes(largest: int) -> list[int]:
-    """Return the powers of two up to a size, the numbers half-way between them, and that size."""
-    sizes = {factor << exponent for exponent in range(largest.bit_length()) for factor in (1, 3)}
-    return sorted(size for size in sizes | {largest} if size <= largest)
 
 
 def _serve(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> None:

@@ -100,8 +100,10 @@ def expected(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
 
 def serve(
     directory: Path, where: Path, batches: list[list[list[int]]], options: dict[str, Any], **variables: str
-) -> tuple[list[list[dict[str, Any]]], Counter[str]]:
-    """Return what SGLang generates for batches of prompts, and how often our functions were called on a rank."""
+) -> tuple[list[list[dict[str, Any]]], Counter[str], Counter[str]]:
+    """Return what SGLang generates for batches of prompts, and how often our functions were called on a rank for them,
+    and before.
+    """
     site, calls, job, result = (where / name for name in ("site", "calls", "job.json", "result.json"))
     calls.touch()
     engine = ENGINE | {"model_path": str(directory)} | options
@@ -112,13 +114,16 @@ def serve(
         command, env=env | variables, cwd=where, capture_output=True, text=True, timeout=500, check=False
     )
     assert result.is_file(), done.stdout[-2000:] + done.stderr[-6000:]
-    counted = Counter(calls.read_text().split())
-    return json.loads(result.read_text()), Counter({name: number // 2 for name, number in counted.items()})
+    before, after = (
+        Counter({name: number // 2 for name, number in Counter(part.split()).items()})
+        for part in calls.read_text().split("started")
+    )
+    return json.loads(result.read_text()), after, before
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_what_transformers_generates(model: tuple[Path, Any], tmp_path: Path, page_size: int) -> None:
-    served, calls = serve(model[0], tmp_path, BATCHES, {"page_size": page_size})
+    served, calls, warm_up = serve(model[0], tmp_path, BATCHES, {"page_size": page_size})
     for prompts, requests in zip(BATCHES, served, strict=True):
         for prompt, request in zip(prompts, requests, strict=True):
             tokens, logprobs = expected(model[1], prompt)
@@ -129,6 +134,8 @@ def test_what_transformers_generates(model: tuple[Path, Any], tmp_path: Path, pa
     assert calls["dcp_mla_decode"] == calls["gather_heads"] == calls["combine"] >= 2 * 3 * (NUM_NEW - 1)
     assert calls["dcp_mla_prefill"] >= 2 * 3 * 2
     assert calls["start_context"] >= 2 * 3
+    assert warm_up["dcp_mla_decode"] == warm_up["gather_heads"] == warm_up["combine"] > 10
+    assert warm_up["dcp_mla_prefill"] > warm_up["start_context"] > 10
 
 
 def test_a_cache_in_8_bits(model: tuple[Path, Any], tmp_path: Path) -> None:
@@ -137,7 +144,7 @@ def test_a_cache_in_8_bits(model: tuple[Path, Any], tmp_path: Path) -> None:
     """
     prompts = prompts_of(5, 33, 162, 300)  # whose tokens are all ahead by 0.04
     options = {"page_size": 16, "kv_cache_dtype": "fp8_e4m3"}
-    served, _ = serve(model[0], tmp_path, [[prompt] for prompt in prompts], options)
+    served, *_ = serve(model[0], tmp_path, [[prompt] for prompt in prompts], options)
     for prompt, (request,) in zip(prompts, served, strict=True):
         logprobs, tokens = logprobs_over_rounded_latents(model[1], prompt, request["tokens"][:-1], CHUNK).max(-1)
         assert request["tokens"] == tokens.tolist()
@@ -149,7 +156,7 @@ def test_a_cache_in_8_bits(model: tuple[Path, Any], tmp_path: Path) -> None:
 def test_a_merge_left_out_is_seen(model: tuple[Path, Any], tmp_path: Path) -> None:
     """The tests of this file can fail."""
     prompts = prompts_of(33)
-    served, calls = serve(model[0], tmp_path, [prompts], {}, SGLANG_TEST_BREAK="1")
+    served, calls, _ = serve(model[0], tmp_path, [prompts], {}, SGLANG_TEST_BREAK="1")
     tokens, logprobs = expected(model[1], prompts[0])
     (request,) = served[0]
     assert request["tokens"][0] == tokens[0]  # a prefill merges nothing across ranks

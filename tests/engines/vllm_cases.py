@@ -118,13 +118,15 @@ def main(directory: str, options: dict[str, Any]) -> None:
         seed=0,
         **options,
     )
+    warm_up = dict(CALLS)
+    CALLS.clear()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     if options.get("quantization") == "rounded":
         for layer in model.model.layers:
             layer.self_attn.kv_b_proj.weight.data = rounded(layer.self_attn.kv_b_proj.weight.data)
     if options.get("kv_cache_dtype") == "fp8":
         end(rounded_errors(llm, model))
-    requests, report = prompts(), {}
+    requests, report = prompts(), {"warm-up": warm_up}
     for turn in ("first", "again"):
         outputs = run(llm, requests)
         report[turn] = {

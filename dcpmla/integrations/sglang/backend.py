@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
+from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
+from dcpmla.attention.warm_up import Widths, warm_up
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
@@ -53,7 +55,8 @@ class Backend(AttentionBackend):
         self.exchange.reserve_context(dcp.context_workspace_tokens, width, pool.dtype, self.device)
         self.kv_scale = torch.ones(1, device=self.device) if pool.dtype == FP8 else None  # SGLang casts, scale 1
         self.builder = MetadataBuilder(dcp, parallel.attn_dcp_rank, self.req_to_token_pool.req_to_token)
-        take_over(runner.model)
+        layers = take_over(runner.model)
+        self._warm_up(layers[0], runner.dtype, runner.max_running_requests)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Lay out prefills, after the exchanges of the step before have been found sound."""
@@ -129,6 +132,24 @@ class Backend(AttentionBackend):
         )
         return out.flatten(1)
 
+    def _warm_up(self, layer: Any, dtype: torch.dtype, max_num_seqs: int) -> None:
+        """Attend in every way that a DeepseekV2AttentionMLA does. Collective."""
+        pool, builder = self.token_to_kv_pool, self.builder
+        sizes = layer.num_local_heads, pool.kv_lora_rank, layer.qk_nope_head_dim, pool.qk_rope_head_dim
+
+        def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
+            rank = pool.kv_lora_rank
+            dcp_mla_decode(q, cache, step, layer.scaling, self.exchange, rank, kv_scale=self.kv_scale)
+
+        def up_project(kv_c: Tensor) -> Tensor:
+            return layer.kv_b_proj(kv_c)[0]
+
+        def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
+            dcp_mla_prefill(q, kv_c, k_pe, cache, up_project, step, layer.scaling, self.exchange, self.kv_scale)
+
+        widths = Widths(*sizes, dtype, pool.dtype)
+        warm_up(decode, prefill, widths, builder.steps, builder.workspace, max_num_seqs, max_query_len=1)
+
     def _cache(self, layer: Any) -> Tensor:
         """Return a layer's cache [pages, page_size, L + R] on this rank."""
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
@@ -159,9 +180,12 @@ def check(runner: Any, parallel: Any) -> None:
             raise ValueError(f"--attention-backend {NAME}: {found}; {allowed}")
 
 
-def take_over(model: Any) -> None:
-    """Have the model's attention layers call the backend as they do without DCP, and lay out nothing for DCP."""
-    for module in model.modules():
-        if hasattr(module, "attn_mqa_for_dcp_decode"):
-            module.dcp_size = 1
+def take_over(model: Any) -> list[Any]:
+    """Have the model's attention layers call the backend as they do without DCP, and lay out nothing for DCP; return
+    these layers.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "attn_mqa_for_dcp_decode")]
+    for layer in layers:
+        layer.dcp_size = 1
     model.prepare_context_parallel_metadata_for_dcp = lambda *_: None
+    return layers

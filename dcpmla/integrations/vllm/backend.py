@@ -96,8 +96,8 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
         self.steps = StepBuilder(self.dcp, self.rank, device)
         self.workspace = decode_workspace(device)
         is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
-        row = kv_cache_spec.head_size, FP8 if is_fp8 else vllm_config.model_config.dtype
-        self.exchange.reserve_context(num_tokens, *row, torch.device(device))
+        cache_dtype = FP8 if is_fp8 else vllm_config.model_config.dtype
+        self.exchange.reserve_context(num_tokens, kv_cache_spec.head_size, cache_dtype, torch.device(device))
         max_query_len = self.reorder_batch_threshold
         self.token_lens = torch.zeros(max_num_seqs * max_query_len, dtype=torch.int32, device=device)
         for name in layer_names:
@@ -106,6 +106,7 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
             if layer.dcp_manager is not None:
                 layer.dcp_manager.query_gather = lambda q: q
                 layer.dcp_manager.combine = lambda out, lse, **_: out
+        layer.impl.warm_up(layer, cache_dtype, self.steps, self.workspace, max_num_seqs, max_query_len)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Return vLLM's metadata with this package's in its parts.

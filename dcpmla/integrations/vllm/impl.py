@@ -1,6 +1,7 @@
-"""The attention of one of vLLM's MLA layers: decode, prefill, the cache write."""
+"""The attention of one of vLLM's MLA layers: decode, prefill, the cache write, the warm-up."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
+from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
+from dcpmla.attention.warm_up import Widths, warm_up
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.exchange import Exchange
@@ -123,6 +126,29 @@ class DCPMLAImpl(MLACommonImpl):
                 slot_mapping,
                 k_scale if is_fp8 else None,
             )
+
+    def warm_up(self, layer: Any, cache_dtype: torch.dtype, *more: Any) -> None:
+        """Attend in every way that steps do: `attention.warm_up`, whose last arguments follow. Collective.
+
+        Args:
+            layer: vLLM's, of this attention.
+        """
+
+        def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
+            queries: Any = q
+            if cache.dtype == FP8:
+                queries = q.to(FP8)
+            elif layer.dcp_manager is None:
+                queries = q.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+            self.forward_mqa(queries, cache, SimpleNamespace(decode=SimpleNamespace(step=step)), layer)
+
+        def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
+            out = q.new_empty(len(q), self.num_heads * self.v_head_dim)
+            metadata = SimpleNamespace(prefill=SimpleNamespace(step=step))
+            self.forward_mha(q, kv_c, k_pe.unsqueeze(1), cache, metadata, layer._k_scale, out)
+
+        sizes = self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim
+        warm_up(decode, prefill, Widths(*sizes, self.dtype, cache_dtype), *more)
 
 
 def _check(parallel: Any, options: dict[str, Any]) -> None:

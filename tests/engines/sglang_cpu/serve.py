@@ -1,6 +1,7 @@
 """SGLang's engine over batches of prompts, a request aborted before the last: `serve.py job.json result.json`."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ def main() -> None:
     job, result = map(Path, sys.argv[1:])
     asked = json.loads(job.read_text())
     engine = sglang.Engine(**asked["engine"])
+    with Path(os.environ["SGLANG_TEST_CALLS"]).open("a") as calls:
+        calls.write("started\n")
     served = []
     for prompts in asked["batches"]:
         if len(served) == len(asked["batches"]) - 1:

@@ -1,0 +1,72 @@
+"""The warm-up of attention inside another engine: decodes and prefills of every size, so that no request waits for
+kernels to compile.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
+
+_NEW_TOKENS = 16  # of a prefill
+_LONGEST_CONTEXT = 4096  # of one; the kernels that gather it are those of any longer one
+
+
+@dataclass(frozen=True)
+class Widths:
+    """A layer's sizes on one rank, and the dtypes of its activations and of its cache."""
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+
+
+@torch.no_grad()
+def warm_up(
+    decode: Callable[[Tensor, Tensor, DecodeMetadata], object],
+    prefill: Callable[[Tensor, Tensor, Tensor, Tensor, PrefillMetadata], object],
+    widths: Widths,
+    steps: StepBuilder,
+    workspace: Tensor | None,
+    max_num_seqs: int,
+    max_query_len: int,
+) -> None:
+    """Attend in steps of decodes, then in prefills without a context and with one, over zeros. Collective over the DCP
+    group.
+
+    Args:
+        decode: attends from q [T, h, L + R] over a cache [1, block_size, L + R].
+        prefill: attends from q [T, h, P + R], kv_c [T, L] and k_pe [T, R] over such a cache.
+        workspace: of decode (`decode_workspace`).
+        max_num_seqs, max_query_len: most requests of a step, and most new tokens of a decode.
+    """
+    rank, rope, device = widths.kv_lora_rank, widths.qk_rope_head_dim, steps.device
+
+    def zeros(*shape: int, dtype: torch.dtype = widths.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    cache = zeros(1, steps.dcp.block_size, rank + rope, dtype=widths.cache_dtype)
+    table = zeros(max_num_seqs, 1, dtype=torch.int32)
+    seq_lens = torch.ones(max_num_seqs * max_query_len, dtype=torch.int32, device=device)
+    for query_len in sorted({1, max_query_len}):
+        for num_reqs in sizes(max_num_seqs):
+            num_tokens = num_reqs * query_len
+            step = DecodeMetadata(table[:num_reqs], seq_lens[:num_tokens], None, query_len, workspace)
+            decode(zeros(num_tokens, widths.num_heads, rank + rope), cache, step)
+    q = zeros(_NEW_TOKENS, widths.num_heads, widths.qk_nope_head_dim + rope)
+    new_tokens = q, zeros(_NEW_TOKENS, rank), zeros(_NEW_TOKENS, rope)
+    table = zeros(1, _LONGEST_CONTEXT + _NEW_TOKENS, dtype=torch.int32)
+    for context in (0, *sizes(_LONGEST_CONTEXT)):
+        prefill(*new_tokens, cache, steps.prefill([_NEW_TOKENS], [context + _NEW_TOKENS], table))
+
+
+def sizes(largest: int) -> list[int]:
+    """Return the powers of two up to a size, the numbers half-way between them, and that size."""
+    found = {factor << exponent for exponent in range(largest.bit_length()) for factor in (1, 3)}
+    return sorted(size for size in found | {largest} if size <= largest)

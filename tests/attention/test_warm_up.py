@@ -1,0 +1,53 @@
+"""The warm-up of attention inside another engine: which steps it takes, and that each of them can be taken."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.prefill import dcp_mla_prefill
+from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
+from dcpmla.attention.warm_up import Widths, sizes, warm_up
+from dcpmla.cache.formats import FP8
+from dcpmla.comm.exchange import LocalExchange
+from dcpmla.config import DCPConfig
+
+
+@given(largest=st.integers(1, 5000))
+def test_a_size_is_near_each(largest: int) -> None:
+    """Any size up to the largest has one that was taken, as large or larger by at most half."""
+    found = sizes(largest)
+    assert found == sorted(set(found))
+    assert found[-1] == largest
+    for size in range(1, largest + 1):
+        assert any(size <= each <= math.ceil(1.5 * size) for each in found)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
+@pytest.mark.parametrize("max_query_len", [1, 3])
+def test_every_step_is_taken(max_query_len: int, cache_dtype: torch.dtype) -> None:
+    decodes, contexts = [], []
+    kv_scale = torch.ones(1) if cache_dtype == FP8 else None
+
+    def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
+        out, _ = dcp_mla_decode(q, cache, step, 1.0, LocalExchange(), 32, kv_scale=kv_scale)
+        assert out.shape == (len(q), 2, 32)
+        decodes.append((len(step.block_table), step.max_query_len))
+
+    def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
+        w_kv_b = torch.zeros(2, 8 + 24, 32)
+        out, _ = dcp_mla_prefill(q, kv_c, k_pe, cache, w_kv_b, step, 1.0, LocalExchange(), kv_scale)
+        assert out.shape == (len(q), 2, 24)
+        contexts.append(int(step.first_position))
+
+    widths = Widths(2, 32, 8, 16, torch.float32, cache_dtype)
+    steps = StepBuilder(DCPConfig(block_size=16), 0, "cpu")
+    warm_up(decode, prefill, widths, steps, None, max_num_seqs=5, max_query_len=max_query_len)
+    query_lens = sorted({1, max_query_len})
+    assert decodes == [(num_reqs, query_len) for query_len in query_lens for num_reqs in (1, 2, 3, 4, 5)]
+    assert contexts == [0, *sizes(4096)]
