@@ -16,7 +16,7 @@ _LONGEST_CONTEXT = 4096  # of one; the kernels that gather it are those of any l
 
 
 @dataclass(frozen=True)
-class Widths:
+class LayerSizes:
     """A layer's sizes on one rank, and the dtypes of its activations and of its cache."""
 
     num_heads: int
@@ -31,7 +31,7 @@ class Widths:
 def warm_up(
     decode: Callable[[Tensor, Tensor, DecodeMetadata], object],
     prefill: Callable[[Tensor, Tensor, Tensor, Tensor, PrefillMetadata], object],
-    widths: Widths,
+    layer: LayerSizes,
     steps: StepBuilder,
     workspace: Tensor | None,
     max_num_seqs: int,
@@ -46,20 +46,20 @@ def warm_up(
         workspace: of decode (`decode_workspace`).
         max_num_seqs, max_query_len: most requests of a step, and most new tokens of a decode.
     """
-    rank, rope, device = widths.kv_lora_rank, widths.qk_rope_head_dim, steps.device
+    rank, rope, device = layer.kv_lora_rank, layer.qk_rope_head_dim, steps.device
 
-    def zeros(*shape: int, dtype: torch.dtype = widths.dtype) -> Tensor:
+    def zeros(*shape: int, dtype: torch.dtype = layer.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    cache = zeros(1, steps.dcp.block_size, rank + rope, dtype=widths.cache_dtype)
+    cache = zeros(1, steps.dcp.block_size, rank + rope, dtype=layer.cache_dtype)
     table = zeros(max_num_seqs, 1, dtype=torch.int32)
     seq_lens = torch.ones(max_num_seqs * max_query_len, dtype=torch.int32, device=device)
     for query_len in sorted({1, max_query_len}):
         for num_reqs in sizes(max_num_seqs):
             num_tokens = num_reqs * query_len
             step = DecodeMetadata(table[:num_reqs], seq_lens[:num_tokens], None, query_len, workspace)
-            decode(zeros(num_tokens, widths.num_heads, rank + rope), cache, step)
-    q = zeros(_NEW_TOKENS, widths.num_heads, widths.qk_nope_head_dim + rope)
+            decode(zeros(num_tokens, layer.num_heads, rank + rope), cache, step)
+    q = zeros(_NEW_TOKENS, layer.num_heads, layer.qk_nope_head_dim + rope)
     new_tokens = q, zeros(_NEW_TOKENS, rank), zeros(_NEW_TOKENS, rope)
     table = zeros(1, _LONGEST_CONTEXT + _NEW_TOKENS, dtype=torch.int32)
     for context in (0, *sizes(_LONGEST_CONTEXT)):

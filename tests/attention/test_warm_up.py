@@ -12,7 +12,7 @@ from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
-from dcpmla.attention.warm_up import Widths, sizes, warm_up
+from dcpmla.attention.warm_up import LayerSizes, sizes, warm_up
 from dcpmla.cache.formats import FP8
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.config import DCPConfig
@@ -45,9 +45,9 @@ def test_every_step_is_taken(max_query_len: int, cache_dtype: torch.dtype) -> No
         assert out.shape == (len(q), 2, 24)
         contexts.append(int(step.first_position))
 
-    widths = Widths(2, 32, 8, 16, torch.float32, cache_dtype)
+    layer = LayerSizes(2, 32, 8, 16, torch.float32, cache_dtype)
     steps = StepBuilder(DCPConfig(block_size=16), 0, "cpu")
-    warm_up(decode, prefill, widths, steps, None, max_num_seqs=5, max_query_len=max_query_len)
+    warm_up(decode, prefill, layer, steps, None, max_num_seqs=5, max_query_len=max_query_len)
     query_lens = sorted({1, max_query_len})
     assert decodes == [(num_reqs, query_len) for query_len in query_lens for num_reqs in (1, 2, 3, 4, 5)]
     assert contexts == [0, *sizes(4096)]

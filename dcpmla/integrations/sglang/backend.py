@@ -12,7 +12,7 @@ from torch import Tensor
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
-from dcpmla.attention.warm_up import Widths, warm_up
+from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
@@ -135,10 +135,9 @@ class Backend(AttentionBackend):
     def _warm_up(self, layer: Any, dtype: torch.dtype, max_num_seqs: int) -> None:
         """Attend in every way that a DeepseekV2AttentionMLA does. Collective."""
         pool, builder = self.token_to_kv_pool, self.builder
-        sizes = layer.num_local_heads, pool.kv_lora_rank, layer.qk_nope_head_dim, pool.qk_rope_head_dim
+        rank, widths = pool.kv_lora_rank, (layer.qk_nope_head_dim, pool.qk_rope_head_dim)
 
         def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
-            rank = pool.kv_lora_rank
             dcp_mla_decode(q, cache, step, layer.scaling, self.exchange, rank, kv_scale=self.kv_scale)
 
         def up_project(kv_c: Tensor) -> Tensor:
@@ -147,8 +146,8 @@ class Backend(AttentionBackend):
         def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
             dcp_mla_prefill(q, kv_c, k_pe, cache, up_project, step, layer.scaling, self.exchange, self.kv_scale)
 
-        widths = Widths(*sizes, dtype, pool.dtype)
-        warm_up(decode, prefill, widths, builder.steps, builder.workspace, max_num_seqs, max_query_len=1)
+        sizes = LayerSizes(layer.num_local_heads, rank, *widths, dtype, pool.dtype)
+        warm_up(decode, prefill, sizes, builder.steps, builder.workspace, max_num_seqs, max_query_len=1)
 
     def _cache(self, layer: Any) -> Tensor:
         """Return a layer's cache [pages, page_size, L + R] on this rank."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
-from dcpmla.attention.warm_up import Widths, warm_up
+from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.exchange import Exchange
@@ -148,7 +148,7 @@ class DCPMLAImpl(MLACommonImpl):
             self.forward_mha(q, kv_c, k_pe.unsqueeze(1), cache, metadata, layer._k_scale, out)
 
         sizes = self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim
-        warm_up(decode, prefill, Widths(*sizes, self.dtype, cache_dtype), *more)
+        warm_up(decode, prefill, LayerSizes(*sizes, self.dtype, cache_dtype), *more)
 
 
 def _check(parallel: Any, options: dict[str, Any]) -> None:
