@@ -12,7 +12,7 @@ from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
 
 _NEW_TOKENS = 16  # of a prefill
-_LONGEST_CONTEXT = 4096  # of one; the kernels that gather it are those of any longer one
+_LONGEST_CONTEXT = 4096  # of one, on each rank; the kernels that gather it are those of any longer one
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ def warm_up(
             decode(zeros(num_tokens, layer.num_heads, rank + rope), cache, step)
     q = zeros(_NEW_TOKENS, layer.num_heads, layer.qk_nope_head_dim + rope)
     new_tokens = q, zeros(_NEW_TOKENS, rank), zeros(_NEW_TOKENS, rope)
-    table = zeros(1, _LONGEST_CONTEXT + _NEW_TOKENS, dtype=torch.int32)
-    for context in (0, *sizes(_LONGEST_CONTEXT)):
+    longest = _LONGEST_CONTEXT * steps.dcp.decode_context_parallel_size
+    table = zeros(1, longest + _NEW_TOKENS, dtype=torch.int32)
+    for context in (0, *sizes(longest)):
         prefill(*new_tokens, cache, steps.prefill([_NEW_TOKENS], [context + _NEW_TOKENS], table))
 
 

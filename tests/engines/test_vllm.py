@@ -34,7 +34,7 @@ def check_logprobs(report: dict[str, Any]) -> None:
     assert max(report["again"]["cached"]) >= 256
     for name, during_serving in (("dcp_mla_decode", 40), ("dcp_mla_prefill", 40)):
         assert report["calls"][name] > during_serving
-        assert report["warm-up"][name] >= 9, "sizes from 1 to 20 requests, contexts up to 4,096 tokens"
+        assert report["warm-up"][name] >= 9, "sizes from 1 to 20 requests, contexts up to 4,096 tokens a rank"
 
 
 def check_merge(report: dict[str, Any], q_is_replicated: bool = False) -> None:

@@ -132,6 +132,7 @@ class DCPMLAImpl(MLACommonImpl):
 
         Args:
             layer: vLLM's, of this attention.
+            cache_dtype: of its cache, e4m3 where vLLM has it in bytes.
         """
 
         def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
