@@ -1,10 +1,15 @@
-"""SGLang without CUDA: its wheel unpacked, beside the packages that it imports and this project does not."""
+"""SGLang without CUDA: its wheel unpacked, beside the packages that it imports and this project does not. Models and
+prompts for it.
+"""
 
+import json
 import os
 import sys
 import zipfile
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from tests.engines.trees import cache, metadata, once, packages, pip
 from tests.support.launchers import ROOT
@@ -55,3 +60,17 @@ def _unpack(version: str, folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     wheel.unlink()
+
+
+def for_sglang(model: Path) -> Path:
+    """Add to a saved model's config what SGLang asks of it and transformers does not save; return its directory."""
+    config = model / "config.json"
+    asked = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | asked))
+    return model
+
+
+def prompts_of(*lens: int) -> list[list[int]]:
+    """Return prompts of these lengths, of random tokens below 190."""
+    generator = torch.Generator().manual_seed(sum(lens))
+    return [torch.randint(1, 190, (length,), generator=generator).tolist() for length in lens]

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tests.engines.rounded import logprobs_over_rounded_latents
-from tests.engines.sglang_tree import CPU, sglang_variables
+from tests.engines.sglang_tree import CPU, for_sglang, prompts_of, sglang_variables
 from tests.support.launchers import environment
 from tests.support.models import random_model
 
@@ -48,7 +48,6 @@ CONFIG = transformers.DeepseekV3Config(
         "mscale_all_dim": 0.8,
     },
 )
-FOR_SGLANG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # asked for, not saved
 ENGINE = {
     "device": "cpu",
     "dtype": "float32",
@@ -66,11 +65,6 @@ ENGINE = {
 }
 
 
-def prompts_of(*lens: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lens))
-    return [torch.randint(1, 190, (length,), generator=generator).tolist() for length in lens]
-
-
 # Pieces of prompts, what is cached of a prompt, many at once; the second batch finds the first one's prefixes.
 MIXED, MANY = prompts_of(1, 5, 33, 150, 300), prompts_of(*range(2, 22))
 BATCHES = [MIXED, MIXED, MANY]
@@ -82,9 +76,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = tmp_path_factory.mktemp("model")
     model = random_model(CONFIG)
     model.save_pretrained(directory)
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | FOR_SGLANG))
-    return directory, model
+    return for_sglang(directory), model
 
 
 @torch.no_grad()
