@@ -16,16 +16,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), num_heads=8, head_dim=32)
 
 
-def save_model(directory: Path, num_heads: int, head_dim: int, num_dense: int = 2) -> Path:
-    """Save a DeepSeek-V3 of two layers, the first of them dense or both, with what vLLM asks of a config, and widths
-    that it has for MLA; return its directory.
+def save_model(directory: Path, num_heads: int, head_dim: int, num_layers: int = 2, num_dense: int = 2) -> Path:
+    """Save a DeepSeek-V3 whose first layers are dense, with what vLLM asks of a config, and widths that it has for MLA;
+    return its directory.
     """
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=512,
         hidden_size=128,
         intermediate_size=192,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         first_k_dense_replace=num_dense,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,

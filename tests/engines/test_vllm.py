@@ -11,6 +11,7 @@ import pytest
 from dcpmla.integrations.vllm import CHOSEN_BY_VLLM, END_VERSION, FIRST_VERSION
 from tests.engines.conftest import save_model
 from tests.engines.trees import metadata, vllm_cpu_tree, vllm_tree, vllm_variables
+from tests.engines.vllm_drafts import save_model_with_module
 from tests.support.launchers import ROOT, Ended, run_together, torchrun
 
 PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm"
@@ -71,7 +72,23 @@ def test_decode_context_parallel_matches_transformers(
     for part, fewest in (("calls", 10), ("warm-up", 8)):
         assert (report[part].get("several tokens", 0) > fewest) == ("speculative_config" in options)
     assert report["exchange alone"]["error"] < 1e-5
+    assert report["runner"] == 2, "GPUs have the second"
     assert "dcpmla: exchange a2a" in stderr
+
+
+def test_drafts_of_a_module(tmp_path: Path) -> None:
+    """TP 2 x DCP 2, four drafts a step by DeepSeek's MTP module, all of them in one loop: those that it makes in plain
+    torch, and transformers' logprobs.
+    """
+    model = save_model_with_module(tmp_path / "model")
+    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}
+    drafts = {"method": "mtp", "num_speculative_tokens": 4}
+    report, stderr = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **layout, speculative_config=drafts)
+    check_logprobs(report)
+    check_merge(report)
+    assert report["drafts"]["made"] > 400
+    assert report["drafts"]["right"] > 0.99 * report["drafts"]["made"]  # but for ties
+    assert "cannot update draft decode metadata" not in stderr
 
 
 def test_whole_caches_match_transformers(model: Path, tmp_path: Path) -> None:

@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from tests.engines.conftest import save_model
+from tests.engines.vllm_drafts import save_model_with_module
 from tests.support.launchers import run_together
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 PROGRAM = """
 import json, sys
 from vllm import LLM, SamplingParams
+from tests.engines.vllm_drafts import DRAFTED, record_drafts
 model, options = sys.argv[1], json.loads(sys.argv[2])
+if "speculative_config" in options:
+    record_drafts()
 llm = LLM(
     model=model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024, max_num_seqs=8, max_logprobs=512,
     max_num_batched_tokens=128, gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 26,
@@ -33,6 +37,7 @@ print(json.dumps([
     [[round(found[token].logprob, 4) for token in range(512)] for found in output.outputs[0].logprobs]
     for output in outputs
 ]))
+print("drafted", json.dumps([[f"{name.split('-')[0]} {num_known}", drafts] for name, num_known, drafts in DRAFTED]))
 """
 EAGER = {"enforce_eager": True}
 GRAPHS = {
@@ -45,6 +50,7 @@ VARIABLES = {
     "PYTHONPATH": os.pathsep.join(sys.path),  # wherever vLLM is
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # nothing of NVLink multicast
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -89,6 +95,22 @@ def test_one_gpu(wide_model: Path, cache: str, tolerance: float) -> None:
     (theirs, *ours), _ = logprobs_of(wide_model, *(each | {"kv_cache_dtype": cache} for each in layouts))
     differences = [largest_difference(each, theirs) for each in ours]
     assert max(differences) < tolerance, differences
+
+
+@pytest.mark.gpu
+def test_drafts_of_a_module(tmp_path: Path) -> None:
+    """Four drafts a step by an MTP module, in one graph those after the first: what it drafts eagerly."""
+    model = save_model_with_module(tmp_path / "model", num_heads=16, head_dim=128)
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 4}}
+    sizes = [1, 2, 4, 8, *(5 * num_reqs for num_reqs in range(1, 9))]
+    graphs = {"compilation_config": GRAPHS["compilation_config"] | {"cudagraph_capture_sizes": sorted(sizes)}}
+    (theirs, *ours), (_, *logs) = logprobs_of(model, EAGER | THEIRS, EAGER | OURS | drafts, graphs | OURS | drafts)
+    differences = [largest_difference(each, theirs) for each in ours]
+    assert max(differences) < TOLERANCE, differences
+    eagerly, in_graphs = (dict(json.loads(each.split("\ndrafted ")[1].splitlines()[0])) for each in logs)
+    pairs = [(drafts, in_graphs[point]) for point, drafts in eagerly.items() if point in in_graphs]
+    assert len(pairs) > 40
+    assert sum(one == other for one, other in pairs) > 0.9 * len(pairs)  # but for ties of logits in bfloat16
 
 
 @pytest.mark.gpu_2

@@ -47,7 +47,8 @@ def vllm_variables(tree: Path, folder: Path) -> dict[str, str]:
     """Return the environment of a vLLM from its tree, on a CPU; `folder` takes the entry points."""
     return {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, tree, entry_points(folder), packages()))),
-        "CUDA_VISIBLE_DEVICES": "-1",
+        "CUDA_VISIBLE_DEVICES": "",  # so vLLM takes Triton though no driver is there
+        "TRITON_INTERPRET": "1",  # its second model runner, that of GPUs, is full of Triton kernels
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles some functions of its sampler, whatever enforce_eager says
         "VLLM_CPU_KVCACHE_SPACE": "1",

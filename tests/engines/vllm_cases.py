@@ -18,6 +18,7 @@ from dcpmla.integrations.vllm import impl
 from dcpmla.integrations.vllm.exchange import install
 from tests.engines import vllm_quantized  # noqa: F401
 from tests.engines.rounded import logprobs_over_rounded_latents, rounded
+from tests.engines.vllm_drafts import compare_drafts, record_drafts
 
 VOCABULARY, NEW_TOKENS, MAX_BATCHED = 512, 8, 100
 CALLS: Counter[str] = Counter()
@@ -102,6 +103,9 @@ def main(directory: str, options: dict[str, Any]) -> None:
     count(impl, "dcp_mla_prefill")
     for name in ("gather_heads", "combine", "start_context"):
         count(AllToAll, name)
+    has_module = options.get("speculative_config", {}).get("method") == "mtp"
+    if has_module:
+        record_drafts()
     llm = LLM(
         model=directory,
         skip_tokenizer_init=True,
@@ -126,7 +130,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
             layer.self_attn.kv_b_proj.weight.data = rounded(layer.self_attn.kv_b_proj.weight.data)
     if options.get("kv_cache_dtype") == "fp8":
         end(rounded_errors(llm, model))
-    requests, report = prompts(), {"warm-up": warm_up}
+    requests, report = prompts(), {"warm-up": warm_up, "runner": 1 + llm.llm_engine.vllm_config.use_v2_model_runner}
     for turn in ("first", "again"):
         outputs = run(llm, requests)
         report[turn] = {
@@ -134,6 +138,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
             "cached": [output.num_cached_tokens for output in outputs],
             "ended": sum(output is not None for output in outputs),
         }
+        if has_module and turn == "first":
+            report["drafts"] = compare_drafts(directory, requests, outputs)
     outputs = run(llm, requests, aborted=1)
     report["aborted"] = {
         "error": largest_error(model, requests, outputs),

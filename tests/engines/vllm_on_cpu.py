@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from triton.runtime import interpreter
 
 from dcpmla import ownership
 
@@ -66,6 +67,11 @@ def patch() -> None:
     plain = SimpleNamespace(jit=_undecorated, njit=_undecorated, prange=range)
     plain.get_num_threads, plain.set_num_threads = (lambda: 1), (lambda number: None)
     sys.modules["numba"] = plain  # type: ignore[assignment]
+    # Triton's interpreter refuses masks made from bools in memory, which it has as bytes.
+    memory = interpreter._interpreter
+    load, store = memory.load, memory.store
+    memory.load = lambda pointers, mask, *more: load(pointers, mask.astype(bool), *more)
+    memory.store = lambda pointers, values, mask: store(pointers, values, mask.astype(bool))
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.platforms.cpu import CpuPlatform
     from vllm.utils import cpu_triton_utils

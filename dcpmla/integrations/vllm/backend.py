@@ -81,6 +81,7 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
 
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar = QueryLenSupport.UNIFORM
+    supports_draft_decode_metadata_update = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True)
@@ -124,6 +125,11 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
                 starts.diff().tolist(), seq_lens.tolist(), metadata.prefill.block_table
             )
         return metadata
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """Do nothing between drafts of one token each: block tables and lengths are read where vLLM updates them, so a
+        graph can hold all drafts of a step.
+        """
 
     def _build_decode(
         self,

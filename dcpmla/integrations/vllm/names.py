@@ -13,11 +13,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
     split_kv_b_proj,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.ops.dcp import MLADCPManager
 
 __all__ = [
     "AttentionCGSupport",
+    "AttentionMetadataBuilder",
     "MLACommonBackend",
     "MLACommonDecodeMetadata",
     "MLACommonImpl",
@@ -33,6 +34,7 @@ __all__ = [
 
 # Methods that are replaced or overridden, and the arguments that must be among theirs.
 METHODS = {
+    AttentionMetadataBuilder: {"update_draft_decode_metadata": ("metadata",)},
     MLACommonMetadataBuilder: {
         "__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device", "supports_dcp_with_varlen"),
         "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),

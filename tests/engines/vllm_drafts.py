@@ -1,0 +1,96 @@
+"""DeepSeek's MTP module inside vLLM: a model that has one, what vLLM drafts with it, and the same in plain torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from tests.engines.conftest import save_model
+
+NAME = "model.layers.2"  # after the model's two layers
+DRAFTED: list[tuple[str, int, list[int]]] = []  # a request, how many tokens it had, and what vLLM drafted after them
+
+
+def save_model_with_module(directory: Path, num_heads: int = 8, head_dim: int = 32) -> Path:
+    """Save a model of two dense layers and a module with a third; return its directory."""
+    save_model(directory, num_heads, head_dim, num_layers=3, num_dense=3)
+    tensors = load_file(directory / "model.safetensors")
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    width = embedding.shape[1]
+    own = {"embed_tokens": embedding.clone(), "shared_head.head": head.clone()}
+    own |= {name: torch.rand(width) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
+    own["eh_proj"] = torch.randn(width, 2 * width) * 0.1
+    tensors |= {f"{NAME}.{name}.weight": tensor for name, tensor in own.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def record_drafts() -> None:
+    """Have vLLM's speculator write to DRAFTED."""
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
+
+    propose = TargetDependentARSpeculator.propose
+
+    def recorded(self: Any, input_batch: Any, *args: Any, **named: Any) -> Tensor:
+        drafts = propose(self, input_batch, *args, **named)
+        *_, num_sampled, num_rejected, _, _, _, _ = args
+        num_known = input_batch.seq_lens[: len(drafts)] - num_rejected + 1  # one of them sampled just now
+        columns = (input_batch.req_ids, num_sampled.tolist(), num_known.tolist(), drafts.tolist())
+        DRAFTED.extend((name, known, row) for name, sampled, known, row in zip(*columns, strict=False) if sampled)
+        return drafts
+
+    TargetDependentARSpeculator.propose = recorded
+
+
+class Module:
+    """The module in plain torch, around transformers' own layer; nothing is cached."""
+
+    def __init__(self, directory: str) -> None:
+        self.base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, num_hidden_layers=3)
+        self.layer = whole.model.layers[2]
+        self.weights = load_file(Path(directory) / "model.safetensors")
+
+    @torch.inference_mode()
+    def drafts(self, tokens: list[int], num_drafts: int) -> list[int]:
+        """Return the drafts after tokens."""
+        hidden = self.base.model(torch.tensor([tokens])).last_hidden_state[:, :-1]
+        for _ in range(num_drafts):
+            out = self._run(torch.tensor([tokens[1:]]), hidden)
+            tokens = [*tokens, int(self.base.lm_head(out[0, -1]).argmax())]
+            hidden = torch.cat([hidden, out[:, -1:]], 1)
+        return tokens[-num_drafts:]
+
+    def _run(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        embedded = self.base.model.embed_tokens(tokens)
+        embedded[:, 0] = 0  # vLLM: "not needed by MTP"
+        x = torch.cat([self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")], -1)
+        x = x @ self.weights[f"{NAME}.eh_proj.weight"].T
+        positions = torch.arange(tokens.shape[1])[None]
+        mask = torch.full((tokens.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        angles = self.base.model.rotary_emb(x, positions)
+        out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        return self._norm(out, "shared_head.norm")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weights[f"{NAME}.{name}.weight"], self.base.config.rms_norm_eps)
+
+
+def compare_drafts(directory: str, prompts: list[list[int]], outputs: list[Any]) -> dict[str, int]:
+    """Return how many drafts vLLM made for requests named 1-0, 1-1 ..., and how many of them are the module's."""
+    module, made, right = Module(directory), 0, 0
+    for name, num_known, drafts in DRAFTED:
+        run, index = map(int, name.split("-")[:2])
+        tokens = prompts[index] + list(outputs[index].outputs[0].token_ids)
+        if run == 1 and num_known <= len(tokens):
+            expected = module.drafts(tokens[:num_known], len(drafts))
+            made, right = made + len(drafts), right + sum(map(int.__eq__, drafts, expected))
+    return {"made": made, "right": right}
