@@ -90,7 +90,7 @@ def compare_drafts(directory: str, prompts: list[list[int]], outputs: list[Any])
     for name, num_known, drafts in DRAFTED:
         run, index = map(int, name.split("-")[:2])
         tokens = prompts[index] + list(outputs[index].outputs[0].token_ids)
-        if run == 1 and num_known <= len(tokens):
+        if run == 1 and num_known <= len(tokens) and drafts[0] >= 0:  # -1 where it drafts nothing
             expected = module.drafts(tokens[:num_known], len(drafts))
             made, right = made + len(drafts), right + sum(map(int.__eq__, drafts, expected))
     return {"made": made, "right": right}
