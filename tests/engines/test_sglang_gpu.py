@@ -34,7 +34,7 @@ ENGINE = {
     "grammar_backend": "none",
     "log_level": "info",
 }
-# bfloat16 changes logprobs of this model by up to 0.12, and latents in e4m3 by up to 0.2; without the merge they are off
+# bfloat16 changes logprobs of this model by up to 0.12, latents in e4m3 by up to 0.2; without the merge they are off
 # by 4.
 TOLERANCE = 0.25
 VARIABLES = {
