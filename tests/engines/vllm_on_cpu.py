@@ -2,11 +2,8 @@
 platform lack for these tests. Entry points of vLLM find it (`tests.engines.trees`).
 """
 
-import sys
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,10 +28,7 @@ def _define_ops() -> torch.library.Library:
     library = torch.library.Library("_C", "FRAGMENT")
     ops = {
         "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
-        "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
         "silu_and_mul(Tensor(a!) result, Tensor input) -> ()": _silu_and_mul,
-        "rejection_greedy_sample_kernel_impl(Tensor(a!) tokens, Tensor ends, Tensor drafts, Tensor chosen, "
-        "Tensor bonus, Tensor? is_greedy, int most) -> ()": _accept_drafts,
     }
     for schema, run in ops.items():
         library.define(schema)
@@ -47,26 +41,10 @@ def _silu_and_mul(result: Tensor, x: Tensor) -> None:
     result.copy_(F.silu(gate) * up)
 
 
-def _accept_drafts(
-    tokens: Tensor, ends: Tensor, drafts: Tensor, chosen: Tensor, bonus: Tensor, is_greedy: Tensor | None, most: int
-) -> None:
-    """Write each request's tokens: the model's choices up to the first that is not the draft's, or all and one more."""
-    start = 0
-    for row, (end, last) in enumerate(zip(ends.tolist(), bonus.flatten().tolist(), strict=True)):
-        wrong = (drafts[start:end] != chosen[start:end]).nonzero().flatten().tolist()
-        accepted = chosen[start:end].tolist() + [last] if not wrong else chosen[start : start + wrong[0] + 1].tolist()
-        tokens[row, : len(accepted)] = tokens.new_tensor(accepted)
-        start = end
-
-
 def patch() -> None:
     """Let vLLM's CPU platform shard a cache, keep it in 8 bits, cut prompts into chunks and reuse prefixes, for
-    backends that can; draft by n-grams without a compiler; and leave no shared memory in /dev/shm, under a name that
-    the next job would find.
+    backends that can; and leave no shared memory in /dev/shm, under a name that the next job would find.
     """
-    plain = SimpleNamespace(jit=_undecorated, njit=_undecorated, prange=range)
-    plain.get_num_threads, plain.set_num_threads = (lambda: 1), (lambda number: None)
-    sys.modules["numba"] = plain  # type: ignore[assignment]
     # Triton's interpreter refuses masks made from bools in memory, which it has as bytes.
     memory = interpreter._interpreter
     load, store = memory.load, memory.store
@@ -93,10 +71,6 @@ def patch() -> None:
 
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-
-
-def _undecorated(*_: Any, **__: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return lambda function: function
 
 
 def slot_mapping(
