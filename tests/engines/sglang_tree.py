@@ -1,5 +1,5 @@
-"""SGLang without CUDA: its wheel unpacked, beside the packages that it imports and this project does not. Models and
-prompts for it.
+"""SGLang without CUDA: its wheel unpacked, beside the packages that it imports and this project does not; and models
+and prompts for it.
 """
 
 import json

@@ -70,14 +70,14 @@ def test_drafts_of_a_module(tmp_path: Path) -> None:
     model = save_model_with_module(tmp_path / "model")
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}
     drafts = {"method": "mtp", "num_speculative_tokens": 4}
-    report, stderr = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **layout, speculative_config=drafts)
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **layout, speculative_config=drafts)
     check_logprobs(report)
     check_merge(report)
     for part, fewest in (("calls", 10), ("warm-up", 8)):
         assert report[part]["several tokens"] > fewest
     assert report["drafts"]["made"] > 400
     assert report["drafts"]["right"] > 0.99 * report["drafts"]["made"]  # but for ties
-    assert "cannot update draft decode metadata" not in stderr
+    assert report["calls"]["update_draft_decode_metadata"] > 10, "vLLM lays out each draft anew"
 
 
 def test_whole_caches_match_transformers(model: Path, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_one_gpu(wide_model: Path, cache: str, tolerance: float) -> None:
 
 @pytest.mark.gpu
 def test_drafts_of_a_module(tmp_path: Path) -> None:
-    """Four drafts a step by an MTP module, in one graph those after the first: what it drafts eagerly."""
+    """Four drafts a step by an MTP module, those after the first in one graph: the same drafts as eagerly."""
     model = save_model_with_module(tmp_path / "model", num_heads=16, head_dim=128)
     drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 4}}
     sizes = [1, 2, 4, 8, *(5 * num_reqs for num_reqs in range(1, 9))]
@@ -108,7 +108,7 @@ def test_drafts_of_a_module(tmp_path: Path) -> None:
     differences = [largest_difference(each, theirs) for each in ours]
     assert max(differences) < TOLERANCE, differences
     eagerly, in_graphs = (dict(json.loads(each.split("\ndrafted ")[1].splitlines()[0])) for each in logs)
-    pairs = [(drafts, in_graphs[point]) for point, drafts in eagerly.items() if point in in_graphs]
+    pairs = [(row, in_graphs[point]) for point, row in eagerly.items() if point in in_graphs and row[0] >= 0]
     assert len(pairs) > 40
     assert sum(one == other for one, other in pairs) > 0.9 * len(pairs)  # but for ties of logits in bfloat16
 

@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm import impl
+from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.exchange import install
 from tests.engines import vllm_quantized  # noqa: F401
 from tests.engines.rounded import logprobs_over_rounded_latents, rounded
@@ -106,6 +107,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     has_module = options.get("speculative_config", {}).get("method") == "mtp"
     if has_module:
         record_drafts()
+        count(DCPMLAMetadataBuilder, "update_draft_decode_metadata")
     llm = LLM(
         model=directory,
         skip_tokenizer_init=True,
