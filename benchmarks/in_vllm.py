@@ -1,21 +1,25 @@
-"""Attention inside vLLM's engine: gather, attention and merge of a layer's decode, by this package and by vLLM's own.
+"""Attention inside vLLM's engine, a layer's decode and its prefill, by this package and by vLLM's own.
 
 `python benchmarks/in_vllm.py --num-gpus 2`, where vLLM is installed. Each variant is an engine of its own over
-DeepSeek-V3's dense layers with random weights, under torchrun, with as many cached tokens as the load says. After some
-of vLLM's steps, two things are timed: the CUDA graph of vLLM's last step, and a graph of nothing but the calls between
-the layers' queries and their merged rows, with vLLM's own layers, caches and metadata of that step. Engines start
-together and take turns: clocks and power change more from minute to minute than kernels differ.
+DeepSeek-V3's dense layers with random weights, under torchrun, with as many cached tokens as the load says. Two things
+are timed: vLLM's step, of decodes as the CUDA graph that it replayed last, of a prefill from the request to its token;
+and nothing but attention, with vLLM's own layers, caches and metadata of that step: of decodes from the layers' queries
+to their merged rows, of a prefill from queries to outputs, context gathered and projected. Engines start together and
+take turns: clocks and power change more from minute to minute than kernels differ.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +31,11 @@ sys.path.insert(0, str(ROOT))
 
 from dcpmla.bench.geometries import config_of  # noqa: E402
 from dcpmla.bench.results import add_commit_argument, installed, write_results  # noqa: E402
-from dcpmla.bench.timing import Timing, time_graph, time_operation  # noqa: E402
+from dcpmla.bench.timing import Timing, largest, time_graph, time_operation  # noqa: E402
 
 LOADS = [(1, 65536), (8, 65536), (32, 8192), (128, 8192)]  # requests, cached tokens of each
+PREFILLS = [(8192, 0), (2048, 63488), (8192, 57344)]  # new tokens of one request, its cached ones
+NUM_PREFILLS = 5  # of each, of which the median counts
 NUM_LAYERS, NUM_STEPS, BLOCK_SIZE, VOCAB_SIZE = 4, 8, 64, 16384
 NUM_ROUNDS = 2  # in which each engine measures once; the last one counts
 LONGEST_WAIT = timedelta(minutes=15)  # of an engine for the others
@@ -94,7 +100,7 @@ def take_turns(store: dist.Store, index: int, num_jobs: int) -> Iterator[None]:
 
 def save(rows: list[dict[str, Any]], num_gpus: int, commit: str | None, output: Path | None) -> None:
     """Write rows with how much faster this package is: its rows' `speedup_over_*`."""
-    keys = ("dcp", "batch", "context")
+    keys = ("dcp", "operation", "batch", "context")
     for ours in (row for row in rows if row["kernel"] == "dcpmla"):
         for row in rows:
             if row is not ours and all(row[key] == ours[key] for key in keys):
@@ -116,7 +122,6 @@ def measure(engine: Any, recorder: "Recorder") -> list[dict[str, Any]]:
     exchange = parallel.dcp_comm_backend if parallel.decode_context_parallel_size > 1 else "none"
     shared = {
         "geometry": GEOMETRY,
-        "operation": "decode",
         "kernel": "dcpmla" if backend == "CUSTOM" else backend,
         "exchange": layers[0].impl.exchange.name if backend == "CUSTOM" else exchange,
         "tp": parallel.tensor_parallel_size,
@@ -132,27 +137,45 @@ def measure(engine: Any, recorder: "Recorder") -> list[dict[str, Any]]:
         if recorder.metadata.num_decode_tokens != batch or recorder.metadata.num_prefills:
             raise RuntimeError(f"vLLM's last step was not one of {batch} decodes")
         step_us = time_graph(recorder.graph, device)  # first: timing records graphs of its own
-        timing = time_attention(layers, recorder.metadata, device)
-        times = {"median_us": timing.median_us, "device_us": step_us}
-        rows.append({**shared, "batch": batch, "context": context, "in_graph": timing.in_graph, **times})
-        if dist.get_rank() == 0:
-            print(rows[-1], file=sys.stderr, flush=True)
+        rows.append(shared | row_of("decode", time_decode(layers, recorder.metadata, device), step_us, batch, context))
         engine.abort_request(names)
         while engine.has_unfinished_requests():
             engine.step()
+    for num_new, context in PREFILLS:
+        recorder.num_new = num_new
+        step_us = time_prefill_step(engine, num_new + context, device)
+        if recorder.metadata.num_decode_tokens or recorder.metadata.prefill.max_query_len != num_new:
+            raise RuntimeError(f"vLLM's last step was not a prefill of {num_new} tokens")
+        timing = time_prefill(layers, recorder.metadata, num_new, device)
+        rows.append(shared | row_of("prefill", timing, step_us, 1, context) | {"tokens": num_new})
+    recorder.num_new = 1
+    if dist.get_rank() == 0:
+        print(*rows, sep="\n", file=sys.stderr, flush=True)
     return rows
 
 
+def row_of(operation: str, timing: Timing, step_us: float, batch: int, context: int) -> dict[str, Any]:
+    """Return what a row has of its own."""
+    times = {"median_us": timing.median_us, "in_graph": timing.in_graph, "device_us": step_us}
+    return {"operation": operation, "batch": batch, "context": context, **times}
+
+
 class Recorder:
-    """What vLLM used last: the graph that it replayed, and the metadata of attention that it built."""
+    """What vLLM used last: the graph that it replayed, and the metadata of attention that it built.
+
+    Of prompts that come, vLLM takes all but the last `num_new` tokens as cached.
+    """
 
     graph: torch.cuda.CUDAGraph
     metadata: Any
+    num_new = 1
 
     def __init__(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnectorScheduler
         from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
         replay, build = torch.cuda.CUDAGraph.replay, MLACommonMetadataBuilder.build
+        match = DecodeBenchConnectorScheduler.get_num_new_matched_tokens
 
         def recorded_replay(graph: torch.cuda.CUDAGraph) -> None:
             self.graph = graph
@@ -162,6 +185,11 @@ class Recorder:
             self.metadata = build(builder, *args, **named)
             return self.metadata
 
+        def matched(scheduler: Any, request: Any, num_computed: int) -> tuple[int, bool]:
+            found, is_async = match(scheduler, request, num_computed)
+            return max(0, found - (self.num_new - 1)), is_async
+
+        DecodeBenchConnectorScheduler.get_num_new_matched_tokens = matched
         torch.cuda.CUDAGraph.replay = recorded_replay
         MLACommonMetadataBuilder.build = recorded_build
 
@@ -199,7 +227,7 @@ def start_engine(num_ranks: int, backend: str, exchange: str) -> Any:
             block_size=BLOCK_SIZE,
             max_model_len=longest + 4 * BLOCK_SIZE,
             max_num_seqs=max(batches),
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=max(num_new for num_new, _ in PREFILLS),
             kv_cache_memory_bytes=(most // num_ranks + 2 * BLOCK_SIZE * max(batches)) * bytes_per_token,
             gpu_memory_utilization=0.1,  # of no meaning, but so much must be free
             enable_prefix_caching=False,
@@ -227,15 +255,52 @@ def decode(engine: Any, batch: int, context: int) -> list[str]:
     params = SamplingParams(max_tokens=2 * BLOCK_SIZE, temperature=0, detokenize=False, ignore_eos=True)
     names = [f"{batch} {index}" for index in range(batch)]
     for name in names:
-        prompt = [index % VOCAB_SIZE for index in range(context)]
-        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        engine.add_request(name, prompt_of(context), params)
     for _ in range(NUM_STEPS):
         engine.step()
     torch.cuda.synchronize()
     return names
 
 
-def time_attention(layers: list[Any], metadata: Any, device: torch.device) -> Timing:
+def prompt_of(num_tokens: int) -> dict[str, list[int]]:
+    """Return a prompt of so many tokens, as vLLM takes it."""
+    return {"prompt_token_ids": [index % VOCAB_SIZE for index in range(num_tokens)]}
+
+
+def time_prefill_step(engine: Any, num_tokens: int, device: torch.device) -> float:
+    """Return the microseconds from a request to its first token: the median, the slowest rank's. Collective."""
+    from vllm import SamplingParams
+
+    params, times = SamplingParams(max_tokens=1, temperature=0, detokenize=False), []
+    for index in range(NUM_PREFILLS):
+        engine.add_request(f"{num_tokens} {index}", prompt_of(num_tokens), params)
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return largest(statistics.median(times), device)
+
+
+def time_prefill(layers: list[Any], metadata: Any, num_tokens: int, device: torch.device) -> Timing:
+    """Time what vLLM's layer calls for a prefill, from queries to outputs: one layer's share of all layers' calls."""
+    first = layers[0]
+    new = partial(torch.randn, dtype=torch.bfloat16, device=device)
+    query = new(num_tokens, first.num_heads, first.qk_nope_head_dim + first.qk_rope_head_dim)
+    latents, rope = new(num_tokens, first.kv_lora_rank), new(num_tokens, 1, first.qk_rope_head_dim)
+    output = new(num_tokens, first.num_heads * first.v_head_dim)
+
+    def attend(index: int) -> None:
+        layer = layers[index]
+        layer.impl.forward_mha(query, latents, rope, layer.kv_cache, metadata, layer._k_scale, output)
+
+    with torch.inference_mode():
+        return time_operation(attend, device, len(layers), seconds=1.0)
+
+
+def time_decode(layers: list[Any], metadata: Any, device: torch.device) -> Timing:
     """Time what vLLM's layer calls between absorbed queries and merged rows: one layer's share of all layers' calls."""
     layer, num_tokens = layers[0], metadata.num_decode_tokens
     widths = layer.kv_lora_rank, layer.qk_rope_head_dim

@@ -39,12 +39,13 @@ def record_drafts() -> None:
 
     propose = TargetDependentARSpeculator.propose
 
-    def recorded(self: Any, input_batch: Any, *args: Any, **named: Any) -> Tensor:
-        drafts = propose(self, input_batch, *args, **named)
-        *_, num_sampled, num_rejected, _, _, _, _ = args
-        num_known = input_batch.seq_lens[: len(drafts)] - num_rejected + 1  # one of them sampled just now
-        columns = (input_batch.req_ids, num_sampled.tolist(), num_known.tolist(), drafts.tolist())
-        DRAFTED.extend((name, known, row) for name, sampled, known, row in zip(*columns, strict=False) if sampled)
+    def recorded(self: Any, *args: Any, **named: Any) -> Tensor:
+        drafts = propose(self, *args, **named)
+        if not named.get("dummy_run"):
+            batch, _, _, _, _, num_sampled, num_rejected, *_ = args
+            num_known = batch.seq_lens[: len(drafts)] - num_rejected + 1  # one of them sampled just now
+            columns = (batch.req_ids, num_sampled.tolist(), num_known.tolist(), drafts.tolist())
+            DRAFTED.extend((name, known, row) for name, sampled, known, row in zip(*columns, strict=False) if sampled)
         return drafts
 
     TargetDependentARSpeculator.propose = recorded
