@@ -13,7 +13,6 @@ from torch import Tensor
 from dcpmla import ownership
 from dcpmla.attention.calls import Segments, decode_workspace
 from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata, SparseMetadata, StepMetadata
-from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.config import DCPConfig
 from dcpmla.upload import upload
 
@@ -45,10 +44,10 @@ class StepBuilder:
         if max(query_lens) > 1:
             request = np.repeat(request, query_lens)
         positions = positions_of(query_lens, seq_lens)
-        # Uploaded once, all of it together: decodes read the front of what sparse layers ask for of all requests.
+        # Uploaded once, all of it together: decodes read the front of what prefills and sparse layers ask for.
         slots = self._slots(positions, table[request, positions // self.dcp.virtual_block_size])
         arrays = [
-            (table if is_sparse else table[:num_decodes, :decode_columns]).astype(np.int32),
+            table.astype(np.int32),
             self._local_seq_lens(positions if is_sparse else positions[:num_decode_tokens]),
             positions,
             slots,
@@ -61,7 +60,7 @@ class StepBuilder:
             local = block_table[:num_decodes, :decode_columns], local_seq_lens[:num_decode_tokens]
             decode = self._decode(query_lens[:num_decodes], *local, workspace)
         if num_decodes < len(query_lens):
-            prefill = self.prefill(query_lens[num_decodes:], seq_lens[num_decodes:], table[num_decodes:])
+            prefill = self.prefill(query_lens[num_decodes:], seq_lens[num_decodes:], block_table[num_decodes:])
         if is_sparse:
             request_there, seen = of_sparse
             sparse = SparseMetadata(block_table, request_there, seen, local_seq_lens, max(seq_lens))
@@ -102,15 +101,13 @@ class StepBuilder:
             workspace=decode_workspace(self.device) if workspace is None else workspace,
         )
 
-    def prefill(
-        self, query_lens: Sequence[int], seq_lens: Sequence[int], table: np.ndarray | Tensor
-    ) -> PrefillMetadata:
+    def prefill(self, query_lens: Sequence[int], seq_lens: Sequence[int], table: Tensor) -> PrefillMetadata:
         """Lay out a step's prefills, without waiting for the device.
 
         Args:
             query_lens, seq_lens: [num_prefills] new tokens of each request, and its tokens after this step.
-            table: [num_prefills, max_blocks] block ids of each request, enough for seq_lens: on the host, or int32 on
-                the device, where an engine keeps its own.
+            table: [num_prefills, max_blocks] integers on the device, the block ids of each request, enough for
+                seq_lens.
         Raises:
             ValueError: more prefills than the context workspace has room for.
         """
@@ -128,38 +125,36 @@ class StepBuilder:
             num_pairs=int((new * context_lens + new * (new + 1) // 2).sum()),
         )
 
-    def _chunk(self, begin: np.ndarray, end: np.ndarray, table: np.ndarray | Tensor) -> ContextChunk:
-        """Return the chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned."""
+    def _chunk(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
+        """Return the chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned.
+
+        Only numbers of requests come from the host, those of tokens are computed on the device.
+        """
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         lens = end - begin
         # Rank 0 owns the first group of an aligned chunk, so no rank has more of it: all ranks pad to rank 0's rows.
         padded_lens = -(-lens // (size * interleave)) * interleave
-        padded_start = np.asarray(_starts(padded_lens))
-        indices, orders = [], []
-        for request in range(len(lens)):
-            position = np.arange(begin[request], end[request])
-            first = begin[request] // size
-            owner = ownership.owner_rank(position, size, interleave)
-            index = ownership.local_index(position, size, interleave) - first
-            orders.append(owner * padded_start[-1] + padded_start[request] + index)
-            # Padding reads whatever lies after the last token in its block; `order` never points at it.
-            indices.append(first + np.arange(padded_lens[request]))
-        order = torch.from_numpy(np.concatenate(orders))
-        return ContextChunk(
-            local_slots=self._slots_of(table, np.repeat(np.arange(len(lens)), padded_lens), np.concatenate(indices)),
-            order=self._upload(order.numpy()),
-            tokens=self._upload(tokens_of_rows(order, int(padded_start[-1]), self.dcp_rank).numpy()),
-            keys=self._segments(lens),
-            first_position=self._upload(begin.astype(np.int32)),
+        start, padded_start = _starts(lens), _starts(padded_lens)
+        # What a token's number in the chunk lacks to its position, and a row's to its index among this rank's tokens.
+        before = begin - start[:-1], begin // size - padded_start[:-1]
+        numbers, first_position = upload(
+            [np.stack([lens, padded_lens, end, *before]), begin.astype(np.int32)], self.device
         )
+        num_tokens, num_rows, end_there, before_token, before_row = numbers
 
-    def _slots_of(self, table: np.ndarray | Tensor, request: np.ndarray, index: np.ndarray) -> Tensor:
-        """Return the slots [N] int64 of this rank's tokens with these local indices [N], each of a request [N]."""
-        column, offset = np.divmod(index, self.dcp.block_size)
-        if isinstance(table, Tensor):
-            rows, columns, offsets = upload([request, column, offset], self.device)
-            return table[rows, columns].to(torch.int64) * self.dcp.block_size + offsets
-        return self._upload(table[request, column] * self.dcp.block_size + offset)
+        request = torch.repeat_interleave(num_tokens, output_size=start[-1])
+        position = torch.arange(start[-1], device=self.device) + before_token[request]
+        row = ownership.local_index(position, size, interleave) - before_row[request]
+        order = ownership.owner_rank(position, size, interleave) * padded_start[-1] + row
+
+        request = torch.repeat_interleave(num_rows, output_size=padded_start[-1])
+        index = torch.arange(padded_start[-1], device=self.device) + before_row[request]
+        position = ownership.global_position(index, self.dcp_rank, size, interleave)
+        tokens = torch.where(position < end_there[request], position - before_token[request], -1)
+        # Padding reads whatever lies after the last token in its block; `order` never points at it.
+        block = table[request, index // self.dcp.block_size].to(torch.int64)
+        slots = block * self.dcp.block_size + index % self.dcp.block_size
+        return ContextChunk(slots, order, tokens, self._segments(lens), first_position)
 
     def _segments(self, lens: Sequence[int] | np.ndarray) -> Segments:
         start = _starts(lens)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata
 from dcpmla.attention.build import StepBuilder, context_workspace_tokens, pad_table
@@ -225,21 +224,18 @@ def check_prefills(batch: Batch, steps: list[StepMetadata]) -> None:
             assert starts[0] == 0
 
 
-def check_tables_on_the_device(batch: Batch, steps: list[StepMetadata]) -> None:
-    """Compare with the slots of an engine's own table, int32 and a part of a wider one."""
+def check_tables_of_engines(batch: Batch, steps: list[StepMetadata]) -> None:
+    """Compare with what comes of an engine's own table, int32 and a part of a wider one."""
     first = batch.num_decodes
     requests = batch.query_lens[first:], batch.seq_lens[first:]
-    table = torch.from_numpy(pad_table(batch.block_tables, batch.seq_lens, batch.dcp.virtual_block_size)).to(
-        torch.int32
-    )
-    wider = torch.cat([table, torch.full_like(table, -7)], 1)[:, : table.shape[1]]
+    table = torch.from_numpy(pad_table(batch.block_tables, batch.seq_lens, batch.dcp.virtual_block_size))
+    wider = torch.cat([table, torch.full_like(table, -7)], 1).to(torch.int32)[:, : table.shape[1]]
     for rank, step in enumerate(steps):
         if step.prefill is not None:
             prefill = StepBuilder(batch.dcp, rank, "cpu").prefill(*requests, wider[first:])
-            slots = [chunk.local_slots for chunk in prefill.context_chunks]
-            expected = [chunk.local_slots for chunk in step.prefill.context_chunks]
-            assert [each.dtype for each in slots] == [torch.int64] * len(expected)
-            assert list(map(Tensor.tolist, slots)) == list(map(Tensor.tolist, expected))
+            for chunk, expected in zip(prefill.context_chunks, step.prefill.context_chunks, strict=True):
+                assert chunk.local_slots.dtype == torch.int64
+                assert torch.equal(chunk.local_slots, expected.local_slots)
 
 
 def check(batch: Batch) -> list[StepMetadata]:
@@ -248,7 +244,7 @@ def check(batch: Batch) -> list[StepMetadata]:
     check_decodes(batch, steps)
     check_prefills(batch, steps)
     check_chunks(batch, steps)
-    check_tables_on_the_device(batch, steps)
+    check_tables_of_engines(batch, steps)
     return steps
 
 
@@ -284,7 +280,7 @@ def test_shapes_that_broke_others(
 
 
 @pytest.mark.gpu
-def test_tables_on_the_device_wait_for_nothing() -> None:
+def test_layout_on_the_device_waits_for_nothing() -> None:
     """A step's prefills are laid out while the device works: no copy to the host, and none that waits."""
     table = torch.arange(2 * 8, dtype=torch.int32, device="cuda").view(2, 8)
     builder = StepBuilder(DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=16), 1, "cuda")
@@ -294,7 +290,8 @@ def test_tables_on_the_device_wait_for_nothing() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     on_host = StepBuilder(builder.dcp, 1, "cpu").prefill([3, 9], [100, 240], table.cpu()).context_chunks[0]
-    assert chunk.local_slots.tolist() == on_host.local_slots.tolist()
+    for name in ("local_slots", "order", "tokens", "first_position"):
+        assert getattr(chunk, name).tolist() == getattr(on_host, name).tolist()
 
 
 def test_block_tables_may_be_longer_than_needed() -> None:

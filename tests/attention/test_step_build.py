@@ -34,7 +34,7 @@ def test_a_chunk_by_hand() -> None:
 
 
 def test_sparse_steps_upload_tables_and_lengths_once() -> None:
-    """Decodes see the front of what the indexer sees of all requests; dense steps have no more than decodes need."""
+    """Decodes see the front of what the indexer sees of all requests; dense steps have no more lengths than decodes."""
     batch = make_batch([(3, 70), (1, 9), (2, 30), (9, 200)], 3, 2, 4)
     numbers = batch.query_lens, batch.seq_lens, batch.block_tables, batch.dcp, 1
     dense, sparse = (
@@ -47,7 +47,8 @@ def test_sparse_steps_upload_tables_and_lengths_once() -> None:
         mine, theirs = getattr(sparse.decode, name), getattr(dense.decode, name)
         assert torch.equal(mine, theirs)
         assert mine.data_ptr() == whole.data_ptr()
-        assert theirs.untyped_storage().nbytes() == theirs.nbytes
+    lens = dense.decode.local_seq_lens
+    assert lens.untyped_storage().nbytes() == lens.nbytes
     assert sparse.sparse.block_table.tolist() == [table + [0] * (18 - len(table)) for table in batch.block_tables]
     assert sparse.sparse.request.tolist() == [0] * 3 + [1] + [2] * 2 + [3] * 9
     assert sparse.sparse.seq_lens.tolist() == [int(position) + 1 for position in sparse.positions]

@@ -72,7 +72,7 @@ class CompressedStepBuilder(StepBuilder):
                 states=states_there,
                 block_table=block_table,
                 max_seq_len=max(seq_lens),
-                context=self._context(num_decodes, query_lens, seq_lens, states, table),
+                context=self._context(num_decodes, query_lens, seq_lens, states, block_table),
             ),
         )
 
@@ -82,7 +82,7 @@ class CompressedStepBuilder(StepBuilder):
         query_lens: Sequence[int],
         seq_lens: Sequence[int],
         states: Sequence[int],
-        table: np.ndarray,
+        table: Tensor,
     ) -> ContextRows | None:
         """Return what prefills attend to; None where there are none."""
         new, end = np.asarray(query_lens[num_decodes:]), np.asarray(seq_lens[num_decodes:])
@@ -108,7 +108,7 @@ class CompressedStepBuilder(StepBuilder):
             entries={ratio: self._entries(ratio, end, table[num_decodes:]) for ratio in self.plan.config.ratios},
         )
 
-    def _entries(self, ratio: int, end: np.ndarray, table: np.ndarray) -> ContextChunk:
+    def _entries(self, ratio: int, end: np.ndarray, table: Tensor) -> ContextChunk:
         """Return all entries of requests that end at positions [num_prefills], as one chunk."""
         per_block = self.plan.entries_per_block(ratio)
         of_entries = StepBuilder(replace(self.dcp, block_size=per_block), self.dcp_rank, self.device)
