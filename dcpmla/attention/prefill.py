@@ -76,16 +76,18 @@ def dcp_mla_prefill(
 
     started = [start_gather(chunk) for chunk in chunks[:1]]
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True)
-    if chunks:  # rounded once, after the last chunk
-        out = out.to(torch.promote_types(q.dtype, torch.float32))
     for index, chunk in enumerate(chunks):
         # Popped: what a gather held is free before the next one begins.
         latents = _to_latents(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
-        merge_into(out, lse, *attend(context_kv_c, context_k_pe, chunk.keys, chunk.first_position, causal=False))
+        # Rounded once, after the last chunk.
+        dtype = q.dtype if chunk is chunks[-1] else torch.promote_types(q.dtype, torch.float32)
+        out, lse = merge_part(
+            out, lse, *attend(context_kv_c, context_k_pe, chunk.keys, chunk.first_position, causal=False), dtype
+        )
         del latents, context_kv_c, context_k_pe  # before the next ones: no more than two chunks are there at a time
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -135,20 +137,24 @@ def _(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, *_: object) -> tuple[T
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("dcpmla::merge_into", mutates_args=("out", "lse"))
-def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge one more part into (out, lse) in place: `merge_partials` of the two.
+@torch.library.custom_op("dcpmla::merge_part", mutates_args=())
+def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Merge one more part into (out, lse): `merge_partials` of the two, in float32 at least.
 
     Args:
-        out, lse: [T, h, V] float32 or float64, [T, h] float32, contiguous.
-        part, part_lse: [T, h, V] any float dtype, [T, h] float32, contiguous; over other keys. A row whose lse is
-            -inf may hold anything.
+        out, part: [T, h, V] any float dtypes, contiguous; over other keys. A row whose lse is -inf may hold anything.
+        lse, part_lse: [T, h] float32, contiguous.
+        dtype: of the merged output.
     """
     if out.is_cuda:
         from dcpmla.attention.triton import merge as kernels  # triton is there on Linux only
 
-        kernels.merge_into(out, lse, part, part_lse)
-    else:
-        merged, merged_lse = merge_partials(torch.stack([out, part.to(out.dtype)]), torch.stack([lse, part_lse]))
-        out.copy_(merged)
-        lse.copy_(merged_lse)
+        return kernels.merge_part(out, lse, part, part_lse, dtype)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    merged, lse = merge_partials(torch.stack([out.to(wide), part.to(wide)]), torch.stack([lse, part_lse]))
+    return merged.to(dtype), lse
+
+
+@merge_part.register_fake
+def _(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out, dtype=dtype), torch.empty_like(lse)

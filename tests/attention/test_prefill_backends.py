@@ -14,7 +14,7 @@ from tests.attention.test_prefill_kernel import (
     CASES,
     SCALE,
     Case,
-    check_merge_into,
+    check_merge_part,
     check_neighbours,
     check_operators,
     check_prefill,
@@ -73,7 +73,7 @@ def test_backend_on_a_gpu(name: str, case: str, dtype: torch.dtype) -> None:
 def test_on_a_gpu() -> None:
     check_unaligned("cuda")
     check_neighbours("triton", (16, 16, 16), "cuda")
-    check_merge_into("cuda")
+    check_merge_part("cuda")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check_operators("cuda", dtype)
 

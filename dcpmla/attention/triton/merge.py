@@ -1,17 +1,27 @@
-"""Triton kernel that merges one more part of attention into a running result in place; `dcpmla.merge` specifies it."""
+"""Triton kernel that merges one more part of attention into a running result; `dcpmla.merge` specifies it."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 8  # rows of a program
+_ROWS = 32  # rows of a program
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def merge_into_kernel(
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr, num_rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr
+def merge_part_kernel(
+    merged_ptr,
+    merged_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_rows,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Merge ROWS rows of (token, head) per program, which is one warp."""
+    """Merge ROWS rows of (token, head) per program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     is_row, is_column = row < num_rows, column < WIDTH
@@ -22,20 +32,23 @@ def merge_into_kernel(
     weight, part_weight = tl.exp(lse - peak), tl.exp(part_lse - peak)
     total = weight + part_weight
     share = 1.0 / tl.where(total != 0, total, 1.0)
-    tl.store(lse_ptr + row, tl.where(total != 0, tl.log(total) + peak, -float("inf")), mask=is_row)
+    tl.store(merged_lse_ptr + row, tl.where(total != 0, tl.log(total) + peak, -float("inf")), mask=is_row)
 
     at = row[:, None] * WIDTH + column[None, :]
     # A row of weight 0 is not read: its payload may be NaN.
     out = tl.load(out_ptr + at, mask=is_column[None, :] & (weight != 0)[:, None], other=0.0)
-    part = tl.load(part_ptr + at, mask=is_column[None, :] & (part_weight != 0)[:, None], other=0.0).to(out.dtype)
+    part = tl.load(part_ptr + at, mask=is_column[None, :] & (part_weight != 0)[:, None], other=0.0)
     merged = out * (weight * share)[:, None] + part * (part_weight * share)[:, None]
-    tl.store(out_ptr + at, merged.to(out.dtype), mask=is_column[None, :] & is_row[:, None])
+    tl.store(merged_ptr + at, merged.to(merged_ptr.dtype.element_ty), mask=is_column[None, :] & is_row[:, None])
 
 
-def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Compute `prefill.merge_into` in one kernel, for contiguous rows."""
+def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute `prefill.merge_part` in one kernel, for contiguous rows."""
+    merged, merged_lse = torch.empty_like(out, dtype=dtype), torch.empty_like(lse)
     num_rows, width = lse.numel(), out.shape[-1]
-    merge_into_kernel[(triton.cdiv(num_rows, _ROWS),)](
+    merge_part_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        merged,
+        merged_lse,
         out,
         lse,
         part,
@@ -44,5 +57,5 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
         WIDTH=width,
         COLUMNS=triton.next_power_of_2(width),
         ROWS=_ROWS,
-        num_warps=1,  # in place: each warp loads all of lse, so of two warps one might store before the other loads
     )
+    return merged, merged_lse
