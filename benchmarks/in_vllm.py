@@ -137,7 +137,8 @@ def measure(engine: Any, recorder: "Recorder") -> list[dict[str, Any]]:
         if recorder.metadata.num_decode_tokens != batch or recorder.metadata.num_prefills:
             raise RuntimeError(f"vLLM's last step was not one of {batch} decodes")
         step_us = time_graph(recorder.graph, device)  # first: timing records graphs of its own
-        rows.append(shared | row_of("decode", time_decode(layers, recorder.metadata, device), step_us, batch, context))
+        timing = time_decode(layers, recorder.metadata, device)
+        rows.append(shared | row_of("decode", timing, batch, context) | {"device_us": step_us})
         engine.abort_request(names)
         while engine.has_unfinished_requests():
             engine.step()
@@ -147,16 +148,16 @@ def measure(engine: Any, recorder: "Recorder") -> list[dict[str, Any]]:
         if recorder.metadata.num_decode_tokens or recorder.metadata.prefill.max_query_len != num_new:
             raise RuntimeError(f"vLLM's last step was not a prefill of {num_new} tokens")
         timing = time_prefill(layers, recorder.metadata, num_new, device)
-        rows.append(shared | row_of("prefill", timing, step_us, 1, context) | {"tokens": num_new})
+        rows.append(shared | row_of("prefill", timing, 1, context) | {"step_us": step_us, "tokens": num_new})
     recorder.num_new = 1
     if dist.get_rank() == 0:
         print(*rows, sep="\n", file=sys.stderr, flush=True)
     return rows
 
 
-def row_of(operation: str, timing: Timing, step_us: float, batch: int, context: int) -> dict[str, Any]:
-    """Return what a row has of its own."""
-    times = {"median_us": timing.median_us, "in_graph": timing.in_graph, "device_us": step_us}
+def row_of(operation: str, timing: Timing, batch: int, context: int) -> dict[str, Any]:
+    """Return what rows of both operations have of their own."""
+    times = {"median_us": timing.median_us, "in_graph": timing.in_graph}
     return {"operation": operation, "batch": batch, "context": context, **times}
 
 

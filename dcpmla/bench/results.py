@@ -23,7 +23,7 @@ FIELDS = {
     "num_parameters": "of that model",
     "geometry": "published model whose layers were measured, or the config's file",
     "operation": "an exchange's `gather_heads`, `combine`, `gather_context`; sparse MLA's `selection`, `attention`, "
-    "DeepSeek-V4's `shared_attention`; `add_norm` of a TP group; a layer's `decode` inside vLLM",
+    "DeepSeek-V4's `shared_attention`; `add_norm` of a TP group; a layer's `decode` and `prefill` inside vLLM",
     "part": "of a decode step of attention layers: `total`, or one of its parts",
     "layer_kind": "of the stack's layers: `mla`; DeepSeek-V4's `window`, `csa` or `hca`",
     "kernel": "kernel or backend of what is measured",
@@ -60,7 +60,7 @@ FIELDS = {
     "num_sets": "sets of inputs that calls rotate through",
     # what was found
     "in_graph": "whether a CUDA graph was timed, or calls one by one",
-    "step_us": "time of an engine's decode step: the median, the slowest rank's",
+    "step_us": "time of an engine's decode step, or from a prompt to its first token: the median, the slowest rank's",
     "device_us": "of `step_us`, a decode step's time on the device alone, its graph replayed without an engine",
     "us_per_moe_layer": "time on the device of a block of attention and experts, in steps of such blocks alone",
     "num_kernels": "kernels of a step",
