@@ -14,6 +14,7 @@ from dcpmla.attention.decode_checks import Queries
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import Exchange, Mailbox
+from dcpmla.operators import operator
 from dcpmla.parallel.quantized import BlockFp8, unpack
 
 NO_MAILBOX = (None, None, None, 0, 0.0, "")
@@ -117,11 +118,11 @@ def dcp_mla_decode(
 
 def run_call(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tensor]:
     """Run a checked call; with a mailbox, return this rank's heads of what the rows of all ranks merge to."""
-    return torch.ops.dcpmla.mla_decode(*call.flat(), *(NO_MAILBOX if mailbox is None else mailbox))
+    return _mla_decode(*call.flat(), *(NO_MAILBOX if mailbox is None else mailbox))
 
 
 # No argument has a default: where mutated ones had, calls without a mailbox failed with torch 2.11 (not with 2.13).
-@torch.library.custom_op("dcpmla::mla_decode", mutates_args=("workspace", "state"))
+@operator("mla_decode", mutates_args=("workspace", "state"))
 def _mla_decode(
     q: Tensor,
     q_pe: Tensor | None,

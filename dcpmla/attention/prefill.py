@@ -14,6 +14,7 @@ from dcpmla.cache.formats import check_kv_scale, is_quantized
 from dcpmla.cache.latent import dequantize_rows, read_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
+from dcpmla.operators import operator
 
 UpProjection = Callable[[Tensor], Tensor]  # kv_c [S, L] -> [S, h (P + V)], each head's k_nope, then its values
 
@@ -111,7 +112,7 @@ def up_project(
     return k_nope, v
 
 
-@torch.library.custom_op("dcpmla::mha_prefill", mutates_args=())
+@operator("mha_prefill")
 def mha_prefill(
     q: Tensor,
     k_nope: Tensor,
@@ -137,7 +138,7 @@ def _(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, *_: object) -> tuple[T
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("dcpmla::merge_part", mutates_args=())
+@operator("merge_part")
 def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge one more part into (out, lse): `merge_partials` of the two, in float32 at least.
 

@@ -11,12 +11,13 @@ from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8, to_fp8
 from dcpmla.cache.latent import write_latents
 from dcpmla.comm.reduce import rms_norm
+from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import dequantize_blocks, empty_codes, quantize_rows, runs_fp8
 
 Latents = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("dcpmla::finish_latents", mutates_args=("kv_cache",))
+@operator("finish_latents", mutates_args=("kv_cache",))
 def finish_latents(
     down: Tensor,
     kv_cache: Tensor,
@@ -85,7 +86,7 @@ def empty_latents(down: Tensor, q_rank: int, quantizes: bool) -> Latents:
     return q_c, latents, *empty_codes(q_c, quantizes)
 
 
-@torch.library.custom_op("dcpmla::absorb_query", mutates_args=())
+@operator("absorb_query")
 def absorb_query(
     q: Tensor,
     w_uk: Tensor,
@@ -131,7 +132,7 @@ def _(
     return q.new_empty(shape, dtype=q.dtype if q_scale is None else FP8)
 
 
-@torch.library.custom_op("dcpmla::rotate_query_", mutates_args=("q",))
+@operator("rotate_query_", mutates_args=("q",))
 def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
     """Rotate the last R columns of q [T, h, P + R] in place by cos_sin [T, R] (`apply_rope`)."""
     q_pe = q[..., q.shape[-1] - cos_sin.shape[-1] :]
@@ -143,7 +144,7 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
         q_pe.copy_(apply_rope(q_pe, cos_sin, rope_interleaved))
 
 
-@torch.library.custom_op("dcpmla::project_values", mutates_args=())
+@operator("project_values")
 def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
     """Turn attention over latents, out [T, h, L], into values [T, h V], the input of o_proj, by w_uv [h, V, L].
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from dcpmla.cache.formats import dequantize, format_name, quantize, rope_dim_of, row_width, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.operators import operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +217,7 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
     )
 
 
-@torch.library.custom_op("dcpmla::read_latents", mutates_args=())
+@operator("read_latents")
 def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
     """Return rows [N, width] of a layer's cache at slots [N] int64, as they are cached. A custom op."""
     if not kv_cache.is_cuda:
@@ -231,7 +232,7 @@ def _(kv_cache: Tensor, slots: Tensor) -> Tensor:
     return kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1])
 
 
-@torch.library.custom_op("dcpmla::dequantize_rows", mutates_args=())
+@operator("dequantize_rows")
 def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.dequantize`). A custom op."""
     if not rows.is_cuda or dtype == torch.float64:

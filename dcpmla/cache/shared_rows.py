@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.cache.formats import FP8, FP8_MAX
+from dcpmla.operators import operator
 
 PAGE_ROWS = 64
 ROPE_DIM = 64  # columns that stay in bfloat16
@@ -64,7 +65,7 @@ def write_rows(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
     scale_plane[page, offset] = torch.nn.functional.pad(scales, (0, SCALE_BYTES - scales.shape[1]))
 
 
-@torch.library.custom_op("dcpmla::read_shared_rows", mutates_args=())
+@operator("read_shared_rows")
 def read_rows(cache: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Return rows [..., D] in `dtype` at slots [...] int64. A custom op."""
     if cache.is_cuda and dtype != torch.float64:

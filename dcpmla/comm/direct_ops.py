@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS, combine_kernel, gather_kernel
 from dcpmla.comm.kernels.window import place_kernel
+from dcpmla.operators import operator
 from dcpmla.parallel.collectives import PeerFault
 
 OPERATIONS = ("gather_heads", "combine", "gather_context", "gather_candidates", "all_reduce", "add_norm")
@@ -66,7 +67,7 @@ def choose_tiling(num_rows: int, width: int, size: int, is_fp8: bool) -> Tiling:
     return Tiling(columns, items, -(-num_items // items))
 
 
-@torch.library.custom_op("dcpmla::direct_gather", mutates_args=("state",))
+@operator("direct_gather", mutates_args=("state",))
 def gather(
     q: Tensor,
     addresses: Tensor,
@@ -119,7 +120,7 @@ def _(q: Tensor, addresses: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[0], addresses.shape[0] * q.shape[1], q.shape[2])
 
 
-@torch.library.custom_op("dcpmla::direct_combine", mutates_args=("state",))
+@operator("direct_combine", mutates_args=("state",))
 def combine(
     out: Tensor,
     lse: Tensor,
@@ -202,7 +203,7 @@ def _launch_combine(
     )
 
 
-@torch.library.custom_op("dcpmla::direct_place", mutates_args=("state",))
+@operator("direct_place", mutates_args=("state",))
 def place(
     rows: Tensor,
     targets: Tensor | None,

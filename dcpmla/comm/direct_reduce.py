@@ -21,6 +21,7 @@ from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.reduce import one_shot_kernel, two_shot_kernel
 from dcpmla.comm.reduce import Results, check_rows, empty_results
 from dcpmla.comm.symmetric import Allocate, allocate, wait_for_all
+from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
 from dcpmla.parallel.quantized import BLOCK
 
@@ -83,7 +84,7 @@ class DirectReduce:
         raise_fault(self.fault, self.timeout, self._group_name)
 
 
-@torch.library.custom_op("dcpmla::direct_all_reduce", mutates_args=("state", "squares"))
+@operator("direct_all_reduce", mutates_args=("state", "squares"))
 def all_reduce(
     partial: Tensor,
     addresses: Tensor,
@@ -106,7 +107,7 @@ def _(partial: Tensor, *_: object) -> Tensor:
     return partial.new_empty(partial.shape)
 
 
-@torch.library.custom_op("dcpmla::direct_add_norm", mutates_args=("state", "squares"))
+@operator("direct_add_norm", mutates_args=("state", "squares"))
 def add_norm(
     partial: Tensor,
     residual: Tensor,

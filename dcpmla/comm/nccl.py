@@ -13,6 +13,7 @@ from torch.distributed import _functional_collectives as functional
 
 from dcpmla.comm.exchange import pairs
 from dcpmla.merge import merge_partials, partial_weights, weigh_partial
+from dcpmla.operators import operator
 from dcpmla.parallel.collectives import all_gather, named
 
 _ROW_ALIGNMENT = 16  # elements: what Triton must know of a stride to load more than one of them at a time
@@ -106,7 +107,7 @@ def _rows(buffer: Tensor, dtype: torch.dtype, width: int) -> Tensor:
     return buffer.view(dtype)[..., :width]
 
 
-@torch.library.custom_op("dcpmla::weigh_rows", mutates_args=())
+@operator("weigh_rows")
 def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Weigh one rank's rows, so that their sum over the ranks is the merge.
 
@@ -135,7 +136,7 @@ def _(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return shares, lse.new_empty(num_tokens, num_heads)
 
 
-@torch.library.custom_op("dcpmla::merge_rows", mutates_args=())
+@operator("merge_rows")
 def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `merge_partials`, on a GPU in one kernel."""
     if not out.is_cuda:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.comm.select import direct_where_reached
+from dcpmla.operators import operator
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, empty_codes, quantize_rows
 from dcpmla.parallel.quantized import BLOCK
@@ -125,7 +126,7 @@ def check_rows(partial: Tensor, residual: Tensor, weight: Tensor, quantizes: boo
         raise ValueError(f"partial has {partial.shape[1]} columns; rows are quantized in groups of {BLOCK}")
 
 
-@torch.library.custom_op("dcpmla::add_norm", mutates_args=())
+@operator("add_norm")
 def add_norm(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

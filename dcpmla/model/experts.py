@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.cache.formats import FP8
+from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain, runs_fp8
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
 
@@ -69,7 +70,7 @@ def compute_experts(
     return _compute(rows, *quantized, expert_ids, expert_weights, *codes, swiglu_limit, num_experts or len(codes[0]))
 
 
-@torch.library.custom_op("dcpmla::experts", mutates_args=())
+@operator("experts")
 def _compute(
     x: Tensor,
     x_codes: Tensor | None,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, empty_codes, quantize_rows
 from dcpmla.parallel.linear import Linear, Weight, read_linear
 
@@ -21,7 +22,7 @@ def swiglu(gate_up: Tensor, limit: float | None, quantizes: bool = False) -> Any
     return QuantizedRows(*codes) if quantizes else out
 
 
-@torch.library.custom_op("dcpmla::swiglu", mutates_args=())
+@operator("swiglu")
 def _swiglu(gate_up: Tensor, limit: float | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows, codes and scales; either the first or the others have no columns."""
     if gate_up.is_cuda and gate_up.dtype != torch.float64:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dcpmla.operators import operator
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize, quantize_groups
 
 # Rows, and numbers of a result, past which cuBLAS fills an H200 and is faster than the Triton kernel.
@@ -91,7 +92,7 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
     return rows
 
 
-@torch.library.custom_op("dcpmla::fp8_linear", mutates_args=("arrivals",))
+@operator("fp8_linear", mutates_args=("arrivals",))
 def fp8_linear(
     x: Tensor,
     x_scales: Tensor | None,
@@ -150,7 +151,7 @@ def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
     return out.transpose(0, 1).flatten(1)
 
 
-@torch.library.custom_op("dcpmla::dequantize_blocks", mutates_args=())
+@operator("dequantize_blocks")
 def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of a `BlockFp8`: codes [.., N, K], scales [.., ceil(N / 128), ceil(K / 128)]."""
     if runs_fp8(codes.device):

@@ -220,20 +220,20 @@ def check_operators(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         rows, heads = rows_case(FP8_SIZES[0], dtype, torch.uint8), on(device, heads_case(3, 2, 128, 64, dtype))
         rows[0] = rows[0].nan_to_num(0.0)
-        torch.library.opcheck(projections.finish_rows, on(device, rows))
+        torch.library.opcheck(projections.finish_rows.op, on(device, rows))
         torch.library.opcheck(
-            projections.finish_rows, [*on(device, rows_case(GROUPS, dtype, dtype)), True], test_utils=_CHECKS
+            projections.finish_rows.op, [*on(device, rows_case(GROUPS, dtype, dtype)), True], test_utils=_CHECKS
         )
-        torch.library.opcheck(projections.finish_query_, [heads[0].nan_to_num(0.0), 1e-6, heads[3]])
-        torch.library.opcheck(projections.finish_heads, heads)
-        torch.library.opcheck(projections.finish_heads_fp8, heads)
-        torch.library.opcheck(read_rows, on(device, [rows[1].zero_(), torch.tensor([[1, 2]]), 128, dtype]))
+        torch.library.opcheck(projections.finish_query_.op, [heads[0].nan_to_num(0.0), 1e-6, heads[3]])
+        torch.library.opcheck(projections.finish_heads.op, heads)
+        torch.library.opcheck(projections.finish_heads_fp8.op, heads)
+        torch.library.opcheck(read_rows.op, on(device, [rows[1].zero_(), torch.tensor([[1, 2]]), 128, dtype]))
 
 
 def test_operators() -> None:
     check_operators("cpu")
     for arguments in visible_cases():
-        torch.library.opcheck(visible_rows, arguments)
+        torch.library.opcheck(visible_rows.op, arguments)
 
 
 @pytest.mark.gpu

@@ -285,7 +285,7 @@ def test_the_kernel(width: int, rope: int) -> None:
 
 def check_operator(device: str) -> None:
     arguments, _ = next(compressor_cases(config_of(LayerKind(4, True), 16, 8), DCPConfig(block_size=2), 0, False))
-    torch.library.opcheck(compressor.compress_, on(device, arguments))
+    torch.library.opcheck(compressor.compress_.op, on(device, arguments))
 
 
 def test_operator() -> None:

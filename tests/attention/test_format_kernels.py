@@ -188,12 +188,12 @@ def check_operators(device: str) -> None:
         if storage != FP8:  # which torch's check of the schema cannot compare
             checks.append("test_schema")
         rows = [arguments[1], torch.tensor([3, 0])]
-        torch.library.opcheck(projections.finish_latents, on(device, arguments), test_utils=checks)
-        torch.library.opcheck(read_latents, on(device, rows), test_utils=checks)
+        torch.library.opcheck(projections.finish_latents.op, on(device, arguments), test_utils=checks)
+        torch.library.opcheck(read_latents.op, on(device, rows), test_utils=checks)
         codes = [read_latents(*rows), sizes[1], arguments[-1], torch.bfloat16]
-        torch.library.opcheck(dequantize_rows, on(device, codes), test_utils=checks)
+        torch.library.opcheck(dequantize_rows.op, on(device, codes), test_utils=checks)
     query = [*query_case(ODD, 3, torch.float32, True, False)[:-1], torch.tensor([0.01])]
-    torch.library.opcheck(projections.absorb_query, on(device, query))
+    torch.library.opcheck(projections.absorb_query.op, on(device, query))
 
 
 def test_operators() -> None:

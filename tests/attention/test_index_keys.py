@@ -177,7 +177,7 @@ def test_operators() -> None:
     for is_fp8 in (True, False):
         storage = torch.uint8 if is_fp8 else torch.float32
         cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, index_row_width(storage, HEAD_DIM), dtype=storage)
-        torch.library.opcheck(finish_index_keys, (keys, cache, slots, *randn(2, HEAD_DIM), cos_sin, True, True))
-        torch.library.opcheck(finish_index_queries, (q, weights, cos_sin, False, True, is_fp8))
+        torch.library.opcheck(finish_index_keys.op, (keys, cache, slots, *randn(2, HEAD_DIM), cos_sin, True, True))
+        torch.library.opcheck(finish_index_queries.op, (q, weights, cos_sin, False, True, is_fp8))
         if not is_fp8:  # opcheck multiplies what it is given, which e4m3 cannot
-            torch.library.opcheck(index_scores, (q, weights, cache, table, torch.zeros_like(lens), lens, lens, TOPK))
+            torch.library.opcheck(index_scores.op, (q, weights, cache, table, torch.zeros_like(lens), lens, lens, TOPK))

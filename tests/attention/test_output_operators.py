@@ -32,12 +32,12 @@ def test_operators() -> None:
         parts, w_uv = parts_case(torch.float32, num_tokens, 2, 24, 128)
         x, groups = project_values(parts[0], w_uv), (quant.group_size, quant.scale_layout, quant.ue8m0)
         more: tuple[Any, ...] = groups if quant.scale is None else (quant.scale,)
-        torch.library.opcheck(getattr(output_ops, f"quantize_{quant.kind}"), (x, *more))
-        torch.library.opcheck(getattr(output_ops, f"project_values_{quant.kind}"), (parts[0], w_uv, *more))
+        torch.library.opcheck(getattr(output_ops, f"quantize_{quant.kind}").op, (x, *more))
+        torch.library.opcheck(getattr(output_ops, f"project_values_{quant.kind}").op, (parts[0], w_uv, *more))
         result = quant.empty(num_tokens, 256, x.device)
         into = 0, result.values, None if quant.kind == "fp8" else result.scales, quant.scale, quant.ue8m0
-        torch.library.opcheck(output_ops.write_rows_, (x, *into), test_utils=in_place)
-        torch.library.opcheck(output_ops.project_rows_, (parts[0], w_uv, *into), test_utils=in_place)
+        torch.library.opcheck(output_ops.write_rows_.op, (x, *into), test_utils=in_place)
+        torch.library.opcheck(output_ops.project_rows_.op, (parts[0], w_uv, *into), test_utils=in_place)
 
 
 def check_layer() -> None:

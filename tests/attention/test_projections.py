@@ -87,25 +87,25 @@ def check_operators(device: str) -> None:
     for slots in ([3, -1, 0], []):
         for sizes, rope in itertools.product((ODD, (0, *ODD[1:])), (True, False)):
             torch.library.opcheck(
-                projections.finish_latents, on(device, latents_case(sizes, slots, torch.float32, rope, True))
+                projections.finish_latents.op, on(device, latents_case(sizes, slots, torch.float32, rope, True))
             )
         mixed = latents_case(ODD, slots, torch.bfloat16, True, True)
         mixed[3], mixed[4] = mixed[3].float(), mixed[4].float()  # the weights of the norms
-        torch.library.opcheck(projections.finish_latents, on(device, mixed))
+        torch.library.opcheck(projections.finish_latents.op, on(device, mixed))
         queries = on(device, query_case(ODD, len(slots), torch.float32, True, False))
-        torch.library.opcheck(projections.absorb_query, queries)
-        torch.library.opcheck(projections.rotate_query_, [queries[0], *queries[2:4]])
+        torch.library.opcheck(projections.absorb_query.op, queries)
+        torch.library.opcheck(projections.rotate_query_.op, [queries[0], *queries[2:4]])
         values = [randn(len(slots), 3, 40), randn(3, 17, 40)[:, 12:]]
-        torch.library.opcheck(projections.project_values, on(device, values))
+        torch.library.opcheck(projections.project_values.op, on(device, values))
         rows = [randn(NUM_BLOCKS, 2, BLOCK_SIZE, 7)[:, 1], torch.tensor(slots, dtype=torch.int64).abs()]
-        torch.library.opcheck(read_latents, on(device, rows))
+        torch.library.opcheck(read_latents.op, on(device, rows))
         for num_heads in (1, 3):
             received = randn(
                 2, len(slots), num_heads, 16
             )  # rows with their LSE after them, as the exchange receives them
-            torch.library.opcheck(merge_rows, on(device, [received[..., :8], received[..., 8]]))
+            torch.library.opcheck(merge_rows.op, on(device, [received[..., :8], received[..., 8]]))
             torch.library.opcheck(
-                weigh_rows,
+                weigh_rows.op,
                 on(device, [cut(randn(len(slots), 2 * num_heads, 8)), randn(2, len(slots), 2 * num_heads), 1]),
             )
 

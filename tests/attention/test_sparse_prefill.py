@@ -182,13 +182,13 @@ def check_operators(device: str, dtype: torch.dtype) -> None:
     lens, generator = segments([3, 1], device), torch.Generator().manual_seed(0)
     positions = select([8, 9, 10, 4], 5).to(device)
     torch.library.opcheck(
-        selection_mask, (positions, lens.start_loc, torch.tensor([7, 0], dtype=torch.int32, device=device), 40)
+        selection_mask.op, (positions, lens.start_loc, torch.tensor([7, 0], dtype=torch.int32, device=device), 40)
     )
     rows = (
         torch.randn(shape, generator=generator).to(device, dtype)
         for shape in ((4, 2, 24), (4, 2, 16), (4, 8), (4, 2, 16))
     )
-    torch.library.opcheck(operators.mha_prefill, (*rows, *lens, *lens, SCALE, True, draw_mask(4, 3).to(device)))
+    torch.library.opcheck(operators.mha_prefill.op, (*rows, *lens, *lens, SCALE, True, draw_mask(4, 3).to(device)))
 
 
 def test_operators() -> None:

@@ -311,6 +311,6 @@ def test_operators(device: str) -> None:
     candidates = torch.full((3, 12), EMPTY, device=device)
     selection = SelectedTokens.empty(3, 5, device)
     blocks, request = torch.arange(9, dtype=torch.int32, device=device).view(3, 3), lens.new_tensor([2, 0, 2])
-    torch.library.opcheck(spec.local_candidates, (torch.randn(3, 12, device=device), lens, lens, 5, 0, 1, 1))
+    torch.library.opcheck(spec.local_candidates.op, (torch.randn(3, 12, device=device), lens, lens, 5, 0, 1, 1))
     chosen = selection.positions, selection.slots, selection.num_slots
-    torch.library.opcheck(spec.choose_tokens, (candidates, blocks, request, 4, 0, 1, 1, None, *chosen))
+    torch.library.opcheck(spec.choose_tokens.op, (candidates, blocks, request, 4, 0, 1, 1, None, *chosen))

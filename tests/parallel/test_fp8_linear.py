@@ -171,9 +171,9 @@ def test_the_operator() -> None:
     )
     torch.testing.assert_close(fp8_linear(two, None, *weight, arrivals, two.dtype), wanted)
     checks = ("test_autograd_registration", "test_faketensor")  # a comparison of e4m3 is not implemented
-    torch.library.opcheck(fp8_linear, (x, None, *weight, arrivals, x.dtype), test_utils=checks)
-    torch.library.opcheck(fp8_linear, (*quantized(x), *weight, arrivals, torch.bfloat16), test_utils=checks)
-    torch.library.opcheck(dequantize_blocks, (*weight, torch.bfloat16), test_utils=checks)
+    torch.library.opcheck(fp8_linear.op, (x, None, *weight, arrivals, x.dtype), test_utils=checks)
+    torch.library.opcheck(fp8_linear.op, (*quantized(x), *weight, arrivals, torch.bfloat16), test_utils=checks)
+    torch.library.opcheck(dequantize_blocks.op, (*weight, torch.bfloat16), test_utils=checks)
 
 
 def test_weights_stay_as_they_are_stored() -> None:

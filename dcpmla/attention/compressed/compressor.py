@@ -20,6 +20,7 @@ from dcpmla.attention.rope import apply_rope
 from dcpmla.attention.sparse.projections import hadamard_matrix
 from dcpmla.cache.index_keys import write_index_keys
 from dcpmla.cache.shared_rows import write_rows
+from dcpmla.operators import operator
 
 
 class _Sums(NamedTuple):
@@ -63,7 +64,7 @@ def compress(
         compress_(pairs, bias, norm_weight, eps, sums, cache, *tokens, *where, is_index, hadamard)
 
 
-@torch.library.custom_op("dcpmla::compress_", mutates_args=("sums", "cache"))
+@operator("compress_", mutates_args=("sums", "cache"))
 def compress_(
     pairs: Tensor,
     bias: Tensor,

@@ -12,13 +12,14 @@ from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_to_fp8
 from dcpmla.cache.shared_rows import read_rows, write_rows
+from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import empty_codes, quantize_rows
 
 GROUP = 128  # columns of an fp8 output that share a scale
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("dcpmla::finish_rows", mutates_args=("cache",))
+@operator("finish_rows", mutates_args=("cache",))
 def finish_rows(
     down: Tensor,
     cache: Tensor,
@@ -89,7 +90,7 @@ def _(
     return empty_rows(down, len(q_weight), len(kv_weight), quantizes)
 
 
-@torch.library.custom_op("dcpmla::finish_query_", mutates_args=("q",))
+@operator("finish_query_", mutates_args=("q",))
 def finish_query_(q: Tensor, eps: float, cos_sin: Tensor) -> None:
     """Normalize each head of q [T, h, D], without a weight, and rotate its last columns by cos_sin [T, R], in place."""
     if _runs_triton(q):
@@ -100,7 +101,7 @@ def finish_query_(q: Tensor, eps: float, cos_sin: Tensor) -> None:
         q.copy_(rotate(rms_norm(q, eps), cos_sin))
 
 
-@torch.library.custom_op("dcpmla::finish_heads", mutates_args=())
+@operator("finish_heads")
 def finish_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> Tensor:
     """Return attention's output with the sink in its denominator, rotated back at the positions of its queries.
 
@@ -126,7 +127,7 @@ def _(out: Tensor, *_: object) -> Tensor:
     return torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("dcpmla::finish_heads_fp8", mutates_args=())
+@operator("finish_heads_fp8")
 def finish_heads_fp8(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize what `finish_heads` returns to e4m3, for an output projection in fp8.
 

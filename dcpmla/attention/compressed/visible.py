@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
+from dcpmla.operators import operator
 
 
-@torch.library.custom_op("dcpmla::visible_rows", mutates_args=())
+@operator("visible_rows")
 def visible_rows(
     positions: Tensor,
     request: Tensor,

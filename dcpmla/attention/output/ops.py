@@ -12,11 +12,12 @@ from torch import Tensor
 from dcpmla.attention.output import formats
 from dcpmla.attention.projections import project_into, project_values
 from dcpmla.cache.formats import FP8
+from dcpmla.operators import operator
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@torch.library.custom_op("dcpmla::write_rows_", mutates_args=("values", "scales"))
+@operator("write_rows_", mutates_args=("values", "scales"))
 def write_rows_(
     x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
 ) -> None:
@@ -30,7 +31,7 @@ def write_rows_(
     _write(x, first_row, values, scales, scale, ue8m0)
 
 
-@torch.library.custom_op("dcpmla::project_rows_", mutates_args=("values", "scales"))
+@operator("project_rows_", mutates_args=("values", "scales"))
 def project_rows_(
     out: Tensor,
     w_uv: Tensor,
@@ -45,7 +46,7 @@ def project_rows_(
     _project(out, w_uv, w_scales, first_row, values, scales, scale, ue8m0)
 
 
-@torch.library.custom_op("dcpmla::empty_rows", mutates_args=())
+@operator("empty_rows")
 def empty_rows(num_rows: int, width: int, group: int, scale_layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return memory for quantized rows and their scales, for the operators that write rows into it.
 
@@ -68,7 +69,7 @@ def _empty_rows(
     return formats.empty_fp8_groups(num_rows, width, group, scale_layout, device)
 
 
-@torch.library.custom_op("dcpmla::quantize_fp8", mutates_args=())
+@operator("quantize_fp8")
 def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Quantize x [T, N] to e4m3 [T, N]: x * (1 / scale), saturated.
 
@@ -89,7 +90,7 @@ def _empty_fp8(x: Tensor, scale: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=FP8, device=x.device)
 
 
-@torch.library.custom_op("dcpmla::quantize_fp8_groups", mutates_args=())
+@operator("quantize_fp8_groups")
 def quantize_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """Quantize x [T, N] to e4m3 [T, N] and float32 scales [T, N / G].
 
@@ -112,7 +113,7 @@ def _empty_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bool
     return formats.empty_fp8_groups(x.shape[0], x.shape[1], group_size, scale_layout, x.device)
 
 
-@torch.library.custom_op("dcpmla::quantize_nvfp4", mutates_args=())
+@operator("quantize_nvfp4")
 def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x [T, N] to pairs of e2m1 [T, N / 2] uint8 and their scales, e4m3 [T to the next 128, N / 16 to the
     next 4] in tiles of 128 x 4.
@@ -134,7 +135,7 @@ def _empty_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     return formats.empty_nvfp4(x.shape[0], x.shape[1], x.device)
 
 
-@torch.library.custom_op("dcpmla::project_values_fp8", mutates_args=())
+@operator("project_values_fp8")
 def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tensor | None = None) -> Tensor:
     """Return `quantize_fp8` of `project_values(out, w_uv, w_scales)`: out [T, h, L], w_uv [h, V, L] -> [T, h V].
 
@@ -153,7 +154,7 @@ def _empty_projected_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Ten
     return torch.empty(out.shape[0], _width(w_uv), dtype=FP8, device=out.device)
 
 
-@torch.library.custom_op("dcpmla::project_values_fp8_groups", mutates_args=())
+@operator("project_values_fp8_groups")
 def project_values_fp8_groups(
     out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool, w_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -178,7 +179,7 @@ def _empty_projected_fp8_groups(
     return formats.empty_fp8_groups(out.shape[0], _width(w_uv), group_size, scale_layout, out.device)
 
 
-@torch.library.custom_op("dcpmla::project_values_nvfp4", mutates_args=())
+@operator("project_values_nvfp4")
 def project_values_nvfp4(
     out: Tensor, w_uv: Tensor, global_scale: Tensor, w_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

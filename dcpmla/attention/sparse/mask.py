@@ -7,10 +7,12 @@ A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on C
 import torch
 from torch import Tensor
 
+from dcpmla.operators import operator
+
 _WORD = 32  # bits of a word
 
 
-@torch.library.custom_op("dcpmla::selection_mask", mutates_args=())
+@operator("selection_mask")
 def selection_mask(positions: Tensor, query_start_loc: Tensor, first_position: Tensor, num_keys: int) -> Tensor:
     """Return which keys of a segment each token selects: of the new tokens or of a chunk of context, consecutive tokens
     of each request.

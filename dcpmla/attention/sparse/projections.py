@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_to_fp8, write_index_keys
+from dcpmla.operators import operator
 
 _NORM_EPS = 1e-6
 
 
-@torch.library.custom_op("dcpmla::finish_index_keys", mutates_args=("index_cache",))
+@operator("finish_index_keys", mutates_args=("index_cache",))
 def finish_index_keys(
     keys: Tensor,
     index_cache: Tensor,
@@ -59,7 +60,7 @@ def _(*_: object) -> None:
     return None
 
 
-@torch.library.custom_op("dcpmla::finish_index_queries", mutates_args=())
+@operator("finish_index_queries")
 def finish_index_queries(
     q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
 ) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from dcpmla.cache.index_keys import read_index_keys
+from dcpmla.operators import operator
 
 _MAX_PRODUCTS = 1 << 25  # products of heads and keys that are held at a time
 
 
-@torch.library.custom_op("dcpmla::index_scores", mutates_args=())
+@operator("index_scores")
 def index_scores(
     q: Tensor,
     weights: Tensor,

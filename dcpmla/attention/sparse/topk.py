@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla import ownership
+from dcpmla.operators import operator
 
 EMPTY = -(2**63)  # no candidate: less than any
 LAST_POSITION = 2**31 - 1
@@ -46,7 +47,7 @@ def candidate_width(topk: int, num_columns: int) -> int:
     return min(topk, -(-num_columns // step) * step)
 
 
-@torch.library.custom_op("dcpmla::local_candidates", mutates_args=())
+@operator("local_candidates")
 def local_candidates(
     scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, dcp_rank: int, dcp_size: int, interleave: int
 ) -> Tensor:
@@ -75,7 +76,7 @@ def _(scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, *_: o
     return scores.new_empty(scores.shape[0], candidate_width(topk, scores.shape[1]), dtype=torch.int64)
 
 
-@torch.library.custom_op("dcpmla::choose_tokens", mutates_args=("positions", "slots", "num_slots"))
+@operator("choose_tokens", mutates_args=("positions", "slots", "num_slots"))
 def choose_tokens(
     candidates: Tensor,
     block_table: Tensor,
