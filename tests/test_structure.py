@@ -32,6 +32,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "hf_quantization": 0,
     "ownership": 0,
     "merge": 0,
+    "operators": 0,
     "upload": 0,
     "parallel": 1,
     "cache": 2,
