@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 Result = TypeVar("Result")
 Fake = TypeVar("Fake", bound=Callable[..., Any])
@@ -13,7 +14,8 @@ class Operator(Generic[Result]):
     """A function, and the custom op of it, which has no gradients.
 
     torch's dispatcher takes a custom op through Python: 20 to 150 us a call, most where arguments are mutated, and a
-    layer has a dozen. So calls go through it only where they are traced, or where a gradient must be refused.
+    layer has a dozen. So calls go through it only where they are traced, where a mode watches what is dispatched, or
+    where a gradient must be refused.
 
     Attributes:
         op: the custom op.
@@ -24,8 +26,9 @@ class Operator(Generic[Result]):
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        is_dispatched = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        return (self.op if is_dispatched else self._function)(*args, **kwargs)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _get_current_dispatch_mode() is not None:
+            return self.op(*args, **kwargs)
+        return self._function(*args, **kwargs)
 
     def register_fake(self, fake: Fake) -> Fake:
         """Take a function that makes tensors of the shapes and dtypes that come back; return it."""

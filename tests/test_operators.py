@@ -34,15 +34,24 @@ def _(total: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("gradients", "names"), [(torch.inference_mode, []), (torch.no_grad, []), (torch.enable_grad, ["add_of_tests_"])]
+    ("mode", "is_dispatched"),
+    [(torch.inference_mode, False), (torch.no_grad, False), (torch.enable_grad, True), (Dispatched, True)],
 )
-def test_only_gradients_and_tracing_need_the_dispatcher(gradients: type, names: list[str]) -> None:
+def test_who_needs_the_dispatcher(mode: type, is_dispatched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, op = [], add_.op
+    monkeypatch.setattr(add_, "op", lambda *args: calls.append(args) or op(*args))
     total, x = torch.ones(3), torch.full((3,), 2.0)
-    with gradients(), Dispatched() as dispatched:
+    with torch.no_grad(), mode():
         product = add_(total, x)
-    assert total.tolist() == [3.0] * 3
-    assert product.tolist() == [6.0] * 3
-    assert dispatched.names == [f"dcpmla::{name}" for name in names]
+    assert (total.tolist(), product.tolist()) == ([3.0] * 3, [6.0] * 3)
+    assert len(calls) == is_dispatched
+
+
+@torch.no_grad()
+def test_modes_see_operators() -> None:
+    with Dispatched() as dispatched:
+        add_(torch.ones(3), torch.ones(3))
+    assert dispatched.names == ["dcpmla::add_of_tests_"]
 
 
 def test_a_gradient_is_refused() -> None:
