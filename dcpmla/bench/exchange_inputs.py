@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.bench.timing import largest
-from dcpmla.comm.exchange import Exchange, tokens_of_rows
+from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reach import reach
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.merge import merge_partials
-from dcpmla.ownership import local_index, owner_rank
+from dcpmla.ownership import global_position, local_index, owner_rank
 
 _NUM_DRAWN = 131071  # numbers drawn before they repeat; a prime: fewer rows than that are all different
 
@@ -160,7 +160,8 @@ class GatherContext:
         positions = torch.arange(case.num_tokens, device=case.device)
         self.case, self.rows = case, case.sets(num_rows, case.query_dim)
         self.order = owner_rank(positions, case.size) * num_rows + local_index(positions, case.size)
-        self.tokens = tokens_of_rows(self.order, num_rows, case.rank)
+        tokens = global_position(torch.arange(num_rows, device=case.device), case.rank, case.size)
+        self.tokens = torch.where(tokens < case.num_tokens, tokens, -1)
         self.received_bytes = (case.size - 1) * self.rows[0].nbytes
 
     def run(self, exchange: Exchange, index: int) -> tuple[Tensor, ...]:

@@ -102,7 +102,7 @@ class Exchange(Protocol):
         Args:
             rows: [N, D], this rank's rows, padded to the same N on every rank.
             order: [S] int64, for each token its row in the ranks' rows laid end to end [W N].
-            tokens: [N] int64, for each of this rank's rows its token in [0, S), -1 for padding: `tokens_of_rows`.
+            tokens: [N] int64, for each of this rank's rows its token in [0, S), -1 for padding.
         Returns:
             A function to be called once, before the start_context after the next: it waits, and returns [S, D], valid
             until that start_context.
@@ -121,21 +121,6 @@ class Exchange(Protocol):
         Raises:
             PeerFault: a rank did not send its part in time; the results of all exchanges since then are invalid.
         """
-
-
-def tokens_of_rows(order: Tensor, num_rows: int, rank: int) -> Tensor:
-    """Invert `order` for one sender.
-
-    Args:
-        order: [S] int64, for each token its row in the ranks' rows laid end to end.
-        num_rows: N, of each rank.
-    Returns:
-        [N] int64, the token of each of this rank's rows, or -1.
-    """
-    tokens = order.new_full((num_rows,), -1)
-    mine = (order // num_rows == rank).nonzero().flatten()
-    tokens[order[mine] % num_rows] = mine
-    return tokens
 
 
 def pairs(rows: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import CrossRefFakeMode
 
-from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.parallel.collectives import PeerFault
 from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
 
@@ -27,6 +26,7 @@ from tests.support.direct_checks import (  # noqa: E402
     exchange_candidates,
     exchange_contexts,
     exchange_once,
+    tokens_of_rows,
 )
 
 

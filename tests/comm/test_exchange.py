@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.comm.checked import CheckedExchange
-from dcpmla.comm.exchange import Exchange, tokens_of_rows
+from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from tests.support.direct_checks import tokens_of_rows
 from tests.support.ranks import run_ranks
 
 T, H, D = 5, 3, 40  # tokens, heads a rank, row width

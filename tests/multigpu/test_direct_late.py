@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.comm.exchange import tokens_of_rows
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("triton")
@@ -24,6 +23,7 @@ from tests.support.direct_checks import (  # noqa: E402
     exchange_on_gpu,
     exchange_once,
     own_heads,
+    tokens_of_rows,
 )
 
 NUM_GPUS = [

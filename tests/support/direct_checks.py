@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dcpmla.attention.sparse.topk import EMPTY, pack_candidates
 from dcpmla.comm.direct import DirectExchange
-from dcpmla.comm.exchange import tokens_of_rows
 from dcpmla.merge import merge_partials
 from tests.support.shared_memory import send_rows
 
@@ -21,6 +20,21 @@ DTYPES = (torch.float16, torch.float32)  # in the interpreter
 
 Shape = tuple[int, int, int]  # tokens, heads a rank, row width
 SHAPES: tuple[Shape, ...] = ((1, 16, 512), (33, 8, 128), (8, 16, 576))  # on GPUs, in bfloat16
+
+
+def tokens_of_rows(order: Tensor, num_rows: int, rank: int) -> Tensor:
+    """Invert `order` for one sender.
+
+    Args:
+        order: [S] int64, for each token its row in the ranks' rows laid end to end.
+        num_rows: N, of each rank.
+    Returns:
+        [N] int64, the token of each of this rank's rows, or -1.
+    """
+    tokens = order.new_full((num_rows,), -1)
+    mine = (order // num_rows == rank).nonzero().flatten()
+    tokens[order[mine] % num_rows] = mine
+    return tokens
 
 
 def exchange_on_gpu(**changes: Any) -> DirectExchange:

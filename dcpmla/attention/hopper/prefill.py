@@ -300,8 +300,8 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
     if num_tokens == 0:
         return out, lse
     num_reqs = len(queries.start_loc) - 1
-    # Programs that read the same keys are neighbours, which takes less energy, and so up to 5 % less time. Under a
-    # causal bound those of the last head alone would leave multiprocessors idle.
+    # Programs that read the same keys are neighbours, which takes up to 5 % less time where power is the limit. Under
+    # a causal bound those of the last head alone would leave multiprocessors idle.
     side_by_side = 2 if call.causal else 1
     grid = side_by_side, num_tokens // QUERIES.value + num_reqs, triton.cdiv(num_heads, side_by_side)
     prefill_kernel[grid](
