@@ -34,7 +34,7 @@ from dcpmla.bench.results import add_commit_argument, installed, write_results  
 from dcpmla.bench.timing import Timing, largest, time_graph, time_operation  # noqa: E402
 
 LOADS = [(1, 65536), (8, 65536), (32, 8192), (128, 8192)]  # requests, cached tokens of each
-PREFILLS = [(512, 3584), (8192, 0), (2048, 63488), (8192, 57344)]  # new tokens of one request, its cached ones
+PREFILLS = [(1024, 3072), (8192, 0), (2048, 63488), (8192, 57344)]  # new tokens of one request, its cached ones
 NUM_PREFILLS = 5  # of each, of which the median counts
 NUM_LAYERS, NUM_STEPS, BLOCK_SIZE, VOCAB_SIZE = 4, 8, 64, 16384
 NUM_ROUNDS = 2  # in which each engine measures once; the last one counts
