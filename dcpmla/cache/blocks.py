@@ -1,28 +1,38 @@
-"""Bookkeeping of blocks: which are free, shared or remembered.
+"""Bookkeeping of free, shared and remembered blocks.
 
-Every rank of a DCP group makes the same calls, so block ids are the same on all of them.
+Every rank of a DCP group makes the same calls, so all ranks have the same block ids.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
 
 from dcpmla.cache.states import StatePool
 
-# What a full block holds: the content before it (a number given to each remembered content, 0 for none), and its own
-# tokens. Tokens are compared, not hashes of them: a hit is never wrong.
-_Prefix = tuple[int, bytes]
+
+def block_key(previous: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the key of a full block, a digest of all tokens from the first one to its last.
+
+    Keys are compared in place of tokens, so they are SHA-256: no two texts with the same digest are known, and every
+    rank computes the same one. Python's hashes have neither property.
+
+    Args:
+        previous: The key of the block before it, empty for the first block.
+        token_ids: The block's tokens [block_tokens].
+    """
+    return sha256(previous + array("q", token_ids).tobytes()).digest()
 
 
 class BlockAllocator:
-    """A pool of block ids in [0, num_blocks), which finds full blocks again by the tokens from the first one to theirs.
+    """A pool of block ids in [0, num_blocks), in which full blocks are found again by their keys (`block_key`).
 
-    A block counts its holders. One that nobody holds is free; while it is not handed out again, what it holds can
-    still be found. Blocks are handed out empty ones first, then the least recently held.
+    A block without holders is free. It can be found until it is allocated again. Empty blocks are allocated first,
+    then the least recently held.
 
     Args:
-        block_tokens: tokens that a block id covers, over all DCP ranks.
-        num_states: of requests whose caches hold more than blocks (`states`); 0 for others.
+        block_tokens: Tokens that a block id covers, over all DCP ranks.
+        num_states: Size of the pool of states, 0 for caches that consist of blocks only.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int, num_states: int = 0) -> None:
@@ -32,22 +42,21 @@ class BlockAllocator:
             raise ValueError(f"block_tokens is {block_tokens}; it must be at least 1")
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
         self.states = StatePool(num_states)
-        self._free = OrderedDict.fromkeys(range(num_blocks))  # in the order in which they are handed out
+        self._free = OrderedDict.fromkeys(range(num_blocks))  # in the order of allocation
         self._num_holders = [0] * num_blocks
-        self._by_prefix: dict[_Prefix, int] = {}
-        self._prefix: dict[int, _Prefix] = {}
-        self._content: dict[int, int] = {}  # block -> the number of its content; equal blocks have the same
-        self.num_remembered = 0  # contents ever
+        self._by_key: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}  # the inverse of _by_key
+        self.num_remembered = 0  # a counter that never decreases
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take free blocks, or none if there are too few; what they held is forgotten.
+        """Take free blocks, all or none, and forget their content.
 
         Raises:
-            ValueError: a negative number, or more than are free; the message says when that can never change.
+            ValueError: The number is negative or exceeds the free blocks.
         """
         if num_blocks < 0:
             raise ValueError(f"num_blocks is {num_blocks}; it must not be negative")
@@ -66,74 +75,61 @@ class BlockAllocator:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Hold blocks that `find` gave, together with their other holders if any."""
+        """Add a holder to blocks that `find` returned."""
         for block in blocks:
-            self._free.pop(block, None)
+            if not self._num_holders[block]:
+                del self._free[block]
             self._num_holders[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Let go of a sequence's blocks, given in its order.
+        """Remove a holder of a sequence's blocks, which are in the order of its tokens.
 
         Raises:
-            ValueError: a block that nobody holds, or one given twice.
+            ValueError: A block has no holder, or appears twice.
         """
         wrong = [block for block in blocks if not 0 <= block < self.num_blocks or not self._num_holders[block]]
         if wrong or len(set(blocks)) != len(blocks):
             raise ValueError(f"blocks {wrong or blocks} are not allocated, or given twice")
-        # The last ones first: a block is of no use to a search that does not find those before it.
+        # The end of a sequence is allocated before its beginning, because no search finds it alone.
         for block in reversed(blocks):
             self._num_holders[block] -= 1
             if not self._num_holders[block]:
                 self._free[block] = None
-                if block not in self._prefix:
-                    self._forget(block)
+                if block not in self._keys:
                     self._free.move_to_end(block, last=False)
 
-    def remember(self, block: int, previous: int | None, token_ids: Sequence[int]) -> None:
-        """Let a full block that somebody holds be found.
-
-        Args:
-            previous: the block before it in its sequence, remembered already; None for the first.
-            token_ids: [block_tokens] whose latents it holds.
-        """
-        prefix = (0 if previous is None else self._content[previous], array("q", token_ids).tobytes())
-        known = self._by_prefix.setdefault(prefix, block)
-        if known == block:
+    def remember(self, block: int, key: bytes) -> None:
+        """Let a full block with a holder be found by its key. Of blocks with the same key the first one is found."""
+        if self._by_key.setdefault(key, block) == block:
             self.num_remembered += 1
-            self._prefix[block], self._content[block] = prefix, self.num_remembered
-        else:  # computed twice at the same time: the first one is found, and what follows either of them is the same
-            self._content[block] = self._content[known]
+            self._keys[block] = key
 
-    def find(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the blocks that hold the first tokens of a sequence, as many as are remembered."""
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the remembered blocks of a sequence, up to the first key without one."""
         blocks: list[int] = []
-        content = 0
-        for end in range(self.block_tokens, len(token_ids) + 1, self.block_tokens):
-            block = self._by_prefix.get((content, array("q", token_ids[end - self.block_tokens : end]).tobytes()))
+        for block in map(self._by_key.get, keys):
             if block is None:
                 break
             blocks.append(block)
-            content = self._content[block]
         return blocks
 
-    def remember_state(self, block: int) -> int | None:
-        """Return where to copy the state after a remembered block; None if it is there already, or nothing is free."""
-        return self.states.remember(self._content[block])
+    def remember_state(self, key: bytes) -> int | None:
+        """Return where to copy the state after a remembered block, or None if no copy is needed or possible."""
+        block = self._by_key.get(key)
+        return None if block is None else self.states.remember(block)
 
-    def find_with_state(self, token_ids: Sequence[int]) -> tuple[list[int], int | None]:
-        """Return the blocks that `find` gives, up to the last one whose state is remembered, and that state."""
-        blocks = self.find(token_ids)
+    def find_with_state(self, keys: Iterable[bytes]) -> tuple[list[int], int | None]:
+        """Return the blocks of `find` up to the last one with a remembered state, and that state."""
+        blocks = self.find(keys)
         while blocks:
-            state = self.states.find(self._content[blocks[-1]])
+            state = self.states.find(blocks[-1])
             if state is not None:
                 return blocks, state
             blocks.pop()
         return [], None
 
     def _forget(self, block: int) -> None:
-        content = self._content.pop(block, None)
-        prefix = self._prefix.pop(block, None)
-        if prefix is not None:
-            del self._by_prefix[prefix]
-            assert content is not None
-            self.states.forget(content)
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._by_key[key]
+            self.states.forget(block)

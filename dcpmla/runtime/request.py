@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dcpmla.cache.blocks import block_key
 from dcpmla.fields import FLAG, Rule, check_fields, is_number, is_whole, optional
 from dcpmla.runtime.acceptance import Acceptance
 from dcpmla.runtime.sampling import SamplingParams, new_generator
@@ -34,24 +35,24 @@ class Request:
         request_id: the caller's name for it.
         on_token: called with the request and the text, maybe empty, that its new token made certain; after all
             requests have the step's tokens.
-        text_stream: of the new tokens; None without a tokenizer.
+        text_stream: Text of the new tokens; None without a tokenizer.
         token_ids: new tokens so far; one that stops the request is the last one.
         logits: [vocab] float32 each new token was chosen from, when they are to be kept.
-        logprobs: of each new token, where params ask for them.
-        prompt_logprobs: of each token of the prompt, alike; complete with the first new token.
+        logprobs: Log probabilities of new tokens, if params ask for them.
+        prompt_logprobs: Log probabilities of the prompt's tokens, complete with the first new token.
         token_counts: how often each new token came, where a penalty needs it.
         finish_reason: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at
             max_new_tokens, "abort" where the caller ended it, "error" where on_token failed before its last token,
             None before.
-        error: what on_token raised, on this rank or (a RuntimeError says so) on another.
-        state: where its state is, in a cache that has states; None while it does not run.
+        error: Exception of on_token on this rank, or a RuntimeError if it failed on another.
+        state: Index of its state in a cache with states; None while it does not run.
         num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet.
         num_tried: drafts that the step under way tries: as many tokens more may turn out to be there.
-        num_computed_tokens: whose latents are in the cache, or are being written by a step under way.
-        num_cached_tokens: of the prompt, that an earlier request had computed.
-        num_scored_tokens: of the prompt, whose successors' log probabilities are known, or being computed.
-        num_preemptions: how often its blocks were taken away, so that it was computed again.
-        acceptance: of its drafts.
+        num_computed_tokens: Tokens whose latents are in the cache, or are written by the step under way.
+        num_cached_tokens: Tokens of the prompt that an earlier request had computed.
+        num_scored_tokens: Tokens of the prompt whose successors' log probabilities are known, or being computed.
+        num_preemptions: Times that its blocks were taken away, so that it was computed again.
+        acceptance: Acceptance of its drafts.
     """
 
     prompt_token_ids: list[int]
@@ -83,6 +84,7 @@ class Request:
     num_scored_tokens: int = 0
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
+    _block_keys: list[bytes] = field(default_factory=list)
     _mark: Tensor = field(default_factory=lambda: torch.empty(0))  # of the generator, before the first step under way
 
     def __post_init__(self) -> None:
@@ -160,8 +162,8 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens that are not computed yet, without the last one of all, which never is; none as long as the step under
-        way may bring that one.
+        """Tokens left to compute. The final token is never computed, so there are none while the step under way may
+        sample it.
         """
         num_new = len(self.token_ids) + self.num_in_flight
         if num_new + self.num_tried >= self.params.max_new_tokens:
@@ -172,6 +174,13 @@ class Request:
         """Return the known tokens at positions [start, end), of the prompt and then new ones."""
         num_prompt = len(self.prompt_token_ids)
         return self.prompt_token_ids[start:end] + self.token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
+
+    def block_keys(self, start: int, end: int, block_tokens: int) -> list[bytes]:
+        """Return the keys of the full blocks [start, end), whose tokens are known. Each block is hashed once."""
+        keys = self._block_keys
+        for first in range(len(keys) * block_tokens, end * block_tokens, block_tokens):
+            keys.append(block_key(keys[-1] if keys else b"", self.tokens(first, first + block_tokens)))
+        return keys[start:end]
 
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> str:
         """Take a sampled token, finish where it says so, and return the text that became certain."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.fields import check_fields, option_label, whole
-from dcpmla.runtime.prefixes import SharedPrefixes
+from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.step import Step
 
@@ -59,19 +59,21 @@ class Arrivals:
 
 
 class Scheduler:
-    """Continuous batching: decodes first, then prompts in chunks, first come, first served; but who begins as another
-    prompt that is being computed waits for that one's blocks (`SharedPrefixes`).
+    """Continuous batching: decodes first, then prompts in chunks, first come, first served, with two exceptions.
+
+    A request waits for blocks that a running one will compute (`ComingBlocks`), and a prompt with log probabilities
+    for room among the scored tokens of a step (`Step.room`). Others pass both, which keep their places in the queue.
 
     A request is admitted when there are blocks for all its known tokens, and one more for each running request: a
     prefill never waits half-way, and seldom comes too early. Decodes take a block when they reach it. When no block is
-    free, the youngest running request gives up its blocks and is computed again later (its full blocks can be found as
-    long as nobody else needs them).
+    free, the youngest running request gives up its blocks and is computed again later. Its full blocks can be found
+    until they are allocated again.
 
     Args:
-        allocator: of the cache.
-        max_num_batched_tokens: most tokens of a step.
-        max_num_seqs: most requests that run at the same time.
-        enable_prefix_caching: remember full blocks, for later requests that begin with the same tokens.
+        allocator: Blocks of the cache.
+        max_num_batched_tokens: Limit of a step's tokens.
+        max_num_seqs: Limit of requests that run at the same time.
+        enable_prefix_caching: Whether full blocks are remembered for requests that begin with the same tokens.
     Raises:
         ValueError: a limit below 1, or more requests than the cache has states for.
     """
@@ -95,7 +97,6 @@ class Scheduler:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self._prefixes = SharedPrefixes(allocator.block_tokens, allocator.states.num_states > 0)
         # The request that there was no room for; blocks free and remembered then.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
@@ -145,22 +146,18 @@ class Scheduler:
         ):
             return None
         num_known = min(request.num_computed_tokens, request.num_known_tokens)
-        for index in range(request.num_remembered_blocks, num_known // block_tokens):
-            tokens = request.tokens(index * block_tokens, (index + 1) * block_tokens)
-            self.allocator.remember(blocks[index], blocks[index - 1] if index else None, tokens)
-            request.num_remembered_blocks += 1
+        start, end = request.num_remembered_blocks, num_known // block_tokens
+        for block, key in zip(blocks[start:end], request.block_keys(start, end, block_tokens), strict=True):
+            self.allocator.remember(block, key)
+        request.num_remembered_blocks = end
         if request.state is None or num_known % block_tokens or num_known < request.num_computed_tokens:
             return None  # the state is the one after all tokens computed
-        target = self.allocator.remember_state(blocks[num_known // block_tokens - 1])
+        target = self.allocator.remember_state(*request.block_keys(end - 1, end, block_tokens))
         return None if target is None else (request.state, target)
 
     def remove(self, request: Request) -> None:
         """Forget a request, running or waiting, and free its blocks."""
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
-            self._prefixes.forget(request)
+        (self.running if request.block_ids else self.waiting).remove(request)
         self._free(request)
 
     def _schedule_decodes(self, step: Step) -> None:
@@ -177,24 +174,33 @@ class Scheduler:
                 step.add(request, self._piece(request))
 
     def _admit(self, step: Step, now: float) -> None:
-        computing = [request for request in self.running if request.num_pending_tokens > 1]
-        held: list[Request] = []
-        while self.waiting and step.budget and len(self.running) < self.max_num_seqs > len(held):
+        coming = ComingBlocks(self.allocator.block_tokens, self.allocator.states.num_states > 0)
+        if self.enable_prefix_caching:
+            for request in self.running:
+                if request.num_pending_tokens > 1:
+                    coming.add(request)
+        passed: list[Request] = []
+        num_held = 0
+        while self.waiting and step.budget and len(self.running) < self.max_num_seqs > num_held:
             request = self.waiting[0]
-            # Who gave way just now is computed anew once its token under way is known: it would get that one twice.
-            if not step.room(request) or request.num_in_flight or self._was_refused(request):
+            has_room = step.room(request) > 0
+            # A preempted request is computed again once its token in flight is known: it would get that token twice.
+            if has_room and (request.num_in_flight or self._was_refused(request)):
                 break
-            if self.enable_prefix_caching and self._prefixes.is_coming(request, computing):
-                held.append(self.waiting.popleft())
+            is_held = has_room and coming.include(request)
+            if is_held or not has_room:
+                num_held += is_held
+                passed.append(self.waiting.popleft())
                 continue
             if not self._take_blocks(request, step):
                 break
             self.running.append(self.waiting.popleft())
-            computing.append(request)
+            if self.enable_prefix_caching:
+                coming.add(request)
             step.add(request, self._piece(request))
             if request.scheduled_time is None:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
-        self.waiting.extendleft(reversed(held))
+        self.waiting.extendleft(reversed(passed))
 
     def _piece(self, request: Request) -> int:
         """Return how many tokens of a request to compute next: all, or where its state is to be remembered those up to
@@ -206,26 +212,22 @@ class Scheduler:
         return full - request.num_computed_tokens
 
     def _was_refused(self, request: Request) -> bool:
-        """Tell whether nothing has changed since there was no room for a request: its prompt, which may be long, is not
-        searched for at each step.
-        """
+        """Return whether nothing has changed since a request was refused, so that a search for its blocks is futile."""
         refused, num_free, num_remembered = self._refused
         is_full = self.allocator.num_free <= num_free and self.allocator.num_remembered == num_remembered
         return request is refused and is_full
 
     def _take_blocks(self, request: Request, step: Step) -> bool:
-        """Take blocks for all known tokens, those that hold the first ones already and new ones, and a state if the
-        cache has any; or nothing.
-        """
-        # The last token is computed in any case: its logits are wanted.
-        # So are those of a prompt whose tokens are scored.
-        known = request.tokens(0, request.num_tokens - 1) if not request.is_scored else []
+        """Take blocks for all known tokens, remembered and new ones, and a state if the cache has any; or nothing."""
+        # The last token is computed in any case, because its logits are wanted. So is a prompt that is scored.
+        reuses = self.enable_prefix_caching and not request.is_scored
+        num_full = (request.num_tokens - 1) // self.allocator.block_tokens if reuses else 0
+        keys = request.block_keys(0, num_full, self.allocator.block_tokens)
         has_states = self.allocator.states.num_states > 0
-        found, remembered = self.allocator.find_with_state(known) if has_states else (self.allocator.find(known), None)
+        found, remembered = self.allocator.find_with_state(keys) if has_states else (self.allocator.find(keys), None)
         self.allocator.share(found)
         num_new = self._num_blocks(request.num_tokens) - len(found)
-        # Each running request may want a block soon: without one left for it, the new one would be the next to give
-        # way.
+        # Each running request may need a block soon. Without one left for it, the new request would be preempted.
         if num_new + len(self.running) > self.allocator.num_free:
             self.allocator.free(found)
             self._refused = request, self.allocator.num_free, self.allocator.num_remembered

@@ -1,4 +1,4 @@
-"""Blocks found again by their tokens: always the right ones, never one that somebody writes, the least recently held
+"""Blocks found again by their keys: always the right ones, never one that is being written, the least recently held
 forgotten first.
 """
 
@@ -9,13 +9,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.blocks import BlockAllocator, block_key
 
 BLOCK = 2
 
 
+def keys(tokens: Sequence[int]) -> list[bytes]:
+    """Return the keys of a sequence's full blocks."""
+    chain = [b""]
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        chain.append(block_key(chain[-1], tokens[start : start + BLOCK]))
+    return chain[1:]
+
+
 class Reuse(RuleBasedStateMachine):
-    """Sequences of few different tokens come and go; a plain dict knows what stands in every block."""
+    """Random sequences of two tokens are admitted and freed; a plain dict has the content of every block."""
 
     @initialize(size=st.integers(1, 8))
     def start(self, size: int) -> None:
@@ -25,7 +33,7 @@ class Reuse(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), max_size=9))
     def admit(self, tokens: list[int]) -> None:
-        found = self.allocator.find(tokens)
+        found = self.allocator.find(keys(tokens))
         assert [self.content[block] for block in found] == [
             tokens[: (index + 1) * BLOCK] for index in range(len(found))
         ]
@@ -41,9 +49,8 @@ class Reuse(RuleBasedStateMachine):
             self.content[block] = ()
         for index in range(len(found), len(tokens) // BLOCK):
             self.content[blocks[index]] = tokens[: (index + 1) * BLOCK]
-            previous = blocks[index - 1] if index else None
-            self.allocator.remember(blocks[index], previous, tokens[index * BLOCK : (index + 1) * BLOCK])
-        assert len(self.allocator.find(tokens)) == len(tokens) // BLOCK
+            self.allocator.remember(blocks[index], keys(tokens)[index])
+        assert len(self.allocator.find(keys(tokens))) == len(tokens) // BLOCK
         self.held.append(blocks)
 
     @rule(data=st.data())
@@ -64,9 +71,13 @@ TestReuse.settings = settings(max_examples=200, stateful_step_count=40, deadline
 def hold(allocator: BlockAllocator, tokens: list[int]) -> list[int]:
     """Blocks of a new sequence of full blocks, remembered."""
     blocks = allocator.allocate(len(tokens) // BLOCK)
-    for index, block in enumerate(blocks):
-        allocator.remember(block, blocks[index - 1] if index else None, tokens[index * BLOCK : (index + 1) * BLOCK])
+    for block, key in zip(blocks, keys(tokens), strict=True):
+        allocator.remember(block, key)
     return blocks
+
+
+def find(allocator: BlockAllocator, tokens: list[int]) -> list[int]:
+    return allocator.find(keys(tokens))
 
 
 def test_the_least_recently_held_goes_first_and_the_end_before_the_beginning() -> None:
@@ -75,14 +86,14 @@ def test_the_least_recently_held_goes_first_and_the_end_before_the_beginning() -
     allocator.free(first)
     allocator.free(second)
     assert allocator.allocate(2) == [4, 5]  # empty ones before any that may be of use
-    assert allocator.find([1, 1, 1, 2]) == first
+    assert find(allocator, [1, 1, 1, 2]) == first
     allocator.allocate(1)
-    assert allocator.find([1, 1, 1, 2]) == first[:1]
+    assert find(allocator, [1, 1, 1, 2]) == first[:1]
     allocator.share(second)
     allocator.free(second)
     allocator.allocate(1)
-    assert allocator.find([1, 1, 1, 2]) == []
-    assert allocator.find([2, 1, 2, 2, 9]) == second
+    assert find(allocator, [1, 1, 1, 2]) == []
+    assert find(allocator, [2, 1, 2, 2, 9]) == second
 
 
 def test_blocks_that_hold_nothing_to_be_found_go_first() -> None:
@@ -92,7 +103,7 @@ def test_blocks_that_hold_nothing_to_be_found_go_first() -> None:
     allocator.free(known)
     allocator.free([*twin, *unknown])  # used last of all
     assert {*allocator.allocate(4)} == {4, 5, *twin, *unknown}
-    assert allocator.find([1, 2, 3, 4]) == known
+    assert find(allocator, [1, 2, 3, 4]) == known
 
 
 def test_a_shared_block_stays_until_the_last_holder_goes() -> None:
@@ -105,32 +116,32 @@ def test_a_shared_block_stays_until_the_last_holder_goes() -> None:
     with pytest.raises(ValueError, match="only 0 of 2 blocks are free"):
         allocator.allocate(1)
     allocator.free(blocks[:1])
-    assert allocator.find([1, 2, 3, 4]) == blocks[:1]
+    assert find(allocator, [1, 2, 3, 4]) == blocks[:1]
 
 
 def test_the_same_tokens_after_others_are_another_content() -> None:
     allocator = BlockAllocator(8, BLOCK)
     blocks = hold(allocator, [1, 2, 3, 4])
-    assert allocator.find([3, 4]) == []
-    assert allocator.find([1, 2, 1, 2]) == blocks[:1]
-    assert allocator.find([1]) == []
+    assert find(allocator, [3, 4]) == []
+    assert find(allocator, [1, 2, 1, 2]) == blocks[:1]
+    assert find(allocator, [1]) == []
 
 
 def test_two_that_computed_the_same_share_what_follows() -> None:
     allocator = BlockAllocator(8, BLOCK)
     first, twin = hold(allocator, [1, 2]), hold(allocator, [1, 2])
     (after,) = allocator.allocate(1)
-    allocator.remember(after, twin[0], [3, 4])
-    assert allocator.find([1, 2, 3, 4]) == [*first, after]
+    allocator.remember(after, keys([1, 2, 3, 4])[1])
+    assert find(allocator, [1, 2, 3, 4]) == [*first, after]
     allocator.free([*twin, after])
-    assert allocator.find([1, 2, 3, 4]) == [*first, after]
+    assert find(allocator, [1, 2, 3, 4]) == [*first, after]
 
 
 def test_tokens_of_a_large_vocabulary() -> None:
     allocator = BlockAllocator(4, BLOCK)
     blocks = hold(allocator, [163_000, 1 << 40])
-    assert allocator.find([163_000, 1 << 40]) == blocks
-    assert allocator.find([163_000, 1]) == []
+    assert find(allocator, [163_000, 1 << 40]) == blocks
+    assert find(allocator, [163_000, 1]) == []
 
 
 def test_block_tokens() -> None:

@@ -1,0 +1,209 @@
+"""The scheduler alone, under any load: all requests finish, ranks decide alike, and no prompt is read twice."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dcpmla.runtime.request as request_module
+import dcpmla.runtime.step as step_module
+from dcpmla.cache.blocks import BlockAllocator, block_key
+from dcpmla.runtime.prefixes import ComingBlocks
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.scheduler import Scheduler
+from dcpmla.runtime.step import Step
+
+BLOCK = 4
+
+
+def compute(scheduler: Scheduler, step: Step) -> list[Request]:
+    """Count a step's tokens as computed, and return the requests that get a token, which is in flight now."""
+    for request, num_tokens, _ in step.pieces:
+        request.num_computed_tokens += num_tokens
+        num_scored = min(request.num_computed_tokens, len(request.prompt_token_ids) - 1)
+        request.num_scored_tokens = max(request.num_scored_tokens, num_scored)
+        scheduler.remember(request)
+    ready = [piece.request for piece in step.pieces if not piece.request.num_pending_tokens]
+    for request in ready:
+        request.num_in_flight += 1
+    return ready
+
+
+def collect(scheduler: Scheduler, ready: Sequence[Request]) -> None:
+    """Give requests their tokens, and remove the finished ones."""
+    for request in ready:
+        request.num_in_flight -= 1
+        if not request.finish_reason:
+            request.append(len(request.token_ids) % 2, frozenset())
+            scheduler.remember(request)
+            if request.finish_reason:
+                scheduler.remove(request)
+
+
+def serve(scheduler: Scheduler, arrivals: Sequence[Sequence[Request]], aborted: Sequence[Request] = ()) -> list[Step]:
+    """Return all steps until no request is left. Tokens are known one step late, as in the engine.
+
+    Args:
+        arrivals: Requests that arrive before each step.
+        aborted: Requests to abort, one before each step after the last arrivals.
+    """
+    steps, pending, gone = list[Step](), list[Request](), list(aborted)
+    while len(steps) < len(arrivals) or scheduler.running or scheduler.waiting:
+        scheduler.waiting += arrivals[len(steps)] if len(steps) < len(arrivals) else []
+        if len(steps) >= len(arrivals) and gone and not (request := gone.pop()).finish_reason:
+            scheduler.remove(request)
+            request.end("abort")
+        steps.append(scheduler.schedule(float(len(steps))))
+        ready = compute(scheduler, steps[-1])
+        collect(scheduler, pending)
+        pending = ready
+        assert len(steps) < 10_000
+    return steps
+
+
+# Each step's arrivals: blocks of the prefix, further tokens of the prompt, number of new tokens, is scored
+Load = list[list[tuple[int, list[int], int, bool]]]
+loads = st.lists(
+    st.lists(
+        st.tuples(
+            st.integers(0, 5), st.lists(st.integers(0, 1), min_size=1, max_size=9), st.integers(1, 20), st.booleans()
+        ),
+        max_size=4,
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def requests_of(load: Load) -> list[list[Request]]:
+    return [
+        [
+            Request(
+                [index % 3 for index in range(num_blocks * BLOCK)] + tokens,
+                SamplingParams(max_new_tokens=num_new, prompt_logprobs=0 if is_scored else None),
+            )
+            for num_blocks, tokens, num_new, is_scored in arriving
+        ]
+        for arriving in load
+    ]
+
+
+@given(
+    load=loads,
+    num_blocks=st.integers(12, 20),
+    budget=st.sampled_from([2, 7, 64]),
+    max_num_seqs=st.sampled_from([1, 3, 16]),
+    max_scored=st.sampled_from([1, 5, 256]),
+    num_states=st.sampled_from([0, 20]),
+    num_aborts=st.integers(0, 2),
+)
+@settings(max_examples=150, deadline=None)
+def test_all_requests_finish_and_ranks_decide_alike(
+    load: Load, num_blocks: int, budget: int, max_num_seqs: int, max_scored: int, num_states: int, num_aborts: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module, "_MAX_SCORED", max_scored)
+        ranks, total = [], 0
+        for _ in range(2):
+            allocator = BlockAllocator(num_blocks, BLOCK, num_states)
+            scheduler = Scheduler(allocator, budget, max_num_seqs)
+            requests = requests_of(load)
+            everyone = [request for arriving in requests for request in arriving]
+            for request in everyone:
+                scheduler.check_fits(request)
+            names = {request: name for name, request in enumerate(everyone)}
+            steps = serve(scheduler, requests, everyone[:num_aborts])
+            assert all(request.finish_reason in ("length", "abort") for request in everyone)
+            assert allocator.num_free == num_blocks
+            assert all(sum(piece.num_tokens for piece in step.pieces) <= budget for step in steps)
+            ranks.append([[(names[piece.request], *piece[1:]) for piece in step.pieces] for step in steps])
+            total = sum(request.max_seq_len + 3 for request in everyone)
+        assert ranks[0] == ranks[1]
+        # In the worst case requests run one after the other, a token in each step, and preempted ones begin again.
+        assert len(ranks[0]) <= len(load) + 2 * total + 1
+
+
+def coming_by_tokens(waiting: Request, running: Sequence[Request], has_states: bool) -> bool:
+    """Compare prompts token by token."""
+    for other in running:
+        own, prompt = waiting.prompt_token_ids[:-1], other.prompt_token_ids
+        shared = 0
+        while (end := (shared + 1) * BLOCK) <= min(len(own), len(prompt)) and own[:end] == prompt[:end]:
+            shared += 1
+        if has_states:
+            end_of_prompt = (len(prompt) - 1) // BLOCK
+            shared = end_of_prompt if shared >= end_of_prompt else 0
+        if other.num_remembered_blocks < shared:
+            return not waiting.is_scored
+    return False
+
+
+prompts = st.builds(lambda ones, end: ones * [1] + end, st.integers(0, 20), st.lists(st.integers(0, 1), max_size=6))
+
+
+@given(
+    running=st.lists(st.tuples(prompts.filter(len), st.integers(0, 6)), max_size=4),
+    prompt=prompts.filter(len),
+    is_scored=st.booleans(),
+    has_states=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_coming_blocks_are_those_found_by_comparing_tokens(
+    running: list[tuple[list[int], int]], prompt: list[int], is_scored: bool, has_states: bool
+) -> None:
+    coming, computing = ComingBlocks(BLOCK, has_states), list[Request]()
+    for tokens, num_remembered in running:
+        computing.append(Request(tokens, SamplingParams()))
+        computing[-1].num_remembered_blocks = min(num_remembered, len(tokens) // BLOCK)
+        coming.add(computing[-1])
+    waiting = Request(prompt, SamplingParams(prompt_logprobs=0 if is_scored else None))
+    assert coming.include(waiting) == coming_by_tokens(waiting, computing, has_states)
+
+
+def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 prompts with one beginning, however many steps they wait for it."""
+    num_blocks, calls = 40, Counter[str]()
+
+    def counted(previous: bytes, token_ids: Sequence[int]) -> bytes:
+        calls["hashes"] += 1
+        return block_key(previous, token_ids)
+
+    block_keys = Request.block_keys
+
+    def looked_up(request: Request, start: int, end: int, block_tokens: int) -> list[bytes]:
+        calls["searches"] += 1
+        return block_keys(request, start, end, block_tokens)
+
+    monkeypatch.setattr(request_module, "block_key", counted)
+    monkeypatch.setattr(Request, "block_keys", looked_up)
+    scheduler = Scheduler(BlockAllocator(1000, BLOCK), 33, 256)
+    requests = [Request([7] * num_blocks * BLOCK + [number], SamplingParams(max_new_tokens=1)) for number in range(256)]
+    num_steps = len(serve(scheduler, [requests]))
+    assert num_steps < 40
+    assert calls["hashes"] == 256 * num_blocks
+    assert calls["searches"] <= 256 * num_steps  # one key of each request that waits
+
+
+def scored(num_tokens: int, name: int = 0) -> Request:
+    return Request([name] * num_tokens, SamplingParams(max_new_tokens=1, prompt_logprobs=0))
+
+
+def test_scored_prompts_without_room_are_passed() -> None:
+    scheduler = Scheduler(BlockAllocator(2000, 64), 8192, 2)
+    plain = [Request([9] * 10, SamplingParams(max_new_tokens=1)) for _ in range(2)]
+    scheduler.waiting.extend([*(scored(20_000, name) for name in range(4)), *plain])
+    assert [len(piece.request.prompt_token_ids) for piece in scheduler.schedule(0.0).pieces] == [20_000, 10]
+    assert [len(request.prompt_token_ids) for request in scheduler.waiting] == 3 * [20_000] + [10]
+
+
+def test_scored_prompts_keep_their_order_among_a_stream_of_others() -> None:
+    scheduler = Scheduler(BlockAllocator(64, 16), 512, 3)
+    first = [scored(400, name) for name in range(4)]
+    stream = [[Request([5 + number] * 40, SamplingParams(max_new_tokens=4))] for number in range(200)]
+    serve(scheduler, [[*first, *stream[0]], *stream[1:]])
+    times = [request.scheduled_time for request in first]
+    assert times == sorted(times)  # type: ignore[type-var]
+    assert max(time for time in times if time is not None) < 20
