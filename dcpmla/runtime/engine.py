@@ -15,6 +15,7 @@ from dcpmla.runtime.callbacks import Callbacks
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
+from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.runner import Model, StepRunner, choose_tokens
@@ -77,6 +78,7 @@ class Engine:
         self.stats = Stats()
         self.speculation = Speculation(drafter)
         self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank)
+        self._penalties = Penalties()
         self._agreement = Agreement(mesh)
         self.now = 0.0  # seconds on this rank's clock when the last step ended
         self._first_now = 0.0  # seconds on the first rank's, which all ranks know: who has arrived by then is served
@@ -248,7 +250,7 @@ class Engine:
         inputs, computed, logits = self._runner.run(step, self._pending, drafts, graph, prompts)
         for piece in step.pieces:
             self._remember(piece.request)
-        tokens = choose_tokens(inputs.ready, logits, self._pending)
+        tokens = choose_tokens(inputs.ready, logits, self._pending, self._penalties)
         called, failed = self._callbacks.take()
         num_verified = 0 if drafts is None else len(inputs.ready) + len(drafts)
         step_time = self.speculation.step_time

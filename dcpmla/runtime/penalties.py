@@ -6,6 +6,7 @@ et al., 2024.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,57 +14,95 @@ from torch import Tensor
 
 from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.upload import upload
 
 _MAX_ROWS = 64  # at once: [rows, vocab] of counts stays small compared with the logits of a large batch
+_IN_PROMPT, _NEW = 1, 2  # an entry is 2 x (how often a token is new) + (whether the prompt has it)
 
 
-def shape_logits(logits: Tensor, requests: Sequence[Request], previous: PendingStep | None) -> Tensor:
-    """Return the logits that tokens are chosen from: the same tensor where no request asks for anything, else a copy.
+class Penalties:
+    """Penalties of requests, whose tokens are counted on the device.
 
-    Args:
-        logits: [n, vocab] float32.
-        requests: [n].
-        previous: the step under way, whose tokens the host does not know yet.
+    A step uploads only the tokens that became known on the host since the step before it. A request has a row of the
+    counts until it finishes, preempted or not. Row 0 stays empty and serves requests without penalties.
     """
-    rows = [row for row, request in enumerate(requests) if request.params.shapes_logits]
-    if not rows:
-        return logits
-    shaped = logits.clone()
-    for start in range(0, len(rows), _MAX_ROWS):
-        part = rows[start : start + _MAX_ROWS]
-        own = [requests[row] for row in part]
-        (at,) = upload([np.asarray(part)], logits.device)
-        scores = logits.index_select(0, at)
-        counts = _count(own, previous, scores)
-        shaped.index_copy_(0, at, _shape(scores, own, counts, (counts > 0) | _in_prompts(own, scores)))
-    return shaped
+
+    def __init__(self) -> None:
+        self._counts = torch.empty(0)  # [rows, vocab] int32, allocated when a request needs it
+        self._free: list[int] = []  # rows without a request
+        self._rows: dict[Request, int] = {}
+        self._num_counted: dict[Request, int] = {}  # request -> new tokens that its row includes
+
+    def shape_logits(self, logits: Tensor, requests: Sequence[Request], previous: PendingStep | None) -> Tensor:
+        """Return the logits to choose tokens from: the same tensor if no request changes them, else a copy.
+
+        Args:
+            logits: Logits [n, vocab] float32.
+            requests: Requests of the rows [n].
+            previous: The step under way, whose tokens the host does not know yet.
+        """
+        rows = [row for row, request in enumerate(requests) if request.params.shapes_logits]
+        if not rows:
+            return logits
+        self._update([request for request in requests if _has_penalties(request.params)], logits)
+        shaped = logits.clone()
+        for start in range(0, len(rows), _MAX_ROWS):
+            part = rows[start : start + _MAX_ROWS]
+            own = [requests[row] for row in part]
+            in_flight = [row for row, request in enumerate(own) if previous and request.num_in_flight]
+            sources = [previous.rows[own[row]] for row in in_flight] if previous else []
+            columns = part, [self._rows.get(request, 0) for request in own], in_flight, sources
+            at, counted, at_new, sources_there = upload([_indices(column) for column in columns], logits.device)
+            counts = self._counts.index_select(0, counted)
+            if previous is not None and in_flight:
+                tokens = previous.newest.index_select(0, sources_there)
+                counts.index_put_((at_new, tokens), counts.new_full((), _NEW), accumulate=True)
+            scores = logits.index_select(0, at)
+            shaped.index_copy_(0, at, _shape(scores, own, (counts >> 1).to(scores.dtype), counts > 0))
+        return shaped
+
+    def _update(self, requests: Sequence[Request], logits: Tensor) -> None:
+        """Count all known tokens of requests with penalties."""
+        joining = [request for request in requests if request not in self._rows]
+        if joining or not len(self._counts):
+            self._add_rows(joining, logits)
+        vocab_size, new = logits.shape[-1], list[int]()
+        for request in requests:
+            start = self._rows[request] * vocab_size
+            new += [start + token for token in request.token_ids[self._num_counted[request] :]]
+            self._num_counted[request] = len(request.token_ids)
+        (entries,) = upload([_indices(new)], logits.device)
+        counts = self._counts.view(-1)
+        counts.index_put_((entries,), counts.new_full((), _NEW), accumulate=True)
+
+    def _add_rows(self, joining: Sequence[Request], logits: Tensor) -> None:
+        """Set the rows of joining requests to the tokens of their prompts. Finished requests give up theirs first."""
+        for request in [request for request in self._rows if request.finish_reason]:
+            self._free.append(self._rows.pop(request))
+            del self._num_counted[request]
+        num_rows, vocab_size = 1 + len(self._rows) + len(joining), logits.shape[-1]
+        if num_rows > (num_before := len(self._counts)):
+            grown = logits.new_zeros(max(num_rows, 2 * num_before), vocab_size, dtype=torch.int32)
+            grown[:num_before] = self._counts.view(num_before, vocab_size)
+            self._free += range(max(1, num_before), len(grown))
+            self._counts = grown
+        entries = [np.empty(0, dtype=np.int64)]
+        for request in joining:
+            self._rows[request], self._num_counted[request] = self._free.pop(), 0
+            entries.append(_indices(request.prompt_token_ids) + self._rows[request] * vocab_size)
+        rows = [self._rows[request] for request in joining]
+        rows_there, entries_there = upload([_indices(rows), np.concatenate(entries)], logits.device)
+        self._counts.index_fill_(0, rows_there, 0)
+        self._counts.view(-1).index_fill_(0, entries_there, _IN_PROMPT)
 
 
-def _count(requests: Sequence[Request], previous: PendingStep | None, scores: Tensor) -> Tensor:
-    """Count each new token of each request: return [n, vocab] float32."""
-    new = [(row, token, count) for row, request in enumerate(requests) for token, count in request.token_counts.items()]
-    rows, tokens, amounts = upload(_columns(new, 3), scores.device)
-    counts = torch.zeros_like(scores).index_put_((rows, tokens), amounts.to(scores.dtype))
-    in_flight = [(row, previous.rows[own]) for row, own in enumerate(requests) if previous and own.num_in_flight]
-    if previous is not None and in_flight:
-        rows, sources = upload(_columns(in_flight, 2), scores.device)
-        tokens = previous.newest.index_select(0, sources)
-        counts.index_put_((rows, tokens), counts.new_ones(()), accumulate=True)
-    return counts
+def _indices(numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(numbers, dtype=np.int64)
 
 
-def _in_prompts(requests: Sequence[Request], scores: Tensor) -> Tensor:
-    """Tell which tokens each request's prompt has: return [n, vocab] bool."""
-    prompts = [request.prompt_vocabulary for request in requests]
-    rows = np.repeat(np.arange(len(prompts)), [len(prompt) for prompt in prompts])
-    at, tokens = upload([rows, np.concatenate(prompts)], scores.device)
-    seen = torch.zeros_like(scores, dtype=torch.bool)
-    return seen.index_put_((at, tokens), seen.new_ones(()))
-
-
-def _columns(rows: Sequence[tuple[int, ...]], width: int) -> list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
-    return list(np.array(rows, dtype=np.int64).reshape(-1, width).T.copy())
+def _has_penalties(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
 
 def _shape(scores: Tensor, requests: Sequence[Request], counts: Tensor, seen: Tensor) -> Tensor:

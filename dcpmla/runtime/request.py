@@ -1,14 +1,12 @@
 """A request on its way through the engine."""
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +38,6 @@ class Request:
         logits: [vocab] float32 each new token was chosen from, when they are to be kept.
         logprobs: Log probabilities of new tokens, if params ask for them.
         prompt_logprobs: Log probabilities of the prompt's tokens, complete with the first new token.
-        token_counts: how often each new token came, where a penalty needs it.
         finish_reason: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at
             max_new_tokens, "abort" where the caller ended it, "error" where on_token failed before its last token,
             None before.
@@ -67,7 +64,6 @@ class Request:
     logits: list[Tensor] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    token_counts: Counter[int] = field(default_factory=Counter)
     finish_reason: str | None = None
     error: Exception | None = None
     scheduled_time: float | None = None
@@ -119,11 +115,6 @@ class Request:
     def _rand(self, num_draws: int) -> list[float]:
         numbers: list[float] = torch.rand(num_draws, dtype=torch.float64, generator=self.generator).tolist()
         return numbers
-
-    @cached_property
-    def prompt_vocabulary(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """The tokens of the prompt, each once."""
-        return np.unique(np.array(self.prompt_token_ids, dtype=np.int64))
 
     @property
     def text(self) -> str:
@@ -186,8 +177,6 @@ class Request:
         """Take a sampled token, finish where it says so, and return the text that became certain."""
         self.token_ids.append(token_id)
         params, piece = self.params, ""
-        if params.shapes_logits:
-            self.token_counts[token_id] += 1
         if token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos):
             self.finish_reason = "stop"
         elif self.text_stream is not None:

@@ -14,7 +14,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.logprobs import PromptRows
-from dcpmla.runtime.penalties import shape_logits
+from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.pending import Computed, PendingStep, StepInputs
 from dcpmla.runtime.sampling import sample
 from dcpmla.runtime.step import Piece, Step
@@ -109,10 +109,10 @@ class StepRunner:
         self.cache.copy_state(source, target)
 
 
-def choose_tokens(ready: Sequence[Piece], logits: Tensor, previous: PendingStep | None) -> Tensor:
+def choose_tokens(ready: Sequence[Piece], logits: Tensor, previous: PendingStep | None, penalties: Penalties) -> Tensor:
     """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
     requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
-    shaped = shape_logits(logits[: len(requests)], requests, previous)
+    shaped = penalties.shape_logits(logits[: len(requests)], requests, previous)
     return sample(shaped, [request.params for request in requests], _draw(ready, previous, logits.device))
 
 

@@ -13,7 +13,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 import dcpmla.runtime.step as step_module
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
-from dcpmla.runtime.penalties import shape_logits
+from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import VOCAB_SIZE, HashModel, make_engine
@@ -81,13 +81,14 @@ def test_min_p_is_transformers_(min_p: float, temperature: float, seed: int) -> 
     params = SamplingParams(temperature=temperature, min_p=min_p)
     plain = SamplingParams(temperature=temperature)
     requests = [Request([1], params), Request([1], plain), Request([1], params)]
-    shaped = shape_logits(logits, requests, None)
+    penalties = Penalties()
+    shaped = penalties.shape_logits(logits, requests, None)
     assert torch.equal(shaped[1], logits[1])
     for row in (0, 2):
         kept = MinPLogitsWarper(min_p)(None, (logits[row] / temperature)[None])[0] > -math.inf
         assert torch.equal(shaped[row] > -math.inf, kept)
         assert torch.equal(shaped[row][kept], logits[row][kept])
-    assert shape_logits(logits, [requests[1]] * 3, None) is logits  # nothing is launched for nothing
+    assert penalties.shape_logits(logits, [requests[1]] * 3, None) is logits  # nothing is launched for nothing
 
 
 def check_entry(entry: TokenLogprobs, before: int, num_top: int) -> None:
