@@ -62,7 +62,7 @@ class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, first come, first served, with two exceptions.
 
     A request waits for blocks that a running one will compute (`ComingBlocks`), and a prompt with log probabilities
-    for room among the scored tokens of a step (`Step.room`). Others pass both, which keep their places in the queue.
+    waits for room among the scored tokens of a step (`Step.room`). Other requests pass them in the queue.
 
     A request is admitted when there are blocks for all its known tokens, and one more for each running request: a
     prefill never waits half-way, and seldom comes too early. Decodes take a block when they reach it. When no block is
