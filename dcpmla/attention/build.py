@@ -2,7 +2,7 @@
 build the same sequence of exchanges.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,16 @@ class StepBuilder:
         seq_lens: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         max_decode_query_len: int,
+        num_decodes: int | None,
         workspace: Tensor | None,
         is_sparse: bool,
     ) -> StepMetadata:
         """Lay out a step; `StepMetadata.build` documents arguments and errors."""
         check_requests(query_lens, seq_lens, block_tables, self.dcp.virtual_block_size)
-        num_decodes = next((i for i, length in enumerate(query_lens) if length > max_decode_query_len), len(query_lens))
+        if num_decodes is None:
+            num_decodes = leading_decodes(query_lens, max_decode_query_len)
+        elif not 0 <= num_decodes <= len(query_lens):
+            raise ValueError(f"num_decodes is {num_decodes}; it must be in [0, {len(query_lens)}], of all requests")
         num_decode_tokens = sum(query_lens[:num_decodes])
         decode_columns = _num_blocks(max(seq_lens[:num_decodes], default=0), self.dcp)
         table = pad_table(block_tables, seq_lens, self.dcp.virtual_block_size)
@@ -58,7 +62,7 @@ class StepBuilder:
         decode = prefill = sparse = None
         if num_decodes:
             local = block_table[:num_decodes, :decode_columns], local_seq_lens[:num_decode_tokens]
-            decode = self._decode(query_lens[:num_decodes], *local, workspace)
+            decode = self._decode(query_lens[:num_decodes], max_decode_query_len, *local, workspace)
         if num_decodes < len(query_lens):
             prefill = self.prefill(query_lens[num_decodes:], seq_lens[num_decodes:], block_table[num_decodes:])
         if is_sparse:
@@ -90,15 +94,24 @@ class StepBuilder:
         return ownership.local_seq_lens(positions + 1, size, self.dcp_rank, interleave)
 
     def _decode(
-        self, query_lens: Sequence[int], block_table: Tensor, local_seq_lens: Tensor, workspace: Tensor | None
+        self,
+        query_lens: Sequence[int],
+        max_query_len: int,
+        block_table: Tensor,
+        local_seq_lens: Tensor,
+        workspace: Tensor | None,
     ) -> DecodeMetadata:
-        is_uniform = min(query_lens) == max(query_lens)
+        lens, index = np.asarray(query_lens), None
+        if lens.max() > max_query_len:
+            lens, request = _cut_queries(lens, max_query_len)
+            index = self._upload(request)
         return DecodeMetadata(
             block_table=block_table,
             local_seq_lens=local_seq_lens,
-            query_start_loc=None if is_uniform else self._segments(query_lens).start_loc,
-            max_query_len=max(query_lens),
+            queries=None if lens.min() == lens.max() else self._segments(lens),
+            max_query_len=int(lens.max()),
             workspace=decode_workspace(self.device) if workspace is None else workspace,
+            request_index=index,
         )
 
     def prefill(self, query_lens: Sequence[int], seq_lens: Sequence[int], table: Tensor) -> PrefillMetadata:
@@ -108,21 +121,14 @@ class StepBuilder:
             query_lens, seq_lens: [num_prefills] new tokens of each request, and its tokens after this step.
             table: [num_prefills, max_blocks] integers on the device, the block ids of each request, enough for
                 seq_lens.
-        Raises:
-            ValueError: more prefills than the context workspace has room for.
         """
         new = np.asarray(query_lens)
         context_lens = np.asarray(seq_lens) - new
-        chunk = _chunk_tokens(int((context_lens > 0).sum()), self.dcp)
-        chunks = [
-            self._chunk(np.minimum(context_lens, start), np.minimum(context_lens, start + chunk), table)
-            for start in range(0, int(context_lens.max()), chunk)
-        ]
+        chunks = [self._chunk(*bounds, table) for bounds in chunk_bounds(context_lens, self.dcp)]
         return PrefillMetadata(
             queries=self._segments(query_lens),
             first_position=self._upload(context_lens.astype(np.int32)),
             context_chunks=tuple(chunks),
-            num_pairs=int((new * context_lens + new * (new + 1) // 2).sum()),
         )
 
     def _chunk(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
@@ -174,15 +180,31 @@ def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConf
     return max(min(max(8 * max_model_len, 4 * max_num_seqs * page), 65536), max_num_seqs * page)
 
 
-def _chunk_tokens(num_contexts: int, dcp: DCPConfig) -> int:
-    """Return the tokens of one request's context in a chunk: an equal share of the workspace, aligned."""
-    share = dcp.context_workspace_tokens // max(1, num_contexts) // dcp.chunk_alignment * dcp.chunk_alignment
-    if share == 0:
-        raise ValueError(
-            f"context_workspace_tokens is {dcp.context_workspace_tokens}; {num_contexts} prefills with context need at "
-            f"least {num_contexts * dcp.chunk_alignment} ({dcp.chunk_alignment} each)"
-        )
-    return share
+def chunk_bounds(context_lens: np.ndarray, dcp: DCPConfig) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the positions [begin, end) of each request's context in each chunk, two arrays [num_prefills].
+
+    The contexts form one line, each padded to the alignment, which the chunks cut into parts as long as the workspace.
+    """
+    alignment = dcp.chunk_alignment
+    size = dcp.context_workspace_tokens // alignment * alignment
+    ends = np.cumsum(-(-context_lens // alignment) * alignment)
+    starts = np.concatenate([[0], ends[:-1]])
+    for first in range(0, int(ends[-1]), size):
+        yield np.clip(first - starts, 0, context_lens), np.clip(first + size - starts, 0, context_lens)
+
+
+def leading_decodes(query_lens: Sequence[int], max_query_len: int) -> int:
+    """Return how many requests at the front have at most max_query_len new tokens."""
+    return next((index for index, length in enumerate(query_lens) if length > max_query_len), len(query_lens))
+
+
+def _cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut requests into pieces of max_query_len tokens; return the pieces' lengths, and each one's request, int32."""
+    num_pieces = -(-lens // max_query_len)
+    request = np.repeat(np.arange(len(lens), dtype=np.int32), num_pieces)
+    pieces = np.full(len(request), max_query_len)
+    pieces[np.cumsum(num_pieces) - 1] = lens - (num_pieces - 1) * max_query_len
+    return pieces, request
 
 
 def _starts(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:

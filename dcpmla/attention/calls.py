@@ -32,6 +32,7 @@ class DecodeCall:
     seq_lens: Tensor
     scale: float
     kv_lora_rank: int
+    request_index: Tensor | None
     query_start_loc: Tensor | None
     max_query_len: int
     workspace: Tensor | None
@@ -49,6 +50,7 @@ class DecodeCall:
         seq_lens: Tensor,
         scale: float,
         kv_lora_rank: int,
+        request_index: Tensor | None = None,
         query_start_loc: Tensor | None = None,
         max_query_len: int = 1,
         workspace: Tensor | None = None,
@@ -64,14 +66,14 @@ class DecodeCall:
         """
         q, q_pe = split_queries(q, kv_lora_rank)
         check_cache(kv_cache, kv_lora_rank, 0 if q_pe is None else q_pe.shape[-1])
-        check_requests(q, block_table, seq_lens, query_start_loc)
+        num_reqs = check_requests(q, block_table, seq_lens, request_index, query_start_loc)
         if not scale > 0:
             raise ValueError(f"scale is {scale}; it must be positive")
         if max_query_len < 1:
             raise ValueError(f"max_query_len is {max_query_len}; it must be at least 1")
-        if query_start_loc is None and q.shape[0] != block_table.shape[0] * max_query_len:
+        if query_start_loc is None and q.shape[0] != num_reqs * max_query_len:
             raise ValueError(
-                f"q has {q.shape[0]} tokens for {block_table.shape[0]} requests; without query_start_loc each has "
+                f"q has {q.shape[0]} tokens for {num_reqs} requests; without query_start_loc each has "
                 f"max_query_len, {max_query_len}"
             )
         if workspace is not None and (workspace.dtype, workspace.ndim, workspace.device) != (
@@ -82,7 +84,8 @@ class DecodeCall:
             found = f"{workspace.dtype} {tuple(workspace.shape)} on {workspace.device}"
             raise ValueError(f"workspace is {found}; it comes from decode_workspace({str(q.device)!r})")
         others: dict[str, Tensor | None] = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens}
-        others |= {"query_start_loc": query_start_loc, "kv_scale": kv_scale, "q_scale": q_scale}
+        others |= {"request_index": request_index, "query_start_loc": query_start_loc}
+        others |= {"kv_scale": kv_scale, "q_scale": q_scale}
         for name, tensor in others.items():
             if tensor is not None and tensor.device != q.device:
                 raise ValueError(f"{name} is on {tensor.device}; it must be on q's device, {q.device}")
@@ -100,6 +103,7 @@ class DecodeCall:
             seq_lens,
             scale,
             kv_lora_rank,
+            request_index,
             query_start_loc,
             max_query_len,
             workspace,
@@ -119,6 +123,7 @@ class DecodeCall:
             self.seq_lens,
             self.scale,
             self.kv_lora_rank,
+            self.request_index,
             self.query_start_loc,
             self.max_query_len,
             self.workspace,
@@ -147,6 +152,11 @@ class DecodeCall:
     def block_size(self) -> int:
         """Tokens of an entry of the block table; 1 where it holds numbers of rows."""
         return 1 if self.is_planar else self.kv_cache.shape[1]
+
+    @property
+    def num_reqs(self) -> int:
+        """Return the number of requests."""
+        return len(self.block_table if self.request_index is None else self.request_index)
 
     @property
     def has_one_token_each(self) -> bool:

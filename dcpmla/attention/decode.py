@@ -28,6 +28,7 @@ def mla_decode(
     scale: float,
     kv_lora_rank: int = 512,
     *,
+    request_index: Tensor | None = None,
     query_start_loc: Tensor | None = None,
     max_query_len: int = 1,
     workspace: Tensor | None = None,
@@ -51,6 +52,8 @@ def mla_decode(
             must not change while a kernel runs.
         scale: factor of the scores, positive.
         kv_lora_rank: width of the latent, which is the value.
+        request_index: [num_reqs] int32, the row of block_table of each request, so that requests may share one; None:
+            block_table has a row for each, in order.
         query_start_loc: [num_reqs + 1] int32, where each request's query tokens start; None when all have
             max_query_len of them. Rows of q after the last request's are padding; their results carry no meaning.
         max_query_len: most query tokens of a request.
@@ -67,7 +70,7 @@ def mla_decode(
             backend that does not exist or cannot run the call.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
-    sizes = block_table, seq_lens, scale, kv_lora_rank, query_start_loc, max_query_len
+    sizes = block_table, seq_lens, scale, kv_lora_rank, request_index, query_start_loc, max_query_len
     call = DecodeCall.check(q, kv_cache, *sizes, workspace, kv_scale, q_scale, dtype, backend)
     return run_call(call)
 
@@ -103,8 +106,9 @@ def dcp_mla_decode(
     """
     if not q_is_replicated:
         q = exchange.gather_heads(q if isinstance(q, Tensor) else torch.cat(q, -1))
-    sizes = decode.block_table, decode.local_seq_lens, scale, kv_lora_rank, decode.query_start_loc, decode.max_query_len
-    call = DecodeCall.check(q, kv_cache, *sizes, decode.workspace, kv_scale, q_scale, dtype, backend)
+    sizes = decode.block_table, decode.local_seq_lens, scale, kv_lora_rank
+    requests = decode.request_index, decode.query_start_loc, decode.max_query_len
+    call = DecodeCall.check(q, kv_cache, *sizes, *requests, decode.workspace, kv_scale, q_scale, dtype, backend)
     if w_uv is None and call.has_one_token_each:
         mailbox = exchange.mailbox(call.q.shape[0], call.q.shape[1], kv_lora_rank, call.dtype)
         if mailbox is not None:
@@ -131,6 +135,7 @@ def _mla_decode(
     seq_lens: Tensor,
     scale: float,
     kv_lora_rank: int,
+    request_index: Tensor | None,
     query_start_loc: Tensor | None,
     max_query_len: int,
     workspace: Tensor | None,
@@ -154,6 +159,7 @@ def _mla_decode(
         seq_lens,
         scale,
         kv_lora_rank,
+        request_index,
         query_start_loc,
         max_query_len,
         workspace,

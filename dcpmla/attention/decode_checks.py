@@ -48,14 +48,29 @@ def check_cache(kv_cache: Tensor, kv_lora_rank: int, rope_dim: int) -> None:
         )
 
 
-def check_requests(q: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor | None) -> None:
-    """Raise ValueError for numbers of requests whose shapes, dtypes or strides are not those of the queries' tokens."""
+def check_requests(
+    q: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    request_index: Tensor | None,
+    query_start_loc: Tensor | None,
+) -> int:
+    """Return the number of requests.
+
+    Raises:
+        ValueError: Shapes, dtypes or strides do not match the queries' tokens.
+    """
     num_tokens = q.shape[0]
     if block_table.ndim != 2 or ((block_table.shape[0] == 0 or num_tokens == 0) and block_table.shape[0] != num_tokens):
         raise ValueError(
             f"block_table has shape {tuple(block_table.shape)}; expected [num_reqs, max_blocks], a row for each request"
         )
-    num_reqs = block_table.shape[0]
+    if request_index is not None and (request_index.ndim != 1 or len(block_table) == 0 < len(request_index)):
+        raise ValueError(
+            f"request_index has shape {tuple(request_index.shape)}; expected [num_reqs], a row of block_table "
+            f"{tuple(block_table.shape)} for each"
+        )
+    num_reqs = len(block_table if request_index is None else request_index)
     if tuple(seq_lens.shape) != (num_tokens,):
         raise ValueError(
             f"seq_lens has shape {tuple(seq_lens.shape)}; expected [{num_tokens}], one for each query token"
@@ -64,11 +79,13 @@ def check_requests(q: Tensor, block_table: Tensor, seq_lens: Tensor, query_start
         raise ValueError(
             f"query_start_loc has shape {tuple(query_start_loc.shape)}; expected [{num_reqs + 1}], num_reqs + 1"
         )
-    for name, numbers in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+    all_numbers = {"block_table": block_table, "seq_lens": seq_lens, "request_index": request_index}
+    for name, numbers in (all_numbers | {"query_start_loc": query_start_loc}).items():
         if numbers is not None and (numbers.dtype != torch.int32 or numbers.stride(-1) != 1):
             raise ValueError(
                 f"{name} has dtype {numbers.dtype} and strides {numbers.stride()}; expected int32 with contiguous rows"
             )
+    return num_reqs
 
 
 def output_dtype(

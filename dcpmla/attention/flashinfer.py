@@ -43,7 +43,7 @@ class _Decoder:
     def plan(self, call: DecodeCall) -> Any:
         """Return the wrapper with the call's step planned."""
         q, kv_cache, table = call.q, call.kv_cache, call.block_table
-        step = table, call.seq_lens, call.query_start_loc
+        step = table, call.seq_lens, call.request_index, call.query_start_loc
         key = (*map(_version, step), call.max_query_len, q.shape, q.dtype, kv_cache.shape[1], call.scale)
         if not (all(held is tensor for held, tensor in zip(self._step, step, strict=False)) and self._planned == key):
             # Every query token is a request of its own to FlashInfer: its causal bound knows nothing of other ranks.
@@ -51,7 +51,10 @@ class _Decoder:
             token = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
             request = token[:-1] // call.max_query_len
             if call.query_start_loc is not None:
-                request = torch.searchsorted(call.query_start_loc[1:], token[:-1], right=True).clamp(max=len(table) - 1)
+                request = torch.searchsorted(call.query_start_loc[1:], token[:-1], right=True)
+                request = request.clamp(max=call.num_reqs - 1)
+            if call.request_index is not None:
+                request = call.request_index[request]
             widths = call.kv_lora_rank, call.rope_dim
             sizes = (q.shape[1], *widths, kv_cache.shape[1], False, call.scale, q.dtype, kv_cache.dtype)
             self._wrapper.plan(token, token * num_columns, table[request].flatten(), call.seq_lens, *sizes)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import PREFILL_BACKENDS, check_backends, select_backend
-from dcpmla.attention.calls import PrefillCall, Segments, decode_workspace
+from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.checks import check_cache, check_selection, check_step
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.modules import MLAModules
@@ -17,7 +17,7 @@ from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, rotate_query_
 from dcpmla.attention.scales import calculate_scale_
 from dcpmla.attention.sparse.indexer import Indexer
-from dcpmla.attention.sparse.selector import prefers_mha, selected_rows
+from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, SelectedTokens, StepMetadata
 from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import check_device, is_quantized, row_width, storage_dtype
@@ -35,8 +35,8 @@ PROJECT_FIRST_TOKENS = 64
 # Tokens whose queries q_scale is calculated from: their maximum leaves little to find among more, and 128 heads of them
 # take 144 MiB.
 _SCALED_TOKENS = 1024
-# Prefill tokens that attend to selected rows at a time: absorbed queries of 128 heads take 38 MB.
-_ABSORBED_TOKENS = 256
+# Rows of absorbed queries, a token's heads each, that attend at a time: with DeepSeek's widths they take 75 MB.
+_ABSORBED_ROWS = 1 << 16
 
 
 class _Tokens(NamedTuple):
@@ -178,15 +178,18 @@ class MLAAttention(AttentionWeights):
         return output.finish()
 
     def claim_memory(self, num_tokens: int) -> None:
-        """Claim, and free again, what attention takes of the allocator in the largest step of num_tokens, so that
-        whoever plans the cache's size sees it: an indexer's workspace, then all that the largest context chunks take at
-        a time. Nothing is computed. Collective.
+        """Claim, and free again, what attention allocates in the largest step of num_tokens, so that memory profiling
+        includes it: an indexer's workspace, then what absorbed attention takes, then what the largest context chunks
+        do. Nothing is computed. Collective.
         """
         config, like = self.config, self.kv_a_layernorm.weight
         new = like.new_empty
         if self.indexer is not None:  # free again before attention begins
             selector, element_size = self.indexer.selector, like.element_size()
             new(selector.workspace_bytes(num_tokens, element_size), dtype=torch.uint8)
+        num_rows = min(num_tokens * self._num_group_heads, _ABSORBED_ROWS)
+        # Absorbed queries, gathered ones, and what they attend to, as it is and on its way; free again as well.
+        new(2 * num_rows, config.latent_dim + config.kv_lora_rank)
         num_keys = self.dcp.context_workspace_tokens
         widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
         q, k_nope, v = (new(0, self.num_heads, width) for width in widths)
@@ -271,41 +274,36 @@ class MLAAttention(AttentionWeights):
         return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
 
     def _decode(self, tokens: _Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
-        """Append the output of decode tokens. Collective."""
-        if tokens.selection is not None:
-            kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
-        self._attend_absorbed(tokens, kv_cache, decode, output)
+        """Append the output of decode tokens, bounded in memory. Collective."""
+        for some, part in decode.parts(max(1, _ABSORBED_ROWS // self._num_group_heads)):
+            own, rows = tokens.rows(some), kv_cache
+            if own.selection is not None:
+                rows, part = selected_rows(kv_cache, own.selection, decode.workspace)
+            self._attend_absorbed(own, rows, part, output)
 
     def _prefill(
         self, tokens: _Tokens, latents: Tensor, kv_cache: Tensor, prefill: PrefillMetadata, output: OutputRows
     ) -> None:
         """Append the output of prefill tokens, whose own latents are given [T, L + R]. Collective."""
-        if tokens.selection is None or prefers_mha(prefill, self.config):
-            q = self._project_query(tokens, self.q_heads.own)
-            if tokens.cos_sin is not None:
-                rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
-            kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
-            positions = None if tokens.selection is None else tokens.selection.positions
-            out, _ = dcp_mla_prefill(
-                q,
-                kv_c,
-                k_pe,
-                kv_cache,
-                self.up_projection(),
-                prefill,
-                self.config.scale,
-                self.exchange,
-                self.kv_scale,
-                positions,
-                backend=self.dcp.prefill_backend,
-            )
-            output.append(out.flatten(1))
-            return
-        workspace = decode_workspace(latents.device)
-        for start in range(0, latents.shape[0], _ABSORBED_TOKENS):
-            some = tokens.rows(slice(start, min(start + _ABSORBED_TOKENS, latents.shape[0])))
-            assert some.selection is not None
-            self._attend_absorbed(some, *selected_rows(kv_cache, some.selection, workspace), output)
+        q = self._project_query(tokens, self.q_heads.own)
+        if tokens.cos_sin is not None:
+            rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
+        kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
+        positions = None if tokens.selection is None else tokens.selection.positions
+        out, _ = dcp_mla_prefill(
+            q,
+            kv_c,
+            k_pe,
+            kv_cache,
+            self.up_projection(),
+            prefill,
+            self.config.scale,
+            self.exchange,
+            self.kv_scale,
+            positions,
+            backend=self.dcp.prefill_backend,
+        )
+        output.append(out.flatten(1))
 
     def _attend_absorbed(self, tokens: _Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append attention of absorbed queries over latents of all ranks, through W_UV. Collective."""
@@ -333,6 +331,11 @@ class MLAAttention(AttentionWeights):
     def _absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
         codes, scales = unpack(w_uk)
         return absorb_query(q, codes, cos_sin, self.config.rope_interleaved, q_scale, scales)
+
+    @property
+    def _num_group_heads(self) -> int:
+        """Return the heads that a rank attends with over its own tokens: those of the whole DCP group."""
+        return self.num_heads * self.dcp.decode_context_parallel_size
 
     @property
     def takes_quantized(self) -> bool:

@@ -22,8 +22,10 @@ def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     token = torch.arange(len(call.q), device=call.q.device)
     request = token // call.max_query_len
     if call.query_start_loc is not None:
-        request = torch.searchsorted(call.query_start_loc[1:], token, right=True)
-    table = table[request.clamp(max=len(table) - 1)] if len(table) else table.new_zeros(len(token), table.shape[1])
+        request = torch.searchsorted(call.query_start_loc[1:], token, right=True).clamp(max=call.num_reqs - 1)
+    if call.request_index is not None:
+        request = call.request_index[request]
+    table = table[request] if len(table) else table.new_zeros(len(token), table.shape[1])
     tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * call.block_size * call.kv_cache.shape[2]))
     starts = range(0, max(1, len(token)), tile)
     tiles = [_decode_tile(call, table[start : start + tile], slice(start, start + tile)) for start in starts]

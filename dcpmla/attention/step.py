@@ -4,7 +4,8 @@ passed by hand to every layer.
 A batch is flat: the tokens of decodes first (one each, or a few where tokens are speculated), then those of prefills.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,24 +22,62 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """Requests with few new tokens: one, or those that a draft speculated.
+    """Tokens that attend with absorbed queries: decodes, drafts, and short pieces of prompts.
+
+    A long request is cut into several of at most max_query_len tokens, which share its row of the block table, so that
+    the kernels spread it over the GPU as they do other requests.
 
     Attributes:
         block_table: [num_decodes, max_blocks] int32.
         local_seq_lens: [num_decode_tokens] int32, for each new token how many of its request's tokens on this rank it
             sees: those at its position and before. The causal bound is global, so a request's next token may see no
             more of them.
-        query_start_loc: [num_decodes + 1] int32, where each request's new tokens start; None when all requests have
-            max_query_len of them.
-        max_query_len: most new tokens of a request.
-        workspace: of the kernels that split a request over programs (`decode_workspace`); None where there is none.
+        queries: Rows of each request's new tokens; None when all requests have max_query_len of them.
+        max_query_len: Most new tokens of a request.
+        workspace: Memory of the kernels that split a request over programs (`decode_workspace`); None where none does.
+        request_index: [num_reqs] int32, each request's row of block_table; None when no request is cut.
     """
 
     block_table: Tensor
     local_seq_lens: Tensor
-    query_start_loc: Tensor | None
+    queries: Segments | None
     max_query_len: int
     workspace: Tensor | None
+    request_index: Tensor | None = None
+
+    @property
+    def query_start_loc(self) -> Tensor | None:
+        """Return where each request's new tokens start, [num_reqs + 1] int32 (`queries`)."""
+        return None if self.queries is None else self.queries.start_loc
+
+    def parts(self, max_tokens: int) -> Iterator[tuple[slice, "DecodeMetadata"]]:
+        """Yield parts of whole requests and at most max_tokens tokens each, or of one request.
+
+        The parts follow from numbers that are the same on all ranks, because each makes an exchange.
+        """
+        num_tokens = len(self.local_seq_lens)
+        if num_tokens <= max_tokens:
+            yield slice(0, num_tokens), self
+            return
+        size = self.max_query_len
+        starts = range(0, num_tokens + 1, size) if self.queries is None else self.queries.start
+        first = 0
+        while first < len(starts) - 1:
+            last = max(first + 1, bisect_right(starts, starts[first] + max_tokens) - 1)
+            yield slice(starts[first], starts[last]), self._requests(first, last, slice(starts[first], starts[last]))
+            first = last
+
+    def _requests(self, first: int, last: int, tokens: slice) -> "DecodeMetadata":
+        """Return requests [first, last), whose tokens these are."""
+        table, index, queries = self.block_table, self.request_index, self.queries
+        if queries is not None:
+            start = tuple(at - tokens.start for at in queries.start[first : last + 1])
+            queries = Segments(start, queries.start_loc[first : last + 1] - tokens.start)
+        if index is None:
+            table = table[first:last]
+        else:
+            index = index[first:last]
+        return DecodeMetadata(table, self.local_seq_lens[tokens], queries, self.max_query_len, self.workspace, index)
 
 
 @dataclass(frozen=True)
@@ -71,13 +110,11 @@ class PrefillMetadata:
         queries: each request's new tokens, counted from the first prefill token.
         first_position: [num_prefills] int32, of each request's first new token.
         context_chunks: what was cached before this step; empty when nothing was.
-        num_pairs: pairs of a new token and a token at its position or before.
     """
 
     queries: Segments
     first_position: Tensor
     context_chunks: tuple[ContextChunk, ...]
-    num_pairs: int
 
 
 @dataclass(frozen=True)
@@ -177,6 +214,7 @@ class StepMetadata:
         dcp_rank: int,
         device: torch.device | str = "cpu",
         max_decode_query_len: int = 1,
+        num_decodes: int | None = None,
         workspace: Tensor | None = None,
         is_sparse: bool = False,
         plan: "CompressedPlan | None" = None,
@@ -187,6 +225,8 @@ class StepMetadata:
         Args:
             query_lens: [num_reqs] new tokens of each request; requests at the front with at most max_decode_query_len
                 are decodes, all others prefills.
+            num_decodes: Number of requests at the front that are decodes whatever their length: they attend with
+                absorbed queries, longer ones in pieces of max_decode_query_len tokens. None counts as said above.
             seq_lens: [num_reqs] tokens of each request after this step.
             block_tables: [num_reqs] block ids of each request, enough for seq_lens.
             workspace: from `decode_workspace`, shared by steps that follow each other on one stream; None makes one for
@@ -196,19 +236,25 @@ class StepMetadata:
                 ask for.
             states: [num_reqs] with a plan, where each request's state is in its caches.
         Raises:
-            ValueError: lengths that do not belong together, a block table too short, a negative block id, more prefills
-                than the context workspace has room for.
+            ValueError: lengths that do not belong together, a block table too short, a negative block id, num_decodes
+                outside [0, num_reqs].
         """
         from dcpmla.attention.build import StepBuilder  # it builds these classes, so it imports them
 
         if plan is not None:
             from dcpmla.attention.compressed.build import CompressedStepBuilder
 
-            how = max_decode_query_len, workspace
             compressed = CompressedStepBuilder.of(plan, dcp_rank, device)
-            return compressed.build_compressed(query_lens, seq_lens, block_tables, states, *how)
+            if num_decodes is not None:
+                raise ValueError(
+                    f"num_decodes is {num_decodes}; with a plan it must be None, max_decode_query_len says it"
+                )
+            return compressed.build_compressed(
+                query_lens, seq_lens, block_tables, states, max_decode_query_len, workspace
+            )
         builder = StepBuilder(dcp, dcp_rank, device)
-        return builder.build(query_lens, seq_lens, block_tables, max_decode_query_len, workspace, is_sparse)
+        decodes = max_decode_query_len, num_decodes
+        return builder.build(query_lens, seq_lens, block_tables, *decodes, workspace, is_sparse)
 
     def with_positions(self, cos_sin: Tensor | None, query_factor: Tensor | None = None) -> "StepMetadata":
         """Return the step with the angles of its tokens, and their query factor where the model has one."""
@@ -224,7 +270,8 @@ class StepMetadata:
         """Return the step of each request's token of this index alone, for decodes that all bring equally many."""
         decode, sparse = self.decode, self.sparse
         assert decode is not None
-        assert decode.query_start_loc is None
+        assert decode.queries is None
+        assert decode.request_index is None
         size = decode.max_query_len
 
         def tokens(column: Tensor) -> Tensor:

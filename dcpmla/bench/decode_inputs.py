@@ -258,7 +258,7 @@ class Answer:
         case, (q, kv_cache, block_table) = inputs.case, inputs.at(index)
         requests = torch.tensor(sorted({0, case.batch - 1}), device=q.device)
         self.tokens = (requests[:, None] * case.query_len + torch.arange(case.query_len, device=q.device)).flatten()
-        sizes = inputs.seq_lens[self.tokens], SCALE, LATENT_DIM, None, case.query_len, None
+        sizes = inputs.seq_lens[self.tokens], SCALE, LATENT_DIM, None, None, case.query_len, None
         scales = inputs.caches.kv_scale, inputs.q_scale
         call = DecodeCall.check(q[self.tokens], kv_cache, block_table[requests], *sizes, *scales, inputs.dtype)
         self.out, self.lse = reference.mla_decode(replace(call, dtype=torch.float64))

@@ -98,6 +98,7 @@ class LayerStack(Stack):
                 decode.local_seq_lens,
                 self.config.scale,
                 self.config.kv_lora_rank,
+                request_index=decode.request_index,
                 query_start_loc=decode.query_start_loc,
                 max_query_len=decode.max_query_len,
                 workspace=decode.workspace,

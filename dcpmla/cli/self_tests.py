@@ -81,8 +81,9 @@ def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -
     q, cache = q.to(device, dtype), cache.to(device, dtype)
     table, seq_lens = table.to(device, torch.int32), seq_lens.flatten().to(device)
     got = mla_decode(q, cache, table, seq_lens, config.scale, config.kv_lora_rank, max_query_len=2)
+    widths = config.scale, config.kv_lora_rank
     wanted = reference.mla_decode(
-        DecodeCall.check(q.double(), cache.double(), table, seq_lens, config.scale, config.kv_lora_rank, None, 2)
+        DecodeCall.check(q.double(), cache.double(), table, seq_lens, *widths, max_query_len=2)
     )
     return _errors(got, wanted)
 

@@ -145,7 +145,7 @@ class PaddedStep:
                 decode=DecodeMetadata(
                     block_table=self._numbers[batch].block_table,
                     local_seq_lens=rows.local_seq_lens,
-                    query_start_loc=None,
+                    queries=None,
                     max_query_len=batch.query_len,
                     workspace=self._workspace,
                 ),

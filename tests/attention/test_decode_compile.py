@@ -80,13 +80,13 @@ def test_the_hopper_kernel_compiles(
         types["q_pe_desc"] = tiles(64)
     types |= {name: "*fp32" for name, dtype in (("q_scale_ptr", q), ("kv_scale_ptr", cache)) if dtype == "fp8e4nv"}
     if is_ragged:
-        types["start_ptr"] = "*i32"
+        types |= {"start_ptr": "*i32", "index_ptr": "*i32"}
     if own_heads is not None:
         types |= {"addresses_ptr": "*i64", "state_ptr": "*i32"}
         constants |= {"own_heads": 1} if own_heads == 1 else {}
     else:
         constants |= dict.fromkeys(("addresses_ptr", "state_ptr", "rank", "own_heads", "num_rows", "landing_bytes"))
-    optional = ("q_pe_desc", "kv_desc", "k_pe_desc", "rows_ptr", "start_ptr", "q_scale_ptr", "kv_scale_ptr")
+    optional = ("q_pe_desc", "kv_desc", "k_pe_desc", "rows_ptr", "index_ptr", "start_ptr", "q_scale_ptr", "kv_scale_ptr")
     constants |= {name: None for name in optional if name not in types}
     ptx, said = compile_for_hopper(decode_kernel, GluonASTSource, types, constants, num_warps=4)
     product = "m64n64k32.f32.e4m3.e4m3" if is_fp8 else "m64n256k16"
@@ -118,6 +118,7 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, rope: int) 
 
     types = {
         **POINTERS,
+        "index_ptr": "*i32",
         "start_ptr": "*i32",
         "q_ptr": f"*{q}",
         "cache_ptr": f"*{cache}",

@@ -39,6 +39,7 @@ class Case:
     format: str = "auto"  # of the cache, as in `DCPConfig.kv_cache_dtype`
     has_fp8_queries: bool = False
     is_sharded: bool = False
+    max_query_len: int | None = None  # of the pieces that requests are cut into, which share a row of the table
     num_programs: int | None = (
         None  # with room in the workspace, of 64 rows; None: one for each multiprocessor, on a CPU the kernel's own
     )
@@ -67,7 +68,13 @@ class Case:
                 cache[block, : len(part)] = part
             steps = [draw.randint(0, 1) if self.is_sharded else 1 for _ in range(num_queries - 1)]
             seq_lens += [max(0, num_keys - sum(steps[token:])) for token in range(num_queries)]
-        queries = [num_queries for num_queries, _ in self.requests]
+        most = self.max_query_len or max(num_queries for num_queries, _ in self.requests)
+        pieces = [
+            (index, min(most, num_queries - first))
+            for index, (num_queries, _) in enumerate(self.requests)
+            for first in range(0, num_queries, most)
+        ]
+        request_index, queries = (list(numbers) for numbers in zip(*pieces, strict=True))
         start = None if len(set(queries)) == 1 else torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
         q = torch.randn(len(seq_lens), self.num_heads, width, generator=generator)
         q_scale = torch.tensor([Q_SCALE]) if self.has_fp8_queries else None
@@ -76,6 +83,7 @@ class Case:
             "kv_cache": cache,
             "block_table": table,
             "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+            "request_index": torch.tensor(request_index, dtype=torch.int32) if self.max_query_len else None,
             "query_start_loc": start,
             "workspace": self.new_workspace(device),
             "kv_scale": kv_scale,
@@ -153,6 +161,8 @@ INTERPRETED = [
     ),
     Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **{**DS_MLA, "block_size": 1}),
     Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, **DS_MLA),
+    Case([(1, 90), (7, 140), (1, 0), (5, 65)], num_heads=9, num_programs=2, is_sharded=True, max_query_len=3, **SMALL),
+    Case([(6, 140), (3, 65)], num_heads=40, num_programs=2, max_query_len=1, **SMALL),
 ]
 
 
@@ -205,6 +215,9 @@ ON_GPU = [
     Case([(3, 3000), (1, 0), (2, 65), (4, 3), (1, 777)], num_heads=16, is_sharded=True),
     Case([(40, 3000)], num_heads=128, is_sharded=True),
     Case([(1, 3000)] * 5, num_heads=128, num_programs=8),
+    Case([(1, 4097), (61, 3000), (1, 0), (9, 65)], num_heads=16, is_sharded=True, max_query_len=8),
+    Case([(1, 4097), (4, 700), (61, 3000), (1, 0), (2, 65)], num_heads=128, is_sharded=True, max_query_len=1),
+    Case([(17, 200)] * 3, num_heads=64, block_size=16, is_sharded=True, max_query_len=2),
 ]
 FP8_QUERIES: dict[str, Any] = {"format": "fp8", "has_fp8_queries": True}
 QUANTIZED: list[dict[str, Any]] = [{"format": "fp8"}, FP8_QUERIES, {"format": "fp8_ds_mla"}]

@@ -209,17 +209,17 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
     }
     num_reqs = len(batch.queries)
     works, tiles = {}, []
-    for row_tile, part in programs(grid):
-        hopper.program[:] = row_tile, part
-        present = SimpleNamespace(**requests, row_tile=row_tile)
+    for line, part in programs(grid):
+        hopper.program[:] = line, part
+        present = SimpleNamespace(**requests, line=line)
         work = hopper.cut(hopper.count_tiles(present, num_reqs, max(32, num_reqs)), num_reqs, present)
         request, begin, start = work.request, work.begin, work.start
         last, last_begin, mine = 0, 0, 0
         while start < work.end:
-            first, num_rows, num_keys = hopper.find_request(request, present)
+            first_row, num_rows, num_keys = hopper.find_request(request, present)
             stop = min(begin + num_keys, work.end)
             if start < stop:
-                first_row = int(first * batch.num_heads + row_tile * ROWS)
+                first_row = int(first_row)
                 count = min(int(num_rows), ROWS)
                 piece, piece_lse = batch.attend(
                     int(request), first_row, count, slice(int(start - begin), int(stop - begin))
@@ -228,7 +228,7 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
                     rows = slice(first_row, first_row + count)
                     out.view(-1, LATENT)[rows], lse[rows] = piece, piece_lse
                 else:
-                    at = int(hopper.find_partial(start // work.size, start == begin, row_tile)) * ROWS
+                    at = int(hopper.find_partial(start // work.size, start == begin, line)) * ROWS
                     assert partial_lses[at].isnan(), "a partial output is stored over another one"
                     partial_lses[at : at + count] = piece_lse
                     for half in range(2):
@@ -240,7 +240,7 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
                 last, last_begin, start = request, begin, stop
             begin, request = hopper.next_begin(begin, num_keys, work), request + 1
             start = max(start, begin)
-        works[row_tile, part] = last, last_begin, work
+        works[line, part] = last, last_begin, work
         tiles.append(mine)
     doors = {program: Doors() for program in works}
     for program in programs(grid):
@@ -282,8 +282,8 @@ def test_the_hopper_kernels_split_and_merge(
     batch = Batch.draw(requests, num_heads)
     out, lse, counters, tiles = run(batch, num_parts, is_ragged=not is_uniform)
     assert not counters.any()
-    for row_tile in range(len(tiles) // num_parts):
-        mine = tiles[row_tile * num_parts : (row_tile + 1) * num_parts]
+    for line in range(len(tiles) // num_parts):
+        mine = tiles[line * num_parts : (line + 1) * num_parts]
         longer = 10 if num_parts < 2 * len(requests) else 4
         assert max(mine) <= max(2, -(-sum(mine) // num_parts) + longer)
     first_row = 0

@@ -38,7 +38,14 @@ def in_parts(q: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
 def decode_call(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype, **more: Any) -> DecodeCall:
     """Return a call of one request, unchecked."""
     numbers = torch.zeros(1, dtype=torch.int32)
-    rest = {"query_start_loc": None, "max_query_len": 1, "workspace": None, "kv_scale": None, "q_scale": None}
+    rest = {
+        "request_index": None,
+        "query_start_loc": None,
+        "max_query_len": 1,
+        "workspace": None,
+        "kv_scale": None,
+        "q_scale": None,
+    }
     options = {**rest, "dtype": dtype, **more}
     return unchecked_call(q, kv_cache, numbers[None], numbers, 1.0, kv_lora_rank=kv_lora_rank, **options)
 

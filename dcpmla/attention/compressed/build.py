@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder, check_requests, pad_table, positions_of
+from dcpmla.attention.build import StepBuilder, check_requests, leading_decodes, pad_table, positions_of
 from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows
 from dcpmla.attention.step import ContextChunk, StepMetadata
 from dcpmla.cache.compressed import CompressedPlan
@@ -40,7 +40,7 @@ class CompressedStepBuilder(StepBuilder):
         check_states(states, len(query_lens), self.plan.num_states)
         # A decode reads its window after its tokens are written: all but one of them need rows besides the window's.
         most = min(max_decode_query_len, self.plan.ring_rows - self.plan.config.sliding_window + 1)
-        num_decodes = next((i for i, length in enumerate(query_lens) if length > most), len(query_lens))
+        num_decodes = leading_decodes(query_lens, most)
         num_decode_tokens = sum(query_lens[:num_decodes])
         table = pad_table(block_tables, seq_lens, self.dcp.virtual_block_size)
         positions = positions_of(query_lens, seq_lens)
@@ -53,7 +53,7 @@ class CompressedStepBuilder(StepBuilder):
         first_position, seq_lens_there, states_there = numbers
         decode = None
         if num_decodes:
-            decode = self._decode(query_lens[:num_decodes], block_table[:num_decodes], lens_there, workspace)
+            decode = self._decode(query_lens[:num_decodes], most, block_table[:num_decodes], lens_there, workspace)
         return StepMetadata(
             num_tokens=len(positions),
             num_decode_tokens=num_decode_tokens,

@@ -85,12 +85,12 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
     num_segments, num_done, num_handed, last, last_begin = 0, 0, 0, 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     while start < work.end:
-        first, num_rows, num_keys = find_request(request, batch)
+        first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
-            token = (batch.row_tile * ROWS + row) // batch.num_heads
-            num_seen = gl.load(batch.lens_ptr + first + token, mask=row < num_rows, other=0)
-            seen = num_seen, gl.load(batch.lens_ptr + first + batch.row_tile * ROWS // batch.num_heads)
+            token = (first_row + row) // batch.num_heads
+            num_seen = gl.load(batch.lens_ptr + token, mask=row < num_rows, other=0)
+            seen = num_seen, gl.load(batch.lens_ptr + first_row // batch.num_heads)
             peak = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
@@ -120,12 +120,11 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
             num_handed += 1
             acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT)), 1)
             lse = gl.where(is_any, (peak * scale + gl.log2(total)) * LN2, -float("inf"))
-            first_row = first * batch.num_heads + batch.row_tile * ROWS
             if stop - start == gl.cdiv(num_keys, KEYS):
                 store_columns(outputs, first_row, num_rows, 0, acc, buffers.q_left.index(0))
                 store_lse(outputs, first_row, row, lse_of_row(outputs, lse), row < num_rows)
             else:
-                partial = find_partial(gl.program_id(1), start == begin, batch.row_tile)
+                partial = find_partial(gl.program_id(1), start == begin, batch.line)
                 gl.store(outputs.partial_lses_ptr + partial * ROWS + row, lse)
                 store_partial(outputs.partials_ptr, partial, 0, num_rows, acc)
                 arrive(outputs.counters_ptr, begin, work)
@@ -147,7 +146,7 @@ def value_consumer(buffers, barriers, outputs, work):
     request, begin, start = work.request, work.begin, work.start
     num_done, num_handed, last, last_begin = 0, 0, 0, 0
     while start < work.end:
-        first, num_rows, num_keys = find_request(request, batch)
+        first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
@@ -171,10 +170,9 @@ def value_consumer(buffers, barriers, outputs, work):
             mbarrier.arrive(probs_free, count=1)
             num_handed += 1
             if stop - start == gl.cdiv(num_keys, KEYS):
-                first_row = first * batch.num_heads + batch.row_tile * ROWS
                 store_columns(outputs, first_row, num_rows, HALF, acc, buffers.q_right.index(0))
             else:
-                partial = find_partial(gl.program_id(1), start == begin, batch.row_tile)
+                partial = find_partial(gl.program_id(1), start == begin, batch.line)
                 store_partial(outputs.partials_ptr, partial, 1, num_rows, acc)
                 arrive(outputs.counters_ptr, begin, work)
             mbarrier.arrive(barriers.q_free, count=1)

@@ -154,12 +154,12 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
     num_segments, num_done, num_handed = 0, 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
     while start < work.end:
-        first, num_rows, num_keys = find_request(request, batch)
+        first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
-            token = (batch.row_tile * ROWS + row) // batch.num_heads
-            num_seen = gl.load(batch.lens_ptr + first + token, mask=row < num_rows, other=0)
-            seen = num_seen, gl.load(batch.lens_ptr + first + batch.row_tile * ROWS // batch.num_heads)
+            token = (first_row + row) // batch.num_heads
+            num_seen = gl.load(batch.lens_ptr + token, mask=row < num_rows, other=0)
+            seen = num_seen, gl.load(batch.lens_ptr + first_row // batch.num_heads)
             peak = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, TILE))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, TILE))
             key = (start - begin) * KEYS
@@ -224,7 +224,7 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
     num_done, num_handed, last, last_begin = 0, 0, 0, 0
     row = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     while start < work.end:
-        first, num_rows, num_keys = find_request(request, batch)
+        first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
             acc = gl.zeros([HALF, ROWS], gl.float32, TILE)
@@ -249,7 +249,6 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
             lse = buffers.lses.load(row.type.layout)
             mbarrier.arrive(barriers.probs_free.index(probs_stage), count=1)
             num_handed += 1
-            first_row = first * batch.num_heads + batch.row_tile * ROWS
             columns = _in_columns(acc * factor)
             if stop - start == gl.cdiv(num_keys, KEYS):
                 rows = columns.permute((1, 0)).reshape([ROWS, 2, 2 * PAIRS]).permute((0, 2, 1))
@@ -261,7 +260,7 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
                 if half == 0:
                     store_lse(outputs, first_row, row, lse_of_row(outputs, lse), row < num_rows)
             else:
-                partial = find_partial(gl.program_id(1), start == begin, batch.row_tile)
+                partial = find_partial(gl.program_id(1), start == begin, batch.line)
                 if half == 0:
                     gl.store(outputs.partial_lses_ptr + partial * ROWS + row, lse)
                 _store_partial(outputs.partials_ptr, partial, half, num_rows, columns)

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dcpmla.attention.hopper.outputs import await_parts
-from dcpmla.attention.hopper.producers import PAGE_ROWS, find_keys, load_queries, point_to, split_row
-from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, ROWS, find_request, next_begin
+from dcpmla.attention.hopper.producers import PAGE_ROWS, find_keys, find_table, load_queries, point_to, split_row
+from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, find_request, next_begin
 from dcpmla.cache import shared_rows
 
 # Words of a quarter of a latent, which share a scale in fp8_ds_mla. Of shared keys each half has its own, and the last
@@ -179,11 +179,10 @@ def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr
     request, begin, start = work.request, work.begin, work.start
     num_segments, num_loaded, last, last_begin = 0, 0, 0, 0
     while start < work.end:
-        first, num_rows, num_keys = find_request(request, batch)
+        first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
-            first_row = first * batch.num_heads + batch.row_tile * ROWS
-            table = paging.table_ptr + request.to(gl.int64) * paging.table_stride
+            table = find_table(request, paging)
             tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
             found = find_keys(tile, last_key, table, rows_ptr, paging, BY_KEY)
             keys_ptr = point_to(found, rows_ptr, paging)

@@ -62,7 +62,7 @@ class Outputs:
     mail: gl.base_value  # Mail, or None
     partials_ptr: gl.tensor  # float32
     partial_lses_ptr: gl.tensor
-    counters_ptr: gl.tensor  # int32 [tiles of rows, parts]
+    counters_ptr: gl.tensor  # int32 [lines, parts]
 
 
 @gluon.jit
@@ -145,9 +145,8 @@ def zero_empty(outputs, work):
     column = gl.arange(0, LATENT, layout=gl.BlockedLayout([4], [32], [4], [0]))
     batch = work.batch
     for request in range(gl.program_id(1), work.num_reqs, gl.num_programs(1)):
-        first, num_rows, num_keys = find_request(request, batch)
+        first_row, num_rows, num_keys = find_request(request, batch)
         if num_keys == 0:
-            first_row = first * batch.num_heads + batch.row_tile * ROWS
             if outputs.mail is None:
                 for empty in range(0, gl.minimum(num_rows, ROWS)):
                     at = out_at(outputs, first_row, empty, column)
@@ -156,12 +155,12 @@ def zero_empty(outputs, work):
 
 
 @gluon.jit
-def find_partial(part, begins, row_tile):
+def find_partial(part, begins, line):
     """Return the number of a part's partial output.
 
     It may leave two: of a request that it goes on with, and of one that it begins.
     """
-    return (row_tile * gl.num_programs(1) + part) * 2 + begins.to(gl.int32)
+    return (line * gl.num_programs(1) + part) * 2 + begins.to(gl.int32)
 
 
 @gluon.jit
@@ -191,9 +190,9 @@ def store_partial(partials_ptr, partial, half, num_rows, acc):
 
 
 @gluon.jit
-def _counter_at(counters_ptr, first_part, row_tile):
+def _counter_at(counters_ptr, first_part, line):
     """Return a pointer to the counter of a request that is cut: that of the part in which it begins."""
-    return counters_ptr + row_tile * gl.num_programs(1) + first_part
+    return counters_ptr + line * gl.num_programs(1) + first_part
 
 
 @gluon.jit
@@ -201,7 +200,7 @@ def arrive(counters_ptr, begin, work):
     """Count half a partial output of the request whose tiles begin at `begin` as stored."""
     first_part = begin // work.size
     barrier()
-    gl.atomic_add(_counter_at(counters_ptr, first_part, work.batch.row_tile), 1, sem="release", scope="gpu")
+    gl.atomic_add(_counter_at(counters_ptr, first_part, work.batch.line), 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -222,7 +221,7 @@ def await_parts(last, last_begin, work, counters_ptr, merge_ready):
         _, _, num_keys = find_request(request, work.batch)
         first_part, num_parts = sharing_parts(begin, num_keys, work)
         if num_parts > 1:
-            counter = _counter_at(counters_ptr, first_part, work.batch.row_tile)
+            counter = _counter_at(counters_ptr, first_part, work.batch.line)
             while uniform(_read(counter)) < 2 * num_parts:
                 pass
             mbarrier.arrive(merge_ready.index(merge), count=1)
@@ -240,7 +239,7 @@ def merge_parts(half, last, last_begin, work, outputs, merge_ready):
     """
     request, begin, batch = work.request, work.begin, work.batch
     for merge in range(0, num_shared(work, last_begin)):
-        first, num_rows, num_keys = find_request(request, batch)
+        first_row, num_rows, num_keys = find_request(request, batch)
         first_part, num_parts = sharing_parts(begin, num_keys, work)
         if num_parts > 1:
             mbarrier.wait(merge_ready.index(merge), 0)
@@ -248,11 +247,10 @@ def merge_parts(half, last, last_begin, work, outputs, merge_ready):
             rows_of_a_part = gl.cdiv(num_rows, num_parts)
             start = (gl.program_id(1) - first_part) * rows_of_a_part
             stop = gl.minimum(start + rows_of_a_part, num_rows)
-            first_row = first * batch.num_heads + batch.row_tile * ROWS
             if num_parts <= 8:
-                _merge_rows(half, first_part, num_parts, first_row, start, stop, outputs, batch.row_tile, 8, 4)
+                _merge_rows(half, first_part, num_parts, first_row, start, stop, outputs, batch.line, 8, 4)
             else:
-                _merge_rows(half, first_part, num_parts, first_row, start, stop, outputs, batch.row_tile, 1, 32)
+                _merge_rows(half, first_part, num_parts, first_row, start, stop, outputs, batch.line, 1, 32)
         request, begin = last, last_begin
 
 
@@ -265,7 +263,7 @@ def _merge_rows(
     start,
     stop,
     outputs,
-    row_tile,
+    line,
     AT_ONCE: gl.constexpr,
     PARTS: gl.constexpr,
 ):
@@ -289,7 +287,7 @@ def _merge_rows(
         for other in range(0, num_parts, PARTS):
             part = gl.expand_dims(other + gl.arange(0, PARTS, layout=gl.SliceLayout(0, by_part)), 0)
             known = gl.minimum(part, num_parts - 1)  # a part that is read twice takes weight 0 the second time
-            partial = find_partial(first_part + known, known == 0, row_tile)
+            partial = find_partial(first_part + known, known == 0, line)
             lse = gl.where(part < num_parts, gl.load(outputs.partial_lses_ptr + (partial * ROWS + row)), -float("inf"))
             at = partial_at(
                 gl.expand_dims(partial, 2), half, gl.expand_dims(row, 2), gl.expand_dims(gl.expand_dims(index, 0), 0)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dcpmla.attention.hopper.compat import aggregate, barrier, copy_async, tma_load
 from dcpmla.attention.hopper.outputs import await_parts
-from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, find_request, next_begin
+from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, find_request, next_begin, uniform
 from dcpmla.cache import shared_rows
 
 PAGE_ROWS = gl.constexpr(shared_rows.PAGE_ROWS)
@@ -34,8 +34,9 @@ class Tiles:
 class Paging:
     """How a request's keys lie in the rows of the cache."""
 
-    table_ptr: gl.tensor  # int32 [num_reqs, max_blocks]
+    table_ptr: gl.tensor  # int32 [num_tables, max_blocks]
     table_stride: gl.tensor
+    index_ptr: gl.base_value  # int32 [num_reqs], each request's row of the table; None: its own number
     rows_per_block: gl.tensor  # from one block to the next
     block_size: gl.tensor
     row_stride: gl.constexpr  # in elements of the pointer to the rows
@@ -55,6 +56,15 @@ def load_queries(queries, first_row, buffers, barriers, num_segments):
     tma_load(queries.half_desc, [first_row, HALF], barriers.q_ready, buffers.q_right.index(0))
     if queries.rope_desc is not None:
         tma_load(queries.rope_desc, [first_row, 0], barriers.q_ready, buffers.q_pe.index(0))
+
+
+@gluon.jit
+def find_table(request, paging):
+    """Return where a request's row of the block table begins."""
+    row = request
+    if paging.index_ptr is not None:
+        row = uniform(gl.load(paging.index_ptr + request))
+    return paging.table_ptr + row.to(gl.int64) * paging.table_stride
 
 
 @gluon.jit
@@ -117,11 +127,10 @@ def produce_tiles(queries, keys, buffers, barriers, paging, counters_ptr, work):
     request, begin, start = work.request, work.begin, work.start
     num_segments, num_loaded, last, last_begin = 0, 0, 0, 0
     while start < work.end:
-        first, num_rows, num_keys = find_request(request, batch)
+        first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
-            first_row = first * batch.num_heads + batch.row_tile * ROWS
-            table = paging.table_ptr + request.to(gl.int64) * paging.table_stride
+            table = find_table(request, paging)
             first_tile, num_tiles = start - begin, stop - start
             load_queries(queries, first_row, buffers, barriers, num_segments)
             num_segments += 1
@@ -155,11 +164,10 @@ def produce_rows(queries, rows_ptr, buffers, barriers, paging, counters_ptr, wor
     request, begin, start = work.request, work.begin, work.start
     num_segments, num_loaded, last, last_begin = 0, 0, 0, 0
     while start < work.end:
-        first, num_rows, num_keys = find_request(request, batch)
+        first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
         if start < stop:
-            first_row = first * batch.num_heads + batch.row_tile * ROWS
-            table = paging.table_ptr + request.to(gl.int64) * paging.table_stride
+            table = find_table(request, paging)
             tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
             found = find_keys(tile, last_key, table, rows_ptr, paging, by_key)
             load_queries(queries, first_row, buffers, barriers, num_segments)

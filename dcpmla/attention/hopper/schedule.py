@@ -23,13 +23,17 @@ TWO_CUTS_TILES = gl.constexpr(10)
 
 @aggregate
 class Batch:
-    """The requests of a launch, and which tile of their query rows this program computes."""
+    """The requests of a launch, and this program's line of their work.
+
+    A line has one tile of each request's query rows, as many lines as the longest request has tiles. Which one turns
+    from request to request, so that the short requests' only tiles are spread over the lines.
+    """
 
     lens_ptr: gl.tensor  # int32 [T], keys that each query token sees
     start_ptr: gl.base_value  # int32 [num_reqs + 1], first query token of each request; None: each has query_len tokens
     query_len: gl.tensor
     num_heads: gl.tensor
-    row_tile: gl.tensor
+    line: gl.tensor
 
 
 @aggregate
@@ -65,7 +69,7 @@ def uniform(x):
 def _look_up(index, batch):
     """Look up one request or a vector of them.
 
-    Returns the first query token, how many query rows there are from this program's tile of rows on, and how many keys
+    Returns the first query row of this line's tile, how many rows the request has from there on, and how many keys
     (none where no rows are left).
     """
     query_len = batch.query_len
@@ -73,16 +77,17 @@ def _look_up(index, batch):
     if batch.start_ptr is not None:
         first = gl.load(batch.start_ptr + index)
         query_len = gl.load(batch.start_ptr + index + 1) - first
-    num_rows = query_len * batch.num_heads - batch.row_tile * ROWS
+    above = (batch.line + index) % gl.num_programs(0) * ROWS
+    num_rows = query_len * batch.num_heads - above
     num_keys = gl.load(batch.lens_ptr + gl.maximum(first + query_len - 1, 0))
-    return first, num_rows, gl.where(num_rows > 0, gl.maximum(num_keys, 0), 0)
+    return first * batch.num_heads + above, num_rows, gl.where(num_rows > 0, gl.maximum(num_keys, 0), 0)
 
 
 @gluon.jit
 def find_request(index, batch):
     """Return `_look_up` of one request, in uniform registers."""
-    first, num_rows, num_keys = _look_up(index, batch)
-    return uniform(first), uniform(num_rows), uniform(num_keys)
+    first_row, num_rows, num_keys = _look_up(index, batch)
+    return uniform(first_row), uniform(num_rows), uniform(num_keys)
 
 
 @gluon.jit

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.attention.sparse.topk import candidate_width, choose_tokens, local_candidates
-from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, SelectedTokens, SparseMetadata
+from dcpmla.attention.step import DecodeMetadata, SelectedTokens, SparseMetadata
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.comm.exchange import Exchange
-from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.config import DCPConfig, IndexerConfig
 
 _WORKSPACE_BYTES = 128 << 20  # of scores, and of all ranks' candidates
 
@@ -102,13 +102,3 @@ def selected_rows(
     """
     pages = kv_cache.view(-1, 1, kv_cache.shape[-1])
     return pages, DecodeMetadata(selection.slots, selection.num_slots, None, 1, workspace)
-
-
-def prefers_mha(prefill: PrefillMetadata, config: MLAConfig) -> bool:
-    """Return whether masked MHA over all keys costs less than MQA over latents of the selected ones, in products of a
-    query and a key's columns. The same on all ranks: it follows from global lengths.
-    """
-    assert config.indexer is not None
-    mha = prefill.num_pairs * (config.qk_head_dim + config.v_head_dim)
-    mqa = prefill.queries.start[-1] * config.indexer.topk * (config.latent_dim + config.kv_lora_rank)
-    return mha <= mqa

@@ -26,20 +26,21 @@ MIN_TILES = tl.constexpr(8)
 
 
 @triton.jit
-def _find_request(
-    index, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS: tl.constexpr, IS_RAGGED: tl.constexpr
-):
-    """Return a request's first query token, its query rows from this row tile on, and its keys (0 if no rows are left).
+def _find_request(index, lens_ptr, start_ptr, query_len, num_heads, line, ROWS: tl.constexpr, IS_RAGGED: tl.constexpr):
+    """Return the first query row of this line's tile of a request, its rows from there on, and its keys (0 if no rows
+    are left).
 
-    index is one request or a vector of them.
+    index is one request or a vector of them. Which tile a line has turns from request to request, so that the short
+    requests' only tiles are spread over the lines.
     """
     first = index * query_len
     if IS_RAGGED:
         first = tl.load(start_ptr + index)
         query_len = tl.load(start_ptr + index + 1) - first
-    num_rows = query_len * num_heads - row_tile * ROWS
+    above = (line + index) % tl.num_programs(1) * ROWS
+    num_rows = query_len * num_heads - above
     num_keys = tl.load(lens_ptr + tl.maximum(first + query_len - 1, 0))
-    return first, num_rows, tl.where(num_rows > 0, tl.maximum(num_keys, 0), 0)
+    return first * num_heads + above, num_rows, tl.where(num_rows > 0, tl.maximum(num_keys, 0), 0)
 
 
 @triton.jit
@@ -101,16 +102,14 @@ def _upcast(values, dtype: tl.constexpr):
 
 
 @triton.jit
-def _merge_parts(
-    partials_ptr, partial_lse_ptr, first_part, num_parts, row_tile, ROWS: tl.constexpr, LATENT: tl.constexpr
-):
+def _merge_parts(partials_ptr, partial_lse_ptr, first_part, num_parts, line, ROWS: tl.constexpr, LATENT: tl.constexpr):
     """Merge the partial outputs of all parts of a request into out [ROWS, LATENT] and lse [ROWS]."""
     row, column = tl.arange(0, ROWS), tl.arange(0, LATENT)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, LATENT], tl.float32)
     for part in range(0, num_parts):
-        index = (row_tile * tl.num_programs(0) + first_part + part) * 2 + (part == 0)
+        index = (line * tl.num_programs(0) + first_part + part) * 2 + (part == 0)
         at = index * ROWS + row
         lse = tl.load(partial_lse_ptr + at, cache_modifier=".cg")
         new_peak = tl.maximum(peak, lse)
@@ -137,6 +136,7 @@ def decode_kernel(
     cache_ptr,
     table_ptr,
     lens_ptr,
+    index_ptr,
     start_ptr,
     out_ptr,
     lse_ptr,
@@ -163,14 +163,14 @@ def decode_kernel(
     REQS: tl.constexpr,
     IS_RAGGED: tl.constexpr,
 ):
-    """Compute decode attention; programs are (parts, tiles of query rows). scale includes log2(e).
+    """Compute decode attention; programs are (parts, lines of tiles of query rows). scale includes log2(e).
 
     ROPE is 0 where keys are shared, and q_pe_ptr None; uint8 rows are then those of `cache.shared_rows`.
 
     e4m3 values are exact in 16 bits and are multiplied without their scales, which go into the scores' scale; kv_scale
     also goes into the output.
     """
-    this_part, num_programs, row_tile = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    this_part, num_programs, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     row, key, column = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, LATENT)
     IS_PLANAR: tl.constexpr = ROPE == 0 and cache_ptr.dtype.element_ty == tl.uint8
     partial_lse_ptr = partials_ptr + num_programs * tl.num_programs(1) * 2 * ROWS * LATENT
@@ -183,7 +183,7 @@ def decode_kernel(
     # This program's part of the sequence of tiles.
     index = tl.arange(0, REQS)
     known = tl.minimum(index, num_reqs - 1)
-    _, _, all_keys = _find_request(known, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS, IS_RAGGED)
+    _, _, all_keys = _find_request(known, lens_ptr, start_ptr, query_len, num_heads, line, ROWS, IS_RAGGED)
     ends = tl.cumsum(tl.where(index < num_reqs, tl.cdiv(all_keys, KEYS), 0), 0)
     num_tiles = tl.max(ends, 0)
     size = tl.maximum(tl.cdiv(num_tiles, num_programs), MIN_TILES)
@@ -193,23 +193,23 @@ def decode_kernel(
     begin = tl.max(tl.where(ends <= start, ends, 0), 0)
 
     for empty in range(this_part, num_reqs, num_programs):  # they have no tile
-        first, num_rows, num_keys = _find_request(
-            empty, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS, IS_RAGGED
+        first_row, num_rows, num_keys = _find_request(
+            empty, lens_ptr, start_ptr, query_len, num_heads, line, ROWS, IS_RAGGED
         )
         if num_keys == 0:
-            out_row = (first * num_heads + row_tile * ROWS + row).to(tl.int64)
+            out_row = (first_row + row).to(tl.int64)
             zeros = tl.zeros([ROWS, LATENT], out_ptr.dtype.element_ty)
             tl.store(out_ptr + out_row[:, None] * LATENT + column[None, :], zeros, mask=row[:, None] < num_rows)
             tl.store(lse_ptr + out_row, tl.full([ROWS], -float("inf"), tl.float32), mask=row < num_rows)
 
     while start < end:
-        first, num_rows, num_keys = _find_request(
-            request, lens_ptr, start_ptr, query_len, num_heads, row_tile, ROWS, IS_RAGGED
+        first_row, num_rows, num_keys = _find_request(
+            request, lens_ptr, start_ptr, query_len, num_heads, line, ROWS, IS_RAGGED
         )
         stop = tl.minimum(begin + tl.cdiv(num_keys, KEYS), end)
         if start < stop:
             is_row = row < num_rows
-            token, head = first + (row_tile * ROWS + row) // num_heads, (row_tile * ROWS + row) % num_heads
+            token, head = (first_row + row) // num_heads, (first_row + row) % num_heads
             num_seen = tl.load(lens_ptr + token, mask=is_row, other=0)
             q_row = q_ptr + token.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head
             q = tl.load(q_row[:, None] + column[None, :], mask=is_row[:, None], other=0.0)
@@ -220,12 +220,14 @@ def decode_kernel(
             peak = tl.full([ROWS], -float("inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, LATENT], tl.float32)
+            table = request
+            if index_ptr is not None:
+                table = tl.load(index_ptr + request)
+            row_ptr = table_ptr + table.to(tl.int64) * table_stride
             for tile in range(start - begin, stop - begin):
                 position = tile * KEYS + key
                 is_key = position < num_keys
-                block = tl.load(
-                    table_ptr + request.to(tl.int64) * table_stride + position // block_size, mask=is_key, other=0
-                )
+                block = tl.load(row_ptr + position // block_size, mask=is_key, other=0)
                 if IS_PLANAR:
                     kv_c = _load_planar(cache_ptr, cache_stride_block, block.to(tl.int64), is_key, q.dtype, LATENT)
                 else:
@@ -258,20 +260,18 @@ def decode_kernel(
             num_parts = (begin + tl.cdiv(num_keys, KEYS) - 1) // size - first_part + 1
             is_last = num_parts == 1
             if num_parts > 1:
-                at = ((row_tile * num_programs + this_part) * 2 + (start == begin)) * ROWS + row
+                at = ((line * num_programs + this_part) * 2 + (start == begin)) * ROWS + row
                 tl.store(partials_ptr + at[:, None] * LATENT + column[None, :], out)
                 tl.store(partial_lse_ptr + at, lse)
                 tl.debug_barrier()  # all threads store before one thread signals the arrival
-                counter = counters_ptr + row_tile * num_programs + first_part
+                counter = counters_ptr + line * num_programs + first_part
                 is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
                 tl.debug_barrier()
                 if is_last:
                     tl.store(counter, 0)  # for the next launch
-                    out, lse = _merge_parts(
-                        partials_ptr, partial_lse_ptr, first_part, num_parts, row_tile, ROWS, LATENT
-                    )
+                    out, lse = _merge_parts(partials_ptr, partial_lse_ptr, first_part, num_parts, line, ROWS, LATENT)
             if is_last:
-                out_row = (first * num_heads + row_tile * ROWS + row).to(tl.int64)
+                out_row = (first_row + row).to(tl.int64)
                 tl.store(
                     out_ptr + out_row[:, None] * LATENT + column[None, :],
                     out.to(out_ptr.dtype.element_ty),
@@ -298,13 +298,14 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
     num_rows = call.max_query_len * num_heads
     max_rows = 64 if shared_memory(q.device) >= _BYTES_OF_64_ROWS else 32
     rows = min(max_rows, max(16, triton.next_power_of_2(num_rows)))
-    num_row_tiles = triton.cdiv(num_rows, rows)
-    decode_kernel[(max(1, num_programs(workspace, rows) // num_row_tiles), num_row_tiles)](
+    num_lines = triton.cdiv(num_rows, rows)
+    decode_kernel[(max(1, num_programs(workspace, rows) // num_lines), num_lines)](
         q,
         q_pe,
         kv_cache,
         block_table,
         call.seq_lens,
+        call.request_index,
         call.seq_lens if call.query_start_loc is None else call.query_start_loc,
         out,
         lse,
@@ -319,7 +320,7 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         kv_cache.stride(1),
         block_table.stride(0),
         call.block_size,
-        block_table.shape[0],
+        call.num_reqs,
         call.max_query_len,
         num_heads,
         call.scale * _LOG2E,
@@ -327,7 +328,7 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         KEYS=32,
         LATENT=call.kv_lora_rank,
         ROPE=call.rope_dim,
-        REQS=triton.next_power_of_2(block_table.shape[0]),
+        REQS=triton.next_power_of_2(call.num_reqs),
         IS_RAGGED=call.query_start_loc is not None,
         num_warps=4 if rows == 16 and q.dtype == kv_cache.dtype else 8,  # conversions take registers
         num_stages=2,
