@@ -183,14 +183,27 @@ def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConf
 def chunk_bounds(context_lens: np.ndarray, dcp: DCPConfig) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the positions [begin, end) of each request's context in each chunk, two arrays [num_prefills].
 
-    The contexts form one line, each padded to the alignment, which the chunks cut into parts as long as the workspace.
+    The contexts that are left share a chunk equally; what short ones do not need, long ones get.
     """
     alignment = dcp.chunk_alignment
-    size = dcp.context_workspace_tokens // alignment * alignment
-    ends = np.cumsum(-(-context_lens // alignment) * alignment)
-    starts = np.concatenate([[0], ends[:-1]])
-    for first in range(0, int(ends[-1]), size):
-        yield np.clip(first - starts, 0, context_lens), np.clip(first + size - starts, 0, context_lens)
+    room = dcp.context_workspace_tokens // alignment
+    begin = np.zeros_like(context_lens)
+    while (begin < context_lens).any():
+        shares = _share(-(-(context_lens - begin) // alignment), room)
+        end = np.minimum(context_lens, begin + shares * alignment)
+        yield begin, end
+        begin = end
+
+
+def _share(needs: np.ndarray, room: int) -> np.ndarray:
+    """Share room among needs, integers [N]: in equal parts, none of which exceeds its need."""
+    shares = np.zeros_like(needs)
+    while room and (is_open := shares < needs).any():
+        more = np.minimum(needs - shares, max(1, room // int(is_open.sum())))
+        more[np.cumsum(more) > room] = 0  # where not even one is left for each
+        shares += more
+        room -= int(more.sum())
+    return shares
 
 
 def leading_decodes(query_lens: Sequence[int], max_query_len: int) -> int:

@@ -86,7 +86,8 @@ def test_the_hopper_kernel_compiles(
         constants |= {"own_heads": 1} if own_heads == 1 else {}
     else:
         constants |= dict.fromkeys(("addresses_ptr", "state_ptr", "rank", "own_heads", "num_rows", "landing_bytes"))
-    optional = ("q_pe_desc", "kv_desc", "k_pe_desc", "rows_ptr", "index_ptr", "start_ptr", "q_scale_ptr", "kv_scale_ptr")
+    optional = ("q_pe_desc", "kv_desc", "k_pe_desc", "rows_ptr", "index_ptr", "start_ptr")
+    optional += ("q_scale_ptr", "kv_scale_ptr")
     constants |= {name: None for name in optional if name not in types}
     ptx, said = compile_for_hopper(decode_kernel, GluonASTSource, types, constants, num_warps=4)
     product = "m64n64k32.f32.e4m3.e4m3" if is_fp8 else "m64n256k16"

@@ -119,8 +119,8 @@ def decode_kernel(
     outputs = Outputs(out_ptr, lse_ptr, mail, partials_ptr, partial_lses_ptr, counters_ptr)
     queries = Tiles(q_desc, q_pe_desc)
     keys = rows_ptr if kv_desc is None else Tiles(kv_desc, k_pe_desc)
-    strides = rows_per_block, block_size, ROW_STRIDE, PAGE_STRIDE
-    paging = Paging(table_ptr, table_stride, index_ptr, *strides, IS_SPARSE, is_ds_mla)
+    table = table_ptr, table_stride, index_ptr, rows_per_block, block_size
+    paging = Paging(*table, ROW_STRIDE, PAGE_STRIDE, IS_SPARSE, is_ds_mla)
     source = (queries, keys, buffers, barriers, paging, counters_ptr, work)
     if is_fp8:
         gl.warp_specialize(

@@ -1,0 +1,143 @@
+"""The choice between two ways for a piece of a prompt to attend: up-projected keys (MHA), or absorbed queries.
+
+MHA projects the whole context to keys and values, whatever the number of new tokens; absorbed attention multiplies
+wider rows, but reads the latents as they are cached. Both give the same result. The choice follows from modelled times,
+which depend on global numbers alone, so all ranks of a group choose alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dcpmla.cache.formats import row_width, storage_dtype
+from dcpmla.config import DCPConfig, MLAConfig
+
+_QUERY_TILE = 128  # new tokens whose scores an MHA program computes together, fewer take as long
+_ABSORBED_ROWS = 128  # query rows that read the same keys side by side: two tiles of the decode kernels
+_ELEMENT_BYTES = 2  # of keys, values and queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Speeds of attention's kernels on one GPU. The defaults were measured on an H100 (`bench layer --turns`).
+
+    Attributes:
+        matmul_tflops: Rate of the up-projection.
+        mha_tflops, masked_tflops: Rate of MHA, and of MHA under a mask of selected tokens.
+        absorbed_tflops, selected_tflops: Rate of absorbed attention to all tokens, and to selected ones.
+        gb_per_s: Memory bandwidth.
+        link_gb_per_s: Bandwidth of the exchange into one rank.
+        num_processors: Multiprocessors of the GPU.
+        call_us: Time of the kernels that a route launches besides, of a piece without and with a context alike.
+    """
+
+    matmul_tflops: float = 650
+    mha_tflops: float = 600
+    masked_tflops: float = 430
+    absorbed_tflops: float = 520
+    selected_tflops: float = 450
+    gb_per_s: float = 2700
+    link_gb_per_s: float = 275
+    num_processors: int = 132
+    call_us: float = 10
+
+
+@dataclass(frozen=True)
+class RouteCosts:
+    """Modelled time of both routes in one layer on one rank.
+
+    Args:
+        config: Geometry of the layer, with an indexer where it selects tokens.
+        dcp: Layout and format of the cache.
+        rates: Speeds of the GPU.
+    """
+
+    config: MLAConfig
+    dcp: DCPConfig
+    rates: Rates = Rates()
+
+    def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
+        """Return which pieces of a step attend with absorbed queries.
+
+        Args:
+            pieces: Number of new tokens and of tokens before them, of each piece.
+        """
+        num_tiles = sum(map(self.num_tiles, (new for new, _ in pieces)))
+        return [self.absorbed_us(*piece) < self.mha_us(*piece, num_tiles) for piece in pieces]
+
+    def num_tiles(self, new: int) -> int:
+        """Return how many MHA programs a piece of so many tokens has, of all heads."""
+        return self._num_heads * -(-new // _QUERY_TILE)
+
+    def mha_us(self, new: int, context: int, num_tiles: int) -> float:
+        """Return the microseconds of MHA: the context gathered, all keys up-projected, then read and multiplied.
+
+        Args:
+            new, context: Number of new tokens, and of tokens before them.
+            num_tiles: Programs of all pieces of the step (`num_tiles`), which may be too few for the GPU.
+        """
+        config, rates, size = self.config, self.rates, self.dcp.decode_context_parallel_size
+        num_keys, heads = context + new, self._num_heads
+        kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        kv_us = _read_us(num_keys * kv_width * _ELEMENT_BYTES, rates)
+        project_us = max(kv_us, _multiply_us(num_keys * kv_width * config.kv_lora_rank, rates.matmul_tflops))
+        width = config.qk_head_dim + config.v_head_dim
+        # The scores of a whole tile are computed, but of new tokens only those that are not masked out.
+        num_pairs = -(-new // _QUERY_TILE) * _QUERY_TILE * context + new * (new + 1) // 2
+        tflops = rates.masked_tflops if self._selects(num_keys) else rates.mha_tflops
+        share = min(1.0, num_tiles / rates.num_processors)
+        attend_us = max(kv_us, _multiply_us(num_pairs * heads * width, tflops * share))
+        # Cached rows are read, gathered and put in order: two passes. Other ranks' come while attention runs.
+        latents_us = _read_us(4 * context * self._row_bytes, rates)
+        link_us = context * self._row_bytes * (size - 1) / size / rates.link_gb_per_s / 1e3
+        return rates.call_us * (2 if context else 1) + latents_us + project_us + max(attend_us, link_us)
+
+    def absorbed_us(self, new: int, context: int) -> float:
+        """Return the microseconds of absorbed attention: queries gathered, each rank's latents read and multiplied by
+        all heads of the DCP group, partial results merged.
+
+        Args:
+            new, context: Number of new tokens, and of tokens before them.
+        """
+        config, rates, size = self.config, self.rates, self.dcp.decode_context_parallel_size
+        num_keys, heads = context + new, self._num_heads
+        rank, columns = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
+        num_pairs, tflops = new * context + new * (new + 1) // 2, rates.absorbed_tflops
+        num_rows = -(-new // self.tokens_per_request) * num_keys / size  # that are read from the cache
+        if self._selects(num_keys):
+            assert config.indexer is not None
+            num_pairs, tflops = new * config.indexer.topk, rates.selected_tflops
+            num_rows = num_pairs / size
+        flops_us = _multiply_us(num_pairs * heads * (config.latent_dim + rank), tflops)
+        project_us = _multiply_us(new * heads * rank * columns, rates.matmul_tflops)
+        sent_bytes = new * heads * (size - 1) * (config.latent_dim + rank) * _ELEMENT_BYTES
+        link_us = sent_bytes / rates.link_gb_per_s / 1e3
+        return rates.call_us + max(flops_us, _read_us(num_rows * self._row_bytes, rates)) + project_us + link_us
+
+    @property
+    def tokens_per_request(self) -> int:
+        """Return how many tokens absorbed attention takes at a time (`StepMetadata.build`, max_decode_query_len)."""
+        return max(1, _ABSORBED_ROWS // (self._num_heads * self.dcp.decode_context_parallel_size))
+
+    @property
+    def _num_heads(self) -> int:
+        return self.config.heads_per_rank(self.dcp.tensor_parallel_size)
+
+    @property
+    def _row_bytes(self) -> int:
+        storage = storage_dtype(self.dcp.kv_cache_dtype, torch.bfloat16)
+        return row_width(storage, self.config.kv_lora_rank, self.config.qk_rope_head_dim) * storage.itemsize
+
+    def _selects(self, num_keys: int) -> bool:
+        """Return whether an indexer leaves some of the keys out."""
+        return self.config.indexer is not None and num_keys > self.config.indexer.topk
+
+
+def _multiply_us(num_products: float, tflops: float) -> float:
+    """Return the microseconds of so many products and sums."""
+    return 2 * num_products / tflops / 1e6
+
+
+def _read_us(num_bytes: float, rates: Rates) -> float:
+    return num_bytes / rates.gb_per_s / 1e3
