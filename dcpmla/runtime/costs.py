@@ -1,0 +1,51 @@
+"""What pieces of prompts cost in a step, as the scheduler asks for it."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class PieceCosts(Protocol):
+    """The modelled time of pieces of prompts; `dcpmla.planning.prefill.PrefillCosts` is one.
+
+    All answers follow from numbers that the ranks have in common: never from a rank's own clock.
+
+    Attributes:
+        max_prefill_us: Most microseconds that pieces of prompts take in a step in which requests decode.
+        tokens_per_request: Width of the pieces that absorbed attention cuts requests into
+            (`RouteCosts.tokens_per_request`).
+    """
+
+    @property
+    def max_prefill_us(self) -> float: ...
+
+    @property
+    def tokens_per_request(self) -> int: ...
+
+    def piece_us(self, new: int, context: int) -> float:
+        """Return the microseconds that a piece of so many new tokens adds to a step, after so many tokens before it."""
+
+    def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
+        """Return which pieces (new tokens, tokens before them) attend with absorbed queries."""
+
+
+class TokenCosts:
+    """A model of equal tokens: a step is bounded by their number alone, and all pieces attend by MHA."""
+
+    max_prefill_us = float("inf")
+    tokens_per_request = 1
+
+    def piece_us(self, new: int, context: int) -> float:
+        """Return the number of new tokens."""
+        return float(new)
+
+    def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
+        """Return False for each piece."""
+        return [False] * len(pieces)
+
+
+def most_tokens(costs: PieceCosts, context: int, limit: int, room_us: float) -> int:
+    """Return how many new tokens after a context, at most `limit`, fit into room_us; 0 where none do."""
+    if costs.piece_us(limit, context) <= room_us:
+        return limit
+    return bisect_right(range(1, limit + 1), room_us, key=lambda new: costs.piece_us(new, context))
