@@ -187,6 +187,7 @@ def test_options_of_generate() -> None:
         ("--enable-prefix-caching", "--no-enable-prefix-caching"),
         ("--max-num-batched-tokens",),
         ("--max-num-seqs",),
+        ("--max-prefill-ms",),
         ("--max-model-len",),
         ("--kv-cache-memory-bytes",),
         ("--gpu-memory-utilization",),

@@ -103,7 +103,7 @@ class StepBuilder:
     ) -> DecodeMetadata:
         lens, index = np.asarray(query_lens), None
         if lens.max() > max_query_len:
-            lens, request = _cut_queries(lens, max_query_len)
+            lens, request = cut_queries(lens, max_query_len)
             index = self._upload(request)
         return DecodeMetadata(
             block_table=block_table,
@@ -211,7 +211,7 @@ def leading_decodes(query_lens: Sequence[int], max_query_len: int) -> int:
     return next((index for index, length in enumerate(query_lens) if length > max_query_len), len(query_lens))
 
 
-def _cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut requests into pieces of max_query_len tokens; return the pieces' lengths, and each one's request, int32."""
     num_pieces = -(-lens // max_query_len)
     request = np.repeat(np.arange(len(lens), dtype=np.int32), num_pieces)

@@ -7,15 +7,16 @@ which depend on global numbers alone, so all ranks of a group choose alike.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
 
-_QUERY_TILE = 128  # new tokens whose scores an MHA program computes together, fewer take as long
+_QUERY_TILE = 128  # new tokens that an MHA program takes; fewer take as long
 _ABSORBED_ROWS = 128  # query rows that read the same keys side by side: two tiles of the decode kernels
-_ELEMENT_BYTES = 2  # of keys, values and queries
+_ELEMENT_BYTES = 2  # width of keys, values and queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ class RouteCosts:
     def mha_us(self, new: int, context: int, num_tiles: int) -> float:
         """Return the microseconds of MHA: the context gathered, all keys up-projected, then read and multiplied.
 
+        A piece alone takes no less with more new tokens, nor with a longer context.
+
         Args:
             new, context: Number of new tokens, and of tokens before them.
             num_tiles: Programs of all pieces of the step (`num_tiles`), which may be too few for the GPU.
@@ -83,8 +86,9 @@ class RouteCosts:
         kv_us = _read_us(num_keys * kv_width * _ELEMENT_BYTES, rates)
         project_us = max(kv_us, _multiply_us(num_keys * kv_width * config.kv_lora_rank, rates.matmul_tflops))
         width = config.qk_head_dim + config.v_head_dim
-        # The scores of a whole tile are computed, but of new tokens only those that are not masked out.
-        num_pairs = -(-new // _QUERY_TILE) * _QUERY_TILE * context + new * (new + 1) // 2
+        # Scores are computed in whole tiles, of new tokens those on and below the diagonal.
+        rows = -(-new // _QUERY_TILE) * _QUERY_TILE
+        num_pairs = rows * context + rows * (rows + _QUERY_TILE) // 2
         tflops = rates.masked_tflops if self._selects(num_keys) else rates.mha_tflops
         share = min(1.0, num_tiles / rates.num_processors)
         attend_us = max(kv_us, _multiply_us(num_pairs * heads * width, tflops * share))
@@ -104,7 +108,8 @@ class RouteCosts:
         num_keys, heads = context + new, self._num_heads
         rank, columns = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
         num_pairs, tflops = new * context + new * (new + 1) // 2, rates.absorbed_tflops
-        num_rows = -(-new // self.tokens_per_request) * num_keys / size  # that are read from the cache
+        # Tokens that attend side by side share the rows of the cache that they read.
+        num_rows = -(-new // self.tokens_per_request) * num_keys / size
         if self._selects(num_keys):
             assert config.indexer is not None
             num_pairs, tflops = new * config.indexer.topk, rates.selected_tflops
@@ -115,16 +120,16 @@ class RouteCosts:
         link_us = sent_bytes / rates.link_gb_per_s / 1e3
         return rates.call_us + max(flops_us, _read_us(num_rows * self._row_bytes, rates)) + project_us + link_us
 
-    @property
+    @cached_property
     def tokens_per_request(self) -> int:
         """Return how many tokens absorbed attention takes at a time (`StepMetadata.build`, max_decode_query_len)."""
         return max(1, _ABSORBED_ROWS // (self._num_heads * self.dcp.decode_context_parallel_size))
 
-    @property
+    @cached_property
     def _num_heads(self) -> int:
         return self.config.heads_per_rank(self.dcp.tensor_parallel_size)
 
-    @property
+    @cached_property
     def _row_bytes(self) -> int:
         storage = storage_dtype(self.dcp.kv_cache_dtype, torch.bfloat16)
         return row_width(storage, self.config.kv_lora_rank, self.config.qk_rope_head_dim) * storage.itemsize

@@ -245,12 +245,8 @@ class StepMetadata:
             from dcpmla.attention.compressed.build import CompressedStepBuilder
 
             compressed = CompressedStepBuilder.of(plan, dcp_rank, device)
-            if num_decodes is not None:
-                raise ValueError(
-                    f"num_decodes is {num_decodes}; with a plan it must be None, max_decode_query_len says it"
-                )
             return compressed.build_compressed(
-                query_lens, seq_lens, block_tables, states, max_decode_query_len, workspace
+                query_lens, seq_lens, block_tables, states, max_decode_query_len, num_decodes, workspace
             )
         builder = StepBuilder(dcp, dcp_rank, device)
         decodes = max_decode_query_len, num_decodes

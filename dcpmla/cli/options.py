@@ -141,6 +141,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     )
     add("--max-num-batched-tokens", type=positive, default=8192, metavar="C", help="most tokens of one step")
     add("--max-num-seqs", type=positive, default=256, metavar="R", help="most requests that run at the same time")
+    add(
+        "--max-prefill-ms",
+        type=float,
+        metavar="MS",
+        help="most milliseconds, by the planner's model, that pieces of prompts take in a step in which requests "
+        "decode; default: what a step of --max-num-batched-tokens tokens without context takes",
+    )
     add("--max-model-len", type=int, metavar="L", help="longest sequence, prompt and answer; default: the model's")
     add(
         "--kv-cache-memory-bytes",

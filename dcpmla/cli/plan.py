@@ -23,11 +23,13 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import Row, calibrate, measured_us, predict_row, read_rows
 from dcpmla.planning.predict import Setting
+from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.recommend import Plan, cache_bytes, make_plan, recommend
 from dcpmla.planning.weights import ModelSize, read_model
 
 # Fields that are printed with a measured row.
 _SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "input_len", "kv_cache_dtype")
+_TURN_TOKENS, _STEP_TOKENS = 64, 2048  # prompts whose times are printed: a turn of a conversation, a step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,7 +191,16 @@ def _report(
         shares = "each replica of the TP group takes its share of the requests"
         lines.append(f"{args.num_gpus:,} GPUs in {best.num_nodes:,} nodes; {shares}")
     lines += ["", *_table(plans), "", *_capacity(machine, model, plans), "", f"recommended: {best.setting}. {reason}"]
+    lines.append(_prompts(machine, model, best, args.context))
     return [*lines, *(f"note: {note}" for note in _notes(args, machine, model, plans))]
+
+
+def _prompts(machine: Machine, model: ModelSize, plan: Plan, context: int) -> str:
+    """Return a line on the time that prompts add to a step."""
+    costs = PrefillCosts(machine, model, plan.setting, _STEP_TOKENS)
+    turn, step = (costs.piece_us(*piece) / 1e3 for piece in ((_TURN_TOKENS, context), (_STEP_TOKENS, 0)))
+    turn_of = f"{turn:.2f} ms for a turn of {_TURN_TOKENS} tokens after {context:,}"
+    return f"prompts add to a step of {plan.setting}: {turn_of}, {step:.2f} ms for {_STEP_TOKENS:,} tokens without a context"
 
 
 def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:

@@ -35,6 +35,10 @@ from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.integrations.transformers import load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.predict import Setting
+from dcpmla.planning.prefill import PrefillCosts
+from dcpmla.planning.weights import read_model
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.text import Tokenizer
@@ -46,6 +50,7 @@ _OPTION_RULES = {
     "dtype": one_of(MODEL_DTYPES),
     "max_num_batched_tokens": whole(1),
     "max_num_seqs": whole(1),
+    "max_prefill_ms": optional(number(0, above=True)),
     "kv_cache_memory_bytes": optional(whole(1)),
     "gpu_memory_utilization": number(0, 1, above=True),
     "enable_prefix_caching": FLAG,
@@ -113,6 +118,7 @@ def load_engine(
     dtype: torch.dtype | str = "auto",
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 256,
+    max_prefill_ms: float | None = None,
     seq_lens: Sequence[int] | None = None,
     kv_cache_memory_bytes: int | None = None,
     gpu_memory_utilization: float = 0.9,
@@ -137,8 +143,10 @@ def load_engine(
         chosen: by `select_exchange`.
         dtype: to compute in, a name or torch's; "auto" takes the checkpoint's. The cache's, too, where
             dcp.kv_cache_dtype is "auto".
-        max_num_batched_tokens: most tokens of one step.
-        max_num_seqs: most requests that run at the same time.
+        max_num_batched_tokens: Limit of one step's tokens.
+        max_num_seqs: Limit of requests that run at the same time.
+        max_prefill_ms: Limit in milliseconds, by the planner's model, for pieces of prompts in a step in which requests
+            decode; None for the time of max_num_batched_tokens tokens without a context.
         seq_lens: tokens of all sequences to come, where that is known: the cache then is no larger than they need
             together.
         kv_cache_memory_bytes: of the cache on each rank; default: what is free after loading, less a step's largest
@@ -209,6 +217,7 @@ def load_engine(
     plan = _plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, query_len - 1)
     with agree():
         cache = new_cache(plan, device)
+        costs = _piece_costs(files.config, dcp, enable_expert_parallel, max_num_batched_tokens, max_prefill_ms)
     graph, *of_mtp = [maker.capture(cache) if captures else None for maker in makers]
     mtp = [found or maker.make(cache) for found, maker in zip(of_mtp, makers[1:], strict=True)]
     drafter = make_drafter(speculative_method, num_speculative_tokens, sharded, cache, mesh, mtp)
@@ -228,6 +237,7 @@ def load_engine(
         graph,
         enable_prefix_caching,
         drafter,
+        costs=costs,
     )
     if device.type == "cuda" and not dcp.calculate_kv_scales:  # which the first prompt gives
         warm_up(new_engine())
@@ -244,6 +254,26 @@ def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
     check_index_options(attention, dcp)
     if isinstance(attention, CompressedConfig):
         attention.check_layout(dcp)
+
+
+def _piece_costs(
+    config: Any,
+    dcp: DCPConfig,
+    enable_expert_parallel: bool,
+    max_num_batched_tokens: int,
+    max_prefill_ms: float | None,
+) -> PrefillCosts:
+    """Return the modelled time of pieces of prompts.
+
+    They are an H200's on all devices: the default limit compares them with each other, and all ranks must agree.
+    """
+    setting = Setting(
+        tp=dcp.tensor_parallel_size,
+        dcp=dcp.decode_context_parallel_size,
+        kv_cache_dtype="bf16" if dcp.kv_cache_dtype == "auto" else dcp.kv_cache_dtype,
+        enable_expert_parallel=enable_expert_parallel,
+    )
+    return PrefillCosts(H200X8, read_model(config), setting, max_num_batched_tokens, max_prefill_ms)
 
 
 def _plan_cache(

@@ -98,12 +98,12 @@ def predict_step(
     Args:
         batch: requests of the TP group, one new token each, and drafts.
         context: cached tokens of each request.
-        backend: of the exchange (`exchange_us`).
+        backend: Name of the exchange (`exchange_us`).
     """
     attention, num_tokens = model.attention, batch * setting.query_len
     parts = dict.fromkeys(PARTS if attention.indexer is None else SPARSE_PARTS, 0.0)
     for parameter in model.parameters:
-        for part, time in _parameter_us(machine, model, parameter, setting, num_tokens).items():
+        for part, time in parameter_us(machine, model, parameter, setting, num_tokens).items():
             parts[part] += parameter.count * time
     for reads in layer_reads(attention, model.num_attention_layers, model.num_index_layers, context):
         times = _exchange_and_attention_us(machine, attention, reads, setting, batch, backend)
@@ -195,8 +195,8 @@ def _cache_us(machine: Machine, num_bytes: int, flops: int) -> float:
     return max(num_bytes / read_gb_per_s / 1e3, flops / machine.attention_tflops / 1e6)
 
 
-def _parameter_us(
-    machine: Machine, model: ModelSize, parameter: Parameter, setting: Setting, batch: int
+def parameter_us(
+    machine: Machine, model: ModelSize, parameter: Parameter, setting: Setting, num_tokens: int
 ) -> dict[str, float]:
     """Return the time that one parameter adds to a step, by part: its kernel, and the collective that its cut needs."""
     part = "projections" if parameter.is_attention else "rest"
@@ -204,16 +204,16 @@ def _parameter_us(
         is_kernel = parameter.name.endswith("norm.weight") and not parameter.is_block_norm
         return {part: machine.kernel_us if is_kernel else 0.0}
     if parameter.is_hyper_connection:
-        num_bytes = _STREAM_PASSES * batch * parameter.shape[-1] * _ACTIVATION_BYTES
-        return {part: _matmul_us(machine, parameter, setting, batch) + num_bytes / machine.hbm_gb_per_s / 1e3}
+        num_bytes = _STREAM_PASSES * num_tokens * parameter.shape[-1] * _ACTIVATION_BYTES
+        return {part: _matmul_us(machine, parameter, setting, num_tokens) + num_bytes / machine.hbm_gb_per_s / 1e3}
     if "embed_tokens" in parameter.name:
         return {"rest": machine.kernel_us}
     if "lm_head" in parameter.name:
-        return {"rest": _head_us(machine, parameter, setting, batch)}
+        return {"rest": _head_us(machine, parameter, setting, num_tokens)}
     time = (
-        _expert_us(machine, model, parameter, setting, batch)
+        _expert_us(machine, model, parameter, setting, num_tokens)
         if parameter.is_expert
-        else _matmul_us(machine, parameter, setting, batch)
+        else _matmul_us(machine, parameter, setting, num_tokens)
     )
     if parameter.is_joined or parameter.is_shared_expert:
         time -= machine.product_us  # the product that it is part of is a kernel
@@ -221,7 +221,7 @@ def _parameter_us(
         time += machine.product_us  # two products, W_UK into the query and W_UV after the merge
     if parameter.style != "row" or parameter.is_shared_expert:  # summed with the routed experts
         return {part: time}
-    all_reduce = _all_reduce_us(machine, model, parameter.shape[-2], setting, batch)
+    all_reduce = _all_reduce_us(machine, model, parameter.shape[-2], setting, num_tokens)
     if parameter.is_attention:
         return {"projections": time, "rest": all_reduce}
     if parameter.is_expert and model.has_shortcut:
@@ -243,7 +243,7 @@ def _matmul_us(machine: Machine, parameter: Parameter, setting: Setting, num_row
 def _expert_us(machine: Machine, model: ModelSize, parameter: Parameter, setting: Setting, batch: int) -> float:
     """Return the time of one grouped product over the experts that some token picked."""
     read = expected_experts(model.num_routed, model.experts_per_token, batch)
-    rows = batch * model.experts_per_token / model.num_routed  # of an average expert
+    rows = batch * model.experts_per_token / model.num_routed  # rows of an average expert
     return _matmul_us(machine, parameter, setting, rows, read)
 
 

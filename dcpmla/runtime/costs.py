@@ -44,6 +44,9 @@ class TokenCosts:
         return [False] * len(pieces)
 
 
+TOKEN_COSTS = TokenCosts()
+
+
 def most_tokens(costs: PieceCosts, context: int, limit: int, room_us: float) -> int:
     """Return how many new tokens after a context, at most `limit`, fit into room_us; 0 where none do."""
     if costs.piece_us(limit, context) <= room_us:

@@ -12,6 +12,7 @@ from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.agreement import Agreement, Feed, News
 from dcpmla.runtime.callbacks import Callbacks
+from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
@@ -50,6 +51,7 @@ class Engine:
         graph: the model's decode step over the cache; takes steps of decodes alone, up to its largest batch.
         enable_prefix_caching: reuse the blocks of earlier requests that begin with the same tokens.
         drafter: of drafts, which steps verify; None for one token a request and step.
+        costs: Model of the time that pieces of prompts take, which decides how they attend and bounds them.
     Raises:
         ValueError: a limit that is too low.
     """
@@ -68,16 +70,18 @@ class Engine:
         graph: DecodeGraph | None = None,
         enable_prefix_caching: bool = True,
         drafter: Drafter | None = None,
+        costs: PieceCosts = TOKEN_COSTS,
     ) -> None:
         self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
         self.max_model_len, self.tokenizer, self.on_step, self.graph = max_model_len, tokenizer, on_step, graph
         check_fields({"max_model_len": whole(2)}, {"max_model_len": max_model_len}, option_label)
         sizes = cache.sizes
         self.allocator = BlockAllocator(sizes.num_blocks, sizes.block_tokens, sizes.num_states)
-        self.scheduler = Scheduler(self.allocator, max_num_batched_tokens, max_num_seqs, enable_prefix_caching)
+        limits = max_num_batched_tokens, max_num_seqs, enable_prefix_caching
+        self.scheduler = Scheduler(self.allocator, *limits, costs)
         self.stats = Stats()
         self.speculation = Speculation(drafter)
-        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank)
+        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, costs.tokens_per_request)
         self._penalties = Penalties()
         self._agreement = Agreement(mesh)
         self.now = 0.0  # seconds on this rank's clock when the last step ended

@@ -40,8 +40,11 @@ class Model(Protocol):
 class StepRunner:
     """The model over its cache, one step after the other."""
 
-    def __init__(self, model: Model, cache: AnyCache, dcp: DCPConfig, dcp_rank: int) -> None:
+    def __init__(
+        self, model: Model, cache: AnyCache, dcp: DCPConfig, dcp_rank: int, tokens_per_request: int = 1
+    ) -> None:
         self.model, self.cache, self.dcp, self.dcp_rank = model, cache, dcp, dcp_rank
+        self._tokens_per_request = tokens_per_request
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
@@ -94,14 +97,22 @@ class StepRunner:
             self.dcp,
             self.dcp_rank,
             self.model.device,
+            max_decode_query_len=self._decode_width(step),
             # Without scales nothing is a decode, not even a prompt of one token.
-            max_decode_query_len=0 if self._lacks_scales else step.most_drafts + 1,
+            num_decodes=0 if self._lacks_scales else step.num_absorbed,
             workspace=self._workspace,
             **self.cache.sizes.step_layout(requests.states),
         )
         self._lacks_scales = False
         logits = self.model.step(inputs.on(self.model.device), metadata, self.cache, logits_at)
         return inputs, Computed(metadata, None, inputs.logits_at), logits
+
+    def _decode_width(self, step: Step) -> int:
+        """Return how many tokens of a request absorbed attention takes at a time: those of decodes and their drafts,
+        or a width that suits the kernels where pieces of prompts are longer.
+        """
+        is_cut = step.longest_absorbed > step.most_drafts + 1
+        return self._tokens_per_request if is_cut else step.most_drafts + 1
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy a request's state to where it is remembered, or back."""

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.fields import check_fields, option_label, whole
+from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, most_tokens
 from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.step import Step
 
+_LEAST_TOKENS = 64  # of a piece, whatever its context costs, so that every step brings a prompt forward
 NOW = -math.inf  # arrival time of a request that the next step dates
 
 
@@ -73,6 +75,7 @@ class Scheduler:
         allocator: Blocks of the cache.
         max_num_batched_tokens: Limit of a step's tokens.
         max_num_seqs: Limit of requests that run at the same time.
+        costs: Model of the time that pieces of prompts take, which bounds them where requests decode.
         enable_prefix_caching: Whether full blocks are remembered for requests that begin with the same tokens.
     Raises:
         ValueError: a limit below 1, or more requests than the cache has states for.
@@ -84,6 +87,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         enable_prefix_caching: bool = True,
+        costs: PieceCosts = TOKEN_COSTS,
     ) -> None:
         limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
         check_fields(dict.fromkeys(limits, whole(1)), limits, option_label)
@@ -93,7 +97,7 @@ class Scheduler:
                 f"max_num_seqs (--max-num-seqs) is {max_num_seqs}, but the cache has {num_states} states, one for each "
                 f"request that runs"
             )
-        self.allocator, self.enable_prefix_caching = allocator, enable_prefix_caching
+        self.allocator, self.enable_prefix_caching, self.costs = allocator, enable_prefix_caching, costs
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
@@ -128,9 +132,11 @@ class Scheduler:
             for index, piece in enumerate(step.pieces):
                 if piece.request.can_draft:
                     step.set_drafts(index, self._take_room(piece.request, min(num_drafts, step.budget)))
+        if step.pieces:
+            step.room_us = self.costs.max_prefill_us
         self._schedule_prefills(step)
         self._admit(step, now)
-        step.pieces.sort(key=lambda piece: piece.num_tokens - piece.num_drafts != 1)
+        step.arrange(self.costs)
         return step
 
     def remember(self, request: Request) -> tuple[int, int] | None:
@@ -170,8 +176,8 @@ class Scheduler:
 
     def _schedule_prefills(self, step: Step) -> None:
         for request in self.running:
-            if request.num_pending_tokens > 1 and step.room(request):
-                step.add(request, self._piece(request))
+            if request.num_pending_tokens > 1 and step.room(request) and step.room_us > 0:
+                self._add_piece(step, request)
 
     def _admit(self, step: Step, now: float) -> None:
         coming = ComingBlocks(self.allocator.block_tokens, self.allocator.states.num_states > 0)
@@ -181,7 +187,7 @@ class Scheduler:
                     coming.add(request)
         passed: list[Request] = []
         num_held = 0
-        while self.waiting and step.budget and len(self.running) < self.max_num_seqs > num_held:
+        while self.waiting and step.budget and step.room_us > 0 and len(self.running) < self.max_num_seqs > num_held:
             request = self.waiting[0]
             has_room = step.room(request) > 0
             # A preempted request is computed again once its token in flight is known: it would get that token twice.
@@ -197,10 +203,18 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             if self.enable_prefix_caching:
                 coming.add(request)
-            step.add(request, self._piece(request))
+            self._add_piece(step, request)
             if request.scheduled_time is None:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
         self.waiting.extendleft(reversed(passed))
+
+    def _add_piece(self, step: Step, request: Request) -> None:
+        """Put as much of a prompt into a step as it has tokens and time for, and some of it in any case."""
+        context, limit = request.num_computed_tokens, min(self._piece(request), step.room(request))
+        affordable = most_tokens(self.costs, context, limit, step.room_us)
+        num_tokens = max(affordable, min(limit, _LEAST_TOKENS))
+        step.add(request, num_tokens)
+        step.room_us -= self.costs.piece_us(num_tokens, context)
 
     def _piece(self, request: Request) -> int:
         """Return how many tokens of a request to compute next: all, or where its state is to be remembered those up to

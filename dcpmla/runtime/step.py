@@ -1,9 +1,11 @@
 """A step of the engine: requests, and how many tokens of each it computes."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dcpmla.runtime.costs import PieceCosts
 from dcpmla.runtime.request import Request
 
 _MAX_SCORED = 256  # prompts' tokens of a step that get logits: as many rows of the vocabulary in float32
@@ -27,15 +29,19 @@ class Step:
     """Requests, and how many tokens of each the step computes; pieces of one token and its drafts come first.
 
     Attributes:
-        budget: further tokens that the step has room for.
-        copies: states to copy before it, (source, target), in this order.
-        num_scored: tokens of prompts whose log probabilities are wanted.
+        budget: Further tokens that the step has room for.
+        room_us: Microseconds that further pieces of prompts may take (`PieceCosts.piece_us`).
+        copies: States to copy before it, (source, target), in this order.
+        num_scored: Tokens of prompts whose log probabilities are computed.
+        num_absorbed: Number of pieces, the first ones, that attend with absorbed queries.
     """
 
     budget: int
+    room_us: float = math.inf
     pieces: list[Piece] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_scored: int = 0
+    num_absorbed: int = 0
 
     def room(self, request: Request) -> int:
         """Return how many tokens of a request there is room for."""
@@ -50,6 +56,21 @@ class Step:
             self.num_scored += num_tokens
         self.pieces.append(Piece(request, num_tokens))
         self.budget -= num_tokens
+
+    def arrange(self, costs: PieceCosts) -> None:
+        """Order the pieces: decodes, then pieces of prompts that attend with absorbed queries, then all others."""
+        decodes = [piece for piece in self.pieces if piece.num_tokens - piece.num_drafts == 1]
+        prompts = [piece for piece in self.pieces if piece.num_tokens - piece.num_drafts != 1]
+        chosen = costs.choose_absorbed([(piece.num_tokens, piece.request.num_computed_tokens) for piece in prompts])
+        absorbed = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if is_absorbed]
+        others = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if not is_absorbed]
+        self.pieces = decodes + absorbed + others
+        self.num_absorbed = len(decodes) + len(absorbed)
+
+    @property
+    def longest_absorbed(self) -> int:
+        """Return the tokens of the longest piece that attends with absorbed queries, 0 for none."""
+        return max((piece.num_tokens for piece in self.pieces[: self.num_absorbed]), default=0)
 
     @property
     def has_prompts(self) -> bool:

@@ -30,6 +30,7 @@ BATCH: Batch = ((0, 1), (1, 1), (40, 1), (0, 9), (30, 6), (3, 17), (21, 1))
 PROJECT_FIRST_TOKENS = 8  # in place of the layer's
 DECODES: Batch = (*((3 * n % 11, 1) for n in range(PROJECT_FIRST_TOKENS)), (5, 6))
 SPECULATED: Batch = ((0, 3), (1, 3), (5, 3), (40, 3))  # at lengths that leave some ranks without some tokens' keys
+PIECES: Batch = ((0, 7), (30, 6), (3, 17), (21, 1), (41, 9))  # of prompts, with absorbed queries
 # q_replicate, project_before_merge, a batch and whether its decodes are enough for that.
 VARIANTS = (
     (False, False, BATCH, False),
@@ -72,6 +73,7 @@ def run_steps(
     with_positions: bool,
     padding: int,
     max_decode_query_len: int,
+    num_decodes: int | None,
 ) -> Tensor:
     """Fill the cache with what each request has cached, as one prefill; then the batch as one step."""
     total = [cached + new for cached, new in batch]
@@ -82,8 +84,10 @@ def run_steps(
     cos, sin = (part[0, :, : part.shape[-1] // 2] for part in rope(hf_config, max(total), True))
     cos_sin = torch.cat([cos, sin], -1)
 
-    def step(query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int) -> Tensor:
-        layout = dcp, layer.mesh.dcp_rank, "cpu", max_decode_query_len
+    def step(
+        query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int, num_decodes: int | None
+    ) -> Tensor:
+        layout = dcp, layer.mesh.dcp_rank, "cpu", max_decode_query_len, num_decodes
         metadata = StepMetadata.build(query_lens, seq_lens, [tables[i] for i in requests], *layout)
         rows = torch.cat(
             [hidden[i][seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
@@ -92,8 +96,8 @@ def run_steps(
         return layer(rows, cache, metadata.with_positions(cos_sin[metadata.positions] if with_positions else None))
 
     filled = [i for i, (cached, _) in enumerate(batch) if cached]
-    step([batch[i][0] for i in filled], [batch[i][0] for i in filled], filled, padding=0)
-    return step([new for _, new in batch], total, list(range(len(batch))), padding)
+    step([batch[i][0] for i in filled], [batch[i][0] for i in filled], filled, 0, None)
+    return step([new for _, new in batch], total, list(range(len(batch))), padding, num_decodes)
 
 
 def check_layer(
@@ -104,6 +108,7 @@ def check_layer(
     with_positions: bool = True,
     padding: int = 0,
     max_decode_query_len: int = 1,
+    num_decodes: int | None = None,
 ) -> Mock:
     """Compare with transformers' attention; returns the layer's exchange, which knows its calls."""
     config = dataclasses.replace(MLAConfig.from_hf(hf_config), use_rope=with_positions)
@@ -111,7 +116,7 @@ def check_layer(
     layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu")
     layer.load_weights(oracle(hf_config).state_dict())
     with torch.no_grad():
-        out = run_steps(layer, hf_config, dcp, batch, with_positions, padding, max_decode_query_len)
+        out = run_steps(layer, hf_config, dcp, batch, with_positions, padding, max_decode_query_len, num_decodes)
         wanted = expected(hf_config, batch, with_positions)
     assert out.shape == (len(wanted) + padding, config.hidden_size)
     torch.testing.assert_close(out[: len(wanted)], wanted, atol=1e-5, rtol=1e-4)
@@ -135,6 +140,17 @@ def check_query_lens(hf_config: Any, dcp: DCPConfig) -> None:
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
     for batch, padding in ((SPECULATED, 0), ((*SPECULATED, (6, 1), (4, 2), (13, 9)), 3)):
         check_layer(hf_config, dcp, mesh, batch, padding=padding, max_decode_query_len=3)
+
+
+def check_absorbed_pieces(hf_config: Any, dcp: DCPConfig) -> None:
+    """Compare pieces of prompts that attend with absorbed queries, cut into requests and parts of all sizes."""
+    mesh, batch = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), (*SPECULATED, *PIECES)
+    for width, max_rows, num_decodes in ((1, 1 << 16, None), (2, 20, 0), (4, 20, 1), (3, 1, 0)):
+        layer_module._ABSORBED_ROWS = max_rows
+        count = len(batch) - (num_decodes or 0)
+        exchange = check_layer(hf_config, dcp, mesh, batch, padding=2, max_decode_query_len=width, num_decodes=count)
+        assert exchange.start_context.called == bool(num_decodes)
+        assert (exchange.combine.call_count > 2) == (max_rows < 1 << 16)
 
 
 def check_padding(hf_config: Any, dcp: DCPConfig) -> None:
@@ -166,6 +182,11 @@ def test_mixed_batch(family: str, dcp: DCPConfig) -> None:
 @pytest.mark.parametrize("dcp", [layout(1, 1), layout(2, 2, 2, "a2a"), layout(3, 3, 1, "ag_rs")], ids=str)
 def test_several_query_tokens(dcp: DCPConfig) -> None:
     run_ranks(dcp.tensor_parallel_size, check_query_lens, tiny_config("deepseek_v3"), dcp)
+
+
+@pytest.mark.parametrize("dcp", [layout(1, 1), layout(2, 2, 2, "a2a"), layout(3, 3, 1, "ag_rs")], ids=str)
+def test_absorbed_pieces(dcp: DCPConfig) -> None:
+    run_ranks(dcp.tensor_parallel_size, check_absorbed_pieces, tiny_config("deepseek_v3"), dcp)
 
 
 def test_padding_and_no_positions() -> None:
@@ -207,18 +228,22 @@ def check_claims(hf_config: Any) -> None:
     # A key and a value of each of 12 heads, 8 + 8 and 4 wide; what the backend joins of keys, 16 wide.
     of_heads = num_keys * 12 * (8 + 4 + 16) * 4
     exchange.reserve_context.side_effect = lambda *_: None
-    assert claimed(new_layer(config), 7) == of_heads
+    assert claimed(new_layer(config), 1) == of_heads
     exchange.reserve_context.assert_called_once_with(num_keys, 24, torch.float32, torch.device("cpu"))
-    assert claimed(new_layer(config, kv_cache_dtype="fp8"), 7) == of_heads + num_keys * 24 * 4  # dequantized latents
+    assert claimed(new_layer(config, kv_cache_dtype="fp8"), 1) == of_heads + num_keys * 24 * 4  # dequantized latents
     exchange.reserve_context.assert_called_with(num_keys, 24, torch.float8_e4m3fn, torch.device("cpu"))
+    # Of each token's absorbed rows, of both ranks' heads, 24 columns of queries and 16 of outputs, each twice.
+    assert claimed(new_layer(config), 100) == 100 * 24 * 2 * (24 + 16) * 4
+    assert claimed(new_layer(config), 10**6) == layer_module._ABSORBED_ROWS * 2 * (24 + 16) * 4
     with patch.object(layer_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
-        assert claimed(new_layer(config), 7) == num_keys * 12 * (8 + 4) * 4
+        assert claimed(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
     sparse = new_layer(MLAConfig.from_hf(tiny_config("deepseek_v32")))
     assert sparse.indexer is not None
     few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
     assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
     assert claimed(sparse, 1001) == many
-    with patch.object(sparse.indexer.selector, "workspace_bytes", return_value=0):
+    nothing_else = patch.object(layer_module, "_ABSORBED_ROWS", 0)
+    with nothing_else, patch.object(sparse.indexer.selector, "workspace_bytes", return_value=0):
         assert claimed(sparse, 800) == of_heads + 800 * num_keys // 8  # a bit for each pair: a mask
 
 

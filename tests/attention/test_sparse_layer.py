@@ -42,7 +42,7 @@ def causal_mask(num_tokens: int) -> Tensor:
 
 
 def run_layers(
-    layers: list[MLAAttention], hf_config: Any, dcp: DCPConfig, padding: int
+    layers: list[MLAAttention], hf_config: Any, dcp: DCPConfig, padding: int, num_decodes: int | None
 ) -> tuple[list[Tensor], SelectedTokens]:
     """Fill the caches with what each request has cached, as one prefill; then the batch as one step, which all
     layers see alike.
@@ -61,12 +61,11 @@ def run_layers(
     cos_sin = torch.cat([cos, sin], -1)
 
     def step(
-        query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int
+        query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int, num_decodes: int | None
     ) -> tuple[list[Tensor], SelectedTokens]:
         kept = [tables[i] for i in requests]
-        metadata = StepMetadata.build(
-            query_lens, seq_lens, kept, dcp, layers[0].mesh.dcp_rank, max_decode_query_len=3, is_sparse=True
-        )
+        options = {"max_decode_query_len": 3, "num_decodes": num_decodes, "is_sparse": True}
+        metadata = StepMetadata.build(query_lens, seq_lens, kept, dcp, layers[0].mesh.dcp_rank, **options)
         rows = [
             hidden_states(total[i], i)[seq - query : seq]
             for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)
@@ -80,8 +79,8 @@ def run_layers(
         return outputs, metadata.selection
 
     filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
-    step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled, 0)
-    return step([new for _, new in BATCH], total, list(range(len(BATCH))), padding)
+    step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled, 0, num_decodes and len(filled))
+    return step([new for _, new in BATCH], total, list(range(len(BATCH))), padding, num_decodes)
 
 
 def new_layer(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, weights: Weights, skip_topk: bool = False) -> MLAAttention:
@@ -112,8 +111,7 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     """Layers of a model in each layout: by masked MHA in prefill, and by selected rows."""
     hf_config._attn_implementation = "eager"
     model = random_model(hf_config).model
-    # Prefills come by sevens, of which the last two tokens project after the merge.
-    layer_module.PROJECT_FIRST_TOKENS, layer_module._ABSORBED_TOKENS = 6, 7
+    layer_module.PROJECT_FIRST_TOKENS, layer_module._ABSORBED_ROWS = 6, 60  # some parts project after the merge
     selector_module._WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = (
         1 << 14,
         1 << 14,
@@ -127,9 +125,8 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
                 new_layer(hf_config, dcp, mesh, model.layers[i].self_attn.state_dict(), skip)
                 for i, skip in enumerate(shared)
             ]
-            for is_mha in (True, False):
-                layer_module.prefers_mha = lambda *_, is_mha=is_mha: is_mha
-                outputs, selection = run_layers(layers, hf_config, dcp, PADDING)
+            for num_decodes in (None, len(BATCH)):
+                outputs, selection = run_layers(layers, hf_config, dcp, PADDING, num_decodes)
                 for out, rows in zip(outputs, wanted, strict=True):
                     torch.testing.assert_close(out[: len(rows)], rows, atol=1e-5, rtol=1e-4)
                     assert out.isfinite().all()  # padding took nothing from the rows after num_tokens
@@ -174,7 +171,7 @@ def check_equal_scores(hf_config: Any, layouts: list[DCPConfig]) -> None:
             )
         for dcp in layouts:
             mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-            (out,), _ = run_layers([new_layer(hf_config, dcp, mesh, weights)], hf_config, dcp, 0)
+            (out,), _ = run_layers([new_layer(hf_config, dcp, mesh, weights)], hf_config, dcp, 0, None)
             torch.testing.assert_close(out, torch.cat(rows), atol=1e-5, rtol=1e-4)
 
 
@@ -190,7 +187,7 @@ def select_in_formats(hf_config: Any, dcp: DCPConfig) -> list[Tensor]:
     for dtype, hadamard in (("auto", False), ("auto", True), ("fp8", False), ("fp8", True)):
         formats = dataclasses.replace(dcp, index_cache_dtype=dtype, index_hadamard=hadamard)
         with torch.no_grad():
-            _, selection = run_layers([new_layer(hf_config, formats, mesh, weights)], hf_config, formats, 0)
+            _, selection = run_layers([new_layer(hf_config, formats, mesh, weights)], hf_config, formats, 0, None)
         found.append(selection.positions.sort(1).values)
     return found
 

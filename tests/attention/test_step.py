@@ -26,6 +26,7 @@ class Batch:
     block_tables: list[list[int]]
     dcp: DCPConfig
     max_decode_query_len: int = 1
+    num_absorbed: int | None = None
 
     @property
     def size(self) -> int:
@@ -42,6 +43,8 @@ class Batch:
     @property
     def num_decodes(self) -> int:
         """Return how many decodes come first: of few new tokens each, up to the first request with more."""
+        if self.num_absorbed is not None:
+            return self.num_absorbed
         count = 0
         while count < len(self.query_lens) and self.query_lens[count] <= self.max_decode_query_len:
             count += 1
@@ -56,7 +59,9 @@ class Batch:
     def build(self) -> list[StepMetadata]:
         numbers = self.query_lens, self.seq_lens, self.block_tables, self.dcp
         return [
-            StepMetadata.build(*numbers, rank, max_decode_query_len=self.max_decode_query_len)
+            StepMetadata.build(
+                *numbers, rank, max_decode_query_len=self.max_decode_query_len, num_decodes=self.num_absorbed
+            )
             for rank in range(self.size)
         ]
 
@@ -98,8 +103,8 @@ def batches(draw: st.DrawFn) -> Batch:
     requests = draw(st.permutations(requests)) if draw(st.booleans()) else sorted(requests)
     batch = make_batch(requests, size, interleave, block_size, seed=draw(st.integers(0, 99)))
     batch.max_decode_query_len = draw(st.sampled_from([1, 1, 2, 5]))
-    needed = batch.dcp.chunk_alignment * max(1, sum(context > 0 for context in batch.context_lens[batch.num_decodes :]))
-    workspace = needed + draw(st.integers(0, 3 * needed))
+    batch.num_absorbed = draw(st.one_of(st.none(), st.integers(0, len(requests))))
+    workspace = batch.dcp.chunk_alignment + draw(st.integers(0, 12 * batch.dcp.chunk_alignment))
     batch.dcp = DCPConfig(**{**vars(batch.dcp), "context_workspace_tokens": workspace})
     return batch
 
@@ -140,6 +145,9 @@ def check_chunks(batch: Batch, steps: list[StepMetadata]) -> None:
             assert tokens == [(request, done[request] + index) for index in range(len(tokens))]
             done[request] += len(tokens)
     assert done == {request: batch.context_lens[request] for request in requests}
+    alignment = batch.dcp.chunk_alignment
+    needed, room = (-(-done[request] // alignment) for request in requests), batch.dcp.context_workspace_tokens
+    assert len(prefills[0].context_chunks) == -(-sum(needed) // (room // alignment))  # the room is used
 
 
 def check_ranks_agree(batch: Batch, prefills: list[PrefillMetadata]) -> None:
@@ -199,7 +207,18 @@ def check_decodes(batch: Batch, steps: list[StepMetadata]) -> None:
             for position in range(batch.context_lens[request], batch.seq_lens[request])
         ]
         assert step.decode.local_seq_lens.tolist() == seen
-        queries = batch.query_lens[: batch.num_decodes]
+        width = batch.max_decode_query_len
+        pieces = [
+            (request, min(width, new - first))
+            for request, new in enumerate(batch.query_lens[: batch.num_decodes])
+            for first in range(0, new, width)
+        ]
+        index, queries = [request for request, _ in pieces], [new for _, new in pieces]
+        is_cut = len(pieces) > batch.num_decodes
+        assert (step.decode.request_index is not None) == is_cut
+        if step.decode.request_index is not None:
+            assert step.decode.request_index.dtype == torch.int32
+            assert step.decode.request_index.tolist() == index
         assert step.decode.max_query_len == max(queries)
         starts = [sum(queries[:request]) for request in range(len(queries) + 1)]
         start_loc = step.decode.query_start_loc
@@ -213,12 +232,9 @@ def check_decodes(batch: Batch, steps: list[StepMetadata]) -> None:
 
 
 def check_prefills(batch: Batch, steps: list[StepMetadata]) -> None:
-    queries, contexts = batch.query_lens[batch.num_decodes :], batch.context_lens[batch.num_decodes :]
+    queries = batch.query_lens[batch.num_decodes :]
     for step in steps:
         if step.prefill is not None:
-            assert step.prefill.num_pairs == sum(
-                context + index + 1 for new, context in zip(queries, contexts, strict=True) for index in range(new)
-            )
             starts = step.prefill.queries.start
             assert [end - start for start, end in zip(starts, starts[1:], strict=False)] == queries
             assert starts[0] == 0
@@ -259,13 +275,19 @@ def test_any_batch(batch: Batch) -> None:
     [
         pytest.param([(5, 7)], (8, 1, 4), 8, 1, id="context shorter than W: one rank owns nothing"),
         pytest.param(
-            [(3, 1), (4, 0), (2, 200)], (4, 2, 4), 87, 5, id="uneven contexts, one without any: 87 // 2 -> 40 each"
+            [(3, 1), (4, 0), (2, 200)],
+            (4, 2, 4),
+            87,
+            3,
+            id="uneven contexts: the short one leaves its room to the long one",
         ),
         pytest.param([(2, 63), (2, 64), (2, 65)], (2, 16, 32), 192, 2, id="contexts around one chunk"),
+        pytest.param([(2, 16)] * 7 + [(2, 900)], (2, 1, 8), 256, 4, id="one long context among many short ones"),
+        pytest.param([(2, 40)] * 5, (2, 1, 8), 32, 7, id="more contexts than aligned chunks in the workspace"),
         pytest.param([(9, 700)], (3, 16, 32), 100, 8, id="lcm(32, 3 x 16) = 96, W not a power of two"),
         pytest.param([(9, 700)], (5, 2, 6), 30, 24, id="lcm(6, 5 x 2) = 30, block size not a power of two"),
         pytest.param(
-            [(1, 30), (1, 2), (6, 50), (1, 17)], (4, 1, 4), 24, 5, id="a prefill of one token after a longer one"
+            [(1, 30), (1, 2), (6, 50), (1, 17)], (4, 1, 4), 24, 3, id="a prefill of one token after a longer one"
         ),
         pytest.param([(5, 0), (3, 0)], (4, 1, 4), 4, 0, id="no context at all"),
         pytest.param([(1, 0), (1, 9)], (4, 1, 4), 4, None, id="decodes only, one without context"),

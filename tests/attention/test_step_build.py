@@ -1,10 +1,13 @@
 """The arguments of a step's layout: what comes of some, and which are refused."""
 
+import itertools
 import re
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
 from dcpmla.attention.build import context_workspace_tokens
@@ -78,10 +81,6 @@ def test_sparse_steps_upload_tables_and_lengths_once() -> None:
         (([1, 1], [1, 9], [[0], [3, -1]]), "request 1: block_tables has block -1; ids start at 0"),
         (([2, 2], [8, 9], [[0], [1]]), "request 1: block_tables has 1 blocks, room for 8 tokens; seq_lens is 9"),
         (([2], [2], [[]]), "request 0: block_tables has 0 blocks, room for 0 tokens; seq_lens is 2"),
-        (
-            ([2, 2, 2, 2], [4, 4, 2, 4], [[0], [1], [2], [3]]),
-            "context_workspace_tokens is 20; 3 prefills with context need at least 24 (8 each)",
-        ),
     ],
 )
 def test_mistakes_are_named(arguments: tuple[Any, Any, Any], message: str) -> None:
@@ -145,3 +144,40 @@ def test_a_step_of_one_token_of_each_request(num_reqs: int) -> None:
         for name in ("request", "seq_lens", "local_seq_lens"):
             assert getattr(found.sparse, name).tolist() == getattr(expected.sparse, name).tolist()
             assert getattr(found.sparse, name).stride() == (1,)
+
+
+@pytest.mark.parametrize("num_decodes", [-1, 3])
+def test_a_number_of_decodes_that_there_are_not_is_named(num_decodes: int) -> None:
+    with pytest.raises(ValueError, match=rf"^num_decodes is {num_decodes}; it must be in \[0, 2\]"):
+        StepMetadata.build([3, 3], [4, 4], [[0], [1]], DCPConfig(), 0, num_decodes=num_decodes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    query_lens=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    width=st.integers(1, 8),
+    max_tokens=st.integers(1, 40),
+)
+def test_parts_of_decodes_are_whole_requests(query_lens: list[int], width: int, max_tokens: int) -> None:
+    """The parts are steps of their own, one after the other, as large as they may be."""
+    lens, tables = [length + 5 for length in query_lens], [[index, 10 + index] for index in range(len(query_lens))]
+    dcp, count = DCPConfig(block_size=32), len(query_lens)
+    decode = StepMetadata.build(query_lens, lens, tables, dcp, 0, max_decode_query_len=width, num_decodes=count).decode
+    assert decode is not None
+    parts = list(decode.parts(max_tokens))
+    assert [some.start for some, _ in parts] == [0, *(some.stop for some, _ in parts[:-1])]
+    assert parts[-1][0].stop == sum(query_lens)
+    rows = []
+    for some, part in parts:
+        num_tokens = some.stop - some.start
+        assert num_tokens <= max(max_tokens, width)
+        assert part.local_seq_lens.tolist() == decode.local_seq_lens[some].tolist()
+        index = range(len(part.block_table)) if part.request_index is None else part.request_index.tolist()
+        starts = range(0, num_tokens + 1, part.max_query_len) if part.queries is None else part.queries.start
+        if part.query_start_loc is not None:
+            assert part.query_start_loc.tolist() == list(starts)
+        assert (starts[0], starts[-1], len(starts)) == (0, num_tokens, len(index) + 1)
+        for request, (first, last) in zip(index, itertools.pairwise(starts), strict=True):
+            assert 1 <= last - first <= width
+            rows += [part.block_table[request, 0].item()] * (last - first)
+    assert rows == [index for index, length in enumerate(query_lens) for _ in range(length)]

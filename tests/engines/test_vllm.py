@@ -19,11 +19,11 @@ PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm"
 VERSIONS = ("0.32.0", "0.33.0")  # of vLLM; the engine runs with the last
 
 
-def run_engine(tree: Path, model: Path, folder: Path, **options: Any) -> tuple[dict[str, Any], str]:
-    """Run `vllm_cases.py` on two ranks: return what it reports, and what it wrote to stderr."""
+def run_engine(tree: Path, model: Path, folder: Path, num_ranks: int = 2, **options: Any) -> tuple[dict[str, Any], str]:
+    """Run `vllm_cases.py`: return its report and its stderr."""
     variables = vllm_variables(tree, folder) | {"DCPMLA_VLLM": "default"}
     program = [ROOT / "tests" / "engines" / "vllm_cases.py", model, json.dumps(options)]
-    (ended,) = run_together([(torchrun(program, 2), variables)], timeout=500)
+    (ended,) = run_together([(torchrun(program, num_ranks), variables)], timeout=500)
     return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
 
 

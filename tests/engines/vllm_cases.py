@@ -1,4 +1,7 @@
-"""A real vLLM engine in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints what it saw as a line of JSON."""
+"""A real vLLM engine in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints a report as a line of JSON.
+
+OPTIONS are the engine's, and `threshold`: the most new tokens of a decode in place of the plug-in's.
+"""
 
 import json
 import math
@@ -14,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from dcpmla.comm.nccl import AllToAll
-from dcpmla.integrations.vllm import impl
+from dcpmla.integrations.vllm import impl, layout
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.exchange import install
 from tests.engines import vllm_quantized  # noqa: F401
@@ -31,13 +34,27 @@ def count(owner: Any, name: str) -> None:
 
     def counted(*args: Any, **options: Any) -> Any:
         CALLS[name] += 1
-        if name == "dcp_mla_decode" and args[2].max_query_len > 1:
-            CALLS["several tokens"] += 1
-        if name == "dcp_mla_decode" and isinstance(args[0], tuple):
-            CALLS["queries in two parts"] += 1
+        if name == "dcp_mla_decode":
+            CALLS["pieces"] += args[2].request_index is not None
+            CALLS["several tokens"] += args[2].request_index is None and args[2].max_query_len > 1
+            CALLS["queries in two parts"] += isinstance(args[0], tuple)
         return original(*args, **options)
 
     setattr(owner, name, counted)
+
+
+def count_mixed_steps() -> None:
+    """Count the steps of short and long prefills, and those cut into several parts."""
+    build = DCPMLAMetadataBuilder.build
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        metadata = build(self, *args, **options)
+        parts = () if metadata.decode is None else metadata.decode.parts
+        CALLS["mixed steps"] += metadata.prefill is not None and any(part.queries is not None for _, part in parts)
+        CALLS["steps in parts"] += len(parts) > 1
+        return metadata
+
+    DCPMLAMetadataBuilder.build = counted
 
 
 def prompts() -> list[list[int]]:
@@ -84,15 +101,15 @@ def largest_error(model: Any, requests: list[list[int]], outputs: list[Any]) -> 
     return worst
 
 
-def rounded_errors(llm: LLM, model: Any) -> dict[str, float]:
+def rounded_errors(llm: LLM, model: Any, chunk: int) -> dict[str, float]:
     """Return the largest differences of any logprob from transformers', over latents and queries in e4m3 and over exact
-    ones, for a few prompts one by one.
+    ones, for a few prompts one by one, which come in chunks: of one token, if all of them attend with absorbed queries.
     """
     found, exact = 0.0, 0.0
     for prompt in prompts()[1:-1:4]:  # the last one has the beginning of another, which is cached
         (output,) = run(llm, [prompt])
         new = list(output.outputs[0].token_ids)
-        expected = logprobs_over_rounded_latents(model, prompt, new[:-1], MAX_BATCHED, rounds_queries=True)
+        expected = logprobs_over_rounded_latents(model, prompt, new[:-1], chunk, rounds_queries=True)
         got = torch.tensor([[row[token].logprob for token in range(VOCABULARY)] for row in output.outputs[0].logprobs])
         found = max(found, float((got - expected).abs().max()))
         exact = max(exact, largest_error(model, [prompt], [output]))
@@ -100,6 +117,10 @@ def rounded_errors(llm: LLM, model: Any) -> dict[str, float]:
 
 
 def main(directory: str, options: dict[str, Any]) -> None:
+    threshold = options.pop("threshold", DCPMLAMetadataBuilder.reorder_batch_threshold)
+    DCPMLAMetadataBuilder.reorder_batch_threshold = threshold
+    layout.ABSORBED_ROWS = 256  # 32 tokens of 8 heads, so that steps have several parts
+    count_mixed_steps()
     count(impl, "dcp_mla_decode")
     count(impl, "dcp_mla_prefill")
     for name in ("gather_heads", "combine", "start_context"):
@@ -111,7 +132,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     llm = LLM(
         model=directory,
         skip_tokenizer_init=True,
-        tensor_parallel_size=2,
+        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
         distributed_executor_backend="external_launcher",
         dtype="float32",
         max_model_len=1024,
@@ -127,12 +148,13 @@ def main(directory: str, options: dict[str, Any]) -> None:
     warm_up = dict(CALLS)
     CALLS.clear()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    report: dict[str, Any] = {"warm-up": warm_up, "runner": 1 + llm.llm_engine.vllm_config.use_v2_model_runner}
     if options.get("quantization") == "rounded":
         for layer in model.model.layers:
             layer.self_attn.kv_b_proj.weight.data = rounded(layer.self_attn.kv_b_proj.weight.data)
     if options.get("kv_cache_dtype") == "fp8":
-        end(rounded_errors(llm, model))
-    requests, report = prompts(), {"warm-up": warm_up, "runner": 1 + llm.llm_engine.vllm_config.use_v2_model_runner}
+        end(report | rounded_errors(llm, model, MAX_BATCHED if threshold == 1 else 1) | {"calls": dict(CALLS)})
+    requests = prompts()
     for turn in ("first", "again"):
         outputs = run(llm, requests)
         report[turn] = {

@@ -46,7 +46,9 @@ def draw(request: int) -> Tensor:
     return torch.randn(cached + new, HIDDEN, generator=torch.Generator().manual_seed(request)).bfloat16()
 
 
-def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+def run_layer(
+    layer: MLAAttention, hf_config: Any, device: torch.device, num_decodes: int | None
+) -> tuple[Tensor, Tensor]:
     """Return the outputs of the new tokens, and the sorted positions that each selected."""
     total, dcp = [cached + new for cached, new in BATCH], layer.dcp
     cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.bfloat16), device)
@@ -59,7 +61,8 @@ def run_layer(layer: MLAAttention, hf_config: Any, device: torch.device) -> tupl
 
     def step(query_lens: list[int], seq_lens: list[int], requests: list[int]) -> tuple[Tensor, Tensor]:
         kept = [tables[i] for i in requests]
-        metadata = StepMetadata.build(query_lens, seq_lens, kept, dcp, layer.mesh.dcp_rank, device, is_sparse=True)
+        options = {"num_decodes": num_decodes and len(requests), "is_sparse": True}
+        metadata = StepMetadata.build(query_lens, seq_lens, kept, dcp, layer.mesh.dcp_rank, device, **options)
         rows = torch.cat(
             [draw(i)[seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
         )
@@ -120,16 +123,15 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
     ]
     found = []
     selector_module._WORKSPACE_BYTES = 1 << 20  # tokens are processed in several turns
-    for is_mha in (True, False):
-        layer_module.prefers_mha = lambda *_, is_mha=is_mha: is_mha
-        layer_module._ABSORBED_TOKENS = 100
+    layer_module._ABSORBED_ROWS = 100 * hf_config.num_attention_heads
+    for num_decodes in (None, len(BATCH)):
         for dcp in [alone, *sharded]:
             mesh = init_mesh(tp, dcp.decode_context_parallel_size)
             exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
             layer = MLAAttention(MLAConfig.from_hf(hf_config), dcp, mesh, exchange, torch.bfloat16, device)
             layer.load_weights(attention.state_dict())
             with torch.inference_mode():
-                found.append(run_layer(layer, hf_config, device))
+                found.append(run_layer(layer, hf_config, device, num_decodes))
     first_out, first_positions = found[0]
     with torch.inference_mode():
         wanted, share = expected(attention.double(), hf_config, first_positions)

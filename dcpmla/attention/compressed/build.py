@@ -33,6 +33,7 @@ class CompressedStepBuilder(StepBuilder):
         block_tables: Sequence[Sequence[int]],
         states: Sequence[int],
         max_decode_query_len: int,
+        num_decodes: int | None,
         workspace: Tensor | None,
     ) -> StepMetadata:
         """Lay out a step; `StepMetadata.build` documents arguments and errors."""
@@ -40,7 +41,12 @@ class CompressedStepBuilder(StepBuilder):
         check_states(states, len(query_lens), self.plan.num_states)
         # A decode reads its window after its tokens are written: all but one of them need rows besides the window's.
         most = min(max_decode_query_len, self.plan.ring_rows - self.plan.config.sliding_window + 1)
-        num_decodes = leading_decodes(query_lens, most)
+        if num_decodes is None:
+            num_decodes = leading_decodes(query_lens, most)
+        elif max(query_lens[:num_decodes], default=0) > most:
+            raise ValueError(
+                f"num_decodes is {num_decodes}; of {list(query_lens)} new tokens decodes have at most {most}"
+            )
         num_decode_tokens = sum(query_lens[:num_decodes])
         table = pad_table(block_tables, seq_lens, self.dcp.virtual_block_size)
         positions = positions_of(query_lens, seq_lens)

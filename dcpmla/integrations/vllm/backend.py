@@ -10,15 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.build import StepBuilder, context_workspace_tokens
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.step import DecodeMetadata
 from dcpmla.cache.formats import FP8
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.vllm.exchange import exchange_of
 from dcpmla.integrations.vllm.impl import DCPMLAImpl
+from dcpmla.integrations.vllm.layout import DecodeLayout, Part
 from dcpmla.integrations.vllm.names import (
     AttentionCGSupport,
     MLACommonBackend,
@@ -27,6 +26,7 @@ from dcpmla.integrations.vllm.names import (
     MultipleOf,
     QueryLenSupport,
     get_dcp_group,
+    max_decode_query_len,
 )
 
 
@@ -69,45 +69,54 @@ class DCPMLABackend(MLACommonBackend):
 class DecodePart(MLACommonDecodeMetadata):
     """vLLM's metadata of a step's decodes, and this package's, over the same tensors."""
 
-    step: DecodeMetadata | None = None
+    parts: tuple[Part, ...] = ()
 
 
 class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
-    """The metadata of each step, and what lives longer: made once for a group of layers, before graphs are captured.
+    """The metadata of each step, and the memory that steps share: made once for a group of layers, before graphs are
+    captured.
 
-    Full graphs of decode read block tables and lengths where vLLM keeps them, and the lengths of speculated tokens
-    where the builder does.
+    Requests with few new tokens are decodes, whether they are prefills or not. Full graphs of decode read block tables
+    and lengths where vLLM keeps them, and the lengths of speculated tokens where the builder does.
     """
 
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
-    query_len_support: ClassVar = QueryLenSupport.UNIFORM
+    query_len_support: ClassVar = QueryLenSupport.VARLEN
     supports_draft_decode_metadata_update = True
+    # A decode reads the cached context as it is; a prefill up-projects it first, at a cost that does not depend on the
+    # new tokens. On an H100 both took as long at 171 new tokens of 128 heads over 65,536 cached ones, at about 200 of
+    # 16 heads over 8,192, and at more over longer contexts.
+    reorder_batch_threshold: int = 128
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True)
-        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        scheduler = vllm_config.scheduler_config
         dcp = _dcp_config(vllm_config.parallel_config, kv_cache_spec.block_size)
-        num_tokens = context_workspace_tokens(vllm_config.model_config.max_model_len, max_num_seqs, dcp)
+        num_tokens = context_workspace_tokens(vllm_config.model_config.max_model_len, scheduler.max_num_seqs, dcp)
         self.dcp = replace(dcp, context_workspace_tokens=num_tokens)
         self.exchange: Exchange = LocalExchange()
-        self.rank = 0
+        rank = 0
         if self.dcp_world_size > 1:
             group = get_dcp_group()
-            self.rank, self.exchange = group.rank_in_group, exchange_of(group.device_group, torch.device(device))
-        self.steps = StepBuilder(self.dcp, self.rank, device)
-        self.workspace = decode_workspace(device)
+            rank, self.exchange = group.rank_in_group, exchange_of(group.device_group, torch.device(device))
+        self.steps = StepBuilder(self.dcp, rank, device)
         is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
         cache_dtype = FP8 if is_fp8 else vllm_config.model_config.dtype
         self.exchange.reserve_context(num_tokens, kv_cache_spec.head_size, cache_dtype, torch.device(device))
-        max_query_len = self.reorder_batch_threshold
-        self.token_lens = torch.zeros(max_num_seqs * max_query_len, dtype=torch.int32, device=device)
+        max_query_len = max_decode_query_len(vllm_config)
+        token_lens = torch.zeros(scheduler.max_num_seqs * max_query_len, dtype=torch.int32, device=device)
+        num_heads = self.num_heads * self.dcp_world_size
+        self.layout = DecodeLayout(self.steps, num_heads, max_query_len, decode_workspace(device), token_lens)
         for name in layer_names:
             layer = vllm_config.compilation_config.static_forward_context[name]
             layer.impl.exchange = self.exchange
             if layer.dcp_manager is not None:
                 layer.dcp_manager.query_gather = lambda q: q
                 layer.dcp_manager.combine = lambda out, lse, **_: out
-        layer.impl.warm_up(layer, cache_dtype, self.steps, self.workspace, max_num_seqs, max_query_len)
+        max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * self.reorder_batch_threshold)
+        pieces = self.layout.piece_len, self.layout.max_pieces(scheduler.max_num_seqs, max_tokens)
+        sizes = scheduler.max_num_seqs, max_query_len, *pieces
+        layer.impl.warm_up(layer, cache_dtype, self.steps, self.layout.workspace, *sizes)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Return vLLM's metadata with this package's in its parts.
@@ -135,28 +144,16 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
         self,
         block_table_tensor: Tensor,
         seq_lens_device: Tensor,
+        query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor,
         num_decode_tokens: int,
         dcp_tot_seq_lens_device: Tensor | None,
         **_: Any,
     ) -> DecodePart:
-        num_decodes = len(block_table_tensor)
-        query_len = num_decode_tokens // num_decodes
-        local_seq_lens = seq_lens_device
-        if query_len > 1:
-            totals = seq_lens_device if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device
-            local_seq_lens = self._token_lens(totals, query_len)
-        step = DecodeMetadata(block_table_tensor, local_seq_lens, None, query_len, self.workspace)
-        return DecodePart(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, step)
-
-    def _token_lens(self, seq_lens: Tensor, query_len: int) -> Tensor:
-        """Return how many tokens on this rank each of the last query_len tokens of requests [n] sees: [n query_len]."""
-        after = torch.arange(1 - query_len, 1, device=seq_lens.device)
-        seen = (seq_lens[:, None] + after).clamp(min=0).flatten()  # a padded request has no tokens
-        dcp = self.dcp
-        local = ownership.local_seq_lens(
-            seen, dcp.decode_context_parallel_size, self.rank, dcp.cp_kv_cache_interleave_size
-        )
-        return self.token_lens[: len(local)].copy_(local)
+        totals = seq_lens_device if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device
+        starts = query_start_loc_device, query_start_loc_cpu.numpy()
+        parts = self.layout.build(block_table_tensor, totals, seq_lens_device, *starts, num_decode_tokens)
+        return DecodePart(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, parts)
 
 
 def _dcp_config(parallel: Any, block_size: int) -> DCPConfig:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
@@ -51,22 +52,38 @@ class DCPMLAImpl(MLACommonImpl):
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor]:
-        """Attend with absorbed queries of decodes: this rank's heads, or those of all ranks (--dcp-q-replicate).
+        """Attend with absorbed queries of decodes and short prefills: this rank's heads, or all ranks' heads
+        (--dcp-q-replicate).
 
         Returns:
             out [T, h, L] and lse [T, h] of this rank's heads over all ranks' tokens.
         """
+        parts = attn_metadata.decode.parts
+        if len(parts) == 1:
+            return self._decode(q, kv_c_and_k_pe_cache, parts[0][1], layer)
+        num_tokens = parts[-1][0].stop
+        out = kv_c_and_k_pe_cache.new_empty(num_tokens, self.num_heads, self.kv_lora_rank, dtype=self.dtype)
+        lse = out.new_empty(out.shape[:2], dtype=torch.float32)
+        for tokens, step in parts:
+            rows = q[tokens] if isinstance(q, Tensor) else (q[0][tokens], q[1][tokens])
+            out[tokens], lse[tokens] = self._decode(rows, kv_c_and_k_pe_cache, step, layer)
+        return out, lse
+
+    def _decode(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, step: DecodeMetadata, layer: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as `forward_mqa` in one call of the kernel. Collective."""
         is_fp8 = isinstance(q, Tensor) and q.dtype == FP8
         return dcp_mla_decode(
             q,
-            kv_c_and_k_pe_cache,
-            attn_metadata.decode.step,
+            kv_cache,
+            step,
             self.scale,
             self.exchange,
             self.kv_lora_rank,
             # vLLM leaves queries in two parts where nothing is to be gathered.
             q_is_replicated=isinstance(q, tuple) or q.shape[1] != self.num_heads,
-            kv_scale=layer._k_scale if kv_c_and_k_pe_cache.dtype == FP8 else None,
+            kv_scale=layer._k_scale if kv_cache.dtype == FP8 else None,
             q_scale=layer._q_scale if is_fp8 else None,
             dtype=self.dtype if is_fp8 else None,
         )
@@ -127,12 +144,15 @@ class DCPMLAImpl(MLACommonImpl):
                 k_scale if is_fp8 else None,
             )
 
-    def warm_up(self, layer: Any, cache_dtype: torch.dtype, *more: Any) -> None:
-        """Attend in every way that steps do: `attention.warm_up`, whose last arguments follow. Collective.
+    def warm_up(
+        self, layer: Any, cache_dtype: torch.dtype, steps: StepBuilder, workspace: Tensor | None, *sizes: int
+    ) -> None:
+        """Attend once in steps of every kind. Collective.
 
         Args:
-            layer: vLLM's, of this attention.
-            cache_dtype: of its cache, e4m3 where vLLM has it in bytes.
+            layer: vLLM's layer of this attention.
+            cache_dtype: Format of its cache; e4m3 for caches that vLLM declares as bytes.
+            steps, workspace, sizes: Arguments of `attention.warm_up`, from `steps` on.
         """
 
         def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
@@ -141,15 +161,15 @@ class DCPMLAImpl(MLACommonImpl):
                 queries = q.to(FP8)
             elif layer.dcp_manager is None:
                 queries = q.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-            self.forward_mqa(queries, cache, SimpleNamespace(decode=SimpleNamespace(step=step)), layer)
+            self._decode(queries, cache, step, layer)
 
         def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
             out = q.new_empty(len(q), self.num_heads * self.v_head_dim)
             metadata = SimpleNamespace(prefill=SimpleNamespace(step=step))
             self.forward_mha(q, kv_c, k_pe.unsqueeze(1), cache, metadata, layer._k_scale, out)
 
-        sizes = self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim
-        warm_up(decode, prefill, LayerSizes(*sizes, self.dtype, cache_dtype), *more)
+        widths = self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim
+        warm_up(decode, prefill, LayerSizes(*widths, self.dtype, cache_dtype), steps, workspace, *sizes)
 
 
 def _check(parallel: Any, options: dict[str, Any]) -> None:

@@ -13,7 +13,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
     split_kv_b_proj,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    MultipleOf,
+    max_decode_query_len,
+)
 from vllm.v1.attention.ops.dcp import MLADCPManager
 
 __all__ = [
@@ -29,6 +34,7 @@ __all__ = [
     "QueryLenSupport",
     "get_current_vllm_config",
     "get_dcp_group",
+    "max_decode_query_len",
     "split_kv_b_proj",
 ]
 
@@ -41,6 +47,8 @@ METHODS = {
         "_build_decode": (
             "block_table_tensor",
             "seq_lens_device",
+            "query_start_loc_cpu",
+            "query_start_loc_device",
             "num_decode_tokens",
             "dcp_tot_seq_lens_device",
         ),

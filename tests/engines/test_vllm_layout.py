@@ -1,0 +1,144 @@
+"""The layout of vLLM's decodes and short prefills, without vLLM: lengths, pieces and parts, against plain counts."""
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpmla import ownership
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.step import DecodeMetadata
+from dcpmla.comm.exchange import LocalExchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.vllm import layout
+from dcpmla.integrations.vllm.layout import DecodeLayout, Part
+
+Requests = list[tuple[int, int]]  # new tokens of each request, and its cached ones
+REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=6)
+LAYOUTS = st.tuples(st.integers(1, 4), st.sampled_from([1, 4, 16]), st.sampled_from([1, 3, 16, 48, 128, 200]))
+
+
+def layout_of(dcp_size: int, interleave: int, num_heads: int, rank: int = 0, max_query_len: int = 1) -> DecodeLayout:
+    dcp = DCPConfig(
+        tensor_parallel_size=dcp_size,
+        decode_context_parallel_size=dcp_size,
+        cp_kv_cache_interleave_size=interleave,
+        block_size=16,
+    )
+    token_lens = torch.zeros(8 * max_query_len, dtype=torch.int32)
+    return DecodeLayout(StepBuilder(dcp, rank, "cpu"), num_heads, max_query_len, None, token_lens)
+
+
+def build(decodes: DecodeLayout, requests: Requests, padding: int = 0) -> tuple[Part, ...]:
+    """Lay out requests, and a graph's padding after them, as long as the first one."""
+    query_lens, contexts = map(np.array, zip(*requests, strict=True))
+    start = np.concatenate([[0], np.cumsum(query_lens), [query_lens.sum()] * padding]).astype(np.int32)
+    seq_lens = torch.tensor([*(query_lens + contexts), *[0] * padding], dtype=torch.int32)
+    dcp = decodes.steps.dcp
+    sizes = dcp.decode_context_parallel_size, decodes.steps.dcp_rank, dcp.cp_kv_cache_interleave_size
+    table = torch.arange(len(seq_lens), dtype=torch.int32)[:, None]
+    num_tokens = int(query_lens.sum()) + padding * int(query_lens[0])
+    local = ownership.local_seq_lens(seq_lens, *sizes)
+    return decodes.build(table, seq_lens, local, torch.from_numpy(start), start, num_tokens)
+
+
+def count_seen(decodes: DecodeLayout, requests: Requests) -> list[int]:
+    """Count one by one, for each new token, the tokens on this rank at its position and before."""
+    dcp, counts = decodes.steps.dcp, []
+    for num_new, context in requests:
+        for position in range(context, context + num_new):
+            owners = [
+                ownership.owner_rank(other, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size)
+                for other in range(position + 1)
+            ]
+            counts.append(owners.count(decodes.steps.dcp_rank))
+    return counts
+
+
+@given(requests=REQUESTS, sizes=LAYOUTS, rows=st.integers(16, 1 << 12))
+def test_each_token_sees_what_is_before_it(requests: Requests, sizes: tuple[int, int, int], rows: int) -> None:
+    """Pieces cover all tokens in order, with their request's row of the table; parts are bounded and alike on ranks."""
+    ranges = []
+    for rank in range(sizes[0]):
+        decodes = layout_of(*sizes, rank)
+        with patch.object(layout, "ABSORBED_ROWS", rows):
+            parts = build(decodes, requests)
+            longest = max(decodes.part_len, decodes.piece_len)
+        lens, owners = [], []
+        for tokens, part in parts:
+            assert tokens.start == len(lens)
+            assert tokens.stop - tokens.start == len(part.local_seq_lens)
+            lens += part.local_seq_lens.tolist()
+            if part.request_index is None:
+                assert part.max_query_len == 1
+                owners += range(len(part.block_table))
+                continue
+            assert tokens.stop - tokens.start <= longest
+            ones = range(len(part.local_seq_lens) + 1)
+            start = ones if part.queries is None else part.queries.start_loc.tolist()
+            assert len(start) == len(part.request_index) + 1
+            pieces = np.diff(start)
+            assert 0 < pieces.min() <= pieces.max() <= part.max_query_len <= decodes.piece_len
+            owners += np.repeat(part.request_index.numpy(), pieces).tolist()
+        assert lens == count_seen(decodes, requests)
+        assert owners == [index for index, (num_new, _) in enumerate(requests) for _ in range(num_new)]
+        ranges.append([tokens for tokens, _ in parts])
+    assert all(each == ranges[0] for each in ranges)
+
+
+@given(
+    contexts=st.lists(st.integers(0, 60), min_size=1, max_size=6),
+    sizes=LAYOUTS,
+    query_len=st.integers(1, 4),
+    padding=st.integers(0, 2),
+)
+def test_graphs_find_their_steps_in_place(
+    contexts: list[int], sizes: tuple[int, int, int], query_len: int, padding: int
+) -> None:
+    """Decodes with equally many drafts are not cut, and padding sees nothing."""
+    requests = [(query_len, context) for context in contexts]
+    decodes = layout_of(*sizes, max_query_len=4)
+    ((tokens, step),) = build(decodes, requests, padding)
+    assert tokens == slice(0, (len(requests) + padding) * query_len)
+    assert step.queries is None
+    assert step.request_index is None
+    assert step.max_query_len == query_len
+    assert step.local_seq_lens.tolist() == count_seen(decodes, requests) + [0] * padding * query_len
+    if query_len > 1:
+        assert step.local_seq_lens.data_ptr() == decodes.token_lens.data_ptr()
+
+
+@pytest.mark.parametrize("rows", [1 << 16, 64])
+def test_pieces_attend_as_whole_requests(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "ABSORBED_ROWS", rows)
+    requests, num_heads, latent, rope = [(1, 11), (1, 0), (5, 9), (16, 0), (11, 5)], 16, 32, 16
+    torch.manual_seed(0)
+    cache = torch.randn(len(requests), 16, latent + rope)
+    q = torch.randn(sum(num_new for num_new, _ in requests), num_heads, latent + rope)
+    parts = build(layout_of(1, 1, num_heads), requests)
+    assert len(parts) == (1 if rows > 64 else 6)
+    outs = [dcp_mla_decode(q[tokens], cache, part, 0.1, LocalExchange(), latent)[0] for tokens, part in parts]
+    rows_of = [(index, seen) for index, (new, old) in enumerate(requests) for seen in range(old + 1, old + new + 1)]
+    for token, (index, seen) in enumerate(rows_of):
+        keys = cache[index, :seen].double()
+        expected = (q[token].double() @ keys.T * 0.1).softmax(-1) @ keys[:, :latent]
+        torch.testing.assert_close(torch.cat(outs)[token].double(), expected, atol=1e-5, rtol=0)
+
+
+@given(
+    num_heads=st.sampled_from([1, 3, 16, 128]),
+    lens=st.lists(st.integers(1, 128), min_size=1, max_size=20),
+)
+def test_pieces_are_bounded(num_heads: int, lens: list[int]) -> None:
+    """No part has more pieces than the warm-up takes."""
+    decodes = layout_of(1, 1, num_heads)
+    parts = build(decodes, [(num_new, 0) for num_new in lens])
+    assert max(num_pieces(part) for _, part in parts) <= decodes.max_pieces(len(lens), sum(lens))
+
+
+def num_pieces(part: DecodeMetadata) -> int:
+    return len(part.block_table if part.request_index is None else part.request_index)
