@@ -198,9 +198,10 @@ def _report(
 def _prompts(machine: Machine, model: ModelSize, plan: Plan, context: int) -> str:
     """Return a line on the time that prompts add to a step."""
     costs = PrefillCosts(machine, model, plan.setting, _STEP_TOKENS)
-    turn, step = (costs.piece_us(*piece) / 1e3 for piece in ((_TURN_TOKENS, context), (_STEP_TOKENS, 0)))
-    turn_of = f"{turn:.2f} ms for a turn of {_TURN_TOKENS} tokens after {context:,}"
-    return f"prompts add to a step of {plan.setting}: {turn_of}, {step:.2f} ms for {_STEP_TOKENS:,} tokens without a context"
+    turn_ms, step_ms = costs.piece_us(_TURN_TOKENS, context) / 1e3, costs.piece_us(_STEP_TOKENS, 0) / 1e3
+    turn = f"{turn_ms:.2f} ms for a turn of {_TURN_TOKENS} tokens after {context:,}"
+    step = f"{step_ms:.2f} ms for {_STEP_TOKENS:,} tokens without a context"
+    return f"prompts add to a step of {plan.setting}: {turn}, {step}"
 
 
 def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:

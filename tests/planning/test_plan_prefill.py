@@ -1,0 +1,177 @@
+"""Modelled times of prompts' pieces: sums over parameters and tokens, a measured step, the bound of a mixed step."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.attention.routes import Rates, RouteCosts
+from dcpmla.bench.geometries import config_of
+from dcpmla.compressed_config import CompressedConfig
+from dcpmla.config import MLAConfig
+from dcpmla.integrations.model_files import load_config
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.predict import Setting
+from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
+from dcpmla.planning.reads import layer_reads
+from dcpmla.planning.weights import ModelSize, read_model
+from tests.support.plan_cases import RESULTS, read_glm5, read_v3, read_v32, within
+
+
+@cache
+def read_v4() -> ModelSize:
+    return read_model(load_config(Path(__file__).parent / "configs" / "deepseek_v4_flash.json"))
+
+
+MODELS = [read_v3, read_v32, read_glm5, read_v4]
+LAYOUTS = [(1, 1), (8, 1), (8, 4), (8, 8)]
+
+
+def setting_of(tp: int, dcp: int, kv_cache_dtype: str = "bf16", enable_expert_parallel: bool = False) -> Setting:
+    return Setting(tp=tp, dcp=dcp, kv_cache_dtype=kv_cache_dtype, enable_expert_parallel=enable_expert_parallel)
+
+
+@cache
+def costs_of(index: int, tp: int, dcp: int, kv_cache_dtype: str = "bf16") -> PrefillCosts:
+    return PrefillCosts(H200X8, MODELS[index](), setting_of(tp, dcp, kv_cache_dtype), 8192)
+
+
+settings_of_models = st.builds(
+    lambda index, layout, kv_cache_dtype: costs_of(index, *layout, kv_cache_dtype),
+    st.integers(0, 3),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(["bf16", "fp8_ds_mla"]),
+)
+
+
+@pytest.mark.parametrize("read", MODELS)
+@pytest.mark.parametrize("enable_expert_parallel", [False, True])
+@pytest.mark.parametrize("tp", [1, 8])
+def test_a_token_multiplies_with_every_parameter(
+    read: Callable[[], ModelSize], enable_expert_parallel: bool, tp: int
+) -> None:
+    """It multiplies with the experts it picks. Two all-reduces a layer move twice its row, less this rank's part."""
+    model, products, passes = read(), 0.0, 0
+    for parameter in model.parameters:
+        if parameter.is_matrix and not parameter.name.endswith(
+            ("embed_tokens.weight", "lm_head.weight", "kv_b_proj.weight")
+        ):
+            share = model.experts_per_token / model.num_routed if parameter.is_expert else 1.0
+            products += share * parameter.count * prod(parameter.shard_shape(tp, enable_expert_parallel))
+            passes += 3 * parameter.count * parameter.shape[-1] if parameter.is_hyper_connection else 0
+    hidden = model.attention.hidden_size
+    assert H200X8.direct is not None
+    sums_us = 2 * model.num_attention_layers * 2 * 2 * hidden * (1 - 1 / tp) / H200X8.direct.gb_per_s / 1e3
+    expected = 2 * products / H200X8.matmul_tflops / 1e6 + sums_us + 2 * passes / H200X8.hbm_gb_per_s / 1e3
+    setting = setting_of(tp, 1, enable_expert_parallel=enable_expert_parallel)
+    assert token_us(H200X8, model, setting) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("read", [read_v3, read_v32, read_glm5])
+@pytest.mark.parametrize(("tp", "dcp"), LAYOUTS)
+@pytest.mark.parametrize(("new", "context"), [(1, 0), (64, 65536), (300, 1000), (2048, 0), (4096, 100_000)])
+def test_a_piece_is_its_tokens_and_the_cheaper_route(
+    read: Callable[[], ModelSize], tp: int, dcp: int, new: int, context: int
+) -> None:
+    model, setting = read(), setting_of(tp, dcp, "fp8_ds_mla")
+    attention = model.attention
+    assert isinstance(attention, MLAConfig)
+    routes = RouteCosts(attention, setting.dcp_config)
+    layer_us = min(routes.absorbed_us(new, context), routes.mha_us(new, context, routes.num_tiles(new)))
+    expected = new * token_us(H200X8, model, setting) + model.num_attention_layers * layer_us
+    if attention.indexer is not None and context + new > attention.indexer.topk:
+        num_scores = sum(range(context + 1, context + new + 1)) * attention.indexer.num_heads / dcp
+        score_us = 2 * num_scores * attention.indexer.head_dim / H200X8.attention_tflops / 1e6
+        expected += model.num_index_layers * score_us
+    costs = PrefillCosts(H200X8, model, setting, 8192)
+    assert costs.piece_us(new, context) == pytest.approx(expected)
+    assert costs.tokens_per_request == routes.tokens_per_request
+    pieces = [(new, context), (8, 50_000), (500, 9000)]
+    assert costs.choose_absorbed(pieces) == routes.choose_absorbed(pieces)
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (8, 4)])
+@pytest.mark.parametrize(("new", "context"), [(1, 0), (64, 1 << 20), (3000, 0), (500, 1900)])
+def test_a_piece_of_v4_is_a_sum_over_its_tokens(tp: int, dcp: int, new: int, context: int) -> None:
+    """Of the rows that each token reads in each layer, of scores where a layer selects, and of entries gathered."""
+    model, setting, end = read_v4(), setting_of(tp, dcp), context + new
+    attention = model.attention
+    assert isinstance(attention, CompressedConfig)
+    read_us = 2 * attention.head_dim / H200X8.hbm_gb_per_s / 1e3
+    row_us = max(read_us, 4 * attention.heads_per_rank(tp) * attention.head_dim / H200X8.attention_tflops / 1e6)
+    num_rows = sum(
+        reads.num_layers * reads.num_rows
+        for position in range(context, end)
+        for reads in layer_reads(attention, 0, 0, position + 1)
+    )
+    num_entries, num_scores = 0.0, 0.0
+    for kind in attention.layer_kinds:
+        num_entries += end / kind.ratio if kind.ratio else 0
+        if kind.has_indexer and end // kind.ratio > attention.indexer.topk:
+            num_scores += sum(range(context + 1, end + 1)) / kind.ratio
+    gather_us = num_entries * 2 * attention.head_dim * (4 / 2700 + (1 - 1 / dcp) / 275) / 1e3
+    score_us = 2 * num_scores * attention.indexer.num_heads * attention.indexer.head_dim / dcp / 650e6
+    expected = new * token_us(H200X8, model, setting) + row_us * num_rows + gather_us + score_us
+    costs = PrefillCosts(H200X8, model, setting, 8192)
+    rounding_us = row_us * new * len(attention.layer_kinds)  # parts of entries that a token does not see yet
+    assert expected <= costs.piece_us(new, context) * (1 + 1e-9) <= expected + rounding_us
+    assert (costs.tokens_per_request, costs.choose_absorbed([(8, 65536)] * 3)) == (1, [False] * 3)
+
+
+lengths = st.tuples(st.integers(1, 9000), st.integers(0, 1_000_000))
+
+
+@given(costs=settings_of_models, piece=lengths, longer=lengths)
+@settings(deadline=None)
+def test_longer_pieces_take_no_less(costs: PrefillCosts, piece: tuple[int, int], longer: tuple[int, int]) -> None:
+    new, context = piece
+    time = costs.piece_us(new, context)
+    assert 0 < time < costs.piece_us(new + longer[0], context)
+    assert time <= costs.piece_us(new, context + longer[1])
+
+
+@given(costs=settings_of_models, context=st.integers(0, 1_000_000))
+@settings(deadline=None)
+def test_no_tile_and_no_selection_makes_a_token_more_cheaper(costs: PrefillCosts, context: int) -> None:
+    """Around every size at which a route changes its tiles, or a layer starts to select."""
+    for edge in (1, 8, 128, 256, 1056, 2048, max(1, 2048 - context), max(1, 8192 - context)):
+        times = [costs.piece_us(new, context) for new in range(max(1, edge - 1), edge + 3)]
+        assert times == sorted(times)
+    for edge in (0, 128, 2048, 8192):
+        times = [costs.piece_us(5, start) for start in range(max(0, edge - 7), edge + 3)]
+        assert times == sorted(times)
+
+
+def test_the_limit_of_a_mixed_step() -> None:
+    """By default a step without a context, as large as steps get, just fits."""
+    for index in range(len(MODELS)):
+        costs = costs_of(index, 8, 8)
+        assert costs.max_prefill_us == costs.piece_us(8192, 0)
+        assert costs.piece_us(8193, 0) > costs.max_prefill_us < costs.piece_us(8192, 1000)
+    assert PrefillCosts(H200X8, read_v3(), setting_of(8, 8), 8192, 12.5).max_prefill_us == 12_500
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_large_prompt_takes_what_was_measured(precision: str) -> None:
+    """8,192 tokens through 4 layers of DeepSeek-V3 with 64 experts on one GPU; products count as bfloat16's."""
+    rows = json.loads((RESULTS / "h200" / "step_8k.json").read_text())["rows"]
+    (row,) = (row for row in rows if row["model"] == f"v3_{precision}" and "prefill_device_us" in row)
+    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 64, "vocab_size": 16384}
+    model = read_model(config_of("deepseek-v3", **sizes))
+    assert model.num_parameters == row["num_parameters"]
+    costs = PrefillCosts(H200X8, model, setting_of(1, 1), row["input_len"])
+    assert within(costs.max_prefill_us, row["prefill_device_us"], 1.2)
+
+
+def test_rates_of_kernels_follow_the_machine() -> None:
+    assert kernel_rates(H200X8) == Rates()
+    slower = replace(H200X8, matmul_tflops=350, copy_gb_per_s=1350, direct=None)
+    rates = kernel_rates(slower)
+    assert (rates.mha_tflops, rates.absorbed_tflops, rates.gb_per_s) == (300, 260, 1350)
+    assert rates.link_gb_per_s == pytest.approx(H200X8.all_gather.gb_per_s)
