@@ -278,7 +278,7 @@ def test_what_is_imported_is_declared() -> None:
         "pynvml": "nvidia-ml-py",
         "prometheus_client": "prometheus-client",
     }
-    optional = {"flashinfer"}  # taken where it is there
+    optional = {"flashinfer"}  # used if it is installed
     declared = [*metadata()["dependencies"], *itertools.chain(*metadata()["optional-dependencies"].values())]
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in declared}
     missing = {distributions.get(name, name) for name in third_party() - optional} - names

@@ -21,7 +21,7 @@ from dcpmla.job.bootstrap import DEVICES
 from dcpmla.job.join import TIMEOUT, Job, check_num_ranks, join_ranks
 from dcpmla.job.launcher import LaunchInfo
 
-if TYPE_CHECKING:  # with transformers, which only commands that run a model need
+if TYPE_CHECKING:  # these import transformers, which only commands that run a model need
     from dcpmla.comm.select import ChosenExchange
     from dcpmla.integrations.loading import ModelFiles
     from dcpmla.runtime.engine import Engine

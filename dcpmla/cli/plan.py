@@ -102,7 +102,7 @@ def load_model_size(path: Path) -> ModelSize:
 
 
 def load_machine(layers: str, model: ModelSize) -> Machine:
-    """Return a machine from a list separated by commas: presets and JSON files, each changing what comes before it.
+    """Return a machine from a list separated by commas: presets and JSON files, each overriding those before it.
 
     A file holds a machine's numbers (over the preset h200x8 if it comes first), or a benchmark's rows, to which the
     machine is fitted.

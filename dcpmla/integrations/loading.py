@@ -140,7 +140,7 @@ def load_engine(
 
     Args:
         model: a directory, a hub id, or what `open_model` gave for one.
-        chosen: by `select_exchange`.
+        chosen: Exchange from `select_exchange`.
         dtype: to compute in, a name or torch's; "auto" takes the checkpoint's. The cache's, too, where
             dcp.kv_cache_dtype is "auto".
         max_num_batched_tokens: Limit of one step's tokens.
@@ -162,7 +162,7 @@ def load_engine(
             the checkpoint's MTP module.
         num_speculative_tokens: most drafts of a request in a step.
         load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights, for measuring.
-        on_step: called with a line on what comes next, before each step.
+        on_step: Function of a line on the next step, called before it.
     Raises:
         ValueError: a broken checkpoint, sizes that do not divide, options that the model does not have, memory that
             does not hold the longest sequence.
@@ -239,7 +239,7 @@ def load_engine(
         drafter,
         costs=costs,
     )
-    if device.type == "cuda" and not dcp.calculate_kv_scales:  # which the first prompt gives
+    if device.type == "cuda" and not dcp.calculate_kv_scales:  # the first prompt sets the scales
         warm_up(new_engine())
     return new_engine()
 

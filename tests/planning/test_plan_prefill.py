@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,11 +17,13 @@ from dcpmla.bench.geometries import config_of
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import MLAConfig
 from dcpmla.integrations.model_files import load_config
+from dcpmla.llm import LLM
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting
 from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
 from dcpmla.planning.reads import layer_reads
 from dcpmla.planning.weights import ModelSize, read_model
+from tests.support.models import FAMILIES, tiny_config
 from tests.support.plan_cases import RESULTS, read_glm5, read_v3, read_v32, within
 
 
@@ -29,6 +32,7 @@ def read_v4() -> ModelSize:
     return read_model(load_config(Path(__file__).parent / "configs" / "deepseek_v4_flash.json"))
 
 
+NEEDLE = Path(__file__).parents[2] / "examples" / "needle" / "model"
 MODELS = [read_v3, read_v32, read_glm5, read_v4]
 LAYOUTS = [(1, 1), (8, 1), (8, 4), (8, 8)]
 
@@ -175,3 +179,19 @@ def test_rates_of_kernels_follow_the_machine() -> None:
     rates = kernel_rates(slower)
     assert (rates.mha_tflops, rates.absorbed_tflops, rates.gb_per_s) == (300, 260, 1350)
     assert rates.link_gb_per_s == pytest.approx(H200X8.all_gather.gb_per_s)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_times(family: str) -> None:
+    costs = PrefillCosts(H200X8, read_model(tiny_config(family)), setting_of(2, 2), 64)
+    assert 0 < costs.piece_us(8, 0) < costs.piece_us(8, 200) < costs.piece_us(64, 200)
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_an_engine_takes_the_limit() -> None:
+    options: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 1 << 26}
+    with LLM(NEEDLE, max_prefill_ms=2, **options) as llm:
+        assert llm.engine.scheduler.costs.max_prefill_us == 2000
+    for value in (0, float("nan"), "5"):
+        with pytest.raises(ValueError, match=r"max_prefill_ms \(--max-prefill-ms\) is .*; it must be a finite number"):
+            LLM(NEEDLE, max_prefill_ms=value, **options)
