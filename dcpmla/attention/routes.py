@@ -21,7 +21,7 @@ _ELEMENT_BYTES = 2  # width of keys, values and queries
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Speeds of attention's kernels on one GPU. The defaults were measured on an H100 (`bench layer --turns`).
+    """Speeds of attention's kernels on one GPU. The defaults were measured on an H100 (`bench turns`).
 
     Attributes:
         matmul_tflops: Rate of the up-projection.

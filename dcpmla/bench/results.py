@@ -39,6 +39,8 @@ FIELDS = {
     "batch": "requests of a step",
     "context": "cached tokens of each request",
     "query_len": "new tokens of each request",
+    "decodes": "requests of one new token each in the same step",
+    "route": "of new tokens' attention: `mha` over up-projected keys, or `absorbed` queries",
     "tokens": "tokens of an operation or a step; of `gather_context`, cached ones of all ranks",
     "heads": "query heads: of one device, the model (`part`), the group (an exchange) or the indexer (`selection`)",
     "topk": "tokens that a new token selects",
@@ -59,6 +61,7 @@ FIELDS = {
     "index_cache_dtype": "format of the index cache; `auto`: in `dtype`",
     "num_sets": "sets of inputs that calls rotate through",
     # what was found
+    "is_chosen": "whether it is the route that the engine takes",
     "in_graph": "whether a CUDA graph was timed, or calls one by one",
     "step_us": "time of an engine's decode step, or from a prompt to its first token: the median, the slowest rank's",
     "device_us": "of `step_us`, a decode step's time on the device alone, its graph replayed without an engine",

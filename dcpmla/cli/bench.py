@@ -12,6 +12,7 @@ BENCHMARKS = {  # modules of dcpmla.bench, each with its BENCHMARK
     "exchange": "the exchange of a DCP group, per backend and number of tokens, checked against float64",
     "reduce": "a TP group's sum with residual and RMSNorm, per backend and number of tokens",
     "layer": "a decode step of attention layers, part by part, per DCP size: scaling over GPUs and hosts, crossovers",
+    "turns": "a layer's step of turns, few new tokens after long contexts, by both routes of attention",
     "generate": "decode steps of a whole model, with and without CUDA graphs, per batch",
     "serve": "a synthetic load: how many requests fit, throughput and latencies, per DCP size",
 }

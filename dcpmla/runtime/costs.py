@@ -1,4 +1,4 @@
-"""What pieces of prompts cost in a step, as the scheduler asks for it."""
+"""The cost of pieces of prompts in a step, as the scheduler asks for it."""
 
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -28,6 +28,7 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.costs import DrawnCosts
 from tests.support.hash_model import HashModel, alone, alone_ignoring_eos, make_engine
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
@@ -80,6 +81,7 @@ def serve(
             how["drafter"] = RecordedDrafter(num_drafts, recorded, 0.8, VOCAB_SIZE)
             like = torch.tensor(0, device=device)
             how["graph"] = DecodeGraph(model.decode, like, cache, mesh, 5, MAX_MODEL_LEN, 1 + num_drafts)
+        how["costs"] = costs = DrawnCosts(seed, absorbs=plan.num_states == 0)
         engine = Engine(model, cache, dcp, mesh, MAX_MODEL_LEN, (5, 16, 1000)[seed % 3], max_num_seqs=5, **how)
         requests = [
             engine.add(
@@ -96,6 +98,7 @@ def serve(
             if dist.get_rank() == 1:
                 time.sleep(random.random() * 0.002)
         assert engine.allocator.num_free == plan.num_blocks
+        assert bool(costs.num_absorbed) == (plan.num_states == 0)
         totals = {key: value for key, value in asdict(engine.stats).items() if not key.endswith("seconds")}
         outcome = [(request.token_ids, torch.stack(request.logits)) for request in requests]
         recorded = {request.request_id: request.token_ids for request in requests}
@@ -111,6 +114,8 @@ def serve(
         (2, 2, 1, "deepseek_v3", True),
         (4, 2, 4, "deepseek_v3", False),
         (2, 2, 2, "deepseek_v4", True),
+        (2, 2, 1, "deepseek_v32", True),
+        (3, 3, 2, "glm_moe_dsa", False),
     ],
 )
 def test_a_load_gets_what_its_requests_get_alone(
@@ -136,7 +141,7 @@ def check_loads(
         block_size=4,
         context_workspace_tokens=5 * 4 * dcp_size * interleave,
     )
-    seeds = list(range(2 if family == "deepseek_v4" else 6 if tp < 4 else 4))
+    seeds = list(range(6 if tp < 3 and family == "deepseek_v3" else 2 if family == "deepseek_v4" else 4))
     arguments = directory, dcp, seeds, device_type, with_drafts
     ranks = run_ranks(tp, serve, *arguments, device=device_type, timeout=300)
     for number, seed in enumerate(seeds):

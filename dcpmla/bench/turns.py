@@ -1,0 +1,157 @@
+"""Measure a layer's step of turns: a few new tokens of each request after a long cached context, by both routes of
+attention, with and without a decode in the same step.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from dcpmla.attention.routes import RouteCosts
+from dcpmla.attention.step import StepMetadata
+from dcpmla.bench.cache_formats import add_cache_arguments, config_name
+from dcpmla.bench.geometries import GEOMETRIES, config_of
+from dcpmla.bench.layer_stack import LayerStack
+from dcpmla.bench.results import Row, dtype_name
+from dcpmla.bench.runner import Benchmark, Kept
+from dcpmla.bench.timing import time_operation
+from dcpmla.cache.latent import num_blocks
+from dcpmla.cli.options import positive, positive_list
+from dcpmla.config import MLAConfig
+from dcpmla.hf_config import read_attention
+from dcpmla.job.bootstrap import Ranks
+from dcpmla.job.join import Job
+from dcpmla.parallel.mesh import init_mesh
+
+_ROUTES = ("mha", "absorbed")
+_SAMPLE_SECONDS = 0.5  # that the samples of one step may take
+_CALLS = {"cuda": 2, "cpu": 1}  # of a sample
+
+
+class TurnCase(NamedTuple):
+    """Requests with new tokens after a context, and how many decodes after the same context share the step."""
+
+    heads: int
+    kv_cache_dtype: str
+    context: int
+    batch: int
+    query_len: int
+    decodes: int
+
+    def __str__(self) -> str:
+        beside = f" and {self.decodes} decode" if self.decodes else ""
+        turns = f"{self.batch} x {self.query_len} new tokens after {self.context:,}{beside}"
+        return f"{self.heads} heads a rank, {self.kv_cache_dtype}: {turns}"
+
+
+class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
+    """One layer over a cache that all cases of a context share."""
+
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        super().__init__(args, job)
+        self._stacks = Kept[LayerStack]()
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--geometry", choices=GEOMETRIES, default="deepseek-v3", help="model whose layer is measured")
+        add("--heads", type=positive_list, default="16,128", metavar="H,...", help="query heads of one rank")
+        add("-dcp", "--decode-context-parallel-size", type=positive, default=1, metavar="D", help="ranks of a cache")
+        add("--batch", type=positive_list, default="1,16", metavar="N,...", help="requests with new tokens")
+        add("--tokens", type=positive_list, default="8,64,128,256", metavar="T,...", help="new tokens of each")
+        add("--context", type=positive_list, default="8192,65536", metavar="S,...", help="cached tokens of each")
+        add_cache_arguments(parser)
+
+    @staticmethod
+    def check(args: argparse.Namespace, ranks: Ranks) -> None:
+        size = args.decode_context_parallel_size
+        if ranks.num_ranks % size:
+            raise ValueError(
+                f"decode_context_parallel_size (-dcp) is {size}; it must divide the number of ranks, {ranks.num_ranks}"
+            )
+
+    def cases(self) -> Iterator[TurnCase]:
+        args = self.args
+        for sizes in product(args.heads, args.kv_cache_dtype, args.context, args.batch, args.tokens, (0, 1)):
+            yield TurnCase(*sizes)
+
+    def inputs(self, case: TurnCase) -> LayerStack:
+        return self._stacks.get((case.heads, case.kv_cache_dtype, case.context), lambda: self._new_stack(case))
+
+    def _new_stack(self, case: TurnCase) -> LayerStack:
+        """Return a layer over a cache for the most requests and the longest turns after the case's context."""
+        args, size = self.args, self.job.ranks.num_ranks
+        config = read_attention(config_of(args.geometry))
+        assert isinstance(config, MLAConfig)
+        config = replace(config, num_heads=case.heads * size)
+        mesh, most = init_mesh(size, args.decode_context_parallel_size), max(args.batch) + 1
+        sizes = most, case.context + max(args.tokens)
+        return LayerStack(
+            config, mesh, 1, *sizes, self.device, self.dtype, kv_cache_dtype=config_name(case.kv_cache_dtype)
+        )
+
+    def measure(self, case: TurnCase, inputs: LayerStack) -> list[Row]:
+        return [self._row(case, inputs, route) for route in _ROUTES]
+
+    def _row(self, case: TurnCase, inputs: LayerStack, route: str) -> Row:
+        """Return the time of a layer's step in which the turns take a route."""
+        routes = RouteCosts(inputs.config, inputs.dcp)
+        (is_absorbed, *_) = routes.choose_absorbed([(case.query_len, case.context)] * case.batch)
+        step, hidden = self._step(case, inputs, routes.tokens_per_request, route)
+        layer, cache = inputs.layers[0], inputs.cache[0]
+
+        def run(_: int) -> None:
+            layer(hidden, cache, step)
+
+        timing = time_operation(run, self.device, _CALLS[self.device.type], _SAMPLE_SECONDS)
+        inputs.exchange.check()
+        return {
+            **case._asdict(),
+            "geometry": self.args.geometry,
+            "tp": self.job.ranks.num_ranks,
+            "dcp": inputs.dcp.decode_context_parallel_size,
+            "exchange": inputs.exchange.name,
+            "dtype": dtype_name(self.dtype),
+            "route": route,
+            "is_chosen": (route == "absorbed") == is_absorbed,
+            "in_graph": timing.in_graph,
+            "median_us": round(timing.median_us, 1),
+        }
+
+    def _step(
+        self, case: TurnCase, inputs: LayerStack, tokens_per_request: int, route: str
+    ) -> tuple[StepMetadata, torch.Tensor]:
+        """Return the step in which the turns take a route, and random hidden states."""
+        lens = [1] * case.decodes + [case.query_len] * case.batch
+        seq_lens = [case.context + length for length in lens]
+        per_request = num_blocks(max(seq_lens), inputs.dcp)
+        tables = torch.randperm(inputs.cache.sizes.num_blocks)[: per_request * len(lens)].view(len(lens), -1).tolist()
+        decode = inputs.metadata[0].decode
+        step = StepMetadata.build(
+            lens,
+            seq_lens,
+            tables,
+            inputs.dcp,
+            inputs.layers[0].mesh.dcp_rank,
+            self.device,
+            max_decode_query_len=tokens_per_request,
+            num_decodes=len(lens) if route == "absorbed" else case.decodes,
+            workspace=None if decode is None else decode.workspace,
+        )
+        config = inputs.config
+        cos_sin = torch.randn(sum(lens), config.qk_rope_head_dim, device=self.device)
+        hidden = torch.randn(sum(lens), config.hidden_size, device=self.device, dtype=self.dtype)
+        return step.with_positions(cos_sin), hidden
+
+    def line(self, rows: Sequence[Row]) -> str:
+        times = ", ".join(f"{row['route']} {row['median_us']:,.1f} us" for row in rows)
+        chosen = next(row for row in rows if row["is_chosen"])
+        slower = chosen["median_us"] / min(row["median_us"] for row in rows)
+        case = TurnCase(*(rows[0][name] for name in TurnCase._fields))
+        return f"{case!s:<80} {times}; chosen {chosen['route']}, {slower:.2f} x the better one"
+
+
+BENCHMARK = TurnBenchmark

@@ -1,0 +1,28 @@
+"""Costs of prompts' pieces that send some of them each way."""
+
+from collections.abc import Sequence
+
+
+class DrawnCosts:
+    """A model whose routes follow from a piece's numbers and a seed, and whose bound leaves few tokens beside decodes.
+
+    Args:
+        seed: Number that changes the routes, and the width of the pieces that absorbed attention takes.
+        absorbs: Whether any piece attends with absorbed queries.
+    """
+
+    def __init__(self, seed: int, absorbs: bool = True) -> None:
+        self._seed, self._absorbs = seed, absorbs
+        self.max_prefill_us = (float("inf"), 150.0, 1.0)[seed % 3]
+        self.tokens_per_request = 1 + seed % 4
+        self.num_absorbed = 0  # pieces so far
+
+    def piece_us(self, new: int, context: int) -> float:
+        """Return the tokens that all new ones attend to, and one each."""
+        return new * (1.0 + context) + new * (new + 1) / 2
+
+    def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
+        """Return two of three pieces."""
+        chosen = [self._absorbs and (new + context + self._seed) % 3 > 0 for new, context in pieces]
+        self.num_absorbed += sum(chosen)
+        return chosen
