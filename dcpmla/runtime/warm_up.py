@@ -11,6 +11,8 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
 
+# Few enough for absorbed attention, and a multiple of no width that it cuts requests to, so that pieces differ.
+_TURN_TOKENS, _DOCUMENT_TOKENS = 33, 4096
 _PREFILL, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 8))
 _DRAWN = SamplingParams(
     max_new_tokens=8,
@@ -27,8 +29,8 @@ _DRAWN = SamplingParams(
 
 
 def warm_up(engine: Engine) -> None:
-    """Serve prompts of all sizes alone, then more at once than a step takes, then some with all that sampling knows.
-    Collective over the TP group.
+    """Serve prompts of all sizes alone, then more at once than a step takes, then some with all that sampling knows,
+    then turns after one document, in all numbers. Collective over the TP group.
 
     Args:
         engine: to be thrown away; another one over the same model and cache has no trace of this.
@@ -47,6 +49,11 @@ def warm_up(engine: Engine) -> None:
     prompts = [rng.choices(vocabulary, k=size) for _ in range(most // size + 2)]
     _serve(engine, prompts, _GREEDY)
     _serve(engine, [prompt[:64] for prompt in prompts], _DRAWN)
+    if engine.scheduler.enable_prefix_caching:
+        turn = min(_TURN_TOKENS, longest // 2)
+        document = rng.choices(vocabulary, k=min(_DOCUMENT_TOKENS, longest - turn))
+        for count in sizes(min(engine.scheduler.max_num_seqs, max(1, most // turn))) if turn else ():
+            _serve(engine, [document + rng.choices(vocabulary, k=turn) for _ in range(count)], _PREFILL)
 
 
 class _Always(Drafter):

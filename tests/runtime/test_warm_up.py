@@ -28,6 +28,7 @@ def test_steps_of_all_kinds_are_served(max_model_len: int, with_graph: bool) -> 
     assert set(sizes) >= SIZES | {largest}
     assert any(len(step) > 1 and min(step) > 1 for step in model.steps), "prompts of several requests"
     assert any(1 in step and max(step) > 1 for step in model.steps), "prompts and decodes"
+    assert any(len(step) > 1 and set(step) == {max(step)} for step in model.steps), "turns of several requests"
     assert engine.stats.num_draft_tokens > 0
     assert engine.stats.num_prefill_tokens > sum(SIZES | {1, largest}) + 64, "more at once than a step takes"
     assert not engine.has_requests
