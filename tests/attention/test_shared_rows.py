@@ -155,7 +155,7 @@ class SharedCase(Case):
         tensors = {"q": q, "seq_lens": torch.tensor(lens, dtype=torch.int32), "workspace": self.new_workspace(device)}
         on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
         on_device["kv_cache"], on_device["block_table"] = _half(cache.to(device), page), table.to(device)[:, 4:]
-        more = dict.fromkeys(("query_start_loc", "kv_scale", "q_scale"))
+        more = dict.fromkeys(("request_index", "query_start_loc", "kv_scale", "q_scale"))
         numbers = {"scale": width**-0.5, "kv_lora_rank": width, "max_query_len": 1, "dtype": self.dtype}
         return {**on_device, **more, **numbers}
 

@@ -87,7 +87,7 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
     while start < work.end:
         first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if start < stop:
+        if (start < stop) & (num_rows > 0):
             token = (first_row + row) // batch.num_heads
             num_seen = gl.load(batch.lens_ptr + token, mask=row < num_rows, other=0)
             seen = num_seen, gl.load(batch.lens_ptr + first_row // batch.num_heads)
@@ -148,7 +148,7 @@ def value_consumer(buffers, barriers, outputs, work):
     while start < work.end:
         first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if start < stop:
+        if (start < stop) & (num_rows > 0):
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
             for tile in range(start - begin, stop - begin):
                 stage, phase = num_done % NUM_STAGES, (num_done // NUM_STAGES) & 1

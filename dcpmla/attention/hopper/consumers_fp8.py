@@ -156,7 +156,7 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
     while start < work.end:
         first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if start < stop:
+        if (start < stop) & (num_rows > 0):
             token = (first_row + row) // batch.num_heads
             num_seen = gl.load(batch.lens_ptr + token, mask=row < num_rows, other=0)
             seen = num_seen, gl.load(batch.lens_ptr + first_row // batch.num_heads)
@@ -226,7 +226,7 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
     while start < work.end:
         first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if start < stop:
+        if (start < stop) & (num_rows > 0):
             acc = gl.zeros([HALF, ROWS], gl.float32, TILE)
             for tile in range(start - begin, stop - begin):
                 stage, phase = num_done % NUM_STAGES, (num_done // NUM_STAGES) & 1

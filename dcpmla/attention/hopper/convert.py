@@ -181,7 +181,7 @@ def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr
     while start < work.end:
         first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if start < stop:
+        if (start < stop) & (num_rows > 0):
             table = find_table(request, paging)
             tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
             found = find_keys(tile, last_key, table, rows_ptr, paging, BY_KEY)

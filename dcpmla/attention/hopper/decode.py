@@ -27,7 +27,7 @@ from dcpmla.attention.hopper.convert import produce_converted
 from dcpmla.attention.hopper.outputs import Outputs, open_mail
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
 from dcpmla.attention.hopper.producers import Paging, Tiles, produce_rows, produce_tiles
-from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, Batch, count_tiles, cut
+from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, count_tiles, cut, keep_gaps
 from dcpmla.cache.shared_rows import data_bytes
 from dcpmla.comm.exchange import Mailbox
 
@@ -103,7 +103,7 @@ def decode_kernel(
         IS_SPARSE: the table holds numbers of rows.
         IS_CONVERTED: rows of 8 bits become those of q's dtype.
     """
-    batch = Batch(lens_ptr, start_ptr, query_len, num_heads, gl.program_id(0))
+    batch = keep_gaps(lens_ptr, start_ptr, query_len, num_heads, gl.program_id(0), num_reqs, REQS)
     num_tiles = count_tiles(batch, num_reqs, REQS)  # what this loads is in flight while the mbarriers are set up
     is_fp8: gl.constexpr = q_desc.dtype == gl.float8e4nv
     is_ds_mla: gl.constexpr = IS_CONVERTED and kv_scale_ptr is None

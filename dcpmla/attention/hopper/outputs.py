@@ -218,9 +218,9 @@ def await_parts(last, last_begin, work, counters_ptr, merge_ready):
     """
     request, begin = work.request, work.begin
     for merge in range(0, num_shared(work, last_begin)):
-        _, _, num_keys = find_request(request, work.batch)
+        _, num_rows, num_keys = find_request(request, work.batch)
         first_part, num_parts = sharing_parts(begin, num_keys, work)
-        if num_parts > 1:
+        if (num_parts > 1) & (num_rows > 0):
             counter = _counter_at(counters_ptr, first_part, work.batch.line)
             while uniform(_read(counter)) < 2 * num_parts:
                 pass
@@ -241,7 +241,7 @@ def merge_parts(half, last, last_begin, work, outputs, merge_ready):
     for merge in range(0, num_shared(work, last_begin)):
         first_row, num_rows, num_keys = find_request(request, batch)
         first_part, num_parts = sharing_parts(begin, num_keys, work)
-        if num_parts > 1:
+        if (num_parts > 1) & (num_rows > 0):
             mbarrier.wait(merge_ready.index(merge), 0)
             num_rows = gl.minimum(num_rows, ROWS)
             rows_of_a_part = gl.cdiv(num_rows, num_parts)

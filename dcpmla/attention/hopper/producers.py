@@ -129,7 +129,7 @@ def produce_tiles(queries, keys, buffers, barriers, paging, counters_ptr, work):
     while start < work.end:
         first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if start < stop:
+        if (start < stop) & (num_rows > 0):
             table = find_table(request, paging)
             first_tile, num_tiles = start - begin, stop - start
             load_queries(queries, first_row, buffers, barriers, num_segments)
@@ -166,7 +166,7 @@ def produce_rows(queries, rows_ptr, buffers, barriers, paging, counters_ptr, wor
     while start < work.end:
         first_row, num_rows, num_keys = find_request(request, batch)
         stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if start < stop:
+        if (start < stop) & (num_rows > 0):
             table = find_table(request, paging)
             tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
             found = find_keys(tile, last_key, table, rows_ptr, paging, by_key)

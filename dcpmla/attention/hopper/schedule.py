@@ -27,6 +27,9 @@ class Batch:
 
     A line has one tile of each request's query rows, as many lines as the longest request has tiles. Which one turns
     from request to request, so that the short requests' only tiles are spread over the lines.
+
+    Programs of all lines that read the same keys at the same time share the loads. So where few requests are short,
+    lines keep gaps in place of the tiles that they do not have, and stay in step.
     """
 
     lens_ptr: gl.tensor  # int32 [T], keys that each query token sees
@@ -34,6 +37,7 @@ class Batch:
     query_len: gl.tensor
     num_heads: gl.tensor
     line: gl.tensor
+    has_gaps: gl.tensor
 
 
 @aggregate
@@ -66,21 +70,28 @@ def uniform(x):
 
 
 @gluon.jit
-def _look_up(index, batch):
-    """Look up one request or a vector of them.
-
-    Returns the first query row of this line's tile, how many rows the request has from there on, and how many keys
-    (none where no rows are left).
-    """
+def _measure(index, batch):
+    """Return the first query token of one request or a vector of them, how many it has, and how many keys."""
     query_len = batch.query_len
     first = index * query_len
     if batch.start_ptr is not None:
         first = gl.load(batch.start_ptr + index)
         query_len = gl.load(batch.start_ptr + index + 1) - first
+    num_keys = gl.load(batch.lens_ptr + gl.maximum(first + query_len - 1, 0))
+    return first, query_len, gl.where(query_len > 0, gl.maximum(num_keys, 0), 0)
+
+
+@gluon.jit
+def _look_up(index, batch):
+    """Look up one request or a vector of them.
+
+    Returns the first query row of this line's tile, how many rows the request has from there on, and how many keys:
+    none where no rows are left, or those of a gap.
+    """
+    first, query_len, num_keys = _measure(index, batch)
     above = (batch.line + index) % gl.num_programs(0) * ROWS
     num_rows = query_len * batch.num_heads - above
-    num_keys = gl.load(batch.lens_ptr + gl.maximum(first + query_len - 1, 0))
-    return first * batch.num_heads + above, num_rows, gl.where(num_rows > 0, gl.maximum(num_keys, 0), 0)
+    return first * batch.num_heads + above, num_rows, gl.where((num_rows > 0) | batch.has_gaps, num_keys, 0)
 
 
 @gluon.jit
@@ -91,8 +102,22 @@ def find_request(index, batch):
 
 
 @gluon.jit
+def keep_gaps(lens_ptr, start_ptr, query_len, num_heads, line, num_reqs, REQS: gl.constexpr):
+    """Return the `Batch` of a launch, with gaps where they are no more than a fifth of its lines."""
+    batch = Batch(lens_ptr, start_ptr, query_len, num_heads, line, gl.to_tensor(True))
+    if start_ptr is not None:  # else all requests have a tile in each line
+        index = gl.arange(0, REQS, layout=gl.BlockedLayout([REQS // 32], [32], [4], [0]))
+        _, lens, num_keys = _measure(gl.minimum(index, num_reqs - 1), batch)
+        num_tiles = gl.where(index < num_reqs, gl.cdiv(num_keys, KEYS), 0)
+        work = gl.sum(num_tiles * gl.cdiv(lens * num_heads, ROWS), 0)
+        room = gl.sum(num_tiles, 0) * gl.num_programs(0)
+        batch = Batch(lens_ptr, start_ptr, query_len, num_heads, line, 5 * (room - work) <= room)
+    return batch
+
+
+@gluon.jit
 def count_tiles(batch, num_reqs, REQS: gl.constexpr):
-    """Return the number of key tiles of all requests, int32 [REQS], whole in each warp."""
+    """Return the number of key tiles of all requests, int32 [REQS], whole in each warp; gaps count."""
     index = gl.arange(0, REQS, layout=gl.BlockedLayout([REQS // 32], [32], [4], [0]))
     _, _, num_keys = _look_up(gl.minimum(index, num_reqs - 1), batch)
     return gl.where(index < num_reqs, gl.cdiv(num_keys, KEYS), 0)
