@@ -4,8 +4,9 @@
 DeepSeek-V3's dense layers with random weights, under torchrun, with as many cached tokens as the load says. Two things
 are timed: vLLM's step, of decodes as the CUDA graph that it replayed last, of a prefill from the request to its token;
 and nothing but attention, with vLLM's own layers, caches and metadata of that step: of decodes from the layers' queries
-to their merged rows, of a prefill from queries to outputs, context gathered and projected. Engines start together and
-take turns: clocks and power change more from minute to minute than kernels differ.
+to their merged rows, of a prefill from queries to outputs. A prefill takes the route that the backend chooses for it:
+the context is gathered and projected, or queries are absorbed and attend as decodes do. Engines start together and take
+turns: clocks and power change more from minute to minute than kernels differ.
 """
 
 import argparse
@@ -34,8 +35,10 @@ from dcpmla.bench.results import add_commit_argument, installed, write_results  
 from dcpmla.bench.timing import Timing, largest, time_graph, time_operation  # noqa: E402
 
 LOADS = [(1, 65536), (8, 65536), (32, 8192), (128, 8192)]  # requests, cached tokens of each
-PREFILLS = [(1024, 3072), (8192, 0), (2048, 63488), (8192, 57344)]  # new tokens of one request, its cached ones
-NUM_PREFILLS = 5  # of each, of which the median counts
+# New tokens of one request, and its cached ones.
+SHORT_PREFILLS = [(num_new, context) for context in (3584, 65536) for num_new in (1, 8, 64, 512)]
+PREFILLS = [*SHORT_PREFILLS, (1024, 3072), (8192, 0), (2048, 63488), (8192, 57344)]
+NUM_PREFILLS = 5  # Repetitions; the median counts.
 NUM_LAYERS, NUM_STEPS, BLOCK_SIZE, VOCAB_SIZE = 4, 8, 64, 16384
 NUM_ROUNDS = 2  # in which each engine measures once; the last one counts
 LONGEST_WAIT = timedelta(minutes=15)  # of an engine for the others
@@ -100,10 +103,10 @@ def take_turns(store: dist.Store, index: int, num_jobs: int) -> Iterator[None]:
 
 def save(rows: list[dict[str, Any]], num_gpus: int, commit: str | None, output: Path | None) -> None:
     """Write rows with how much faster this package is: its rows' `speedup_over_*`."""
-    keys = ("dcp", "operation", "batch", "context")
+    keys = ("dcp", "operation", "batch", "context", "tokens")
     for ours in (row for row in rows if row["kernel"] == "dcpmla"):
         for row in rows:
-            if row is not ours and all(row[key] == ours[key] for key in keys):
+            if row is not ours and all(row.get(key) == ours.get(key) for key in keys):
                 name = row["kernel"] if row["dcp"] == 1 else f"{row['kernel']}_{row['exchange']}"
                 ours[f"speedup_over_{name.lower()}"] = row["median_us"] / ours["median_us"]
     machine = f"h200x{num_gpus}" if num_gpus > 1 else "h200"
@@ -145,10 +148,12 @@ def measure(engine: Any, recorder: "Recorder") -> list[dict[str, Any]]:
     for num_new, context in PREFILLS:
         recorder.num_new = num_new
         step_us = time_prefill_step(engine, num_new + context, device)
-        if recorder.metadata.num_decode_tokens or recorder.metadata.prefill.max_query_len != num_new:
+        metadata = recorder.metadata
+        if (metadata.num_reqs, metadata.num_actual_tokens) != (1, num_new):
             raise RuntimeError(f"vLLM's last step was not a prefill of {num_new} tokens")
-        timing = time_prefill(layers, recorder.metadata, num_new, device)
-        rows.append(shared | row_of("prefill", timing, 1, context) | {"step_us": step_us, "tokens": num_new})
+        timing = time_prefill(layers, metadata, num_new, device)
+        route = {"step_us": step_us, "tokens": num_new, "absorbed": metadata.prefill is None}
+        rows.append(shared | row_of("prefill", timing, 1, context) | route)
     recorder.num_new = 1
     if dist.get_rank() == 0:
         print(*rows, sep="\n", file=sys.stderr, flush=True)
@@ -199,7 +204,8 @@ def start_engine(num_ranks: int, backend: str, exchange: str) -> Any:
     """Return vLLM's engine over layers with random weights, and graphs of the loads' batches."""
     from vllm import LLM
 
-    longest, most = max(context for _, context in LOADS), max(batch * context for batch, context in LOADS)
+    longest = max(*(context for _, context in LOADS), *(num_new + context for num_new, context in PREFILLS))
+    most = max(batch * context for batch, context in LOADS)
     config = config_of(
         GEOMETRY,
         architectures=["DeepseekV3ForCausalLM"],
@@ -286,7 +292,7 @@ def time_prefill_step(engine: Any, num_tokens: int, device: torch.device) -> flo
 
 
 def time_prefill(layers: list[Any], metadata: Any, num_tokens: int, device: torch.device) -> Timing:
-    """Time what vLLM's layer calls for a prefill, from queries to outputs: one layer's share of all layers' calls."""
+    """Time vLLM's layer in a prefill, from queries to outputs: one layer's share of all layers' calls."""
     first = layers[0]
     new = partial(torch.randn, dtype=torch.bfloat16, device=device)
     query = new(num_tokens, first.num_heads, first.qk_nope_head_dim + first.qk_rope_head_dim)
@@ -295,7 +301,7 @@ def time_prefill(layers: list[Any], metadata: Any, num_tokens: int, device: torc
 
     def attend(index: int) -> None:
         layer = layers[index]
-        layer.impl.forward_mha(query, latents, rope, layer.kv_cache, metadata, layer._k_scale, output)
+        layer.forward_impl(query, latents, rope, layer.kv_cache, metadata, output)
 
     with torch.inference_mode():
         return time_operation(attend, device, len(layers), seconds=1.0)

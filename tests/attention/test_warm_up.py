@@ -1,4 +1,4 @@
-"""The warm-up of attention inside another engine: which steps it takes, and that each of them can be taken."""
+"""The warm-up of attention inside another engine: the steps that it takes, and that each step runs."""
 
 import math
 

@@ -18,7 +18,7 @@ from tests.support.launchers import ROOT, Ended, run_together, torchrun
 PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm"
 
 VERSIONS = ("0.32.0", "0.33.0")  # The engine runs with the last.
-SHORT = {"threshold": 48}  # so that both short and long prefills are in chunks of 100 tokens
+SHORT = {"threshold": 32}  # Chunks of up to 100 tokens are then short and long prefills.
 
 
 def run_engine(tree: Path, model: Path, folder: Path, num_ranks: int = 2, **options: Any) -> tuple[dict[str, Any], str]:
@@ -61,8 +61,8 @@ def check_merge(report: dict[str, Any], q_is_replicated: bool = False) -> None:
 
 @pytest.mark.parametrize("replicates", [False, True], ids=["queries gathered", "queries of all heads on each rank"])
 def test_decode_context_parallel_matches_transformers(model: Path, tmp_path: Path, replicates: bool) -> None:
-    """TP 2 x DCP 2: prompts of 1 to 300 tokens, 20 at once, in chunks of at most 100 tokens, those of at most 48 as
-    decodes; again, from the prefix cache; and once more with a request aborted.
+    """TP 2 x DCP 2: prompts of 1 to 300 tokens, 20 at once, in chunks of at most 100 tokens. Chunks of at most 48
+    are decodes. Again, from the prefix cache; and once more with a request aborted.
     """
     layout = {"decode_context_parallel_size": 2, "block_size": 16}
     options = {"dcp_q_replicate": True} if replicates else {}
@@ -100,7 +100,7 @@ def test_drafts_of_a_module(tmp_path: Path) -> None:
     for part, fewest in (("calls", 10), ("warm-up", 8)):
         assert report[part]["several tokens"] > fewest
     assert report["drafts"]["made"] > 400
-    assert report["drafts"]["right"] > 0.99 * report["drafts"]["made"]  # but for ties
+    assert report["drafts"]["right"] > 0.99 * report["drafts"]["made"]  # Ties may go either way.
     assert report["calls"]["update_draft_decode_metadata"] > 10, "vLLM lays out each draft anew"
 
 

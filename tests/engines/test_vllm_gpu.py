@@ -27,9 +27,10 @@ if "speculative_config" in options:
     record_drafts()
 llm = LLM(
     model=model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024, max_num_seqs=8, max_logprobs=512,
-    max_num_batched_tokens=128, gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 26,
+    max_num_batched_tokens=200, gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 26,
     disable_custom_all_reduce=True, **options,
 )
+# The last prompt comes in chunks of 97, 196 and 7 tokens: short, long with a context, and short with a context.
 prompts = [[2 + (7 * i + 3 * n) % 500 for i in range(n)] for n in (1, 5, 33, 64, 300)]
 params = SamplingParams(max_tokens=16, temperature=0, detokenize=False, ignore_eos=True, logprobs=512)
 outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
@@ -43,7 +44,7 @@ EAGER = {"enforce_eager": True}
 GRAPHS = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 }
-# Of logprobs in bfloat16, which on CPUs are up to 0.12 from those in float32; without the merge they are off by 4.
+# Logprobs in bfloat16 differ by up to 0.12 from float32 on CPUs; without the merge they are off by 4.
 TOLERANCE = 0.25
 OURS, THEIRS = {"attention_backend": "CUSTOM"}, {"attention_backend": "TRITON_MLA"}
 VARIABLES = {
@@ -110,7 +111,7 @@ def test_drafts_of_a_module(tmp_path: Path) -> None:
     eagerly, in_graphs = (dict(json.loads(each.split("\ndrafted ")[1].splitlines()[0])) for each in logs)
     pairs = [(row, in_graphs[point]) for point, row in eagerly.items() if point in in_graphs and row[0] >= 0]
     assert len(pairs) > 40
-    assert sum(one == other for one, other in pairs) > 0.9 * len(pairs)  # but for ties of logits in bfloat16
+    assert sum(one == other for one, other in pairs) > 0.9 * len(pairs)  # Ties of logits in bfloat16 may go either way.
 
 
 @pytest.mark.gpu_2

@@ -34,7 +34,7 @@ def layout_of(dcp_size: int, interleave: int, num_heads: int, rank: int = 0, max
 
 
 def build(decodes: DecodeLayout, requests: Requests, padding: int = 0) -> tuple[Part, ...]:
-    """Lay out requests, and a graph's padding after them, as long as the first one."""
+    """Lay out requests, and a graph's padding after them. Padding has the first request's length."""
     query_lens, contexts = map(np.array, zip(*requests, strict=True))
     start = np.concatenate([[0], np.cumsum(query_lens), [query_lens.sum()] * padding]).astype(np.int32)
     seq_lens = torch.tensor([*(query_lens + contexts), *[0] * padding], dtype=torch.int32)

@@ -58,7 +58,7 @@ def count_mixed_steps() -> None:
 
 
 def prompts() -> list[list[int]]:
-    """Return 20 prompts of 1 to 300 tokens, some of which begin alike."""
+    """Return 20 prompts of 1 to 300 tokens, two of them with a common beginning."""
     generator = torch.Generator().manual_seed(1)
     draw = torch.randint(2, VOCABULARY, (20, 300), generator=generator).tolist()
     lengths = [300, 1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200]
@@ -68,7 +68,7 @@ def prompts() -> list[list[int]]:
 
 
 def run(llm: LLM, requests: list[list[int]], aborted: int | None = None) -> list[Any]:
-    """Return what each request ended with, after all of them were added at once; one is aborted on the way."""
+    """Return the final output of each request. All are added at once; one is aborted on the way."""
     params = SamplingParams(
         max_tokens=NEW_TOKENS, temperature=0, detokenize=False, ignore_eos=True, logprobs=VOCABULARY
     )
@@ -103,7 +103,10 @@ def largest_error(model: Any, requests: list[list[int]], outputs: list[Any]) -> 
 
 def rounded_errors(llm: LLM, model: Any, chunk: int) -> dict[str, float]:
     """Return the largest differences of any logprob from transformers', over latents and queries in e4m3 and over exact
-    ones, for a few prompts one by one, which come in chunks: of one token, if all of them attend with absorbed queries.
+    ones, for a few prompts one by one.
+
+    Args:
+        chunk: Most new tokens of a prompt whose keys are up-projected; 1 if all queries are absorbed.
     """
     found, exact = 0.0, 0.0
     for prompt in prompts()[1:-1:4]:  # the last one has the beginning of another, which is cached

@@ -31,7 +31,7 @@ from dcpmla.integrations.vllm.names import (
 
 
 class DCPMLABackend(MLACommonBackend):
-    """The answers to what vLLM asks before it takes a backend; its error lists what is not supported."""
+    """Properties that vLLM checks before it takes a backend; its error lists the unsupported ones."""
 
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]

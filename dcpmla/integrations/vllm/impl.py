@@ -22,7 +22,7 @@ class DCPMLAImpl(MLACommonImpl):
     """The attention that vLLM's `MLAAttention` calls. The metadata builder sets `exchange` before the first step.
 
     Raises:
-        ValueError: the layer or the job asks for what is not supported.
+        ValueError: The layer or the job asks for an unsupported feature.
     """
 
     can_return_lse_for_decode = True
@@ -129,7 +129,7 @@ class DCPMLAImpl(MLACommonImpl):
         *more: Any,
         **named: Any,
     ) -> None:
-        """Write the latents that this rank owns: on a GPU by vLLM's kernel."""
+        """Write this rank's latents. On a GPU vLLM's kernel does it."""
         if kv_cache.is_cuda:
             known = kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
             super().do_kv_cache_update(*known, *more, **named)

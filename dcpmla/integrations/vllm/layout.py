@@ -68,7 +68,7 @@ class DecodeLayout:
         Args:
             block_table: [n, max_blocks] int32.
             seq_lens: [n] int32, tokens of each request after this step; zero for the padding of a graph.
-            local_seq_lens: [n] int32, this rank's share of them.
+            local_seq_lens: [n] int32, tokens of each request on this rank.
             query_start_loc: [n + 1] int32, start of each request's new tokens.
             query_start: The same numbers on the host. Padding has no new tokens there.
             num_tokens: Query tokens, including a graph's padding.

@@ -1,5 +1,5 @@
-"""All that the plug-in uses of vLLM's inside: the names that a new version may move. tests/engines looks for every one
-of them in each version that the plug-in is tested with.
+"""vLLM's internal names that the plug-in uses; a new version may move them. tests/engines looks for all of them in each
+tested version.
 """
 
 from vllm.config import get_current_vllm_config
