@@ -76,8 +76,10 @@ class DecodeMetadata:
         if index is None:
             table = table[first:last]
         else:
-            index = index[first:last]
-        return DecodeMetadata(table, self.local_seq_lens[tokens], queries, self.max_query_len, self.workspace, index)
+            index = index[first:last].clone()
+        # Copies start at multiples of 16 bytes. Triton would compile another kernel for other addresses.
+        lens = self.local_seq_lens[tokens].clone()
+        return DecodeMetadata(table, lens, queries, self.max_query_len, self.workspace, index)
 
 
 @dataclass(frozen=True)
