@@ -48,7 +48,7 @@ class StepBuilder:
         if max(query_lens) > 1:
             request = np.repeat(request, query_lens)
         positions = positions_of(query_lens, seq_lens)
-        # Uploaded once, all of it together: decodes read the front of what prefills and sparse layers ask for.
+        # One upload for all: decodes read the front of the arrays that prefills and sparse layers need.
         slots = self._slots(positions, table[request, positions // self.dcp.virtual_block_size])
         arrays = [
             table.astype(np.int32),
@@ -80,8 +80,8 @@ class StepBuilder:
         )
 
     def _slots(self, positions: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """Return the slot [T] of each token on this rank; blocks [T] holds each token's block alone, for whole rows of
-        the table would be [T, max_blocks].
+        """Return the slot [T] of each token on this rank; blocks [T] holds only each token's block, because whole rows
+        of the table would be [T, max_blocks].
         """
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         offsets = positions % self.dcp.virtual_block_size
@@ -118,9 +118,8 @@ class StepBuilder:
         """Lay out a step's prefills, without waiting for the device.
 
         Args:
-            query_lens, seq_lens: [num_prefills] new tokens of each request, and its tokens after this step.
-            table: [num_prefills, max_blocks] integers on the device, the block ids of each request, enough for
-                seq_lens.
+            query_lens, seq_lens: New tokens of each request, and its tokens after this step, each [num_prefills].
+            table: Block ids of each request [num_prefills, max_blocks], integers on the device, enough for seq_lens.
         """
         new = np.asarray(query_lens)
         context_lens = np.asarray(seq_lens) - new
@@ -134,14 +133,14 @@ class StepBuilder:
     def _chunk(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
         """Return the chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned.
 
-        Only numbers of requests come from the host, those of tokens are computed on the device.
+        Only numbers per request come from the host; numbers per token are computed on the device.
         """
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         lens = end - begin
         # Rank 0 owns the first group of an aligned chunk, so no rank has more of it: all ranks pad to rank 0's rows.
         padded_lens = -(-lens // (size * interleave)) * interleave
         start, padded_start = _starts(lens), _starts(padded_lens)
-        # What a token's number in the chunk lacks to its position, and a row's to its index among this rank's tokens.
+        # Offsets from a token's number in the chunk to its position, and from a row to its index among this rank's.
         before = begin - start[:-1], begin // size - padded_start[:-1]
         numbers, first_position = upload(
             [np.stack([lens, padded_lens, end, *before]), begin.astype(np.int32)], self.device
@@ -157,7 +156,7 @@ class StepBuilder:
         index = torch.arange(padded_start[-1], device=self.device) + before_row[request]
         position = ownership.global_position(index, self.dcp_rank, size, interleave)
         tokens = torch.where(position < end_there[request], position - before_token[request], -1)
-        # Padding reads whatever lies after the last token in its block; `order` never points at it.
+        # Padding reads whatever follows the last token in its block; `order` never points at it.
         block = table[request, index // self.dcp.block_size].to(torch.int64)
         slots = block * self.dcp.block_size + index % self.dcp.block_size
         return ContextChunk(slots, order, tokens, self._segments(lens), first_position)
@@ -183,7 +182,7 @@ def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConf
 def chunk_bounds(context_lens: np.ndarray, dcp: DCPConfig) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the positions [begin, end) of each request's context in each chunk, two arrays [num_prefills].
 
-    The contexts that are left share a chunk equally; what short ones do not need, long ones get.
+    The remaining contexts share a chunk equally; long ones get the space that short ones do not need.
     """
     alignment = dcp.chunk_alignment
     room = dcp.context_workspace_tokens // alignment
@@ -196,11 +195,11 @@ def chunk_bounds(context_lens: np.ndarray, dcp: DCPConfig) -> Iterator[tuple[np.
 
 
 def _share(needs: np.ndarray, room: int) -> np.ndarray:
-    """Share room among needs, integers [N]: in equal parts, none of which exceeds its need."""
+    """Share room among needs, integers [N], in equal parts that do not exceed their needs."""
     shares = np.zeros_like(needs)
     while room and (is_open := shares < needs).any():
         more = np.minimum(needs - shares, max(1, room // int(is_open.sum())))
-        more[np.cumsum(more) > room] = 0  # where not even one is left for each
+        more[np.cumsum(more) > room] = 0  # too little room for one each: the first get it
         shares += more
         room -= int(more.sum())
     return shares
@@ -221,7 +220,7 @@ def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.nd
 
 
 def _starts(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    """Lengths -> where each starts, and the total."""
+    """Return the start of each length, and the total."""
     return (0, *np.cumsum(lens).tolist())
 
 
@@ -233,7 +232,7 @@ def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarr
     """Return the positions [T] int64 of all requests' new tokens."""
     if max(query_lens) == 1:
         return np.asarray(seq_lens, dtype=np.int64) - 1
-    before_first = np.subtract(seq_lens, np.cumsum(query_lens))  # what a token's number in the batch lacks
+    before_first = np.subtract(seq_lens, np.cumsum(query_lens))  # offset from number in batch
     return np.arange(sum(query_lens)) + np.repeat(before_first, query_lens)
 
 
@@ -243,9 +242,9 @@ def pad_table(
     """Return [num_reqs, max_blocks] int64: the blocks of each request, then block 0, which nothing reads.
 
     Args:
-        block_tokens: positions that a block id covers.
+        block_tokens: Number of positions that a block id covers.
     Raises:
-        ValueError: a negative block id.
+        ValueError: A block id is negative.
     """
     num_columns = -(-max(seq_lens) // block_tokens)
     table = np.zeros((len(block_tables), num_columns), dtype=np.int64)
@@ -261,7 +260,7 @@ def pad_table(
 def check_requests(
     query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_tokens: int
 ) -> None:
-    """Raise ValueError for lengths that do not belong together, or a block table too short."""
+    """Raise ValueError if lengths do not match or a block table is too short."""
     if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
         raise ValueError(
             f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and {len(block_tables)} "

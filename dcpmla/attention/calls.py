@@ -1,4 +1,4 @@
-"""The arguments of one attention call, decode or prefill: checked once, then handed to a backend whole."""
+"""The arguments of one attention call, decode or prefill: checked once, then passed to a backend as a whole."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ class DecodeCall:
     """The arguments of one decode call. `dcpmla.mla_decode` documents them; `check` makes one from a caller's.
 
     Attributes:
-        q: [T, H, kv_lora_rank], the part of queries that meets the latents.
-        q_pe: [T, H, rope], the part that meets the rope part of keys; None where keys are shared.
-        dtype: of the output.
-        backend: name of the backend that must run the call, or "auto".
+        q: Part of the queries that is multiplied by latents [T, H, kv_lora_rank].
+        q_pe: Part that is multiplied by the rope part of keys [T, H, rope]; None where keys are shared.
+        dtype: Dtype of the output.
+        backend: Name of the backend that must run the call, or "auto".
     """
 
     q: Tensor
@@ -59,10 +59,10 @@ class DecodeCall:
         dtype: torch.dtype | None = None,
         backend: str = "auto",
     ) -> "DecodeCall":
-        """Return the call of these arguments, with what may be left out filled in.
+        """Check the arguments and return their call, with defaults filled in.
 
         Raises:
-            ValueError: as `dcpmla.mla_decode` documents.
+            ValueError: The reasons that `dcpmla.mla_decode` documents.
         """
         q, q_pe = split_queries(q, kv_lora_rank)
         check_cache(kv_cache, kv_lora_rank, 0 if q_pe is None else q_pe.shape[-1])
@@ -150,7 +150,7 @@ class DecodeCall:
 
     @property
     def block_size(self) -> int:
-        """Tokens of an entry of the block table; 1 where it holds numbers of rows."""
+        """Return the number of tokens of a block table's entry; 1 where it holds numbers of rows."""
         return 1 if self.is_planar else self.kv_cache.shape[1]
 
     @property
@@ -180,8 +180,8 @@ class Segments(NamedTuple):
     """Row ranges of the requests in a flat ragged batch.
 
     Attributes:
-        start: [num_reqs + 1], on the host, where each request's rows start and the last one's end.
-        start_loc: [num_reqs + 1] int32, the same on the device of the rows.
+        start: First row of each request, then the end of the last one [num_reqs + 1], on the host.
+        start_loc: The same as int32 [num_reqs + 1] on the device of the rows.
     """
 
     start: tuple[int, ...]
@@ -189,7 +189,7 @@ class Segments(NamedTuple):
 
     @property
     def lens(self) -> list[int]:
-        """[num_reqs] rows of each request, on the host."""
+        """Return the number of rows of each request, on the host."""
         return [end - start for start, end in zip(self.start, self.start[1:], strict=False)]
 
 
@@ -198,14 +198,14 @@ class PrefillCall:
     """The arguments of one call of multi-head attention over a ragged batch.
 
     Attributes:
-        q: [T, h, P + R].
-        k_nope, k_pe, v: [S, h, P], [S, R], [S, h, V] with S > 0; a head's key is its part of k_nope, then k_pe.
-            Views with any strides but contiguous columns.
-        queries, keys: the requests' rows in T, in S.
-        scale: factor of the scores, positive.
-        causal: query j of a request sees its first j + 1 keys (there are as many keys as queries); else all.
-        mask: [T, W] int32 from `selection_mask`, contiguous: which of those a query sees; None for all.
-        backend: name of the backend that must run the call, or "auto".
+        q: Queries [T, h, P + R].
+        k_nope, k_pe, v: Keys and values [S, h, P], [S, R], [S, h, V] with S > 0; a head's key is its part of k_nope,
+            then k_pe. Views with any strides but contiguous columns.
+        queries, keys: Rows of the requests in T, and in S.
+        scale: Softmax scale, positive.
+        causal: Whether query j of a request sees only its first j + 1 keys (it has as many keys as queries).
+        mask: Mask of the keys that a query sees [T, W], int32, contiguous (`selection_mask`); None for no mask.
+        backend: Name of the backend that must run the call, or "auto".
 
     A backend returns out [T, h, V] in the dtype of q and lse [T, h] float32, natural log, contiguous; (0, -inf) for
     a query that sees no key.

@@ -1,5 +1,5 @@
-"""Decode: the newest query tokens of each request, all heads of the DCP group over this rank's tokens, merged across
-ranks.
+"""Decode attention of each request's newest query tokens: all heads of the DCP group over this rank's tokens, merged
+across ranks.
 """
 
 from dataclasses import fields
@@ -40,34 +40,34 @@ def mla_decode(
     """Attend with absorbed queries to a paged latent cache on one rank.
 
     Args:
-        q: [T, H, kv_lora_rank + rope], the query tokens of one request after the other: [ql_nope | q_pe], or a tuple
-            of the two. Without a rope part, keys are shared (DeepSeek-V4): a row of the cache is key and value at once.
-        kv_cache: [num_blocks, block_size, kv_lora_rank + rope] in q's dtype, or in a format of 8 bits
-            (`cache/formats.py`). Of shared keys in q's dtype, or pages [num_pages, 64, row_width] of fp8_ds_mla
+        q: Query tokens [T, H, kv_lora_rank + rope], request by request: [ql_nope | q_pe], or a tuple of the two.
+            Without a rope part, keys are shared (DeepSeek-V4): a row of the cache is key and value at once.
+        kv_cache: Cached rows [num_blocks, block_size, kv_lora_rank + rope] in q's dtype, or in an 8-bit format
+            (`cache/formats.py`). Shared keys are in q's dtype, or in pages [num_pages, 64, row_width] of fp8_ds_mla
             (`cache/shared_rows.py`), which are addressed row by row.
-        block_table: [num_reqs, max_blocks] int32, block ids of each request, or numbers of rows where the cache is
-            addressed so; entries after its last block are not read.
-        seq_lens: [T] int32, for each query token how many of its request's first tokens in this cache it sees. Under
-            DCP this is the causal bound, cut to this rank: a token sees as many as the token before it, or more. It
-            must not change while a kernel runs.
-        scale: factor of the scores, positive.
-        kv_lora_rank: width of the latent, which is the value.
-        request_index: [num_reqs] int32, the row of block_table of each request, so that requests may share one; None:
+        block_table: Block ids of each request [num_reqs, max_blocks], int32, or row numbers where the cache is
+            addressed by row; entries after its last block are not read.
+        seq_lens: Number of its request's first tokens in this cache that each query token sees [T], int32. Under DCP
+            this is the causal bound on this rank: a token sees no fewer than the token before it. It must not change
+            while a kernel runs.
+        scale: Softmax scale, positive.
+        kv_lora_rank: Width of the latent, which is the value.
+        request_index: Row of block_table of each request [num_reqs], int32, so that requests may share one. If None,
             block_table has a row for each, in order.
-        query_start_loc: [num_reqs + 1] int32, where each request's query tokens start; None when all have
-            max_query_len of them. Rows of q after the last request's are padding; their results carry no meaning.
-        max_query_len: most query tokens of a request.
-        workspace: from `decode_workspace`, for kernels that split a request over programs; consecutive calls may share
-            one. None makes one.
-        kv_scale, q_scale: float32 of one element, the factors of an fp8 cache and of e4m3 queries; for these alone.
-        dtype: of the output; None takes q's. Required where q is e4m3.
-        backend: "auto" takes the first of `backends.DECODE_BACKENDS` that can; or the name of one.
+        query_start_loc: First query token of each request, and the end [num_reqs + 1], int32; None when each has
+            max_query_len query tokens. Rows of q after the last request are padding; their results are undefined.
+        max_query_len: Largest number of query tokens of a request.
+        workspace: Memory from `decode_workspace` for kernels that split a request over programs; consecutive calls may
+            share it. None allocates it.
+        kv_scale, q_scale: Factors of an fp8 cache and of e4m3 queries, float32 of one element; else None.
+        dtype: Dtype of the output; None takes q's. Required where q is e4m3.
+        backend: Name of a backend; "auto" takes the first of `backends.DECODE_BACKENDS` that can run the call.
     Returns:
         out [T, H, kv_lora_rank], lse [T, H] float32 natural log; (0, -inf) for a query that sees no token.
     Raises:
-        ValueError: shapes, devices, dtypes or scales that do not belong together, numbers that are not int32 or not
-            contiguous, a scale that is not positive, a workspace that `decode_workspace` would not have made, a
-            backend that does not exist or cannot run the call.
+        ValueError: Shapes, devices, dtypes or scales do not match, numbers are not int32 or not contiguous, scale is
+            not positive, workspace does not come from `decode_workspace`, or the backend does not exist or cannot run
+            the call.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
     sizes = block_table, seq_lens, scale, kv_lora_rank, request_index, query_start_loc, max_query_len
@@ -93,16 +93,16 @@ def dcp_mla_decode(
     """Attend as `mla_decode` to a cache that is sharded over the DCP group. Collective.
 
     Args:
-        q: [T, h, kv_lora_rank + rope], this rank's heads; with q_is_replicated [T, W h, ...], those of all W ranks,
-            in rank order. Two parts are joined to be gathered, else read where they are.
-        decode: the step's, with this rank's lengths; the other arguments are those of `mla_decode`.
-        w_uv: [W h, V, kv_lora_rank] of all ranks' heads, to merge values in place of latents; the same on all ranks,
-            or None on all.
+        q: Queries of this rank's heads [T, h, kv_lora_rank + rope]; with q_is_replicated, of all W ranks' heads
+            [T, W h, ...] in rank order. Two parts are joined to be gathered, else read where they are.
+        decode: Metadata of the step, with this rank's lengths. `mla_decode` documents the other arguments.
+        w_uv: Value up-projection of all ranks' heads [W h, V, kv_lora_rank], to merge values instead of latents; the
+            same on all ranks, or None on all.
     Returns:
         out [T, h, kv_lora_rank], or [T, h, V] with w_uv, and lse [T, h] float32: this rank's heads over all ranks'
         tokens.
     Raises:
-        ValueError: as `mla_decode`.
+        ValueError: The reasons that `mla_decode` documents.
     """
     if not q_is_replicated:
         q = exchange.gather_heads(q if isinstance(q, Tensor) else torch.cat(q, -1))
@@ -121,7 +121,7 @@ def dcp_mla_decode(
 
 
 def run_call(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tensor]:
-    """Run a checked call; with a mailbox, return this rank's heads of what the rows of all ranks merge to."""
+    """Run a checked call; with a mailbox, return this rank's heads, merged from all ranks' rows."""
     return _mla_decode(*call.flat(), *(NO_MAILBOX if mailbox is None else mailbox))
 
 

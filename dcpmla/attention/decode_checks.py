@@ -1,4 +1,4 @@
-"""The refusals of a decode call: ValueErrors that name the argument, what it is, and what it must be."""
+"""Checks of a decode call: ValueErrors that name the argument, its value, and the expected one."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ _Q_FP8 = "e4m3 queries, and they alone, go with an fp8 cache, q_scale and the ou
 
 
 def split_queries(q: Queries, kv_lora_rank: int) -> tuple[Tensor, Tensor | None]:
-    """Return the parts of queries, views of joined ones."""
+    """Return the two parts of queries, as views where they are joined."""
     if isinstance(q, Tensor):
         if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
             raise ValueError(

@@ -1,7 +1,7 @@
 """FlashInfer's attention kernels (FlashAttention-3 on Hopper), where FlashInfer is installed.
 
-FlashInfer plans its work on the host: no CUDA graph can hold its decode, which fetches the lengths from the GPU, once
-a step where torch counts writes, else once a layer.
+FlashInfer plans its work on the host, so no CUDA graph can contain its decode. Planning copies the lengths from the
+GPU, once a step where torch counts writes, else once a layer.
 """
 
 import importlib
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments, join_keys
 
-WIDTHS = (512, 64)  # of latent and rope part, that its decode kernel is made for
-HEAD_DIMS = ((192, 128), (128, 128))  # of keys and values, that its prefill kernels are made for
-_WORKSPACE_BYTES = 128 << 20  # asked for by FlashInfer
+WIDTHS = (512, 64)  # latent and rope widths that its decode kernel supports
+HEAD_DIMS = ((192, 128), (128, 128))  # key and value widths that its prefill kernels support
+_WORKSPACE_BYTES = 128 << 20  # size that FlashInfer asks for
 _UNKNOWN = count(-1, -1)
 
 
@@ -32,7 +32,7 @@ def run_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 class _Decoder:
-    """FlashInfer's wrapper with the step that it has planned, recognized by its tensors."""
+    """FlashInfer's wrapper and its planned step, which is recognized by its tensors."""
 
     def __init__(self, device: torch.device) -> None:
         mla = importlib.import_module("flashinfer.mla")
@@ -46,7 +46,7 @@ class _Decoder:
         step = table, call.seq_lens, call.request_index, call.query_start_loc
         key = (*map(_version, step), call.max_query_len, q.shape, q.dtype, kv_cache.shape[1], call.scale)
         if not (all(held is tensor for held, tensor in zip(self._step, step, strict=False)) and self._planned == key):
-            # Every query token is a request of its own to FlashInfer: its causal bound knows nothing of other ranks.
+            # Each query token becomes a request, because FlashInfer's causal bound does not account for other ranks.
             num_columns = table.shape[1]
             token = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
             request = token[:-1] // call.max_query_len
@@ -63,7 +63,7 @@ class _Decoder:
 
 
 def _version(tensor: Tensor | None) -> int:
-    """Count the writes to a tensor; one of inference mode does not count them, and is taken as new each time."""
+    """Count the writes to a tensor; an inference-mode tensor does not count them, so it counts as new each time."""
     if tensor is None:
         return 0
     return next(_UNKNOWN) if tensor.is_inference() else tensor._version
@@ -84,7 +84,7 @@ def run_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
 
 
 def _clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) -> tuple[Tensor, Tensor]:
-    """Set (0, -inf), in place, for requests without keys: the library leaves something else there."""
+    """Set (0, -inf), in place, for requests without keys, where the library leaves other values."""
     if 0 in keys.lens:
         query_lens, is_empty = queries.start_loc.diff(), keys.start_loc.diff() == 0
         row_is_empty = is_empty.repeat_interleave(query_lens, output_size=len(out))  # the size spares a host sync
@@ -119,12 +119,12 @@ def _plan_prefill(
         sm_scale=scale,
         q_data_type=dtype,
     )
-    # The plan is copied from pinned memory, which the next plan may be given if this one is dropped.
+    # The plan is copied from pinned memory, which the next plan may reuse if this one is dropped.
     torch.cuda.current_stream(device).synchronize()
     return wrapper
 
 
 @lru_cache
 def _workspace(device: torch.device, phase: str) -> Tensor:
-    """Allocate FlashInfer's memory, once for each phase: a plan of one must outlive calls of the other."""
+    """Allocate FlashInfer's memory once for each phase: the plan of one must outlive calls of the other."""
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

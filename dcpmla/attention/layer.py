@@ -29,23 +29,22 @@ from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import BlockFp8, unpack
 
-# Decode tokens from which on dcp_project_before_merge pays: its rows are narrower, but W_UV of all the group's heads is
-# read. Measured with `direct` on 4 H200s: 32 tokens lost by it, 128 won.
+# Number of decode tokens from which dcp_project_before_merge pays: its rows are narrower, but it reads W_UV of all the
+# group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
 PROJECT_FIRST_TOKENS = 64
-# Tokens whose queries q_scale is calculated from: their maximum leaves little to find among more, and 128 heads of them
-# take 144 MiB.
+# Number of tokens whose queries set q_scale: more would hardly raise the maximum, and these take 144 MiB with 128 heads.
 _SCALED_TOKENS = 1024
-# Rows of absorbed queries, a token's heads each, that attend at a time: with DeepSeek's widths they take 75 MB.
+# Rows of absorbed queries (one per head of a token) that attend at a time: with DeepSeek's widths they take 75 MB.
 _ABSORBED_ROWS = 1 << 16
 
 
 class _Tokens(NamedTuple):
-    """Some tokens of a step: what their queries are made from, and what they attend to.
+    """A slice of a step's tokens: the input of their query projection, and the tokens that they attend to.
 
     Attributes:
-        q_c: [T, Lq] after its norm, or hidden states [T, hidden] in a model that does not compress queries.
-        cos_sin, query_factor: as in `StepMetadata`, of these tokens.
-        selection: None for all tokens before each.
+        q_c: Query latents [T, Lq] after their norm, or hidden states [T, hidden] where queries are not compressed.
+        cos_sin, query_factor: Rows of `StepMetadata`'s for this slice.
+        selection: Selected tokens; None for all tokens before each.
     """
 
     q_c: PlainRows
@@ -66,25 +65,25 @@ class MLAAttention(AttentionWeights):
     With dcp.calculate_kv_scales the first step with prefills sets the scales. Nothing may be cached before: give
     prompts of one token as prefills then (`StepMetadata.build` with max_decode_query_len 0), as the engine does.
 
-    With config.indexer, tokens that have more than topk before them attend to those that the indexer selects
+    With config.indexer, tokens that have more than topk before them attend only to tokens that the indexer selects
     (sparse MLA).
 
     Args:
-        config: geometry of the whole layer, before any cut.
-        dcp: layout and format of the cache, bound of the context workspace, what decode exchanges.
-        mesh: groups of this rank.
-        exchange: how the DCP group moves rows, from `dcpmla.comm.select.select_exchange`.
-        dtype, device: of the parameters; they hold nothing until `load_weights`.
-        skip_topk: the layer has no indexer of its own, and attends to what a layer before it selected (IndexCache,
-            GLM-5).
-        modules: an engine's own projections and norms; nothing is to be loaded then, but an indexer's weights.
+        config: Geometry of the whole layer, before it is sharded.
+        dcp: Layout and format of the cache, bound of the context workspace, contents of the decode exchange.
+        mesh: Groups of this rank.
+        exchange: Exchange of rows in the DCP group, from `dcpmla.comm.select.select_exchange`.
+        dtype, device: Dtype and device of the parameters, which are uninitialized until `load_weights`.
+        skip_topk: Whether the layer has no indexer of its own and attends to the tokens that an earlier layer selected
+            (IndexCache, GLM-5).
+        modules: Projections and norms of an engine; only an indexer's weights are loaded then.
     Attributes:
-        indexer: None in a dense layer, and with skip_topk.
-        kv_scale, q_scale: float32 [1] of an fp8 cache, of fp8 queries (`dcpmla.attention.scales`); None without.
+        indexer: Indexer of a sparse layer; None in a dense layer, and with skip_topk.
+        kv_scale, q_scale: Scales of an fp8 cache and of fp8 queries (`dcpmla.attention.scales`), float32 [1], or None.
     Raises:
-        ValueError: heads that do not divide by the TP size, a dcp of other sizes than the mesh has, a cache format that
-            the layer or the GPU cannot have.
-    Source: DeepSeek-V2, section 2.1; names of the projections as in DeepSeek's checkpoints.
+        ValueError: Heads do not divide by the TP size, dcp and mesh differ in size, or the layer or the GPU does not
+            support the cache format.
+    Source: DeepSeek-V2, section 2.1; projections are named as in DeepSeek's checkpoints.
     """
 
     def __init__(
@@ -109,9 +108,7 @@ class MLAAttention(AttentionWeights):
         self.indexer = Indexer(config, dcp, mesh.dcp_rank, exchange, dtype, device) if has_indexer else None
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
-        """Do what `AttentionWeights.load_weights` documents; an indexer's weights have names that start with
-        "indexer.".
-        """
+        """Load weights as `AttentionWeights.load_weights` documents; names of an indexer's start with "indexer."."""
         super().load_weights(weights)
         if self.indexer is not None:
             prefix = "indexer."
@@ -123,17 +120,17 @@ class MLAAttention(AttentionWeights):
         """Run one step of a batch: decodes first, then prefills, then padding. Collective.
 
         Args:
-            hidden_states: [T, hidden], the same on all TP ranks, also quantized where `takes_quantized`; rows from
-                step.num_tokens on are padding.
-            cache: this layer's on this rank, latents in the format of dcp.kv_cache_dtype and, with an indexer, index
-                keys; written and read.
-            step: with the positions that the model has, and with a selection where tokens of a sparse model have more
+            hidden_states: Hidden states [T, hidden], the same on all TP ranks, optionally quantized where
+                `takes_quantized`; rows from step.num_tokens on are padding.
+            cache: Cache of this layer on this rank, written and read: latents in the format of dcp.kv_cache_dtype and,
+                with an indexer, index keys.
+            step: Metadata with the model's positions, and with a selection where tokens of a sparse model have more
                 than topk before them. None in a profile, which needs no cache: memory is claimed (`claim_memory`), and
                 attention's output is zeros.
         Returns:
-            [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
+            [T, hidden], the same on all TP ranks; rows of padding are undefined.
         Raises:
-            ValueError: tensors or a step that do not belong together or to this layer.
+            ValueError: Tensors and step do not match each other or this layer.
         """
         return self.o_proj(self.attend(hidden_states, cache, step, self._output_quant))
 
@@ -148,15 +145,15 @@ class MLAAttention(AttentionWeights):
         step: StepMetadata | None,
         output_quant: OutputQuant | None = None,
     ) -> Tensor | QuantizedRows:
-        """Run all of `forward` but its last projection, for one that takes its input in 8 or 4 bits. Collective.
+        """Run `forward` without its last projection, for one that takes its input in 8 or 4 bits. Collective.
 
         Args:
-            output_quant: how to quantize [T, h V]; None leaves it in the dtype of hidden_states.
+            output_quant: Quantization of the output [T, h V]; None leaves it in the dtype of hidden_states.
         Returns:
-            [T, h V], or its values and scales: the bytes that quantizing it would give. Rows of padding are zeros, and
-            all rows without a step.
+            [T, h V], or its values and scales, the same bytes as quantizing it. Rows of padding are zeros, and without
+            a step all rows.
         Raises:
-            ValueError: as `forward`; a head's width or a dtype that output_quant does not take.
+            ValueError: The reasons of `forward`, or output_quant does not take the head's width or the dtype.
         """
         num_tokens, dtype = plain(hidden_states).shape[0], plain(hidden_states).dtype
         output = OutputRows(num_tokens, self.w_uv, dtype, output_quant)
@@ -166,7 +163,7 @@ class MLAAttention(AttentionWeights):
         cache = self._check(plain(hidden_states), cache, step)
         hidden_states, kv_cache = hidden_states[: step.num_tokens], cache.latents
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
-        if self._lacks_scales and step.prefill is not None:  # decodes may be of no token yet: where graphs are captured
+        if self._lacks_scales and step.prefill is not None:  # decodes may have no tokens: while graphs are captured
             self._calculate_scales(hidden_states, kv_cache, step, prefills)
         q_c, latents = self._down_project(hidden_states, kv_cache, step.slot_mapping, step.cos_sin)
         selection = self._select(hidden_states, q_c, cache.index_keys, step)
@@ -178,9 +175,9 @@ class MLAAttention(AttentionWeights):
         return output.finish()
 
     def claim_memory(self, num_tokens: int) -> None:
-        """Claim, and free again, what attention allocates in the largest step of num_tokens, so that memory profiling
-        includes it: an indexer's workspace, then what absorbed attention takes, then what the largest context chunks
-        do. Nothing is computed. Collective.
+        """Allocate and free the memory of attention in the largest step of num_tokens, so that memory profiling
+        includes it: an indexer's workspace, then absorbed attention's, then the largest context chunks'. Nothing is
+        computed. Collective.
         """
         config, like = self.config, self.kv_a_layernorm.weight
         new = like.new_empty
@@ -188,7 +185,7 @@ class MLAAttention(AttentionWeights):
             selector, element_size = self.indexer.selector, like.element_size()
             new(selector.workspace_bytes(num_tokens, element_size), dtype=torch.uint8)
         num_rows = min(num_tokens * self._num_group_heads, _ABSORBED_ROWS)
-        # Absorbed queries, gathered ones, and what they attend to, as it is and on its way; free again as well.
+        # Absorbed queries, gathered ones, and the outputs before and in the exchange; freed at once, too.
         new(2 * num_rows, config.latent_dim + config.kv_lora_rank)
         num_keys = self.dcp.context_workspace_tokens
         widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
@@ -221,7 +218,7 @@ class MLAAttention(AttentionWeights):
     def _calculate_scales(
         self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata, prefills: slice
     ) -> None:
-        """Set the scales by prompts' tokens, before any of them is cached. Collective over the TP group."""
+        """Set the scales from tokens of prompts, before any token is cached. Collective over the TP group."""
         assert self.kv_scale is not None
         self._lacks_scales = False
         nowhere, cos_sin = torch.full_like(step.slot_mapping[prefills], -1), _rows(step.cos_sin, prefills)
@@ -236,7 +233,7 @@ class MLAAttention(AttentionWeights):
     def _down_project(
         self, hidden_states: PlainRows, kv_cache: Tensor, slots: Tensor, cos_sin: Tensor | None
     ) -> tuple[PlainRows, Tensor]:
-        """Return what queries are projected from (`_Tokens.q_c`), and latents [T, L + R] as given to the cache."""
+        """Return the input of the query projection (`_Tokens.q_c`), and latents [T, L + R] as written to the cache."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
         q_c, latents, *codes = finish_latents(
             self.down_proj(hidden_states),
@@ -256,8 +253,8 @@ class MLAAttention(AttentionWeights):
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
     ) -> SelectedTokens | None:
-        """Return what each token attends to; None for all before it: in a dense layer, and where no token has more than
-        topk. Collective.
+        """Return the tokens that each token attends to; None for all before it, in a dense layer or where no token has
+        more than topk. Collective.
         """
         if self.config.indexer is None or step.sparse is None:
             return None
@@ -284,7 +281,7 @@ class MLAAttention(AttentionWeights):
     def _prefill(
         self, tokens: _Tokens, latents: Tensor, kv_cache: Tensor, prefill: PrefillMetadata, output: OutputRows
     ) -> None:
-        """Append the output of prefill tokens, whose own latents are given [T, L + R]. Collective."""
+        """Append the output of prefill tokens; `latents` are their own [T, L + R]. Collective."""
         q = self._project_query(tokens, self.q_heads.own)
         if tokens.cos_sin is not None:
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
@@ -334,17 +331,17 @@ class MLAAttention(AttentionWeights):
 
     @property
     def _num_group_heads(self) -> int:
-        """Return the heads that a rank attends with over its own tokens: those of the whole DCP group."""
+        """Return the number of heads that attend to this rank's tokens: all heads of the DCP group."""
         return self.num_heads * self.dcp.decode_context_parallel_size
 
     @property
     def takes_quantized(self) -> bool:
-        """True where quantized hidden states spare work."""
+        """Return whether quantized hidden states save work."""
         return self.down_proj.takes_quantized
 
     @property
     def _output_quant(self) -> OutputQuant | None:
-        """How o_proj takes its input."""
+        """Return the quantization of o_proj's input."""
         return quant_for(self.o_proj, self.config.v_head_dim)
 
 

@@ -34,19 +34,19 @@ def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def _decode_tile(call: DecodeCall, block_table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
-    """Compute some of the tokens of a call, given their rows of the table."""
+    """Compute a slice of a call's tokens, given their rows of the table."""
     dtype = torch.promote_types(call.dtype, torch.float32)
     q = call.q if call.q_pe is None else torch.cat([call.q, call.q_pe], -1)
     q, seq_lens = q[tokens].to(dtype), call.seq_lens[tokens]
     first_of_block = torch.arange(block_table.shape[1], device=q.device) * call.block_size
-    # Entries after a request's last block may be anything.
+    # Entries after a request's last block are undefined.
     block_table = block_table.where(first_of_block < seq_lens[:, None], 0).to(torch.int64)
     if call.is_planar:
         kv = shared_rows.read_rows(call.kv_cache, block_table, call.kv_lora_rank, dtype)
     else:
         kv = formats.dequantize(call.kv_cache[block_table].flatten(1, 2), call.kv_lora_rank, call.kv_scale, dtype)
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
-    kv = kv.masked_fill(~valid[..., None], 0.0)  # slots that nobody wrote may hold NaN, and 0 x NaN is NaN
+    kv = kv.masked_fill(~valid[..., None], 0.0)  # unwritten slots may hold NaN, and 0 x NaN is NaN
     q = q if call.q_scale is None else q * call.q_scale
     scores = torch.einsum("thd,tsd->ths", q, kv) * call.scale
     probs, lse = _softmax(scores.masked_fill(~valid[:, None], -torch.inf))
