@@ -32,7 +32,7 @@ from dcpmla.parallel.quantized import BlockFp8, unpack
 # Number of decode tokens from which dcp_project_before_merge pays: its rows are narrower, but it reads W_UV of all the
 # group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
 PROJECT_FIRST_TOKENS = 64
-# Number of tokens whose queries set q_scale: more would hardly raise the maximum, and these take 144 MiB with 128 heads.
+# Number of tokens whose queries set q_scale: more hardly raise the maximum, and these take 144 MiB with 128 heads.
 _SCALED_TOKENS = 1024
 # Rows of absorbed queries (one per head of a token) that attend at a time: with DeepSeek's widths they take 75 MB.
 _ABSORBED_ROWS = 1 << 16

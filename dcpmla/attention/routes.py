@@ -62,13 +62,13 @@ class RouteCosts:
         """Return which pieces of a step attend with absorbed queries.
 
         Args:
-            pieces: Number of new tokens and of tokens before them, of each piece.
+            pieces: Number of new tokens of each piece, and of tokens before them.
         """
         num_tiles = sum(map(self.num_tiles, (new for new, _ in pieces)))
         return [self.absorbed_us(*piece) < self.mha_us(*piece, num_tiles) for piece in pieces]
 
     def num_tiles(self, new: int) -> int:
-        """Return how many MHA programs a piece of so many tokens has, of all heads."""
+        """Return how many MHA programs a piece of `new` tokens has over all heads."""
         return self._num_heads * -(-new // _QUERY_TILE)
 
     def mha_us(self, new: int, context: int, num_tiles: int) -> float:
@@ -86,7 +86,7 @@ class RouteCosts:
         kv_us = _read_us(num_keys * kv_width * _ELEMENT_BYTES, rates)
         project_us = max(kv_us, _multiply_us(num_keys * kv_width * config.kv_lora_rank, rates.matmul_tflops))
         width = config.qk_head_dim + config.v_head_dim
-        # Scores are computed in whole tiles, of new tokens those on and below the diagonal.
+        # Scores are computed in whole tiles: for new tokens, the tiles on and below the diagonal.
         rows = -(-new // _QUERY_TILE) * _QUERY_TILE
         num_pairs = rows * context + rows * (rows + _QUERY_TILE) // 2
         tflops = rates.masked_tflops if self._selects(num_keys) else rates.mha_tflops
@@ -140,7 +140,7 @@ class RouteCosts:
 
 
 def _multiply_us(num_products: float, tflops: float) -> float:
-    """Return the microseconds of so many products and sums."""
+    """Return the microseconds of num_products products and as many sums."""
     return 2 * num_products / tflops / 1e6
 
 

@@ -1,7 +1,7 @@
-"""A step: what one pass of a batch attends to. Built once from numbers that the host knows (`attention/build.py`), then
-passed by hand to every layer.
+"""Attention metadata of a step, one pass of a batch. It is built once from numbers on the host (`attention/build.py`),
+then passed to every layer as an argument.
 
-A batch is flat: the tokens of decodes first (one each, or a few where tokens are speculated), then those of prefills.
+A batch is flat: first the tokens of decodes (one each, or a few with speculation), then the tokens of prefills.
 """
 
 from bisect import bisect_right
@@ -28,14 +28,13 @@ class DecodeMetadata:
     the kernels spread it over the GPU as they do other requests.
 
     Attributes:
-        block_table: [num_decodes, max_blocks] int32.
-        local_seq_lens: [num_decode_tokens] int32, for each new token how many of its request's tokens on this rank it
-            sees: those at its position and before. The causal bound is global, so a request's next token may see no
-            more of them.
-        queries: Rows of each request's new tokens; None when all requests have max_query_len of them.
+        block_table: Block ids of each request [num_decodes, max_blocks], int32.
+        local_seq_lens: Number of its request's tokens on this rank that each new token sees, at its position and before
+            [num_decode_tokens], int32. The causal bound is global, so a request's next token may see no more.
+        queries: Rows of each request's new tokens; None when all requests have max_query_len new tokens.
         max_query_len: Most new tokens of a request.
-        workspace: Memory of the kernels that split a request over programs (`decode_workspace`); None where none does.
-        request_index: [num_reqs] int32, each request's row of block_table; None when no request is cut.
+        workspace: Memory of kernels that split a request over programs (`decode_workspace`); None where no kernel does.
+        request_index: Row of block_table of each request [num_reqs], int32; None when no request is cut.
     """
 
     block_table: Tensor
@@ -47,7 +46,7 @@ class DecodeMetadata:
 
     @property
     def query_start_loc(self) -> Tensor | None:
-        """Return where each request's new tokens start, [num_reqs + 1] int32 (`queries`)."""
+        """Return the first new token of each request, [num_reqs + 1] int32 (`queries`)."""
         return None if self.queries is None else self.queries.start_loc
 
     def parts(self, max_tokens: int) -> Iterator[tuple[slice, "DecodeMetadata"]]:
@@ -68,7 +67,7 @@ class DecodeMetadata:
             first = last
 
     def _requests(self, first: int, last: int, tokens: slice) -> "DecodeMetadata":
-        """Return requests [first, last), whose tokens these are."""
+        """Return requests [first, last), which have these tokens."""
         table, index, queries = self.block_table, self.request_index, self.queries
         if queries is not None:
             start = tuple(at - tokens.start for at in queries.start[first : last + 1])
@@ -87,14 +86,14 @@ class ContextChunk:
     """A piece of every prefill request's cached context, small enough for the workspace.
 
     Attributes:
-        local_slots: [N] int64, this rank's cached tokens of the chunk, request after request, padded to the same N on
-            all ranks.
-        order: [S] int64, for each token of the chunk (request after request, in token order) its row in the gathered
-            [W N] rows.
-        tokens: [N] int64, for each of this rank's rows its token in [0, S), -1 for padding.
-        keys: each request's tokens in S.
-        first_position: [num_prefills] int32, of each request's first token here; of a request without any, where its
-            context ends.
+        local_slots: Slots of this rank's cached tokens of the chunk [N], int64, request after request, padded to the
+            same N on all ranks.
+        order: Row in the gathered [W N] rows of each token of the chunk [S], int64, request after request, in token
+            order.
+        tokens: Token in [0, S) of each of this rank's rows [N], int64, -1 for padding.
+        keys: Tokens of each request in S.
+        first_position: Position of each request's first token here [num_prefills], int32; for a request without any,
+            the end of its context.
     """
 
     local_slots: Tensor
@@ -109,9 +108,9 @@ class PrefillMetadata:
     """Requests with many new tokens.
 
     Attributes:
-        queries: each request's new tokens, counted from the first prefill token.
-        first_position: [num_prefills] int32, of each request's first new token.
-        context_chunks: what was cached before this step; empty when nothing was.
+        queries: New tokens of each request, counted from the first prefill token.
+        first_position: Position of each request's first new token [num_prefills], int32.
+        context_chunks: Context that was cached before this step; empty when there is none.
     """
 
     queries: Segments
@@ -124,12 +123,11 @@ class SparseMetadata:
     """The tokens that each token of a step, decodes and prefills alike, may select from.
 
     Attributes:
-        block_table: [num_reqs, max_blocks] int32, of all requests of the step.
-        request: [num_tokens] int32, each token's request.
-        seq_lens: [num_tokens] int32, tokens of its request at its position and before; 0 for padding.
-        local_seq_lens: [num_tokens] int32, those of them on this rank.
-        max_seq_len: no less than any of seq_lens, and the same on all ranks; nothing is selected where it is no more
-            than topk.
+        block_table: Block ids of all requests of the step [num_reqs, max_blocks], int32.
+        request: Request of each token [num_tokens], int32.
+        seq_lens: Number of its request's tokens at each token's position and before [num_tokens], int32; 0 for padding.
+        local_seq_lens: The same number over this rank's tokens [num_tokens], int32.
+        max_seq_len: Upper bound of seq_lens, the same on all ranks; up to topk, nothing is selected.
     """
 
     block_table: Tensor
@@ -150,11 +148,12 @@ class SelectedTokens:
     that reuse it.
 
     Attributes:
-        positions: [T, topk] int32 in the request, in no particular order, -1 after the last; the same on all DCP ranks.
-        slots: [T, N] int32 cache slots of those that this rank owns; contiguous columns, anything after the last.
-        num_slots: [T] int32, how many.
-        num_first: [T] int32, slots of each token that come before those selected (rows of a window, in V4), and count
-            in num_slots; None for none.
+        positions: Positions in the request [T, topk], int32, unordered, -1 after the last; the same on all DCP ranks.
+        slots: Cache slots of the selected tokens that this rank owns [T, N], int32; contiguous columns, undefined
+            after the last.
+        num_slots: Number of slots of each token [T], int32.
+        num_first: Number of slots before the selected ones (rows of a window, in V4), included in num_slots [T], int32;
+            None for none.
     """
 
     positions: Tensor
@@ -179,18 +178,19 @@ class StepMetadata:
     """One pass over a batch, as all layers see it. Rows past num_tokens in a layer's input are padding.
 
     Attributes:
-        num_tokens, num_decode_tokens: real tokens, and how many of them (the first) are decodes.
-        num_blocks: blocks that a cache must have at least for the step's block ids.
-        positions: [num_tokens] int64 in each token's sequence.
-        slot_mapping: [num_tokens] int64 cache slots, -1 where another rank owns the token; all -1 with `compressed`.
-        decode, prefill: None when the batch has none; prefill also with `compressed`, whose context has what it needs.
-        sparse: for layers with an indexer; None for dense models.
-        cos_sin: [num_tokens, R] float32, the angles of RoPE (`apply_rope`); None for a model without positions (NoPE).
-        query_factor: [num_tokens] in the model's dtype (`dcpmla.attention.rope.query_factor`), for a model with
-            llama_4_scaling alone.
-        compressed: for layers with entries (DeepSeek-V4) alone.
-        selection: memory for what sparse layers select: one of them writes it, those that follow without an indexer
-            read it. None where no token has more than topk before it.
+        num_tokens, num_decode_tokens: Number of real tokens, and of decode tokens, which come first.
+        num_blocks: Smallest number of cache blocks that the step's block ids allow.
+        positions: Position of each token in its sequence [num_tokens], int64.
+        slot_mapping: Cache slots [num_tokens], int64, -1 where another rank owns the token; all -1 with `compressed`.
+        decode, prefill: Metadata of decodes and prefills, or None without any. With `compressed`, prefill is None:
+            its context replaces it.
+        sparse: Metadata for layers with an indexer; None for dense models.
+        cos_sin: Angles of RoPE (`apply_rope`) [num_tokens, R], float32; None for a model without positions (NoPE).
+        query_factor: Factor of queries [num_tokens] in the model's dtype (`dcpmla.attention.rope.query_factor`); None
+            without llama_4_scaling.
+        compressed: Metadata for layers with entries (DeepSeek-V4), else None.
+        selection: Memory for the selection of sparse layers: a layer with an indexer writes it, later layers without
+            one read it. None where no token has more than topk before it.
     """
 
     num_tokens: int
@@ -222,23 +222,23 @@ class StepMetadata:
         plan: "CompressedPlan | None" = None,
         states: Sequence[int] = (),
     ) -> "StepMetadata":
-        """Lay out a step; `with_positions` and `with_selection` add what a model's layers ask for.
+        """Lay out a step; `with_positions` and `with_selection` add fields that a model's layers need.
 
         Args:
-            query_lens: [num_reqs] new tokens of each request; requests at the front with at most max_decode_query_len
+            query_lens: New tokens of each request [num_reqs]; requests at the front with at most max_decode_query_len
                 are decodes, all others prefills.
-            num_decodes: Number of requests at the front that are decodes whatever their length: they attend with
-                absorbed queries, longer ones in pieces of max_decode_query_len tokens. None counts as said above.
-            seq_lens: [num_reqs] tokens of each request after this step.
-            block_tables: [num_reqs] block ids of each request, enough for seq_lens.
-            workspace: from `decode_workspace`, shared by steps that follow each other on one stream; None makes one for
+            num_decodes: Number of requests at the front that are decodes of any length: they attend with absorbed
+                queries, long ones in pieces of max_decode_query_len tokens. None counts as query_lens says.
+            seq_lens: Tokens of each request after this step [num_reqs].
+            block_tables: Block ids of each request [num_reqs], enough for seq_lens.
+            workspace: Memory from `decode_workspace`, shared by consecutive steps on one stream; None allocates it for
                 this step.
-            is_sparse: for layers with an indexer over tokens.
-            plan: of the caches of layers with entries (DeepSeek-V4), and for these alone; `with_angles` adds what they
-                ask for.
-            states: [num_reqs] with a plan, where each request's state is in its caches.
+            is_sparse: Whether layers have an indexer over tokens.
+            plan: Plan of the caches of layers with entries (DeepSeek-V4), else None; `with_angles` adds fields that
+                these layers need.
+            states: Index of each request's state in its caches [num_reqs], with a plan.
         Raises:
-            ValueError: lengths that do not belong together, a block table too short, a negative block id, num_decodes
+            ValueError: Lengths do not match, a block table is too short, a block id is negative, or num_decodes is
                 outside [0, num_reqs].
         """
         from dcpmla.attention.build import StepBuilder  # it builds these classes, so it imports them
@@ -259,13 +259,13 @@ class StepMetadata:
         return replace(self, cos_sin=cos_sin, query_factor=query_factor)
 
     def with_selection(self, topk: int) -> "StepMetadata":
-        """Return the step with memory for topk selected tokens each; as it is, where no token has more before it."""
+        """Return the step with memory for topk selected tokens each; unchanged where no token has more before it."""
         if self.sparse is None or self.sparse.max_seq_len <= topk:
             return self
         return replace(self, selection=SelectedTokens.empty(self.num_tokens, topk, self.positions.device))
 
     def of_tokens(self, index: int) -> "StepMetadata":
-        """Return the step of each request's token of this index alone, for decodes that all bring equally many."""
+        """Return the step of only each request's token of this index, for decodes of equal length."""
         decode, sparse = self.decode, self.sparse
         assert decode is not None
         assert decode.queries is None
@@ -273,7 +273,7 @@ class StepMetadata:
         size = decode.max_query_len
 
         def tokens(column: Tensor) -> Tensor:
-            # Not `contiguous`, which leaves a single one as it is, with its stride.
+            # `contiguous` would return a single token unchanged, with its stride.
             return column[index::size].clone(memory_format=torch.contiguous_format)
 
         if sparse is not None:
@@ -292,7 +292,7 @@ class StepMetadata:
         )
 
     def check_blocks(self, num_blocks: int) -> None:
-        """Raise ValueError for block ids beyond a cache of so many blocks."""
+        """Raise ValueError if block ids exceed a cache of num_blocks blocks."""
         if self.num_blocks > num_blocks:
             raise ValueError(
                 f"block_tables has block {self.num_blocks - 1}; the cache has {num_blocks} blocks, numbered from 0"

@@ -16,7 +16,7 @@ from dcpmla.upload import upload
 
 @dataclass(frozen=True)
 class CompressedStepBuilder(StepBuilder):
-    """Steps of one rank over caches of one plan; dcp is as if blocks held tokens (`of`)."""
+    """Steps of one rank over caches of one plan; dcp.block_size counts tokens (`of`)."""
 
     plan: CompressedPlan
 
@@ -39,7 +39,7 @@ class CompressedStepBuilder(StepBuilder):
         """Lay out a step; `StepMetadata.build` documents arguments and errors."""
         check_requests(query_lens, seq_lens, block_tables, self.dcp.virtual_block_size)
         check_states(states, len(query_lens), self.plan.num_states)
-        # A decode reads its window after its tokens are written: all but one of them need rows besides the window's.
+        # A decode reads its window after its tokens are written: all but one token need rows besides the window's.
         most = min(max_decode_query_len, self.plan.ring_rows - self.plan.config.sliding_window + 1)
         if num_decodes is None:
             num_decodes = leading_decodes(query_lens, most)
@@ -51,7 +51,7 @@ class CompressedStepBuilder(StepBuilder):
         table = pad_table(block_tables, seq_lens, self.dcp.virtual_block_size)
         positions = positions_of(query_lens, seq_lens)
         request = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
-        # Uploaded once, all of it together.
+        # One upload for all.
         per_request = np.array([np.subtract(seq_lens, query_lens), seq_lens, states], dtype=np.int32)
         lens, slots = self._local_seq_lens(positions[:num_decode_tokens]), np.full(len(positions), -1)
         arrays = [table.astype(np.int32), lens, positions, slots, request, per_request]
@@ -90,12 +90,12 @@ class CompressedStepBuilder(StepBuilder):
         states: Sequence[int],
         table: Tensor,
     ) -> ContextRows | None:
-        """Return what prefills attend to; None where there are none."""
+        """Return the context of prefills; None without prefills."""
         new, end = np.asarray(query_lens[num_decodes:]), np.asarray(seq_lens[num_decodes:])
         if not len(new):
             return None
         start, ring = end - new, self.plan.ring_rows
-        first = np.maximum(start - self.plan.config.sliding_window + 1, 0)  # of the tokens that the first new one sees
+        first = np.maximum(start - self.plan.config.sliding_window + 1, 0)  # first token that the first new one sees
         slots = [
             np.arange(begin, stop) % ring + state * ring
             for begin, stop, state in zip(first, start, states[num_decodes:], strict=True)
@@ -123,7 +123,7 @@ class CompressedStepBuilder(StepBuilder):
 
 
 def check_states(states: Sequence[int], num_reqs: int, num_states: int) -> None:
-    """Raise ValueError for states that a cache does not have, or that two requests share."""
+    """Raise ValueError if a cache does not have a state, or two requests share one."""
     wrong = [state for state in states if not 0 <= state < num_states]
     if len(states) != num_reqs or wrong or len(set(states)) != num_reqs:
         raise ValueError(

@@ -10,21 +10,21 @@ from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, IndexerConfig
 
-_WORKSPACE_BYTES = 128 << 20  # of scores, and of all ranks' candidates
+_WORKSPACE_BYTES = 128 << 20  # bound of scores, and of all ranks' candidates
 
 
 class TokenSelector:
-    """The scorer of what comes before each token, and the selector of the best.
+    """Selector of the best keys before each token, by an indexer's scores.
 
-    Each rank scores its own keys; one exchange brings its best ones to all, and each makes the same choice.
+    Each rank scores its own keys; one exchange brings its best ones to all ranks, which make the same choice.
 
     Args:
-        config: of the indexer.
-        dcp: layout, and format of the index cache.
-        dcp_rank: this rank's number in the DCP group.
-        exchange: the layer's.
+        config: Sizes of the indexer.
+        dcp: Layout and format of the index cache.
+        dcp_rank: Rank in the DCP group.
+        exchange: Exchange of the layer.
     Raises:
-        ValueError: a Hadamard transform of a width that is not a power of two.
+        ValueError: The Hadamard transform is asked for, and the width is not a power of two.
     """
 
     def __init__(self, config: IndexerConfig, dcp: DCPConfig, dcp_rank: int, exchange: Exchange) -> None:
@@ -46,13 +46,13 @@ class TokenSelector:
         """Write the selection of T tokens by their queries [T, H, D] and weights [T, H] float32. Collective.
 
         Args:
-            index_keys: [num_blocks, block_size, width] of the layer (`dcpmla.cache.index_keys`).
-            slot_table: sparse.block_table, or the same in blocks of another cache: that of the slots.
+            index_keys: Index keys of the layer [num_blocks, block_size, width] (`dcpmla.cache.index_keys`).
+            slot_table: Block table of the cache that slots are in: sparse.block_table, or the same for another cache.
         """
         topk, size = self.config.topk, self.dcp.decode_context_parallel_size
         layout = self.dcp_rank, size, self.dcp.cp_kv_cache_interleave_size
         tile = self._tile_tokens(sparse.block_table.shape[1] * index_keys.shape[1])
-        for index in range(-(-len(q) // tile)):  # a compiler guards their number, and not that of the tokens
+        for index in range(-(-len(q) // tile)):  # a compiler guards the number of tiles, not of tokens
             tokens = slice(index * tile, (index + 1) * tile)
             some, chosen = sparse.rows(tokens), selection.rows(tokens)
             lens = some.seq_lens, some.local_seq_lens
@@ -63,14 +63,14 @@ class TokenSelector:
             choose_tokens(candidates.flatten(1), *where, chosen.num_first, *written)
 
     def workspace_bytes(self, num_tokens: int, element_size: int) -> int:
-        """Return what a step's selection takes at most at a time: all tokens' queries, as projected in elements of that
-        size and as scored; of a tile scores, and candidates of this rank, of all ranks, and as they travel.
+        """Return the peak bytes of a step's selection: all tokens' queries, as projected in elements of this size and
+        as scored; scores of a tile, and its candidates on this rank, on all ranks, and in the exchange.
         """
         query_bytes = num_tokens * self.config.num_heads * self.config.head_dim * element_size
         return 2 * query_bytes + 4 * _WORKSPACE_BYTES
 
     def check_cache(self, index_keys: Tensor | None, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        """Raise ValueError unless index_keys is a cache of so many blocks for this indexer, which computes in dtype."""
+        """Raise ValueError unless index_keys is a cache of num_blocks for this indexer, which computes in dtype."""
         storage = index_storage_dtype(self.dcp.index_cache_dtype, dtype)
         shape = num_blocks, block_size, index_row_width(storage, self.config.head_dim)
         is_right = index_keys is not None and tuple(index_keys.shape) == shape and index_keys.dtype == storage
@@ -82,8 +82,8 @@ class TokenSelector:
             raise ValueError(f"cache.index_keys is {given}; expected {storage} {shape}, contiguous, for {asked}")
 
     def _tile_tokens(self, num_columns: int) -> int:
-        """Return how many tokens to select for at a time: from numbers that are the same on all ranks, since each tile
-        makes an exchange.
+        """Return how many tokens to select for at a time. All ranks get the same number, since each tile makes an
+        exchange.
         """
         candidate_bytes = 8 * candidate_width(self.config.topk, num_columns) * self.dcp.decode_context_parallel_size
         return max(1, _WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
@@ -96,9 +96,9 @@ def selected_rows(
     request, whose pages of one row are those selected for it.
 
     Args:
-        kv_cache: [num_blocks, block_size, width], contiguous blocks.
-        selection: of the query tokens.
-        workspace: as in `DecodeMetadata`.
+        kv_cache: Cached rows [num_blocks, block_size, width], contiguous blocks.
+        selection: Selection of the query tokens.
+        workspace: Workspace of `DecodeMetadata`.
     """
     pages = kv_cache.view(-1, 1, kv_cache.shape[-1])
     return pages, DecodeMetadata(selection.slots, selection.num_slots, None, 1, workspace)

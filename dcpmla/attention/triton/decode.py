@@ -1,4 +1,4 @@
-"""Decode attention in portable Triton: for GPUs from sm_80 on, and for sizes that the Hopper kernels do not support.
+"""Decode attention in portable Triton, on GPUs from sm_80 on and for sizes that the Hopper kernels do not support.
 
 A program computes a tile of query rows over one part of the work (stream-K): the key tiles of all requests form one
 sequence that is cut into equal parts, so no length has to be known on the host and no program waits for the longest
@@ -15,13 +15,13 @@ from dcpmla.attention.triton.device import shared_memory
 from dcpmla.cache import formats, shared_rows
 
 _LOG2E = 1.4426950408889634
-_BYTES_OF_64_ROWS = 114_688  # of shared memory, with DeepSeek's widths
+_BYTES_OF_64_ROWS = 114_688  # shared memory that they take with DeepSeek's widths
 LN2 = tl.constexpr(0.6931471805599453)
 TILE = tl.constexpr(formats.TILE)
-SHARED_TILE = tl.constexpr(shared_rows.TILE)  # of shared keys: as wide as the part of a row that is not quantized
+SHARED_TILE = tl.constexpr(shared_rows.TILE)  # width of the part of a shared key that is not quantized, too
 PAGE_ROWS = tl.constexpr(shared_rows.PAGE_ROWS)
 SCALE_BYTES = tl.constexpr(shared_rows.SCALE_BYTES)
-# Of a part: the last one to arrive merges them all, so many short ones would cost more than they save.
+# Smallest part: the last one to arrive merges them all, so many short ones would cost more than they save.
 MIN_TILES = tl.constexpr(8)
 
 
@@ -30,8 +30,8 @@ def _find_request(index, lens_ptr, start_ptr, query_len, num_heads, line, ROWS: 
     """Return the first query row of this line's tile of a request, its rows from there on, and its keys (0 if no rows
     are left).
 
-    index is one request or a vector of them. Which tile a line has turns from request to request, so that the short
-    requests' only tiles are spread over the lines.
+    index is one request or a vector of requests. A line's tile rotates from request to request, so that the only
+    tiles of short requests are spread over the lines.
     """
     first = index * query_len
     if IS_RAGGED:
@@ -124,8 +124,8 @@ def _merge_parts(partials_ptr, partial_lse_ptr, first_part, num_parts, line, ROW
     return acc / total[:, None], tl.where(is_any, peak + tl.log(total), -float("inf"))
 
 
-# Sizes of a step change, as do addresses of layers' scales: specialized on them, Triton would recompile while requests
-# wait.
+# Sizes of a step change, as do addresses of layers' scales: if specialized on them, Triton would recompile while
+# requests wait.
 @triton.jit(
     do_not_specialize=["table_stride", "block_size", "num_reqs", "query_len", "num_heads"],
     do_not_specialize_on_alignment=["kv_scale_ptr", "q_scale_ptr"],
@@ -165,7 +165,7 @@ def decode_kernel(
 ):
     """Compute decode attention; programs are (parts, lines of tiles of query rows). scale includes log2(e).
 
-    ROPE is 0 where keys are shared, and q_pe_ptr None; uint8 rows are then those of `cache.shared_rows`.
+    ROPE is 0 where keys are shared, and q_pe_ptr None; uint8 rows then have the format of `cache.shared_rows`.
 
     e4m3 values are exact in 16 bits and are multiplied without their scales, which go into the scores' scale; kv_scale
     also goes into the output.
@@ -268,7 +268,7 @@ def decode_kernel(
                 is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
                 tl.debug_barrier()
                 if is_last:
-                    tl.store(counter, 0)  # for the next launch
+                    tl.store(counter, 0)  # the next launch starts from 0
                     out, lse = _merge_parts(partials_ptr, partial_lse_ptr, first_part, num_parts, line, ROWS, LATENT)
             if is_last:
                 out_row = (first_row + row).to(tl.int64)
