@@ -1,8 +1,8 @@
 """The consumers of Hopper's decode kernel with products in 16 bits: two groups of four warps.
 
 `score_consumer` computes scores, probabilities and the left half of the output, `value_consumer` the right half, from
-the other one's probabilities. So each half of the output fits into its group's registers. Segments, stages and
-mbarrier phases are those of `pipeline`.
+the first one's probabilities. So each half of the output fits into its group's registers. `pipeline` documents
+segments, stages and mbarrier phases.
 """
 
 from triton.experimental import gluon
@@ -28,7 +28,7 @@ from dcpmla.attention.hopper.outputs import (
 from dcpmla.attention.hopper.pipeline import LN2, exp2, stage_of, start_scores
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROWS, find_request, next_begin
 
-NUM_STAGES = gl.constexpr(2)  # of keys: what shared memory has room for
+NUM_STAGES = gl.constexpr(2)  # stages of keys that fit into shared memory
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
@@ -50,9 +50,9 @@ def _clear_past(values, stage, num_keys):
 
 @gluon.jit
 def _hand_over(scores, first_key, seen, scale, peak, total, buffers, probs_ready, probs_free, num_handed):
-    """Take a tile's step of the online softmax, and hand its probabilities to the other consumer.
+    """Take a tile's step of the online softmax, and pass its probabilities to the other consumer.
 
-    Returns the probabilities as an operand, the factor of what was summed before, and the new peak and total.
+    Returns the probabilities as an operand, the factor of earlier sums, and the new peak and total.
     """
     num_seen, num_seen_by_all = seen
     if first_key + KEYS > num_seen_by_all:
@@ -75,9 +75,9 @@ def _hand_over(scores, first_key, seen, scale, peak, total, buffers, probs_ready
 def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
     """Compute scores, probabilities, LSE, and the left half of the output.
 
-    Both halves are multiplied by value_scale. This role could start a tile's scores before the values of the one
-    before, so that the tensor cores never wait for its probabilities; but that keeps both tiles longer in their stages,
-    and the wait for memory grows by more than is won.
+    Both halves are multiplied by value_scale. Starting a tile's scores before the values of the previous tile would
+    keep the tensor cores from waiting for its probabilities; but both tiles would stay longer in their stages, and the
+    wait for memory would grow by more than that.
     """
     batch = work.batch
     probs_ready, probs_free = barriers.probs_ready.index(0), barriers.probs_free.index(0)

@@ -1,13 +1,12 @@
 """The consumers of Hopper's decode kernel with products in fp8: three groups of four warps.
 
 `score_consumer` computes scores and probabilities; two of `value_consumer` compute half of the output's columns each,
-while the first is at the next tile. Segments, stages and mbarrier phases are those of `pipeline`.
+while the first computes the next tile. `pipeline` documents segments, stages and mbarrier phases.
 
-The tensor cores multiply e4m3 only where both operands lie contiguous along the sum in shared memory. Keys do for
-scores, but values would have to be transposed. So the output is computed transposed, values times probabilities: its
-left operand, the values, may come from registers, and there a transposition is a matter of which thread loads what
-(`_load_values`). That leaves the keys of a tile in another order, in values and probabilities alike (`_as_loaded`): a
-sum does not depend on it.
+The tensor cores multiply e4m3 only if both operands are contiguous along the sum in shared memory. Keys are for scores,
+but values would have to be transposed. So the output is computed transposed, values times probabilities: its left
+operand, the values, may come from registers, where loads can transpose it (`_load_values`). This changes the order of a
+tile's keys, in values and probabilities alike (`_as_loaded`); a sum does not depend on it.
 """
 
 from triton.experimental import gluon
@@ -34,13 +33,13 @@ from dcpmla.attention.hopper.outputs import (
 from dcpmla.attention.hopper.pipeline import LN2, exp2, stage_of, start_scores
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROWS, find_request, next_begin
 
-NUM_STAGES = gl.constexpr(4)  # of keys
+NUM_STAGES = gl.constexpr(4)  # stages of keys
 NUM_PROBS = gl.constexpr(2)  # stages of probabilities
 # Pairs of columns that a swizzle of 128 bytes holds; the even columns are one operand, the odd ones another.
 PAIRS = gl.constexpr(64)
 TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))  # 64 x 64 scores, or columns x rows
 VALUES = gl.constexpr(gl.DotOperandLayout(0, TILE.value, 4))
-# Keys x pairs of columns, as transposing loads (ldmatrix) hand them out: four keys of a pair to a thread.
+# Keys x pairs of columns, as transposing loads (ldmatrix) distribute them: four keys of a pair to a thread.
 LOADED = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [0, 8], [16, 0], [32, 0]],
@@ -50,7 +49,7 @@ LOADED = gl.constexpr(
         [64, 64],
     )
 )
-# Half a partial output as [groups of columns, rows, 16], as it lies in registers: a thread has two adjacent columns.
+# Layout of half a partial output, [groups of columns, rows, 16], in registers: a thread has two adjacent columns.
 PARTIAL = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1], [16], [1024], [128], [256], [512], [8192]],
@@ -67,9 +66,9 @@ _SHIFT = gl.constexpr(8.0)
 
 @gluon.jit
 def _as_loaded(x):
-    """Return x [N, KEYS] with its keys in the order in which `LOADED` has them in an operand.
+    """Return x [N, KEYS] with its keys in the order of an operand from `LOADED`.
 
-    Four in a thread are 0, 1, 8 and 9 of sixteen, and so on.
+    A thread's four are 0, 1, 8 and 9 of sixteen, and so on.
     """
     rows: gl.constexpr = x.shape[0]
     return x.reshape([rows, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, KEYS])
@@ -92,7 +91,7 @@ def _load_pairs(pairs, index):
 def _load_values(pairs, stage):
     """Load a stage's values as an operand [HALF, KEYS].
 
-    Of both quarters of the columns the even ones come first, then the odd ones.
+    In both quarters of the columns, the even ones come first, then the odd ones.
     """
     even, odd = _load_pairs(pairs, stage * 2)
     more_even, more_odd = _load_pairs(pairs, stage * 2 + 1)
@@ -110,7 +109,7 @@ def _in_columns(acc):
 def _clear_past(pairs, stage, num_keys):
     """Zero the rows of a stage's values past the last key: they may hold NaN, and 0 x NaN is NaN.
 
-    The scores may be computed from them at the same time: whatever they become there, they are masked.
+    Scores may be computed from these rows at the same time, but they are masked.
     """
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LOADED))
     for half in gl.static_range(HALF // PAIRS // 2):
@@ -122,7 +121,7 @@ def _clear_past(pairs, stage, num_keys):
 
 @gluon.jit
 def _hand_over(scores, first_key, seen, scale, peak, total, buffers, barriers, num_handed):
-    """Take a tile's step of the online softmax, and hand its probabilities to the consumers of values.
+    """Take a tile's step of the online softmax, and pass its probabilities to the consumers of values.
 
     Returns the new peak and total.
     """
@@ -146,7 +145,7 @@ def _hand_over(scores, first_key, seen, scale, peak, total, buffers, barriers, n
 
 @gluon.jit
 def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
-    """Compute scores, probabilities and the LSE, and hand all of them to the consumers of values."""
+    """Compute scores, probabilities and the LSE for the consumers of values."""
     batch = work.batch
     kv_scale = gl.load(kv_scale_ptr)
     scale = scale * gl.load(q_scale_ptr) * kv_scale
@@ -164,7 +163,7 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, TILE))
             key = (start - begin) * KEYS
             mbarrier.wait(barriers.q_ready, num_segments & 1)
-            # Tiles in pairs: the scores of the second one are computed under the softmax of the first.
+            # Tiles go in pairs: the second one's scores are computed during the first one's softmax.
             for _pair in range(0, (stop - start) // 2):
                 scores = start_scores(buffers, barriers, num_done, TILE)
                 more = start_scores(buffers, barriers, num_done + 1, TILE)
@@ -210,7 +209,7 @@ def _store_partial(partials_ptr, partial, half, num_rows, acc):
 def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
     """Compute half of the output's columns from the probabilities of `score_consumer`.
 
-    The left half's consumer also stores the LSE, the right half's what is empty.
+    The left half's consumer also stores the LSE, the right half's also stores results of empty requests.
     """
     batch = work.batch
     values = buffers.k_right if half else buffers.k_left

@@ -1,8 +1,8 @@
 """The converting producer of Hopper's decode kernel: 8-bit keys from memory, through registers, into shared memory in
 the queries' dtype.
 
-Four warps replace `producers.produce_tiles`; the consumers do not know the difference. Registers hold three
-fifths of a tile: while one part of it is converted, the next ones are on their way from memory.
+Four warps replace `producers.produce_tiles`; the consumers are the same. Registers hold three fifths of a tile: while
+one part of it is converted, the next ones are loaded from memory.
 """
 
 from triton.experimental import gluon
@@ -14,12 +14,12 @@ from dcpmla.attention.hopper.producers import PAGE_ROWS, find_keys, find_table, 
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, find_request, next_begin
 from dcpmla.cache import shared_rows
 
-# Words of a quarter of a latent, which share a scale in fp8_ds_mla. Of shared keys each half has its own, and the last
-# half of the last quarter is the part that is rotated.
+# Words of a quarter of a latent, which share a scale in fp8_ds_mla. In shared keys each half of a quarter has its own
+# scale, and the last half of the last quarter is the rotated part.
 QUARTER = gl.constexpr(32)
-SCALE_WORDS = gl.constexpr(shared_rows.SCALE_BYTES // 4)  # of a row
-# Bytes travel as words of four: a register each, not one for each byte. A load brings eight values, which make 16 bytes
-# to store, and eight threads have 64 columns of a key, so that no two store to the same bank.
+SCALE_WORDS = gl.constexpr(shared_rows.SCALE_BYTES // 4)  # words of a row's scales
+# Bytes are loaded as words of four, which take one register, not four. A load brings eight values, 16 bytes to store,
+# and eight threads have 64 columns of a key, so that no two store to the same bank.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 BY_KEY = gl.constexpr(gl.SliceLayout(1, WORDS.value))
 PREFETCHED = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
@@ -34,7 +34,7 @@ def _load_words(keys_ptr, first: gl.constexpr, number: gl.constexpr):
 
 @gluon.jit
 def _to_scales(found, paging):
-    """Return how far the scales of shared keys are from their rows, in words."""
+    """Return the offset of shared keys' scales from their rows, in words."""
     _, row = split_row(found)
     return PAGE_ROWS * paging.row_stride - row.to(gl.int32) * (paging.row_stride - SCALE_WORDS)
 
@@ -43,7 +43,7 @@ def _to_scales(found, paging):
 def _load_quarter(keys_ptr, quarter: gl.constexpr, found, paging):
     """Load a quarter of the latents: words [KEYS, QUARTER] of four e4m3, and in fp8_ds_mla their scales [KEYS].
 
-    Of shared keys, the first quarter of a half brings the scales of both, a byte for each 64 columns; the last quarter
+    In shared keys, the first quarter of a half loads the scales of both, a byte for each 64 columns; the last quarter
     has half as many words.
     """
     is_planar: gl.constexpr = paging.page_stride is not None
@@ -60,7 +60,7 @@ def _load_quarter(keys_ptr, quarter: gl.constexpr, found, paging):
 
 @gluon.jit
 def _load_rope(keys_ptr, ROW_WORDS: gl.constexpr, IS_DS_MLA: gl.constexpr):
-    """Load rope parts: words of four e4m3 [KEYS, 16], in fp8_ds_mla of two bfloat16 [KEYS, 32]."""
+    """Load rope parts: words of four e4m3 [KEYS, 16], or of two bfloat16 [KEYS, 32] in fp8_ds_mla."""
     words: gl.constexpr = ROPE // 2 if IS_DS_MLA else ROPE // 4
     return _load_words(keys_ptr, ROW_WORDS - words, words)
 
@@ -92,7 +92,7 @@ def _widen(codes):
 
 @gluon.jit
 def _join(buffer, a, b, c, d):
-    """Store what `_widen` gives into a buffer [KEYS, N], in its dtype and in order."""
+    """Store results of `_widen` into a buffer [KEYS, N], in its dtype and in order."""
     dtype: gl.constexpr = buffer.dtype
     buffer.store(gl.join(gl.join(a.to(dtype), c.to(dtype)), gl.join(b.to(dtype), d.to(dtype))).reshape(buffer.shape))
 
@@ -141,7 +141,7 @@ def _store_rope(buffer, words, IS_DS_MLA: gl.constexpr):
 
 @gluon.jit
 def _rope_of(buffers, stage):
-    """Return where a tile's rope part goes; of shared keys, the last columns."""
+    """Return the buffer of a tile's rope part; with shared keys, the last columns."""
     if buffers.k_pe is None:
         buffer = buffers.k_right.index(stage).slice(HALF - ROPE, ROPE, dim=1)
     else:
@@ -151,9 +151,9 @@ def _rope_of(buffers, stage):
 
 @gluon.jit
 def _prefetch(found, rows_ptr, paging):
-    """Bring single rows, and the scales of shared keys, into the L2 cache, so that their loads wait for that alone."""
+    """Prefetch single rows, and the scales of shared keys, into the L2 cache, so that their loads wait only for L2."""
     is_planar: gl.constexpr = paging.page_stride is not None
-    step: gl.constexpr = (paging.row_stride - 1) // (6 if is_planar else 7)  # words: at most a line of 128 bytes
+    step: gl.constexpr = (paging.row_stride - 1) // (6 if is_planar else 7)  # in words, at most a line of 128 bytes
     word = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, PREFETCHED)) * step, 0)
     if is_planar:
         word = gl.where(word < 7 * step, word, gl.expand_dims(_to_scales(found, paging), 1))
@@ -211,7 +211,7 @@ def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr
                 _store_quarter(buffers.k_right.index(stage), 0, c2, s2, paging)
                 c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
                 _store_quarter(buffers.k_right.index(stage), 1, c3, s2 if is_planar else s3, paging)
-                fence_async_shared()  # waits for loads, too: those in flight here have been for a while
+                fence_async_shared()  # waits for loads, too, but they started long ago
                 mbarrier.arrive(barriers.left_ready.index(stage), count=1)
                 mbarrier.arrive(barriers.right_ready.index(stage), count=1)
                 if paging.is_sparse:

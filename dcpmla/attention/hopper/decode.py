@@ -31,12 +31,12 @@ from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, cou
 from dcpmla.cache.shared_rows import data_bytes
 from dcpmla.comm.exchange import Mailbox
 
-_SWIZZLE_BYTES = 128  # at most
+_SWIZZLE_BYTES = 128  # largest swizzle
 _NO_MAIL = (None,) * 6
 
 
-# Sizes of a step come and go: a variant for each kind of number in these would be compiled while requests wait. (For
-# the same reason no arguments are grouped in tuples: Triton would specialize them all.)
+# Sizes of a step change: if specialized on them, Triton would compile variants while requests wait. (For the same
+# reason no arguments are grouped in tuples: Triton would specialize them all.)
 @gluon.jit(
     do_not_specialize=[
         "table_stride",
@@ -84,27 +84,28 @@ def decode_kernel(
     IS_SPARSE: gl.constexpr,
     IS_CONVERTED: gl.constexpr,
 ):
-    """Attend to one part of the keys from one tile of query rows, and merge what parts share.
+    """Attend to one part of the keys from one tile of query rows, and merge requests that parts share.
 
     The grid is (lines, parts): lines that read the same keys run on neighbouring multiprocessors at the
     same time, which takes less energy, and so 6 % less time where power is the limit.
 
     Args:
-        q_desc, q_pe_desc: both parts of the queries; None for the second where keys are shared.
-        kv_desc, k_pe_desc: the cache for TMA; None for other producers.
-        rows_ptr: the cache for these: rows ROW_STRIDE elements apart, words of four bytes where they are converted.
-        index_ptr: None where each request has a row of the table, in order.
-        start_ptr: None where each request has query_len query tokens.
-        kv_scale_ptr: None for caches of 16 bits and of fp8_ds_mla, whose rows hold their scales.
-        scale: of the scores, times log2(e).
-        addresses_ptr, .., landing_bytes: where rows go that are sent to their owners, not to out and lse; else None.
-        PAGE_STRIDE: words from one page of fp8_ds_mla's shared keys to the next; else None.
-        REQS: a power of two, at least num_reqs and 32.
-        IS_SPARSE: the table holds numbers of rows.
-        IS_CONVERTED: rows of 8 bits become those of q's dtype.
+        q_desc, q_pe_desc: Both parts of the queries; None for the second where keys are shared.
+        kv_desc, k_pe_desc: Cache for TMA; None for other producers.
+        rows_ptr: Cache for other producers: rows ROW_STRIDE elements apart, as words of four bytes if converted.
+        index_ptr: Row of the table of each request; None where each has one, in order.
+        start_ptr: First query token of each request; None where each has query_len query tokens.
+        kv_scale_ptr: Scale of the cache; None for 16 bits and for fp8_ds_mla, whose rows hold their scales.
+        scale: Softmax scale times log2(e).
+        addresses_ptr, .., landing_bytes: Destination of rows that are sent to their owners instead of out and lse,
+            else None.
+        PAGE_STRIDE: Words from one page of fp8_ds_mla's shared keys to the next; else None.
+        REQS: Power of two, at least num_reqs and 32.
+        IS_SPARSE: Whether the table holds numbers of rows.
+        IS_CONVERTED: Whether rows of 8 bits are converted to q's dtype.
     """
     batch = keep_gaps(lens_ptr, start_ptr, query_len, num_heads, gl.program_id(0), num_reqs, REQS)
-    num_tiles = count_tiles(batch, num_reqs, REQS)  # what this loads is in flight while the mbarriers are set up
+    num_tiles = count_tiles(batch, num_reqs, REQS)  # its loads are in flight while the mbarriers are set up
     is_fp8: gl.constexpr = q_desc.dtype == gl.float8e4nv
     is_ds_mla: gl.constexpr = IS_CONVERTED and kv_scale_ptr is None
     num_stages: gl.constexpr = consumers_fp8.NUM_STAGES if is_fp8 else consumers.NUM_STAGES
@@ -155,7 +156,7 @@ def decode_kernel(
 def run(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tensor]:
     """Compute `dcpmla.mla_decode` in one launch, for the calls that `backends` admits.
 
-    With a mailbox, rows go to the ranks that own their heads, and what comes back is what all ranks' rows merge to.
+    With a mailbox, rows are sent to the ranks that own their heads, and the result is merged from all ranks' rows.
     """
     if mailbox is None:
         out, lse = call.new_output()
@@ -177,8 +178,8 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
     """Launch the kernel over a call.
 
     Args:
-        out, lse: what it stores into; where rows are sent, only their dtypes count.
-        mail: the kernel's arguments from addresses_ptr to landing_bytes.
+        out, lse: Outputs of the kernel; where rows are sent, only their dtypes count.
+        mail: Arguments of the kernel from addresses_ptr to landing_bytes.
     """
     q, q_pe, kv_cache = call.q, call.q_pe, call.kv_cache
     num_heads = q.shape[1]

@@ -1,11 +1,11 @@
 """Outputs of Hopper's decode kernel: rows into tensors or to the ranks that own their heads; partial outputs, merged.
 
-A row that is sent lands where `comm.kernels.landings.combine_kernel` would store it: this is that kernel's first half,
-done as soon as a row is known.
+A row that is sent is stored where `comm.kernels.landings.combine_kernel` would store it: this is that kernel's first
+half, done as soon as a row is computed.
 
-A part that has only some of a request's keys leaves a partial output. When all parts of the request have left theirs,
-their programs merge it together inside the same launch, each of them some of the rows: one that merged alone would read
-for longer than all of them attended. Each half of the columns is another group of warps'.
+A part that has only some of a request's keys leaves a partial output. When all parts of the request have left one,
+their programs merge them inside the same launch, each program a share of the rows: a single one would read for longer
+than all programs attended. Each half of the columns belongs to another group of warps.
 """
 
 from triton.experimental import gluon
@@ -21,7 +21,7 @@ find_landing = gluon.jit(landings.find_landing.fn)
 row_in_landing = gluon.jit(landings.row_in_landing.fn)
 as_word = gluon.jit(landings.as_word.fn)
 
-GROUP = gl.constexpr(16)  # columns that lie together in a partial output
+GROUP = gl.constexpr(16)  # adjacent columns in a partial output
 # An output [ROWS, HALF] as [groups of columns, quarters of their rows, 4], as wgmma leaves it in registers: an
 # instruction stores a quarter.
 QUARTERS = gl.constexpr(
@@ -37,9 +37,9 @@ QUARTERS = gl.constexpr(
 
 @aggregate
 class Mail:
-    """The numbers from which a row's address in its owner's memory follows."""
+    """Numbers that determine a row's address in its owner's memory."""
 
-    addresses_ptr: gl.tensor  # int64 [W], where each rank's memory begins
+    addresses_ptr: gl.tensor  # int64 [W], start of each rank's memory
     rows_at: gl.tensor  # offsets of the rows and of the words of this exchange's landing
     words_at: gl.tensor
     epoch: gl.tensor
@@ -89,7 +89,7 @@ def out_at(outputs, first_row, row, column):
         address = address + outputs.mail.rows_at + landed * (LATENT * 2)
         at = gl.multiple_of(address.to(gl.pointer_type(outputs.out_ptr.dtype.element_ty)), [16, 16]) + column
     else:
-        # What is added last fits into the offset of an instruction.
+        # The last summand fits into the offset of an instruction.
         at = outputs.out_ptr + first_row.to(gl.int64) * LATENT + (row * LATENT + column)
     return at
 
@@ -98,7 +98,7 @@ def out_at(outputs, first_row, row, column):
 def lse_of_row(outputs, lse):
     """Return the LSE to store with a row that was computed: never -inf where rows are sent.
 
-    The owner would take -inf for a row that does not come. All scores of such a row are -inf; compared with any other,
+    The owner would take -inf for a row that is not sent. All scores of such a row are -inf; compared with any other,
     its share is 0.
     """
     if outputs.mail is not None:
@@ -121,8 +121,8 @@ def store_lse(outputs, first_row, row, lse, mask):
 def store_columns(outputs, first_row, num_rows, first_column, acc, buffer):
     """Store rows [first_row, first_row + num_rows), columns from first_column on, from acc [ROWS, M].
 
-    They go through a buffer [ROWS, M] in shared memory: from the registers of wgmma, a warp would write to eight rows
-    at a time.
+    They go through a buffer [ROWS, M] in shared memory, because from the registers of wgmma a warp would write to eight
+    rows at a time.
     """
     lanes: gl.constexpr = acc.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
@@ -137,7 +137,7 @@ def store_columns(outputs, first_row, num_rows, first_column, acc, buffer):
 
 @gluon.jit
 def zero_empty(outputs, work):
-    """Store (0, -inf) for the requests without keys that fall to this program: they lie in no part.
+    """Store (0, -inf) for this program's share of the requests without keys, which are in no part.
 
     Zeros are not sent: an owner expects no row with an LSE of -inf.
     """
@@ -158,7 +158,7 @@ def zero_empty(outputs, work):
 def find_partial(part, begins, line):
     """Return the number of a part's partial output.
 
-    It may leave two: of a request that it goes on with, and of one that it begins.
+    A part may leave two: for a request that it continues, and for one that it begins.
     """
     return (line * gl.num_programs(1) + part) * 2 + begins.to(gl.int32)
 
@@ -191,7 +191,7 @@ def store_partial(partials_ptr, partial, half, num_rows, acc):
 
 @gluon.jit
 def _counter_at(counters_ptr, first_part, line):
-    """Return a pointer to the counter of a request that is cut: that of the part in which it begins."""
+    """Return a pointer to the counter of a request that is cut, which belongs to the part in which it begins."""
     return counters_ptr + line * gl.num_programs(1) + first_part
 
 
@@ -212,7 +212,7 @@ def _read(counter):
 
 @gluon.jit
 def await_parts(last, last_begin, work, counters_ptr, merge_ready):
-    """Open `merge_ready` for each request that this part shares, its first and its last, when all its parts are there.
+    """Open `merge_ready` for each request that this part shares, its first and its last, once all its parts arrived.
 
     The last program to see that resets the counter for the next launch.
     """
@@ -234,8 +234,8 @@ def await_parts(last, last_begin, work, counters_ptr, merge_ready):
 def merge_parts(half, last, last_begin, work, outputs, merge_ready):
     """Merge half the columns of the requests that this part shares with others: its first, its last, both or none.
 
-    A role calls this after the last tile of its part: a wait in between would make each part wait for the whole of the
-    one before it.
+    A role calls this after the last tile of its part: waiting earlier would make each part wait for the whole previous
+    one.
     """
     request, begin, batch = work.request, work.begin, work.batch
     for merge in range(0, num_shared(work, last_begin)):
@@ -268,7 +268,7 @@ def _merge_rows(
     PARTS: gl.constexpr,
 ):
     """Merge rows [start, stop) of the tile, AT_ONCE at a time, online over PARTS partial outputs at a time."""
-    # Of two lanes with the same columns: one for each of two rows, or both for the parts of one row.
+    # Two lanes have the same columns: one for each of two rows, or both for the parts of one row.
     row_lanes: gl.constexpr = min(AT_ONCE, 2)
     part_lanes: gl.constexpr = 2 // row_lanes
     layout: gl.constexpr = gl.BlockedLayout(

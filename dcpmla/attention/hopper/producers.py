@@ -21,9 +21,9 @@ COLUMNS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 b
 
 @aggregate
 class Tiles:
-    """TMA descriptors of queries or keys, each part of a row a matrix of its own.
+    """TMA descriptors of queries or keys; each part of a row is a matrix of its own.
 
-    Rows of shared keys have no rope part: None.
+    The rope part of shared keys is None.
     """
 
     half_desc: gl.base_value  # tiles of half a latent
@@ -32,22 +32,22 @@ class Tiles:
 
 @aggregate
 class Paging:
-    """How a request's keys lie in the rows of the cache."""
+    """Layout of a request's keys in the rows of the cache."""
 
     table_ptr: gl.tensor  # int32 [num_tables, max_blocks]
     table_stride: gl.tensor
-    index_ptr: gl.base_value  # int32 [num_reqs], each request's row of the table; None: its own number
-    rows_per_block: gl.tensor  # from one block to the next
+    index_ptr: gl.base_value  # int32 [num_reqs], row of the table of each request; None: its own number
+    rows_per_block: gl.tensor  # stride of blocks, in rows
     block_size: gl.tensor
-    row_stride: gl.constexpr  # in elements of the pointer to the rows
-    page_stride: gl.constexpr  # from one page of fp8_ds_mla's shared keys to the next; None for other rows
+    row_stride: gl.constexpr  # elements of the pointer to the rows
+    page_stride: gl.constexpr  # stride of fp8_ds_mla's pages of shared keys; None for other rows
     is_sparse: gl.constexpr  # the table holds numbers of rows
     is_ds_mla: gl.constexpr  # rows of fp8_ds_mla
 
 
 @gluon.jit
 def load_queries(queries, first_row, buffers, barriers, num_segments):
-    """Start the copies of a segment's queries, when the consumers have let go of those before."""
+    """Start the copies of a segment's queries, once the consumers have released the previous ones."""
     size: gl.constexpr = queries.half_desc.dtype.primitive_bitwidth // 8
     mbarrier.wait(barriers.q_free, (num_segments & 1) ^ 1)
     width: gl.constexpr = LATENT if queries.rope_desc is None else LATENT + ROPE
@@ -76,9 +76,9 @@ def _find_row(tile, table, paging):
 
 @gluon.jit
 def find_keys(tile, last_key, table, rows_ptr, paging, layout: gl.constexpr):
-    """Return where the keys of a tile lie, [KEYS], for `point_to`: pointers, or row numbers where the table has them.
+    """Return the keys' locations in a tile [KEYS] for `point_to`: pointers, or row numbers where the table has them.
 
-    A table says nothing past the last key of a segment: that key is found again, or the last tile.
+    Past the last key of a segment, where the table is undefined, that key is returned again, or the last tile.
     """
     key = gl.arange(0, KEYS, layout=layout)
     if paging.is_sparse:
@@ -91,8 +91,8 @@ def find_keys(tile, last_key, table, rows_ptr, paging, layout: gl.constexpr):
 
 @gluon.jit
 def split_row(found):
-    """Split numbers of rows into those of their pages and those in the page."""
-    found = found.to(gl.uint32)  # whose quotients are shifts
+    """Split numbers of rows into numbers of pages and of rows in a page."""
+    found = found.to(gl.uint32)  # so that quotients are shifts
     return found // PAGE_ROWS, found % PAGE_ROWS
 
 
@@ -100,8 +100,8 @@ def split_row(found):
 def point_to(found, rows_ptr, paging):
     """Return pointers to keys that `find_keys` found.
 
-    Those to rows of their own take two registers each, so they are made when they are needed; the others differ by
-    constants.
+    Pointers to single rows take two registers each, so they are computed when they are needed; other pointers differ
+    by constants.
     """
     if paging.page_stride is not None:
         page, row = split_row(found)
@@ -185,7 +185,7 @@ def produce_rows(queries, rows_ptr, buffers, barriers, paging, counters_ptr, wor
                 async_copy.commit_group()
                 async_copy.wait_group(0)
                 fence_async_shared()
-                barrier()  # all threads' fences before the one thread's arrival
+                barrier()  # all threads fence before one thread signals the arrival
                 mbarrier.arrive(barriers.left_ready.index(stage), count=1)
                 mbarrier.arrive(barriers.right_ready.index(stage), count=1)
                 num_loaded += 1

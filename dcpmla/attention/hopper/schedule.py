@@ -15,8 +15,8 @@ KEYS = gl.constexpr(64)  # keys of a tile
 LATENT = gl.constexpr(512)
 HALF = gl.constexpr(256)  # columns of a latent or an output that one group of warps takes
 ROPE = gl.constexpr(64)
-MIN_TILES = gl.constexpr(2)  # of a part: with fewer, partial outputs cost more than a shorter part saves
-# By how much a part may be longer, at most by half, for one partial output less, or two: about what they cost.
+MIN_TILES = gl.constexpr(2)  # tiles of a part: with fewer, partial outputs cost more than a shorter part saves
+# Tiles by which a part may grow, at most by half, to save one partial output, or two: about their cost.
 CUT_TILES = gl.constexpr(4)
 TWO_CUTS_TILES = gl.constexpr(10)
 
@@ -25,11 +25,11 @@ TWO_CUTS_TILES = gl.constexpr(10)
 class Batch:
     """The requests of a launch, and this program's line of their work.
 
-    A line has one tile of each request's query rows, as many lines as the longest request has tiles. Which one turns
-    from request to request, so that the short requests' only tiles are spread over the lines.
+    A line has one tile of each request's query rows; there is a line for each tile of the longest request. The tile
+    rotates from request to request, so that the only tiles of short requests are spread over the lines.
 
     Programs of all lines that read the same keys at the same time share the loads. So where few requests are short,
-    lines keep gaps in place of the tiles that they do not have, and stay in step.
+    lines keep gaps in place of missing tiles, and stay in step.
     """
 
     lens_ptr: gl.tensor  # int32 [T], keys that each query token sees
@@ -44,13 +44,13 @@ class Batch:
 class Work:
     """The part of the line that is this program's: tiles [start, end), counted from the front of the line.
 
-    `size` and `granule` are the same for all parts: tiles of a part, and the number of tiles of which each request
-    takes a multiple in the line.
+    `size` and `granule` are the same for all parts: the number of tiles of a part, and the number to a multiple of
+    which each request's tiles are padded in the line.
     """
 
-    num_reqs: gl.tensor  # of the launch
+    num_reqs: gl.tensor  # requests of the launch
     request: gl.tensor  # the first one of this part
-    begin: gl.tensor  # where its tiles begin
+    begin: gl.tensor  # that request's first tile in the line
     start: gl.tensor
     end: gl.tensor
     size: gl.tensor
@@ -60,9 +60,9 @@ class Work:
 
 @gluon.jit
 def uniform(x):
-    """Return an int32 that all threads have in common, in a form that tells the compiler so.
+    """Return an int32 that is the same in all threads, in a form from which the compiler can infer that.
 
-    It keeps what depends on it in uniform registers.
+    The compiler keeps values that depend on it in uniform registers.
     """
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
@@ -71,7 +71,7 @@ def uniform(x):
 
 @gluon.jit
 def _measure(index, batch):
-    """Return the first query token of one request or a vector of them, how many it has, and how many keys."""
+    """Return the first query token of one request or a vector of requests, and its numbers of query tokens and keys."""
     query_len = batch.query_len
     first = index * query_len
     if batch.start_ptr is not None:
@@ -83,10 +83,10 @@ def _measure(index, batch):
 
 @gluon.jit
 def _look_up(index, batch):
-    """Look up one request or a vector of them.
+    """Look up one request or a vector of requests.
 
-    Returns the first query row of this line's tile, how many rows the request has from there on, and how many keys:
-    none where no rows are left, or those of a gap.
+    Returns the first query row of this line's tile, and the request's number of rows from there on and of keys: 0
+    where no rows are left, or the keys of a gap.
     """
     first, query_len, num_keys = _measure(index, batch)
     above = (batch.line + index) % gl.num_programs(0) * ROWS
@@ -133,7 +133,7 @@ def cut(num_tiles, num_reqs, batch):
     """Cut the line of all requests' tiles (`count_tiles`) into parts; return this program's `Work`."""
     num_parts = gl.num_programs(1)
     even_size = gl.maximum(gl.cdiv(gl.sum(num_tiles, 0), num_parts), MIN_TILES)
-    # As many parts for each request, or as many whole requests for each part.
+    # An equal number of parts for each request, or of whole requests for each part.
     piece = gl.maximum(gl.cdiv(gl.max(num_tiles, 0), gl.maximum(num_parts // num_reqs, 1)), MIN_TILES)
     size = piece * gl.cdiv(num_reqs, num_parts)
     longer = gl.where(num_parts < 2 * num_reqs, TWO_CUTS_TILES, CUT_TILES)  # whole requests leave no partial outputs
@@ -165,12 +165,12 @@ def next_begin(begin, num_keys, work):
 
 @gluon.jit
 def sharing_parts(begin, num_keys, work):
-    """Return the first part that has tiles of a request, and how many parts have."""
+    """Return the first part that has tiles of a request, and the number of these parts."""
     first_part = begin // work.size
     return first_part, (begin + gl.cdiv(num_keys, KEYS) - 1) // work.size - first_part + 1
 
 
 @gluon.jit
 def num_shared(work, last_begin):
-    """Count the requests of which other parts may have tiles too: this part's first, and its last if another one."""
+    """Count the requests that other parts may share: this part's first, and its last if it is another one."""
     return (work.start < work.end).to(gl.int32) + (work.begin < last_begin).to(gl.int32)
