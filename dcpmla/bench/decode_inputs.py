@@ -1,5 +1,5 @@
-"""Inputs of decode kernels: a case's sizes, its rotated inputs, the float64 answer, the floor that the hardware sets;
-and our kernels in the interface that peers have too.
+"""Inputs of decode kernels: a case's sizes, its rotated inputs, the float64 answer, and the hardware's floor; and our
+kernels with the interface of peers.
 """
 
 import math
@@ -24,8 +24,8 @@ from dcpmla.bench.cache_formats import (
 from dcpmla.bench.timing import time_operation
 from dcpmla.cache import formats
 
-LATENT_DIM, ROPE_DIM = 512, 64  # the widths that every kernel here is built for
-SCALE = (128 + ROPE_DIM) ** -0.5  # of the heads before absorption: 128 columns without positions, 64 with
+LATENT_DIM, ROPE_DIM = 512, 64  # widths that every kernel here is built for
+SCALE = (128 + ROPE_DIM) ** -0.5  # heads before absorption have 128 columns without positions, 64 with
 _ROTATED_BYTES = {"cuda": 512 << 20, "cpu": 1 << 20}  # many times the L2 of an H200, 60 MB
 _MOST_SETS = 256  # nodes of a graph that small caches may cost
 _NUM_NEWEST = 4  # keys of a request that every query finds by its last column
@@ -34,15 +34,14 @@ _QUERY_MARK = 8.0
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """Requests of one length; the new tokens of each are the last ones of its context, so the causal bound cuts
-    into it.
+    """Requests of one length; each one's new tokens are the last ones of its context, so the causal bound cuts into it.
 
     Attributes:
-        batch: requests.
-        context: cached tokens of each request, the new ones among them.
-        query_len: new tokens of each request.
-        kv_cache_dtype: of `dcpmla.cache.capacity.FORMATS`.
-        decode_query_dtype: "fp8" for e4m3 queries, over an fp8 cache.
+        batch: Number of requests.
+        context: Cached tokens of each request, including the new ones.
+        query_len: New tokens of each request.
+        kv_cache_dtype: Format from `dcpmla.cache.capacity.FORMATS`.
+        decode_query_dtype: Format of queries; "fp8" for e4m3, over an fp8 cache.
     """
 
     batch: int
@@ -54,17 +53,17 @@ class DecodeCase:
 
     @property
     def num_tokens(self) -> int:
-        """T, the new tokens of all requests."""
+        """Return T, the new tokens of all requests."""
         return self.batch * self.query_len
 
     @property
     def flops(self) -> int:
-        """Operations of scores over 576 and values over 512 columns, for the keys that each query token sees."""
+        """Return the operations of scores over 576 and values over 512 columns, for the keys that each token sees."""
         pairs = self.batch * sum(self.context - later for later in range(self.query_len))
         return 2 * self.heads * pairs * (LATENT_DIM + ROPE_DIM + LATENT_DIM)
 
     def num_bytes(self, itemsize: int) -> int:
-        """Return the bytes of cache, queries and output, each moved once; itemsize is that of what is not quantized."""
+        """Return the bytes of cache, queries and output, each moved once; itemsize is for unquantized tensors."""
         storage = storage_dtype(self.kv_cache_dtype, torch.bfloat16)
         row_bytes = formats.row_width(storage, LATENT_DIM, ROPE_DIM) * (
             itemsize if storage == torch.bfloat16 else storage.itemsize
@@ -80,16 +79,14 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of the device on work that does nothing else: FLOP/s of a matrix product (and of one in e4m3), bytes/s
-    of a read.
-    """
+    """Peak rates of the device: FLOP/s of a matrix product alone (and of one in e4m3), bytes/s of a read alone."""
 
     flops_per_second: float
     bytes_per_second: float
     fp8_flops_per_second: float
 
     def floor_us(self, case: DecodeCase, itemsize: int) -> float:
-        """Return the microseconds below which no kernel can be."""
+        """Return a lower bound of a kernel's microseconds."""
         flops_per_second = self.fp8_flops_per_second if case.decode_query_dtype == "fp8" else self.flops_per_second
         return max(case.flops / flops_per_second, case.num_bytes(itemsize) / self.bytes_per_second) * 1e6
 
@@ -97,7 +94,7 @@ class Ceilings:
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Time products of 8192 x 8192 matrices and the maximum over 2 GiB (on CPUs: 256 and 1 MiB).
 
-    A device that does not multiply in e4m3 gets the rate of `dtype` for it.
+    A device without e4m3 products gets the rate of `dtype` for e4m3.
     """
     size, num_bytes = (8192, 2 << 30) if device.type == "cuda" else (256, 1 << 20)
     left, right = torch.randn(2, size, size, device=device).to(dtype)
@@ -113,19 +110,18 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 class Caches:
-    """Caches of `batch` requests, as many as exceed the L2 many times over, each with shuffled blocks and a table of
-    its own.
+    """Caches of `batch` requests, enough to exceed the L2 many times over, each with shuffled blocks and its own table.
 
-    Each of a request's newest keys moves the output as much as all others do, so that a missed causal bound shows.
+    Each of a request's newest keys has the weight of all other keys, so that a missed causal bound shows.
 
     Args:
-        dtype: of latents before they are quantized, and of plain rows.
-        kv_cache_dtype: of `dcpmla.cache.capacity.FORMATS`.
+        dtype: Dtype of latents before they are quantized, and of plain rows.
+        kv_cache_dtype: Format from `dcpmla.cache.capacity.FORMATS`.
     Attributes:
-        rows: [num_sets, num_blocks, block_size, row_width].
-        kv_scale: of an fp8 cache, else None.
-        block_tables: [num_sets, batch, max_blocks] int32.
-        head_dim: width of a query.
+        rows: Cached rows [num_sets, num_blocks, block_size, row_width].
+        kv_scale: Scale of an fp8 cache, else None.
+        block_tables: Block ids [num_sets, batch, max_blocks], int32.
+        head_dim: Width of a query.
     """
 
     head_dim = LATENT_DIM + ROPE_DIM
@@ -174,11 +170,12 @@ class DecodeInputs:
     """A case's inputs: call i of a kernel takes set i % num_sets.
 
     Attributes:
-        dtype: of the output, and of what is not quantized.
-        q: [num_sets, T, H, head_dim], in `dtype`, or e4m3 with its q_scale, which is None otherwise.
-        seq_lens: [T] int32, the keys that each query token sees.
-        context_lens: [batch] int32; query_start_loc: [batch + 1] int32. For kernels with lengths of requests.
-        selected_blocks: the cache in blocks where `caches` has it in single rows, else None.
+        dtype: Dtype of the output and of unquantized tensors.
+        q: Queries [num_sets, T, H, head_dim], in `dtype`, or e4m3 with its q_scale, which is None otherwise.
+        seq_lens: Number of keys that each query token sees [T], int32.
+        context_lens: Lengths [batch], int32; query_start_loc: Starts [batch + 1], int32; for kernels that take lengths
+            of requests.
+        selected_blocks: Cache in blocks where `caches` has it in single rows, else None.
     """
 
     selected_blocks: Tensor | None = None
@@ -211,20 +208,20 @@ class DecodeInputs:
 
 
 class Kernel(Protocol):
-    """A kernel made for a case. Its constructor raises ValueError for a case that it does not take."""
+    """A kernel made for a case. Its constructor raises ValueError for an unsupported case."""
 
     def launch(self, index: int) -> tuple[Tensor, Tensor]:
         """Run the timed call, over set `index`; return (out, lse) in the kernel's own layout."""
 
     def result(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `launch`'s as [T, H, 512] and [T, H] natural log, (0, -inf) for a query that sees no token."""
+        """Return results of `launch` as [T, H, 512] and [T, H] natural log, (0, -inf) where a query sees no token."""
 
 
 MakeKernel = Callable[[DecodeInputs], Kernel]
 
 
 class Ours:
-    """`dcpmla.mla_decode`, on the backend that it selects or on a given one."""
+    """`dcpmla.mla_decode`, on the backend that it selects or on a named one."""
 
     def __init__(self, inputs: DecodeInputs, backend: str = "auto") -> None:
         self.inputs, self.backend = inputs, backend
@@ -251,7 +248,7 @@ class Ours:
 class Answer:
     """The float64 result of a call for the first and the last request, from `attention/reference.py`.
 
-    Inputs go into it as they are, quantized: errors are the kernel's, not those of the format.
+    It takes the quantized inputs, so that errors are the kernel's, not the format's.
     """
 
     def __init__(self, inputs: DecodeInputs, index: int) -> None:

@@ -27,13 +27,13 @@ class LayerStack(Stack):
     """MLA layers, dense.
 
     Args:
-        mesh: of this job; the cache is sharded over its DCP group.
-        num_layers: layers, each with its own weights and cache, random.
-        options: fields of DCPConfig, for the cache's format, what decode exchanges and how.
+        mesh: Mesh of this job; the cache is sharded over its DCP group.
+        num_layers: Number of layers, each with its own weights and cache, random.
+        options: Fields of DCPConfig, for the format of the cache and the exchange of decode.
     Attributes:
-        projects_first: whether a step projects before it merges; only those of enough tokens do.
+        projects_first: Whether a step projects before it merges, which needs PROJECT_FIRST_TOKENS.
     Raises:
-        ValueError: heads that do not divide, or a cache that does not fit.
+        ValueError: Heads do not divide, or the cache does not fit.
     """
 
     def __init__(

@@ -27,12 +27,12 @@ from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
 
 _ROUTES = ("mha", "absorbed")
-_SAMPLE_SECONDS = 0.5  # that the samples of one step may take
-_CALLS = {"cuda": 2, "cpu": 1}  # of a sample
+_SAMPLE_SECONDS = 0.5  # time for the samples of one step
+_CALLS = {"cuda": 2, "cpu": 1}  # calls of a sample
 
 
 class TurnCase(NamedTuple):
-    """Requests with new tokens after a context, and how many decodes after the same context share the step."""
+    """Requests with new tokens after a context, and the number of decodes after the same context in the step."""
 
     heads: int
     kv_cache_dtype: str

@@ -19,7 +19,7 @@ BENCHMARKS = {  # modules of dcpmla.bench, each with its BENCHMARK
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmarks; only the module of the one that is asked for is imported."""
+    """Add the benchmarks; only the module of the requested one is imported."""
     commands = parser.add_subparsers(dest="benchmark", required=True, parser_class=type(parser))
     for name, summary in BENCHMARKS.items():
         commands.add_parser(name, help=summary, fill=_fill)

@@ -30,7 +30,7 @@ _NO_OPTIONS = ("decode_context_parallel_size", "context_workspace_tokens")  # fi
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[str], object] = int) -> None:
-    """Add the options of a model, its cut and its engine; dcp_sizes reads the value of -dcp."""
+    """Add the options of a model, its layout and its engine; dcp_sizes reads the value of -dcp."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
     add(
@@ -202,7 +202,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def start(args: argparse.Namespace) -> Iterator[Job]:
-    """Run a block as `join` does, with as many ranks as -tp says.
+    """Run a block as `join` does, with -tp ranks.
 
     Raises:
         ValueError: another number of ranks than -tp.
@@ -232,7 +232,7 @@ def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> D
 def build_engine(
     args: argparse.Namespace, job: Job, dcp: DCPConfig, files: "ModelFiles", seq_lens: Sequence[int] | None
 ) -> "tuple[Engine, ChosenExchange]":
-    """Load the model as the options say; rank 0 prints what came of it. Collective."""
+    """Load the model as the options say; rank 0 prints the outcome. Collective."""
     from dcpmla import llm
     from dcpmla.integrations.loading import ENGINE_OPTIONS
 
@@ -303,7 +303,7 @@ def exchange_list(text: str) -> list[str]:
 
 
 def token_ids(text: str) -> list[int]:
-    """Read whole numbers separated by commas; the model decides later which of them are tokens."""
+    """Read whole numbers separated by commas; the model checks later that they are tokens."""
     try:
         return [int(token) for token in text.split(",")]
     except ValueError:

@@ -29,7 +29,7 @@ from dcpmla.planning.weights import ModelSize, read_model
 
 # Fields that are printed with a measured row.
 _SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "input_len", "kv_cache_dtype")
-_TURN_TOKENS, _STEP_TOKENS = 64, 2048  # prompts whose times are printed: a turn of a conversation, a step
+_TURN_TOKENS, _STEP_TOKENS = 64, 2048  # sizes of prompts whose times are printed: a turn of a conversation, a step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -205,7 +205,7 @@ def _prompts(machine: Machine, model: ModelSize, plan: Plan, context: int) -> st
 
 
 def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:
-    """Return what the numbers rest on that a reader may not expect."""
+    """Return assumptions of the numbers that a reader may not expect."""
     notes = []
     if any(machine.num_nodes(plan.tp, plan.num_gpus) > 1 for plan in plans):
         network = f"{machine.network_gb_per_s:g} GB/s a GPU, {machine.network_us:g} us a step"
@@ -219,8 +219,8 @@ def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: 
 
 
 def _table(plans: Sequence[Plan]) -> list[str]:
-    """Return aligned columns: what a rank holds, what fits, the step and its parts in milliseconds, from which context
-    DCP wins.
+    """Return aligned columns: contents of a rank, capacity, the step and its parts in milliseconds, and the context at
+    which DCP starts to win.
     """
     rows = [_cells(plan) for plan in plans]
     if all(plan.num_replicas == 1 for plan in plans):

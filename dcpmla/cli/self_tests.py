@@ -17,13 +17,13 @@ from dcpmla.bench.timing import Timing, calls_per_sample, time_operation
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import MLAConfig
 
-# Many roundings of the result, and less than one key's weight in the tests.
+# Limits allow many roundings of the result, but are below one key's weight in the tests.
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 _BLOCK_SIZE = 64
 _PREFILL_HEADS = 16
 _CPU_HEADS = 16
-_EXCHANGE_TOKENS = 5  # ranks of a group of two or more hold different numbers of them, or none
-_SECONDS = 0.5  # that the samples of one latency may take
+_EXCHANGE_TOKENS = 5  # in groups of two or more, ranks hold different numbers of tokens, or none
+_SECONDS = 0.5  # time for the samples of one latency
 Errors = dict[str, float]
 
 
@@ -32,8 +32,8 @@ class SelfTest:
     """The outcome of one test.
 
     Attributes:
-        largest_error: of all that was compared; None where it is no number, or the test did not end.
-        failure: what differed, "" where nothing did.
+        largest_error: Largest of all errors; None where one is not finite, or the test did not end.
+        failure: Description of the differences, "" without any.
     """
 
     name: str
@@ -42,7 +42,7 @@ class SelfTest:
 
 
 def judge(name: str, errors: Mapping[str, float], dtype: torch.dtype) -> SelfTest:
-    """Return a test's outcome from the errors of what was computed in a dtype; NaN fails."""
+    """Return a test's outcome from the errors of results in a dtype; NaN fails."""
     limit = _LIMITS[dtype]
     wrong = [f"{what} differs by {error:.3g}" for what, error in errors.items() if not error <= limit]
     largest = max(errors.values()) if all(map(math.isfinite, errors.values())) else None
@@ -58,14 +58,14 @@ def attention_self_tests(config: MLAConfig, device: torch.device, dtype: torch.d
     for name, errors in (("decode", decode_errors), ("prefill", prefill_errors)):
         try:
             tests.append(judge(name, errors(config, device, dtype), dtype))
-        except Exception as error:  # no compiler, a library of another version: the rest is still worth knowing
+        except Exception as error:  # no compiler, a library of another version: the other tests still run
             tests.append(SelfTest(name, None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
     return tests
 
 
 def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
-    """Return the errors of two new tokens each of requests around block borders, in shuffled blocks; slots that nobody
-    wrote hold NaN.
+    """Return the errors of requests around block borders, with two new tokens each, in shuffled blocks; unwritten slots
+    hold NaN.
     """
     seq_lens = torch.tensor([[0, 0], [0, 1], [63, 64], [64, 65], [299, 300]], dtype=torch.int32)
     num_reqs, max_blocks = len(seq_lens), -(-int(seq_lens.max()) // _BLOCK_SIZE)
@@ -89,7 +89,7 @@ def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -
 
 
 def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
-    """Return the errors of two requests' new tokens over themselves, then over contexts of which one is empty."""
+    """Return the errors of two requests' new tokens over themselves, then over contexts, the first one empty."""
     nope, rope, heads = config.qk_nope_head_dim, config.qk_rope_head_dim, _PREFILL_HEADS
     generator = torch.Generator().manual_seed(0)
     new, contexts = _segments((0, 3, 133), device), _segments((0, 0, 200), device)
@@ -120,7 +120,7 @@ def _errors(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Errors
 
 
 def exchange_heads(config: MLAConfig, size: int, device: torch.device) -> int:
-    """Return the heads of a group: the model's (on CPUs 16, for seconds), or as many of them as divide."""
+    """Return the heads of a group: the model's (on CPUs 16, to save time), rounded to a multiple of `size`."""
     num_heads = config.num_heads if device.type == "cuda" else _CPU_HEADS
     return max(1, num_heads // size) * size
 
@@ -128,8 +128,8 @@ def exchange_heads(config: MLAConfig, size: int, device: torch.device) -> int:
 def exchange_errors(
     exchange: Exchange, group: dist.ProcessGroup, config: MLAConfig, device: torch.device, dtype: torch.dtype
 ) -> Errors:
-    """Return the errors of all three operations over a group, shards of some tokens being empty (holding NaN) on the
-    first, on the last or on all ranks. Collective.
+    """Return the errors of all three operations over a group; shards of some tokens are empty (hold NaN) on the first,
+    on the last or on all ranks. Collective.
     """
     case = _exchange_case(group, config, 0, _EXCHANGE_TOKENS, device, dtype)
     found: Errors = {}
@@ -149,7 +149,7 @@ def exchange_timing(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Timing:
-    """Time `gather_heads` and `combine`, one after the other, of all heads of a group. Collective over the job."""
+    """Time `gather_heads` and then `combine` for all heads of a group. Collective over the job."""
     case = _exchange_case(group, config, calls_per_sample(device), num_tokens, device, dtype)
     gather, combine = GatherHeads(case), Combine(case)
 

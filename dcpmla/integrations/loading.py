@@ -44,7 +44,7 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.text import Tokenizer
 from dcpmla.runtime.warm_up import warm_up
 
-_EMPTY_BLOCK_BYTES = 4096  # that a block counts in a model of windows alone, whose tokens leave nothing in it
+_EMPTY_BLOCK_BYTES = 4096  # assumed size of a block in a model with only windows, which store nothing in blocks
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _OPTION_RULES = {
     "dtype": one_of(MODEL_DTYPES),
@@ -61,7 +61,7 @@ _OPTION_RULES = {
     "speculative_method": one_of(SPECULATIVE_METHODS),
     "num_speculative_tokens": whole(1, MAX_SPECULATIVE_TOKENS),
 }
-ENGINE_OPTIONS = tuple(_OPTION_RULES)  # load_engine's keywords that are for its user to choose
+ENGINE_OPTIONS = tuple(_OPTION_RULES)  # keywords of load_engine that are its user's choice
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class ModelFiles:
     """A model before its weights are read.
 
     Attributes:
-        tokenizer: None where it does not load; no_tokenizer says why.
-        max_model_len: longest sequence to serve.
-        digests: of the files that must be the same for every rank. Each rank decides by itself when a request ends,
+        tokenizer: Tokenizer, or None if it does not load, for the reason in no_tokenizer.
+        max_model_len: Longest sequence to serve.
+        digests: Hashes of the files that must be the same on every rank, because each rank decides when a request ends,
             for example.
     """
 
@@ -87,10 +87,10 @@ def open_model(model: str, max_model_len: int | None = None) -> ModelFiles:
     """Find a model, and read its config and tokenizer. transformers' progress bars and notes are off from here on.
 
     Args:
-        model: a directory, or a hub id.
-        max_model_len: default, and at most, what the model's positions allow.
+        model: Directory or hub id.
+        max_model_len: Longest sequence; default and maximum are the model's positions.
     Raises:
-        ValueError: no such model, not MLA, or a length outside [2, max_position_embeddings].
+        ValueError: The model does not exist or is not MLA, or the length is outside [2, max_position_embeddings].
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -132,41 +132,41 @@ def load_engine(
     num_speculative_tokens: int = 3,
     on_step: Callable[[str], object] = lambda line: None,
 ) -> Engine:
-    """Load the weights, allocate the cache, on GPUs capture decode graphs. Collective over the job, whose ranks
+    """Load the weights, allocate the cache and, on GPUs, capture decode graphs. Collective over the job, whose ranks
     must be the TP group.
 
-    What decode graphs take is found by capturing them once over a cache of one block; the cache gets the rest, then
-    they are captured over it. Where a step cannot be captured, the first rank says why and decodes run eagerly.
+    Capturing decode graphs once over a cache of one block measures their memory; the cache gets the rest, then they
+    are captured over it. If a step cannot be captured, the first rank prints why and decodes run eagerly.
 
     Args:
-        model: a directory, a hub id, or what `open_model` gave for one.
+        model: Directory, hub id, or result of `open_model`.
         chosen: Exchange from `select_exchange`.
-        dtype: to compute in, a name or torch's; "auto" takes the checkpoint's. The cache's, too, where
+        dtype: Dtype of computation, a name or torch's; "auto" takes the checkpoint's. Also the cache's dtype if
             dcp.kv_cache_dtype is "auto".
         max_num_batched_tokens: Limit of one step's tokens.
         max_num_seqs: Limit of requests that run at the same time.
         max_prefill_ms: Limit in milliseconds, by the planner's model, for pieces of prompts in a step in which requests
             decode; None for the time of max_num_batched_tokens tokens without a context.
-        seq_lens: tokens of all sequences to come, where that is known: the cache then is no larger than they need
-            together.
-        kv_cache_memory_bytes: of the cache on each rank; default: what is free after loading, less a step's largest
-            activations and decode graphs.
-        gpu_memory_utilization: part of a device's memory to use, in (0, 1]; on CPUs of the host's free memory, which
-            num_local_ranks share.
-        enable_prefix_caching: reuse the cached blocks of earlier requests that begin with the same tokens.
-        enable_expert_parallel: spread experts whole over the ranks instead of cutting each.
-        enforce_eager: no decode graphs.
-        expert_dtype: "auto" leaves experts as they are stored; "fp8" re-encodes those in 4 bits (DeepSeek-V4) without a
+        seq_lens: Lengths of all future sequences, if known: the cache is then no larger than their total.
+        kv_cache_memory_bytes: Size of the cache on each rank; by default the free memory after loading, less a step's
+            largest activations and decode graphs.
+        gpu_memory_utilization: Share of a device's memory to use, in (0, 1]; on CPUs, share of the host's free memory,
+            divided among num_local_ranks.
+        enable_prefix_caching: Whether to reuse cached blocks of earlier requests that begin with the same tokens.
+        enable_expert_parallel: Whether to distribute whole experts over the ranks instead of slices.
+        enforce_eager: Whether to run without decode graphs.
+        expert_dtype: Format of experts: "auto" leaves them as stored; "fp8" re-encodes 4-bit ones (DeepSeek-V4) without
             rounding: twice the memory, and faster products.
-        speculative_method: where drafts come from: "ngram" looks the last tokens up in the request's own, "mtp" runs
-            the checkpoint's MTP module.
-        num_speculative_tokens: most drafts of a request in a step.
-        load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights, for measuring.
+        speculative_method: Source of drafts: "ngram" looks up the last tokens in the request's own, "mtp" runs the
+            checkpoint's MTP module.
+        num_speculative_tokens: Limit of a request's drafts in a step.
+        load_format: Source of weights: "auto" reads the checkpoint, "dummy" needs none and draws random weights, for
+            measurements.
         on_step: Function of a line on the next step, called before it.
     Raises:
-        ValueError: a broken checkpoint, sizes that do not divide, options that the model does not have, memory that
-            does not hold the longest sequence.
-        RuntimeError: a decode step that fails, or breaks its capture off (`DecodeGraph.capture`).
+        ValueError: The checkpoint is broken, sizes do not divide, the model does not support an option, or memory does
+            not hold the longest sequence.
+        RuntimeError: A decode step fails or aborts its capture (`DecodeGraph.capture`).
     """
     dtype = str(dtype).removeprefix("torch.")
     check_fields(_OPTION_RULES, locals(), option_label)
@@ -221,7 +221,7 @@ def load_engine(
     graph, *of_mtp = [maker.capture(cache) if captures else None for maker in makers]
     mtp = [found or maker.make(cache) for found, maker in zip(of_mtp, makers[1:], strict=True)]
     drafter = make_drafter(speculative_method, num_speculative_tokens, sharded, cache, mesh, mtp)
-    if plan.num_states:  # fewer where seq_lens says that fewer requests come
+    if plan.num_states:  # fewer if seq_lens has fewer requests
         max_num_seqs = min(max_num_seqs, plan.num_states)
     new_engine = partial(
         Engine,
@@ -245,8 +245,8 @@ def load_engine(
 
 
 def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
-    """Raise ValueError, before any weight is read, for heads that do not divide by the TP size, for options that the
-    model does not have and for backends that there are not.
+    """Raise ValueError, before any weight is read, if heads do not divide by the TP size, the model does not support an
+    option, or a backend does not exist.
     """
     check_backends(dcp)
     attention = read_attention(files.config)
@@ -265,7 +265,7 @@ def _piece_costs(
 ) -> PrefillCosts:
     """Return the modelled time of pieces of prompts.
 
-    They are an H200's on all devices: the default limit compares them with each other, and all ranks must agree.
+    All devices use an H200's times: the default limit compares them with each other, and all ranks must agree.
     """
     setting = Setting(
         tp=dcp.tensor_parallel_size,
@@ -285,8 +285,8 @@ def _plan_cache(
     num_running: int,
     num_drafts: int,
 ) -> AnyPlan:
-    """Plan as many blocks as the sequences need together, or as the rank with the least memory has room for; states,
-    where there are any, of all requests that may run, and of some that are remembered.
+    """Plan the blocks that the sequences need together, or that fit on the rank with the least memory, and states, if
+    the model has them, of all requests that may run and of some remembered ones.
     """
     lens = list(seq_lens) if seq_lens else [1]
     plan = model.plan_cache(dcp, lens, num_states(num_running), num_drafts)
@@ -314,7 +314,7 @@ def _free_bytes(
     num_logits: int,
     graphs: Sequence[GraphMaker],
 ) -> int:
-    """Find this rank's bytes for the cache: what may be used, less what the largest step and decode graphs need."""
+    """Find this rank's bytes for the cache: the usable memory, less the needs of the largest step and decode graphs."""
     if model.device.type == "cpu":
         return int(psutil.virtual_memory().available * utilization / num_local_ranks)
     torch.cuda.reset_peak_memory_stats(model.device)
@@ -328,9 +328,7 @@ def _free_bytes(
 
 
 def _digests(directory: Path, tokenizer: Any) -> dict[str, str]:
-    """Hash the config's and the tokenizer's files, by name; with the tokenizer's class, which depends on what is
-    installed here, too.
-    """
+    """Hash the files of config and tokenizer, by name; add the tokenizer's class, which depends on installed packages."""
     paths = [
         path
         for pattern in ("*config.json", "tokenizer.*", "*.model", "*.index.json")

@@ -1,6 +1,4 @@
-"""Time of a decode step: the model's parameters, its cache and its exchange, each moved or multiplied at the machine's
-speed.
-"""
+"""Time of a decode step: parameters, cache and exchange of the model, moved or multiplied at the machine's speed."""
 
 from dataclasses import dataclass
 from math import prod
@@ -19,18 +17,18 @@ PARTS = ("projections", "gather", "attention", "combine", "rest")
 SPARSE_PARTS = ("projections", "selection", *PARTS[1:])
 _ACTIVATION_BYTES = 2
 _MLP_KERNELS = 1  # activation
-_EXPERT_KERNELS = 4  # of a layer besides its two products: the gate's choice, routes in order, the sum over routes
-_STREAM_PASSES = 3  # over all streams, of a hyper-connection: they are read, written mixed, and read again
+_EXPERT_KERNELS = 4  # besides a layer's two products: the gate's choice, routes in order, the sum over routes
+_STREAM_PASSES = 3  # a hyper-connection reads all streams, writes them mixed, and reads them again
 _SELECTION_KERNELS = 4  # queries prepared, keys scored, this rank's candidates, the choice among all ranks'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is cut and cached, and the GPUs of the job (None: one TP group), beyond one TP group its replicas.
+    """Layout and cache of a model, and the GPUs of the job (None: one TP group), with a replica in each TP group.
 
     With enable_expert_parallel a rank has its share of the experts whole, instead of a slice of every one. A step
-    verifies num_speculative_tokens drafts of each request, of which each is accepted with probability acceptance_rate
-    if those before it are; what drafting itself takes is not counted.
+    verifies num_speculative_tokens drafts of each request, each accepted with probability acceptance_rate if all drafts
+    before it are; the time of drafting is not counted.
     """
 
     tp: int
@@ -56,7 +54,7 @@ class Setting:
 
     @property
     def dcp_config(self) -> DCPConfig:
-        """The layout and the formats of its caches."""
+        """Return the layout and the formats of its caches."""
         return DCPConfig(
             tensor_parallel_size=self.tp,
             decode_context_parallel_size=self.dcp,
@@ -66,12 +64,12 @@ class Setting:
 
     @property
     def query_len(self) -> int:
-        """Tokens that a step computes of each request."""
+        """Return the tokens that a step computes for each request."""
         return 1 + self.num_speculative_tokens
 
     @property
     def tokens_a_step(self) -> float:
-        """New tokens that a step gives each request on average: the accepted drafts, and one past them."""
+        """Return a request's new tokens in a step on average: the accepted drafts, and one past them."""
         return sum(self.acceptance_rate**num for num in range(self.query_len))
 
     @property
@@ -92,12 +90,12 @@ def predict_step(
     """Return the microseconds of one decode step in CUDA graphs: "total" and PARTS (SPARSE_PARTS of sparse MLA), all
     layers together.
 
-    W_UK, W_UV, o_proj and an indexer's matrices are projections, its scores and choices the selection, its
-    candidates gathered as queries are; every all-reduce, MLPs, experts, embedding and head are the rest.
+    W_UK, W_UV, o_proj and an indexer's matrices are projections. The indexer's scores and choices are the selection,
+    its candidates part of the gather. Every all-reduce, MLPs, experts, embedding and head are the rest.
 
     Args:
-        batch: requests of the TP group, one new token each, and drafts.
-        context: cached tokens of each request.
+        batch: Requests of the TP group, with one new token each, and drafts.
+        context: Cached tokens of each request.
         backend: Name of the exchange (`exchange_us`).
     """
     attention, num_tokens = model.attention, batch * setting.query_len
@@ -118,9 +116,8 @@ def predict_step(
 
 
 def floor_us(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> float:
-    """Return the microseconds below which no decode step of a rank can be: each weight, and of experts those that some
-    token picks, its part of the cache and its index keys read once at the memory's rate, or multiplied where that takes
-    longer.
+    """Return a lower bound of a decode step's microseconds on a rank: each weight (of experts, only picked ones), its
+    part of the cache and its index keys are read once at the memory's rate, or multiplied where that takes longer.
     """
     return predict_step(machine.without_overheads(), model, setting, batch, context)["total"]
 
@@ -138,9 +135,8 @@ def attention_us(
     """Return the microseconds of decode attention of one layer on one rank of a DCP group: an overhead, then the slower
     of reading its part of the rows and multiplying.
 
-    A request's tokens share the rows that they read, but where each selects its own.
-    Each rank is taken to own the same share of the rows. Kernels over a quantized cache are taken to multiply at the
-    bfloat16 rate, for they widen what they read.
+    A request's tokens share the rows that they read, unless each selects its own. Each rank is assumed to own the same
+    share of the rows, and kernels over a quantized cache to multiply at the bfloat16 rate, because they widen rows.
     """
     num_rows = batch * -(-reads.num_rows // dcp)
     flops = 2 * query_len * num_rows * num_heads * (reads.query_dim + reads.out_dim)
@@ -149,7 +145,7 @@ def attention_us(
 
 
 def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -> float:
-    """Return the share of the experts that at least one of the tokens picks, when each picks its own at random."""
+    """Return the share of the experts that at least one token picks, if each token picks at random."""
     return 1 - (1 - experts_per_token / num_routed) ** num_tokens
 
 
@@ -176,7 +172,7 @@ def _exchange_and_attention_us(
 def _selection_us(
     machine: Machine, indexer: IndexerConfig, reads: LayerReads, setting: Setting, batch: int, backend: str
 ) -> dict[str, float]:
-    """Return the times of one layer whose indexer selects: this rank's keys scored, all ranks' candidates gathered."""
+    """Return the times of one layer's selection: this rank's keys scored, all ranks' candidates gathered."""
     local_keys = -(-reads.num_keys // setting.dcp)
     num_keys = batch * local_keys
     num_bytes = num_keys * index_row_bytes(indexer, setting.index_cache_dtype)
@@ -216,7 +212,7 @@ def parameter_us(
         else _matmul_us(machine, parameter, setting, num_tokens)
     )
     if parameter.is_joined or parameter.is_shared_expert:
-        time -= machine.product_us  # the product that it is part of is a kernel
+        time -= machine.product_us  # it is part of another product's kernel
     if "kv_b_proj" in parameter.name:
         time += machine.product_us  # two products, W_UK into the query and W_UV after the merge
     if parameter.style != "row" or parameter.is_shared_expert:  # summed with the routed experts
@@ -231,7 +227,7 @@ def parameter_us(
 
 
 def _matmul_us(machine: Machine, parameter: Parameter, setting: Setting, num_rows: float, read: float = 1.0) -> float:
-    """Return the slower of reading the weights (a share of them) and multiplying num_rows by them."""
+    """Return the slower of reading a share of the weights and multiplying num_rows by the weights."""
     layout = setting.tp, setting.enable_expert_parallel
     num_bytes = read * parameter.shard_bytes(*layout)
     flops = 2 * num_rows * prod(parameter.shard_shape(*layout))

@@ -18,8 +18,8 @@ from dcpmla.cache import shared_rows
 # scale, and the last half of the last quarter is the rotated part.
 QUARTER = gl.constexpr(32)
 SCALE_WORDS = gl.constexpr(shared_rows.SCALE_BYTES // 4)  # words of a row's scales
-# Bytes are loaded as words of four, which take one register, not four. A load brings eight values, 16 bytes to store,
-# and eight threads have 64 columns of a key, so that no two store to the same bank.
+# Bytes are loaded as words of four, which take one register, not four. A load brings eight values, 16 bytes to store.
+# Eight threads have 64 columns of a key, so that no two store to the same bank.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 BY_KEY = gl.constexpr(gl.SliceLayout(1, WORDS.value))
 PREFETCHED = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))

@@ -158,7 +158,7 @@ def zero_empty(outputs, work):
 def find_partial(part, begins, line):
     """Return the number of a part's partial output.
 
-    A part may leave two: for a request that it continues, and for one that it begins.
+    A part may leave two partial outputs: one of a request that it continues, one of a request that it begins.
     """
     return (line * gl.num_programs(1) + part) * 2 + begins.to(gl.int32)
 

@@ -92,7 +92,7 @@ def find_keys(tile, last_key, table, rows_ptr, paging, layout: gl.constexpr):
 @gluon.jit
 def split_row(found):
     """Split numbers of rows into numbers of pages and of rows in a page."""
-    found = found.to(gl.uint32)  # so that quotients are shifts
+    found = found.to(gl.uint32)  # unsigned quotients are shifts
     return found // PAGE_ROWS, found % PAGE_ROWS
 
 

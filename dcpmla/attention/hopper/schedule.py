@@ -50,7 +50,7 @@ class Work:
 
     num_reqs: gl.tensor  # requests of the launch
     request: gl.tensor  # the first one of this part
-    begin: gl.tensor  # that request's first tile in the line
+    begin: gl.tensor  # position of its first tile
     start: gl.tensor
     end: gl.tensor
     size: gl.tensor
@@ -165,7 +165,7 @@ def next_begin(begin, num_keys, work):
 
 @gluon.jit
 def sharing_parts(begin, num_keys, work):
-    """Return the first part that has tiles of a request, and the number of these parts."""
+    """Return the first part that has tiles of a request, and how many parts have."""
     first_part = begin // work.size
     return first_part, (begin + gl.cdiv(num_keys, KEYS) - 1) // work.size - first_part + 1
 
