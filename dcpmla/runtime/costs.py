@@ -1,4 +1,4 @@
-"""The cost of pieces of prompts in a step, as the scheduler asks for it."""
+"""Cost of pieces of prompts in a step, for the scheduler."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Protocol
 class PieceCosts(Protocol):
     """The modelled time of pieces of prompts; `dcpmla.planning.prefill.PrefillCosts` is one.
 
-    All answers follow from numbers that the ranks have in common: never from a rank's own clock.
+    All results depend only on numbers that are the same on all ranks, never on a rank's clock.
 
     Attributes:
         max_prefill_us: Most microseconds that pieces of prompts take in a step in which requests decode.
@@ -23,14 +23,14 @@ class PieceCosts(Protocol):
     def tokens_per_request(self) -> int: ...
 
     def piece_us(self, new: int, context: int) -> float:
-        """Return the microseconds that a piece of so many new tokens adds to a step, after so many tokens before it."""
+        """Return the microseconds that a piece of `new` tokens after `context` tokens adds to a step."""
 
     def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
         """Return which pieces (new tokens, tokens before them) attend with absorbed queries."""
 
 
 class TokenCosts:
-    """A model of equal tokens: a step is bounded by their number alone, and all pieces attend by MHA."""
+    """Cost model of equal tokens: only their number bounds a step, and all pieces attend by MHA."""
 
     max_prefill_us = float("inf")
     tokens_per_request = 1
@@ -48,7 +48,7 @@ TOKEN_COSTS = TokenCosts()
 
 
 def most_tokens(costs: PieceCosts, context: int, limit: int, room_us: float) -> int:
-    """Return how many new tokens after a context, at most `limit`, fit into room_us; 0 where none do."""
+    """Return how many new tokens after a context, at most `limit`, fit into room_us; 0 if none do."""
     if costs.piece_us(limit, context) <= room_us:
         return limit
     return bisect_right(range(1, limit + 1), room_us, key=lambda new: costs.piece_us(new, context))

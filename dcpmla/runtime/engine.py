@@ -1,4 +1,4 @@
-"""The engine: requests that come and go -> steps of decodes and prefill chunks -> tokens, texts, measurements."""
+"""The engine: turns a stream of requests into steps of decodes and prefill chunks, then tokens, texts, measurements."""
 
 import time
 from collections import deque
@@ -26,34 +26,34 @@ from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
 from dcpmla.runtime.text import TextStream, Tokenizer
 
-_MAX_SLEEP = 1.0  # seconds; whoever watches the steps hears of an idle engine as often as that
+_MAX_SLEEP = 1.0  # longest seconds between calls of on_step in an idle engine
 
 
 class Engine:
     """Continuous batching over one sharded cache. Every rank of the TP group makes the same calls, in the same order.
 
-    Ranks decide alike from one message a step: the first rank's choice of tokens and its clock, whose callbacks failed,
-    and whether an exchange did (`Agreement`).
+    Ranks decide alike from one message a step: the first rank's choice of tokens and its clock, the failed callbacks,
+    and whether an exchange failed (`Agreement`).
 
-    A step is launched before the tokens of the one before it are on the host. So a request that is added joins the
-    next step but one, and one that ends before its last possible token has been computed once more than needed; that
-    token is thrown away. After a step with drafts the next one is laid out for all the tokens that there may be, and
-    moved back on the device, by the drafts that are rejected; where it cannot be (`_can_move`), or the drafter reads
-    tokens on the host, the step is waited for.
+    A step is launched before the tokens of the previous step are on the host. So a new request joins the next step but
+    one, and a request that ends before its last possible token is computed once too often; the extra token is
+    discarded. After a step with drafts, the next step is laid out as if all drafts were accepted, then moved back on
+    the device by the number of rejected ones. If it cannot be moved (`_can_move`), or the drafter reads tokens on the
+    host, the engine waits for the step.
 
     Args:
-        cache: its blocks are handed out to requests as they run.
-        max_model_len: longest sequence, prompt and new tokens.
-        max_num_batched_tokens: most tokens of a step.
-        max_num_seqs: most requests that run at the same time.
-        tokenizer: for prompts that are texts, for texts of new tokens and stop strings; None serves token ids only.
-        on_step: called with a line on what comes next, before the work of each step.
-        graph: the model's decode step over the cache; takes steps of decodes alone, up to its largest batch.
-        enable_prefix_caching: reuse the blocks of earlier requests that begin with the same tokens.
-        drafter: of drafts, which steps verify; None for one token a request and step.
+        cache: Cache whose blocks are allocated to requests as they run.
+        max_model_len: Longest sequence, prompt and new tokens.
+        max_num_batched_tokens: Limit of a step's tokens.
+        max_num_seqs: Limit of requests that run at the same time.
+        tokenizer: Tokenizer of prompts, new tokens and stop strings; None serves token ids only.
+        on_step: Function that is called before each step with a line on it.
+        graph: Graph of the model's decode step over the cache, for steps of only decodes up to its largest batch.
+        enable_prefix_caching: Whether to reuse blocks of earlier requests that begin with the same tokens.
+        drafter: Source of drafts, which steps verify; None for one token a request and step.
         costs: Model of the time that pieces of prompts take, which decides how they attend and bounds them.
     Raises:
-        ValueError: a limit that is too low.
+        ValueError: A limit is too low.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class Engine:
         self._penalties = Penalties()
         self._agreement = Agreement(mesh)
         self.now = 0.0  # seconds on this rank's clock when the last step ended
-        self._first_now = 0.0  # seconds on the first rank's, which all ranks know: who has arrived by then is served
-        self._pending: PendingStep | None = None  # launched, its tokens not taken yet
-        self._latest: PendingStep | None = None  # launched last, its tokens maybe taken
-        self._last_end = 0.0  # seconds on the host's clock (`time.perf_counter`) when tokens were taken last
+        self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served
+        self._pending: PendingStep | None = None  # launched, its tokens not yet taken
+        self._latest: PendingStep | None = None  # the last launched step, even after its tokens are taken
+        self._last_end = 0.0  # `time.perf_counter` when tokens were last taken
         self._callbacks = Callbacks()
         self._arrivals = Arrivals()
-        self.feed: Feed | None = None  # of a server
-        self._finished: deque[Request] = deque()  # not given to the caller yet
+        self.feed: Feed | None = None  # the feed of a server
+        self._finished: deque[Request] = deque()  # not yet returned to the caller
 
     def add(
         self,
@@ -107,15 +107,15 @@ class Engine:
         """Queue a prompt, a text or token ids. Requests are served in the order of their arrival, then of the calls.
 
         Args:
-            params: default greedy, 16 tokens; max_new_tokens is cut to what max_model_len leaves.
-            arrival_time: seconds on the engine's clock before which it is not looked at; default now.
-            on_token: called at each of its tokens with the request and the text that became certain; may add and
-                abort requests, on every rank alike. If it raises, on any rank, the request ends as "error" on all
-                ranks (`Request.error`) with at most one token more, of which it does not tell; the others go on.
-            keep_logits: keep the logits that each token was chosen from.
+            params: Sampling parameters, by default greedy, 16 tokens; max_model_len bounds max_new_tokens.
+            arrival_time: Seconds on the engine's clock before which the request is ignored; default now.
+            on_token: Function that is called at each new token with the request and the text that became certain; may
+                add and abort requests, on every rank alike. If it raises on any rank, the request ends as "error" on
+                all ranks (`Request.error`), with at most one more token and no more calls; other requests continue.
+            keep_logits: Whether to keep the logits that each token was chosen from.
         Raises:
-            ValueError: an argument of another type, a prompt the model cannot continue, or that the whole cache has
-                no room for; a text or a stop string without a tokenizer; an arrival_time that never comes.
+            ValueError: An argument has another type, the model cannot continue the prompt, the whole cache has no room
+                for it, a text or a stop string has no tokenizer, or arrival_time is not finite.
         """
         check_arguments(params, request_id, arrival_time, on_token, keep_logits)
         params = params or SamplingParams()
@@ -147,13 +147,13 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Return whether any request is still to be served, or to be given to the caller."""
+        """Return whether any request is still to be served or to be returned to the caller."""
         return bool(self._arrivals or self.scheduler.waiting or self.scheduler.running or self._finished)
 
     def run(self) -> Iterator[Request]:
         """Step until no request is left, and yield each one as it finishes.
 
-        Requests may be added on the way, on every rank alike.
+        Requests may be added meanwhile, on every rank alike.
         """
         while self.has_requests:
             if not self._finished:
@@ -186,7 +186,7 @@ class Engine:
 
     def _advance(self) -> None:
         if self._pending is None:
-            self._first_now, news = self._agreement.meet(self._news())  # the clock went on while nothing was computed
+            self._first_now, news = self._agreement.meet(self._news())  # the clock advanced while nothing was computed
             self._hear(news)
             self._pending = self._launch()
         if self._pending is None:
@@ -202,7 +202,7 @@ class Engine:
             texts = self._collect(pending)
         self._callbacks.tell(texts)
         if self._pending is not None and not (self.scheduler.running or self.scheduler.waiting):
-            self._callbacks.tell(self._collect(self._pending))  # its requests have ended, and nothing comes after it
+            self._callbacks.tell(self._collect(self._pending))  # its requests have ended, and no step follows
             self._pending = None
 
     def cache_use(self) -> float:
@@ -220,7 +220,7 @@ class Engine:
             time.sleep(min(_MAX_SLEEP, max(0.0, self._arrivals.next_time - self._first_now)))
 
     def _can_move(self) -> bool:
-        """Tell whether the next step's numbers can be moved back on the device: if it is one of decodes alone, for a
+        """Return whether the next step's numbers can be moved back on the device, because it has only decodes, for a
         decode graph.
         """
         running, graph, drafter = self.scheduler.running, self.graph, self.speculation.drafter
@@ -233,7 +233,7 @@ class Engine:
         return all(graph.takes(len(running), query_len) for query_len in (1, 1 + drafter.num_speculative_tokens))
 
     def _launch(self) -> PendingStep | None:
-        """Schedule a step and start it, after the one under way; return None where there is nothing to compute."""
+        """Schedule a step and start it after the one in flight; return None if there is nothing to compute."""
         self.scheduler.waiting += self._arrivals.take(self._first_now)
         is_ahead = self._pending is not None
         num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
@@ -272,7 +272,7 @@ class Engine:
             self._runner.copy_state(*copied)
 
     def _collect(self, pending: PendingStep) -> list[tuple[Request, str]]:
-        """Wait for a step and take its tokens; return the requests that got some, each with the text that became
+        """Wait for a step and take its tokens; return the requests with new tokens, each with the text that became
         certain.
         """
         words = pending.wait()
@@ -299,7 +299,7 @@ class Engine:
         return texts
 
     def _append(self, request: Request, tokens: Sequence[int], pending: PendingStep) -> str:
-        """Give a request its tokens up to one that ends it, finish it then, and return the text that became certain."""
+        """Append a request's tokens, finish it at one that ends it, and return the text that became certain."""
         text = ""
         if request.first_token_time is None:
             request.first_token_time = self.now
@@ -311,7 +311,7 @@ class Engine:
             if request.finish_reason:
                 self._finish(request)
                 return text
-        self._remember(request)  # with these tokens a block may be known that the step under way fills
+        self._remember(request)  # these tokens may complete a block that the step in flight fills
         return text
 
     def _finish(self, request: Request) -> None:

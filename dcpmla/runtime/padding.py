@@ -18,7 +18,7 @@ from dcpmla.upload import upload
 
 
 class Batch(NamedTuple):
-    """A size that decode steps are padded to: requests, and tokens of each."""
+    """Size that decode steps are padded to: requests, and tokens of each."""
 
     num_reqs: int
     query_len: int = 1
@@ -35,15 +35,15 @@ class Batch(NamedTuple):
 class PaddedStep:
     """A decode step of one of several batches, in memory that never moves.
 
-    A request of padding has token 0 at position 0: its latent goes to no slot, and it attends to no token. A request
-    with fewer tokens than its batch gives it repeats the last one, whose latent is written once.
+    A request of padding has token 0 at position 0: its latent is not written, and it attends to no token. A request
+    with fewer tokens than the batch's query_len repeats the last one, whose latent is written once.
 
     Args:
-        input_like: [...], shape, dtype and device of one token's input: its id, or a row of hidden states.
-        batches: at least one.
-        max_model_len: tokens of the longest request.
-        plan: of the cache.
-        dcp_rank: this rank's number in its DCP group.
+        input_like: Tensor [...] with the shape, dtype and device of a token's input: its id, or a row of hidden states.
+        batches: Sizes of steps, at least one.
+        max_model_len: Number of tokens of the longest request.
+        plan: Plan of the cache.
+        dcp_rank: Rank in the DCP group.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class PaddedStep:
         self._memory.zero_()
         self._hidden.zero_()
 
-    @torch.inference_mode()  # inputs may have a gradient's history: static memory must not take it over
+    @torch.inference_mode()  # static memory must not inherit the gradient history of inputs
     def fill(
         self, inputs: Tensor, requests: StepRequests, batch: Batch, num_rejected: Tensor | None = None
     ) -> Tensor | None:
-        """Copy a step's numbers, padded to a batch: one transfer, and the inputs. Nothing waits for the device.
+        """Copy a step's numbers, padded to a batch, in one transfer, and the inputs. Nothing waits for the device.
 
         Args:
-            inputs: [n, ...], of all the requests' new tokens; token ids may be on the CPU, for the same transfer.
-            requests: at most as many, with at most as many new tokens each, as the batch has.
-            num_rejected: [num_reqs] int64 on the device, positions to move each request back by.
+            inputs: Inputs of all new tokens [n, ...]; token ids may be on the CPU, for the same transfer.
+            requests: Requests of the step, no more than the batch has, nor with more new tokens.
+            num_rejected: Positions to move each request back by [num_reqs], int64 on the device.
         Returns:
-            [n] int64, on the device, the tokens' rows; None where these are the first n.
+            The tokens' rows [n], int64 on the device; None for the first n.
         Raises:
-            ValueError: anything else.
+            ValueError: An argument does not match these conditions.
         """
         table = self._check(inputs, requests)
         query_lens, seq_lens = np.array(requests.query_lens), np.array(requests.seq_lens)
@@ -98,7 +98,7 @@ class PaddedStep:
             tokens, is_repeated = _repeat_last(query_lens, batch.query_len)
             tokens_there, rows = upload([tokens, np.flatnonzero(~is_repeated)], self._memory.device)
             inputs = inputs.index_select(0, torch.from_numpy(tokens) if inputs.is_cpu else tokens_there)
-        # Memory of its own, for the transfer of the step before may still read its own.
+        # New memory, because the previous step's transfer may still read its memory.
         staged = torch.empty(self._num_words[batch], dtype=torch.int32, pin_memory=self._memory.is_cuda)
         words = staged.numpy()
         words[:] = 0
@@ -122,7 +122,7 @@ class PaddedStep:
 
     @torch.inference_mode()
     def take(self, inputs: Tensor, other: "PaddedStep", batch: Batch) -> None:
-        """Copy the numbers of another step of a batch over the same cache, and give its rows inputs [rows, ...]."""
+        """Copy the numbers of another step of a batch over the same cache, and set the inputs [rows, ...]."""
         num_words = self._num_words[batch]
         self._memory[:num_words].copy_(other._memory[:num_words])
         self._inputs(batch).copy_(inputs)
@@ -132,14 +132,14 @@ class PaddedStep:
         lay_out(self._numbers[batch], self._rows.front(batch.num_rows), self._plan, self._dcp_rank)
 
     def rows(self, batch: Batch) -> tuple[Tensor, StepMetadata]:
-        """Return a batch's inputs [batch.num_rows, ...] and metadata, which is good once it has been laid out."""
+        """Return a batch's inputs [batch.num_rows, ...] and metadata, which is valid once laid out."""
         rows, num_rows = self._rows.front(batch.num_rows), batch.num_rows
         return (
             self._inputs(batch),
             StepMetadata(
                 num_tokens=num_rows,
                 num_decode_tokens=num_rows,
-                num_blocks=0,  # a replay's own is checked when it is filled in
+                num_blocks=0,  # checked in `fill` for each replay
                 positions=rows.positions,
                 slot_mapping=rows.slot_mapping,
                 decode=DecodeMetadata(
@@ -189,7 +189,7 @@ class PaddedStep:
         )
 
     def _check(self, inputs: Tensor, requests: StepRequests) -> np.ndarray:
-        """Return the block table [num_reqs, blocks of the longest]; raise ValueError for what is not allowed."""
+        """Return the block table [num_reqs, blocks of the longest]; raise ValueError for invalid arguments."""
         query_lens, seq_lens, block_tables, states = requests
         check_requests(query_lens, seq_lens, block_tables, self._plan.block_tokens)
         if isinstance(self._plan, CompressedPlan):

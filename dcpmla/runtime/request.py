@@ -27,25 +27,24 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and what has become of it. Times are seconds on the engine's clock.
+    """A prompt and its progress. Times are seconds on the engine's clock.
 
     Attributes:
-        request_id: the caller's name for it.
-        on_token: called with the request and the text, maybe empty, that its new token made certain; after all
-            requests have the step's tokens.
+        request_id: Name chosen by the caller.
+        on_token: Function that is called with the request and the text, maybe empty, that its new token made certain,
+            after all requests have the step's tokens.
         text_stream: Text of the new tokens; None without a tokenizer.
-        token_ids: new tokens so far; one that stops the request is the last one.
-        logits: [vocab] float32 each new token was chosen from, when they are to be kept.
+        token_ids: New tokens so far, including a stop token.
+        logits: Logits that each new token was chosen from [vocab], float32, if they are to be kept.
         logprobs: Log probabilities of new tokens, if params ask for them.
         prompt_logprobs: Log probabilities of the prompt's tokens, complete with the first new token.
-        finish_reason: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at
-            max_new_tokens, "abort" where the caller ended it, "error" where on_token failed before its last token,
-            None before.
+        finish_reason: Reason of the end: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at
+            max_new_tokens, "abort" by the caller, "error" if on_token failed before the last token; None before.
         error: Exception of on_token on this rank, or a RuntimeError if it failed on another.
         state: Index of its state in a cache with states; None while it does not run.
-        num_in_flight: new tokens that steps under way sample: they count, but the host does not know them yet.
-        num_tried: drafts that the step under way tries: as many tokens more may turn out to be there.
-        num_computed_tokens: Tokens whose latents are in the cache, or are written by the step under way.
+        num_in_flight: New tokens that steps in flight sample. They count, but are not yet on the host.
+        num_tried: Drafts that the step in flight verifies; each may become a token.
+        num_computed_tokens: Tokens whose latents are in the cache, or are written by the step in flight.
         num_cached_tokens: Tokens of the prompt that an earlier request had computed.
         num_scored_tokens: Tokens of the prompt whose successors' log probabilities are known, or being computed.
         num_preemptions: Times that its blocks were taken away, so that it was computed again.
@@ -81,7 +80,7 @@ class Request:
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     _block_keys: list[bytes] = field(default_factory=list)
-    _mark: Tensor = field(default_factory=lambda: torch.empty(0))  # of the generator, before the first step under way
+    _mark: Tensor = field(default_factory=lambda: torch.empty(0))  # the generator's state before the steps in flight
 
     def __post_init__(self) -> None:
         if self.params.prompt_logprobs is not None:
@@ -89,12 +88,12 @@ class Request:
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """The request's own random numbers, which depend on its seed alone: not on other requests, nor on the ranks."""
+        """Return the request's random generator, which depends only on its seed, not on other requests or ranks."""
         return new_generator(self.params.seed)
 
     def draw(self, num_draws: int) -> list[float]:
-        """Return the random numbers in [0, 1) of the next step's tokens, num_draws of them. Where the step under way
-        tries drafts, they begin one later for each that is accepted: then as many more are returned.
+        """Return num_draws random numbers in [0, 1) for the next step's tokens. If the step in flight verifies drafts,
+        they begin one later for each accepted draft, so num_tried more are returned.
         """
         if self.num_tried:
             self.generator.set_state(self._mark)
@@ -104,11 +103,11 @@ class Request:
         return self._rand(self.num_tried + num_draws)
 
     def keep_draws(self, num_draws: int) -> None:
-        """Give the random numbers of a step with drafts back but so many, once it has been waited for."""
+        """Restore the generator to its state after num_draws numbers of a step with drafts, once it is complete."""
         if self.params.temperature:
             self.generator.set_state(self._mark)
             self._rand(num_draws)
-            if self.num_in_flight:  # the next step's, which may be given back in turn
+            if self.num_in_flight:  # the next step may be restored in turn
                 self._mark = self.generator.get_state()
                 self._rand(1 + self.num_tried)
 
@@ -118,17 +117,17 @@ class Request:
 
     @property
     def text(self) -> str:
-        """Text of the new tokens, without a stop string or the token that stopped it; empty without a tokenizer."""
+        """Return the text of the new tokens, without a stop string or stop token; empty without a tokenizer."""
         return "" if self.text_stream is None else self.text_stream.text
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens that may end up in the cache: all but the last new one."""
+        """Return the largest number of tokens in the cache: all but the last new one."""
         return len(self.prompt_token_ids) + self.params.max_new_tokens - 1
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens whose ids the host knows."""
+        """Return the number of tokens whose ids are on the host."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
@@ -141,7 +140,7 @@ class Request:
 
     @property
     def can_draft(self) -> bool:
-        """Tell whether drafts may follow its tokens: not where a choice looks at the tokens before it, nor where log
+        """Return whether drafts may follow its tokens. They may not if a choice depends on previous tokens, or if log
         probabilities are kept.
         """
         return not self.params.shapes_logits and self.params.logprobs is None
@@ -153,8 +152,8 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens left to compute. The final token is never computed, so there are none while the step under way may
-        sample it.
+        """Return the number of tokens left to compute: none while the step in flight may sample the final token, which
+        is never computed.
         """
         num_new = len(self.token_ids) + self.num_in_flight
         if num_new + self.num_tried >= self.params.max_new_tokens:
@@ -174,7 +173,7 @@ class Request:
         return keys[start:end]
 
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> str:
-        """Take a sampled token, finish where it says so, and return the text that became certain."""
+        """Append a sampled token, finish if it ends the request, and return the text that became certain."""
         self.token_ids.append(token_id)
         params, piece = self.params, ""
         if token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos):
@@ -190,15 +189,14 @@ class Request:
         return piece
 
     def end(self, reason: str) -> None:
-        """Finish before its last token, for a reason of the caller's or the engine's; its text so far stays."""
+        """Finish before the last token, for a reason of the caller or the engine; its text so far is kept."""
         self.finish_reason = reason
         if self.text_stream is not None:
             self.text_stream.finish()
 
     def metrics(self) -> dict[str, float | None]:
-        """Return seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (of those
-        after the first), None for what an aborted request did not reach; and where it drafted, what
-        became of that (`Acceptance.metrics`).
+        """Return seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (after the
+        first), None where an aborted request ended before; and `Acceptance.metrics` if it drafted.
         """
         per_token = _seconds(self.first_token_time, self.finish_time, max(1, len(self.token_ids) - 1))
         return {
@@ -230,7 +228,7 @@ def check_arguments(
 
 
 def check_prompt(name: str, token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """Raise ValueError, calling the prompt by a name, unless a model can continue it."""
+    """Raise ValueError, with the prompt's name, unless a model can continue it."""
     if not token_ids:
         raise ValueError(f"{name} is empty; a prompt needs at least one token")
     outside = [token for token in token_ids if not 0 <= token < vocab_size]

@@ -1,4 +1,4 @@
-"""A step on the device: what it computes, by the model or its decode graph, and the tokens chosen from that."""
+"""A step on the device: run by the model or its decode graph, then the choice of tokens."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -50,7 +50,7 @@ class StepRunner:
         self._lacks_scales = dcp.calculate_kv_scales
 
     def graph_of(self, step: Step, graph: DecodeGraph | None) -> DecodeGraph | None:
-        """Return the decode graph, if the step is one for it."""
+        """Return the decode graph if it can run the step."""
         if graph is None or self._lacks_scales:
             return None
         query_len = step.most_drafts + 1
@@ -66,13 +66,13 @@ class StepRunner:
         graph: DecodeGraph | None,
         prompts: PromptRows,
     ) -> tuple[StepInputs, Computed, Tensor]:
-        """Compute a step's tokens; return them, how they are laid out, and the logits of those that new ones follow,
-        then of the prompts' tokens that are scored.
+        """Compute a step's tokens; return them, their layout, and the logits of tokens that new ones follow, then of
+        the prompts' scored tokens.
 
         Args:
-            previous: the step under way, which may have its tokens on the device alone.
-            drafts: tokens to verify (`Drafts.token_ids`).
-            graph: to replay instead of calling the model.
+            previous: Step in flight, whose tokens may only be on the device.
+            drafts: Tokens to verify (`Drafts.token_ids`).
+            graph: Graph to replay instead of calling the model.
         """
         for copy in step.copies:
             self.copy_state(*copy)
@@ -108,14 +108,14 @@ class StepRunner:
         return inputs, Computed(metadata, None, inputs.logits_at), logits
 
     def _decode_width(self, step: Step) -> int:
-        """Return how many tokens of a request absorbed attention takes at a time: those of decodes and their drafts,
-        or a width that suits the kernels where pieces of prompts are longer.
+        """Return how many tokens of a request absorbed attention takes at a time: enough for decodes and their drafts,
+        or a width that suits the kernels if pieces of prompts are longer.
         """
         is_cut = step.longest_absorbed > step.most_drafts + 1
         return self._tokens_per_request if is_cut else step.most_drafts + 1
 
     def copy_state(self, source: int, target: int) -> None:
-        """Copy a request's state to where it is remembered, or back."""
+        """Copy a request's state to a remembered one, or back."""
         assert isinstance(self.cache, CompressedCache)  # only its plan has states
         self.cache.copy_state(source, target)
 
@@ -128,12 +128,12 @@ def choose_tokens(ready: Sequence[Piece], logits: Tensor, previous: PendingStep 
 
 
 def _draw(ready: Sequence[Piece], previous: PendingStep | None, device: torch.device) -> Sequence[float] | Tensor:
-    """Return a random number for each token [n], 0 where none is drawn; float64 on the device where it depends on how
-    many drafts the step under way accepts.
+    """Return a random number for each token [n], 0 where none is drawn; float64 on the device if it depends on how many
+    drafts the step in flight accepts.
     """
     numbers: list[float] = []
     at: list[int] = []
-    orders: list[int] = []  # of requests in the step under way; -1, the zero at the end, where that does not matter
+    orders: list[int] = []  # each request's index in the step in flight; -1, the zero at the end, if irrelevant
     for request, _, num_drafts in ready:
         rows = range(len(numbers), len(numbers) + 1 + num_drafts)
         at += rows

@@ -1,8 +1,8 @@
-"""The choice of tokens that the next step computes, and of the blocks that they go to.
+"""The choice of tokens that the next step computes, and of their blocks.
 
-Every rank runs its own scheduler and comes to the same decisions: they depend on nothing but the requests, the
-tokens so far and the engine's clock, which are the same on all ranks. A token that is being sampled counts like one
-that is known: no decision but the search for remembered blocks looks at ids.
+Every rank runs its own scheduler and makes the same decisions: they depend only on the requests, the tokens so far and
+the engine's clock, which are the same on all ranks. A token that is being sampled counts like a known one, because only
+the search for remembered blocks reads ids.
 """
 
 import heapq
@@ -18,12 +18,12 @@ from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.step import Step
 
-_LEAST_TOKENS = 64  # of a piece, whatever its context costs, so that every step brings a prompt forward
-NOW = -math.inf  # arrival time of a request that the next step dates
+_LEAST_TOKENS = 64  # smallest piece, at any cost of its context, so that every step advances a prompt
+NOW = -math.inf  # arrival time of a request that arrives at the next step
 
 
 class Arrivals:
-    """The requests that are not due yet, by arrival time, then in the order in which they were added."""
+    """Requests that are not yet due, by arrival time, then in the order in which they were added."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
@@ -34,16 +34,16 @@ class Arrivals:
 
     @property
     def next_time(self) -> float:
-        """Return when the first of them is due."""
+        """Return the arrival time of the first request."""
         return self._heap[0][0]
 
     def add(self, request: Request) -> None:
-        """Take a request that arrives at its arrival_time."""
+        """Add a request that arrives at its arrival_time."""
         heapq.heappush(self._heap, (request.arrival_time, self._num_added, request))
         self._num_added += 1
 
     def remove(self, request: Request) -> bool:
-        """Forget a request, and return whether it was here."""
+        """Remove a request, and return whether it was here."""
         others = [entry for entry in self._heap if entry[2] is not request]
         is_here = len(others) < len(self._heap)
         if is_here:
@@ -52,7 +52,7 @@ class Arrivals:
         return is_here
 
     def take(self, now: float) -> Iterator[Request]:
-        """Yield the requests that are due, in order, and forget them."""
+        """Yield and remove the requests that are due, in order."""
         while self._heap and self.next_time <= now:
             _, _, request = heapq.heappop(self._heap)
             if request.arrival_time == NOW:
@@ -67,9 +67,9 @@ class Scheduler:
     waits for room among the scored tokens of a step (`Step.room`). Other requests pass them in the queue.
 
     A request is admitted when there are blocks for all its known tokens, and one more for each running request: a
-    prefill never waits half-way, and seldom comes too early. Decodes take a block when they reach it. When no block is
-    free, the youngest running request gives up its blocks and is computed again later. Its full blocks can be found
-    until they are allocated again.
+    prefill never waits half-way, and is seldom preempted. Decodes take a block when they reach it. When no block is
+    free, the youngest running request is preempted: its blocks are freed, and it is computed again later. Its full
+    blocks can be found until they are allocated again.
 
     Args:
         allocator: Blocks of the cache.
@@ -78,7 +78,7 @@ class Scheduler:
         costs: Model of the time that pieces of prompts take, which bounds them where requests decode.
         enable_prefix_caching: Whether full blocks are remembered for requests that begin with the same tokens.
     Raises:
-        ValueError: a limit below 1, or more requests than the cache has states for.
+        ValueError: A limit is below 1, or the cache has fewer states than max_num_seqs.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class Scheduler:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        # The request that there was no room for; blocks free and remembered then.
+        # The request that did not fit, and the numbers of free and remembered blocks at that time.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError if the whole cache is too small for a request.
 
-        One that fits will have its turn, whatever else there is.
+        A request that fits is served eventually.
         """
         num_blocks = self._num_blocks(request.max_seq_len)
         if num_blocks > self.allocator.num_blocks:
@@ -119,12 +119,13 @@ class Scheduler:
             )
 
     def schedule(self, now: float, num_drafts: int = 0) -> Step:
-        """Return the next step, without pieces when there are no requests.
+        """Return the next step, without pieces if there are no requests.
 
-        Its blocks are taken, from the youngest requests if need be; for drafts only those that nobody misses.
+        Its blocks are allocated, from the youngest requests if necessary; drafts get only blocks that no other request
+        needs.
 
         Args:
-            num_drafts: most drafts of a request that can draft.
+            num_drafts: Limit of the drafts of a request that can draft.
         """
         step = Step(self.max_num_batched_tokens)
         self._schedule_decodes(step)
@@ -140,10 +141,10 @@ class Scheduler:
         return step
 
     def remember(self, request: Request) -> tuple[int, int] | None:
-        """Let the request's full, computed blocks, of known tokens, be found by requests that start with the same ones.
+        """Let requests that start with the same tokens find this one's full, computed blocks of known tokens.
 
         Returns:
-            The copy of its state to make for that, (source, target), before the next step; None for none.
+            The copy of its state to make before the next step, (source, target); None without one.
         """
         block_tokens, blocks = self.allocator.block_tokens, request.block_ids
         if (
@@ -162,7 +163,7 @@ class Scheduler:
         return None if target is None else (request.state, target)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, running or waiting, and free its blocks."""
+        """Remove a request, running or waiting, and free its blocks."""
         (self.running if request.block_ids else self.waiting).remove(request)
         self._free(request)
 
@@ -190,7 +191,7 @@ class Scheduler:
         while self.waiting and step.budget and step.room_us > 0 and len(self.running) < self.max_num_seqs > num_held:
             request = self.waiting[0]
             has_room = step.room(request) > 0
-            # A preempted request is computed again once its token in flight is known: it would get that token twice.
+            # A preempted request waits until its token in flight is known, because it would get that token twice.
             if has_room and (request.num_in_flight or self._was_refused(request)):
                 break
             is_held = has_room and coming.include(request)
@@ -209,7 +210,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _add_piece(self, step: Step, request: Request) -> None:
-        """Put as much of a prompt into a step as it has tokens and time for, and some of it in any case."""
+        """Add a piece of a prompt to a step, up to its room for tokens and time, but at least _LEAST_TOKENS."""
         context, limit = request.num_computed_tokens, min(self._piece(request), step.room(request))
         affordable = most_tokens(self.costs, context, limit, step.room_us)
         num_tokens = max(affordable, min(limit, _LEAST_TOKENS))
@@ -217,8 +218,8 @@ class Scheduler:
         step.room_us -= self.costs.piece_us(num_tokens, context)
 
     def _piece(self, request: Request) -> int:
-        """Return how many tokens of a request to compute next: all, or where its state is to be remembered those up to
-        the end of its last full block.
+        """Return how many tokens of a request to compute next: all, or up to the end of its last full block if its
+        state is to be remembered.
         """
         full = (request.num_tokens - 1) // self.allocator.block_tokens * self.allocator.block_tokens
         if request.state is None or not self.enable_prefix_caching or full <= request.num_computed_tokens:
@@ -233,7 +234,7 @@ class Scheduler:
 
     def _take_blocks(self, request: Request, step: Step) -> bool:
         """Take blocks for all known tokens, remembered and new ones, and a state if the cache has any; or nothing."""
-        # The last token is computed in any case, because its logits are wanted. So is a prompt that is scored.
+        # The last token is always computed, because its logits are needed, and so is a scored prompt.
         reuses = self.enable_prefix_caching and not request.is_scored
         num_full = (request.num_tokens - 1) // self.allocator.block_tokens if reuses else 0
         keys = request.block_keys(0, num_full, self.allocator.block_tokens)
@@ -257,7 +258,7 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request) -> bool:
-        """Take a block for the next token, if it needs one; return False if the request had to give up its own."""
+        """Take a block for the next token, if it needs one; return False if the request was preempted itself."""
         while len(request.block_ids) < self._num_blocks(request.num_computed_tokens + request.num_tried + 1):
             if self.allocator.num_free:
                 request.block_ids.extend(self.allocator.allocate(1))
@@ -271,12 +272,12 @@ class Scheduler:
         return True
 
     def _take_room(self, request: Request, num_drafts: int) -> int:
-        """Return how many drafts may follow a decode's token, and take blocks for them that no other request misses."""
+        """Return how many drafts may follow a decode's token, and take blocks for them that no other request needs."""
         num_left = request.params.max_new_tokens - request.num_new_tokens - request.num_tried
         num_drafts = min(num_drafts, num_left - 1)
         num_seen = request.num_computed_tokens + request.num_tried + 1
         num_new = self._num_blocks(num_seen + num_drafts) - len(request.block_ids)
-        spare = self.allocator.num_free - len(self.running)  # the others may want one each
+        spare = self.allocator.num_free - len(self.running)  # each running request may need one
         if num_new > 0:
             request.block_ids.extend(self.allocator.allocate(max(0, min(num_new, spare))))
         return max(0, min(num_drafts, len(request.block_ids) * self.allocator.block_tokens - num_seen))

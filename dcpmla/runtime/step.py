@@ -1,4 +1,4 @@
-"""A step of the engine: requests, and how many tokens of each it computes."""
+"""A step of the engine: requests, and the number of tokens that it computes for each."""
 
 import math
 from collections.abc import Iterable
@@ -8,15 +8,15 @@ from typing import NamedTuple
 from dcpmla.runtime.costs import PieceCosts
 from dcpmla.runtime.request import Request
 
-_MAX_SCORED = 256  # prompts' tokens of a step that get logits: as many rows of the vocabulary in float32
+_MAX_SCORED = 256  # prompts' tokens of a step that get logits, each a row of the vocabulary in float32
 
 
 class Piece(NamedTuple):
     """A request's part of a step.
 
     Attributes:
-        num_tokens: computed, drafts included.
-        num_drafts: the last of them, which are only tried.
+        num_tokens: Number of tokens to compute, including drafts.
+        num_drafts: Number of drafts to verify, the last tokens.
     """
 
     request: Request
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class Step:
-    """Requests, and how many tokens of each the step computes; pieces of one token and its drafts come first.
+    """Requests, and the number of tokens to compute for each; pieces of one token and its drafts come first.
 
     Attributes:
         budget: Further tokens that the step has room for.
@@ -44,13 +44,13 @@ class Step:
     num_absorbed: int = 0
 
     def room(self, request: Request) -> int:
-        """Return how many tokens of a request there is room for."""
+        """Return how many tokens of a request fit."""
         if not request.is_scored:
             return self.budget
         return min(self.budget, _MAX_SCORED - self.num_scored)
 
     def add(self, request: Request, num_tokens: int) -> None:
-        """Put as many of the tokens into the step as it has room for."""
+        """Add a request's tokens to the step, up to its room."""
         num_tokens = min(num_tokens, self.room(request))
         if request.is_scored:
             self.num_scored += num_tokens
@@ -58,7 +58,7 @@ class Step:
         self.budget -= num_tokens
 
     def arrange(self, costs: PieceCosts) -> None:
-        """Order the pieces: decodes, then pieces of prompts that attend with absorbed queries, then all others."""
+        """Order the pieces: decodes, then pieces of prompts that attend with absorbed queries, then the others."""
         decodes = [piece for piece in self.pieces if piece.num_tokens - piece.num_drafts == 1]
         prompts = [piece for piece in self.pieces if piece.num_tokens - piece.num_drafts != 1]
         chosen = costs.choose_absorbed([(piece.num_tokens, piece.request.num_computed_tokens) for piece in prompts])
@@ -81,23 +81,23 @@ class Step:
 
     @property
     def most_drafts(self) -> int:
-        """Return the drafts of the request that has most."""
+        """Return the largest number of drafts of a request."""
         return max(piece.num_drafts for piece in self.pieces)
 
     @property
     def words(self) -> str:
-        """Return what it computes, for whoever watches."""
+        """Return a description of the step for logs."""
         num_tokens, num_drafts = (sum(nums) for nums in list(zip(*self.pieces, strict=True))[1:])
         of_drafts = f", {num_drafts} of them drafts" if num_drafts else ""
         return f"{len(self.pieces)} requests, {num_tokens} tokens{of_drafts}"
 
     def goes_on(self, requests: Iterable[Request]) -> bool:
-        """Tell whether it is for the same requests, in this order, with equally many tokens each, as most steps are."""
+        """Return whether the step is for these requests, in order, with equal numbers of tokens, as most steps are."""
         is_even = len({piece.num_tokens for piece in self.pieces}) == 1
         return is_even and [piece.request for piece in self.pieces] == list(requests)
 
     def set_drafts(self, index: int, num_drafts: int) -> None:
-        """Give a piece, a decode, so many drafts, which the step must have room for."""
+        """Set the number of a decode's drafts, for which the step must have room."""
         request, num_tokens, num_before = self.pieces[index]
         self.pieces[index] = Piece(request, num_tokens + num_drafts - num_before, num_drafts)
         self.budget -= num_drafts - num_before

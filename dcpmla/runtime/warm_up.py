@@ -1,4 +1,4 @@
-"""The warm-up: requests of every kind, served before the first real one, so that none waits for kernels to compile."""
+"""The warm-up: requests of every kind, served before the first real one, so that no request waits for compilation."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
 
-# Few enough for absorbed attention, and a multiple of no width that it cuts requests to, so that pieces differ.
+# Few tokens, for absorbed attention, and not a multiple of a width that it cuts requests to, so that pieces differ.
 _TURN_TOKENS, _DOCUMENT_TOKENS = 33, 4096
 _PREFILL, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 8))
 _DRAWN = SamplingParams(
@@ -29,11 +29,11 @@ _DRAWN = SamplingParams(
 
 
 def warm_up(engine: Engine) -> None:
-    """Serve prompts of all sizes alone, then more at once than a step takes, then some with all that sampling knows,
+    """Serve prompts of all sizes alone, then more at once than a step takes, then prompts with all sampling parameters,
     then turns after one document, in all numbers. Collective over the TP group.
 
     Args:
-        engine: to be thrown away; another one over the same model and cache has no trace of this.
+        engine: Engine to discard afterwards; another one over the same model and cache keeps no trace of this.
     """
     drafter, most = engine.speculation.drafter, engine.scheduler.max_num_batched_tokens
     if drafter is not None:
@@ -57,7 +57,7 @@ def warm_up(engine: Engine) -> None:
 
 
 class _Always(Drafter):
-    """Drafts of another drafter in every step."""
+    """Drafter that returns another one's drafts in every step."""
 
     drafts_always = True
 
@@ -66,7 +66,7 @@ class _Always(Drafter):
         self._drafter, self.reads_tokens = drafter, drafter.reads_tokens
 
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
-        """Return the other's drafts."""
+        """Return the other drafter's drafts."""
         return self._drafter.draft(wanted, previous)
 
 
