@@ -205,7 +205,7 @@ def start(args: argparse.Namespace) -> Iterator[Job]:
     """Run a block as `join` does, with -tp ranks.
 
     Raises:
-        ValueError: another number of ranks than -tp.
+        ValueError: The number of ranks is not -tp.
     """
     with join(args, partial(check_num_ranks, tensor_parallel_size=args.tensor_parallel_size)) as job:
         yield job
@@ -223,7 +223,7 @@ def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> D
     """Make the layout that the options ask for, with one of their DCP sizes.
 
     Raises:
-        ValueError: sizes that do not divide.
+        ValueError: Sizes do not divide.
     """
     options = {field.name: getattr(args, field.name) for field in fields(DCPConfig) if field.name not in _NO_OPTIONS}
     return DCPConfig(decode_context_parallel_size=decode_context_parallel_size, **options)

@@ -90,7 +90,7 @@ def load_model_size(path: Path) -> ModelSize:
     """Return a model's sizes from its directory or config file.
 
     Raises:
-        ValueError: no such path, or no config of an MLA model.
+        ValueError: The path does not exist, or is no config of an MLA model.
     """
     if not os.path.exists(path):  # False, too, for a name that no file can have
         hint = "give a config.json or the directory that holds it"
@@ -108,7 +108,7 @@ def load_machine(layers: str, model: ModelSize) -> Machine:
     machine is fitted.
 
     Raises:
-        ValueError: neither preset nor file, or a file that is neither of the two.
+        ValueError: A name is neither preset nor file, or a file holds neither numbers nor rows.
     """
     machine = H200X8
     for layer in layers.split(","):

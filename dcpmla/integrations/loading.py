@@ -328,7 +328,7 @@ def _free_bytes(
 
 
 def _digests(directory: Path, tokenizer: Any) -> dict[str, str]:
-    """Hash the config's and tokenizer's files, by name; add the tokenizer's class, which depends on the installation."""
+    """Hash the files of config and tokenizer, by name; add the tokenizer's class, which depends on the installation."""
     paths = [
         path
         for pattern in ("*config.json", "tokenizer.*", "*.model", "*.index.json")
