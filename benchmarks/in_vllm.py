@@ -152,8 +152,7 @@ def measure(engine: Any, recorder: "Recorder") -> list[dict[str, Any]]:
         if (metadata.num_reqs, metadata.num_actual_tokens) != (1, num_new):
             raise RuntimeError(f"vLLM's last step was not a prefill of {num_new} tokens")
         timing = time_prefill(layers, metadata, num_new, device)
-        route = {"step_us": step_us, "tokens": num_new, "absorbed": metadata.prefill is None}
-        rows.append(shared | row_of("prefill", timing, 1, context) | route)
+        rows.append(shared | prefill_row(timing, num_new, context, step_us, metadata.prefill is None))
     recorder.num_new = 1
     if dist.get_rank() == 0:
         print(*rows, sep="\n", file=sys.stderr, flush=True)
@@ -164,6 +163,12 @@ def row_of(operation: str, timing: Timing, batch: int, context: int) -> dict[str
     """Return what rows of both operations have of their own."""
     times = {"median_us": timing.median_us, "in_graph": timing.in_graph}
     return {"operation": operation, "batch": batch, "context": context, **times}
+
+
+def prefill_row(timing: Timing, num_new: int, context: int, step_us: float, is_absorbed: bool) -> dict[str, Any]:
+    """Return the fields of a prefill's row."""
+    route = "absorbed" if is_absorbed else "mha"
+    return row_of("prefill", timing, 1, context) | {"step_us": step_us, "tokens": num_new, "route": route}
 
 
 class Recorder:

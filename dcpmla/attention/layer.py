@@ -18,7 +18,7 @@ from dcpmla.attention.projections import absorb_query, finish_latents, rotate_qu
 from dcpmla.attention.scales import calculate_scale_
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
-from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, SelectedTokens, StepMetadata
+from dcpmla.attention.step import PART_ROWS, DecodeMetadata, PrefillMetadata, SelectedTokens, StepMetadata
 from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import check_device, is_quantized, row_width, storage_dtype
 from dcpmla.cache.latent import LayerCache
@@ -34,8 +34,6 @@ from dcpmla.parallel.quantized import BlockFp8, unpack
 PROJECT_FIRST_TOKENS = 64
 # Number of tokens whose queries set q_scale: more hardly raise the maximum, and these take 144 MiB with 128 heads.
 _SCALED_TOKENS = 1024
-# Rows of absorbed queries (one per head of a token) that attend at a time: with DeepSeek's widths they take 75 MB.
-_ABSORBED_ROWS = 1 << 16
 
 
 class _Tokens(NamedTuple):
@@ -184,7 +182,7 @@ class MLAAttention(AttentionWeights):
         if self.indexer is not None:  # free again before attention begins
             selector, element_size = self.indexer.selector, like.element_size()
             new(selector.workspace_bytes(num_tokens, element_size), dtype=torch.uint8)
-        num_rows = min(num_tokens * self._num_group_heads, _ABSORBED_ROWS)
+        num_rows = min(num_tokens * self._num_group_heads, PART_ROWS)
         # Absorbed queries, gathered ones, and the outputs before and in the exchange; freed at once, too.
         new(2 * num_rows, config.latent_dim + config.kv_lora_rank)
         num_keys = self.dcp.context_workspace_tokens
@@ -272,7 +270,7 @@ class MLAAttention(AttentionWeights):
 
     def _decode(self, tokens: _Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, bounded in memory. Collective."""
-        for some, part in decode.parts(max(1, _ABSORBED_ROWS // self._num_group_heads)):
+        for some, part in decode.parts(max(1, PART_ROWS // self._num_group_heads)):
             own, rows = tokens.rows(some), kv_cache
             if own.selection is not None:
                 rows, part = selected_rows(kv_cache, own.selection, decode.workspace)

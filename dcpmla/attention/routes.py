@@ -11,11 +11,11 @@ from functools import cached_property
 
 import torch
 
+from dcpmla.attention.step import PIECE_ROWS
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
 
 _QUERY_TILE = 128  # new tokens that an MHA program takes; fewer take as long
-_ABSORBED_ROWS = 128  # query rows that read the same keys side by side: two tiles of the decode kernels
 _ELEMENT_BYTES = 2  # width of keys, values and queries
 
 
@@ -123,7 +123,7 @@ class RouteCosts:
     @cached_property
     def tokens_per_request(self) -> int:
         """Return how many tokens absorbed attention takes at a time (`StepMetadata.build`, max_decode_query_len)."""
-        return max(1, _ABSORBED_ROWS // (self._num_heads * self.dcp.decode_context_parallel_size))
+        return max(1, PIECE_ROWS // (self._num_heads * self.dcp.decode_context_parallel_size))
 
     @cached_property
     def _num_heads(self) -> int:

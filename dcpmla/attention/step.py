@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from dcpmla.cache.compressed import CompressedPlan
 
 
+PIECE_ROWS = 128  # Query rows, a token's heads each, of a cut request: two tiles, which read the same keys together.
+PART_ROWS = 1 << 16  # Query rows that attend at a time. With DeepSeek's widths they take 75 MB.
+
+
 @dataclass(frozen=True)
 class DecodeMetadata:
     """Tokens that attend with absorbed queries: decodes, drafts, and short pieces of prompts.

@@ -133,6 +133,7 @@ class Engine:
             text_stream=TextStream(self.tokenizer, params.stop) if self.tokenizer is not None else None,
         )
         self.scheduler.check_fits(request)
+        self.scheduler.hash_prompt(request)
         self._arrivals.add(request)
         return request
 

@@ -118,6 +118,12 @@ class Scheduler:
                 f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
             )
 
+    def hash_prompt(self, request: Request) -> None:
+        """Hash the blocks of a prompt when it comes, so that no step waits for the hashes of many long prompts."""
+        if self.enable_prefix_caching and not request.is_scored:
+            block_tokens = self.allocator.block_tokens
+            request.block_keys(0, (len(request.prompt_token_ids) - 1) // block_tokens, block_tokens)
+
     def schedule(self, now: float, num_drafts: int = 0) -> Step:
         """Return the next step, without pieces if there are no requests.
 

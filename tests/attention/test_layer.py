@@ -146,7 +146,7 @@ def check_absorbed_pieces(hf_config: Any, dcp: DCPConfig) -> None:
     """Compare pieces of prompts that attend with absorbed queries, cut into requests and parts of all sizes."""
     mesh, batch = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), (*SPECULATED, *PIECES)
     for width, max_rows, num_decodes in ((1, 1 << 16, None), (2, 20, 0), (4, 20, 1), (3, 1, 0)):
-        layer_module._ABSORBED_ROWS = max_rows
+        layer_module.PART_ROWS = max_rows
         count = len(batch) - (num_decodes or 0)
         exchange = check_layer(hf_config, dcp, mesh, batch, padding=2, max_decode_query_len=width, num_decodes=count)
         assert exchange.start_context.called == bool(num_decodes)
@@ -234,7 +234,7 @@ def check_claims(hf_config: Any) -> None:
     exchange.reserve_context.assert_called_with(num_keys, 24, torch.float8_e4m3fn, torch.device("cpu"))
     # Of each token's absorbed rows, of both ranks' heads, 24 columns of queries and 16 of outputs, each twice.
     assert claimed(new_layer(config), 100) == 100 * 24 * 2 * (24 + 16) * 4
-    assert claimed(new_layer(config), 10**6) == layer_module._ABSORBED_ROWS * 2 * (24 + 16) * 4
+    assert claimed(new_layer(config), 10**6) == layer_module.PART_ROWS * 2 * (24 + 16) * 4
     with patch.object(layer_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
         assert claimed(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
     sparse = new_layer(MLAConfig.from_hf(tiny_config("deepseek_v32")))
@@ -242,7 +242,7 @@ def check_claims(hf_config: Any) -> None:
     few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
     assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
     assert claimed(sparse, 1001) == many
-    nothing_else = patch.object(layer_module, "_ABSORBED_ROWS", 0)
+    nothing_else = patch.object(layer_module, "PART_ROWS", 0)
     with nothing_else, patch.object(sparse.indexer.selector, "workspace_bytes", return_value=0):
         assert claimed(sparse, 800) == of_heads + 800 * num_keys // 8  # a bit for each pair: a mask
 

@@ -65,7 +65,7 @@ def test_each_token_sees_what_is_before_it(requests: Requests, sizes: tuple[int,
     ranges = []
     for rank in range(sizes[0]):
         decodes = layout_of(*sizes, rank)
-        with patch.object(layout, "ABSORBED_ROWS", rows):
+        with patch.object(layout, "PART_ROWS", rows):
             parts = build(decodes, requests)
             longest = max(decodes.part_len, decodes.piece_len)
         lens, owners = [], []
@@ -114,7 +114,7 @@ def test_graphs_find_their_steps_in_place(
 
 @pytest.mark.parametrize("rows", [1 << 16, 64])
 def test_pieces_attend_as_whole_requests(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "ABSORBED_ROWS", rows)
+    monkeypatch.setattr(layout, "PART_ROWS", rows)
     requests, num_heads, latent, rope = [(1, 11), (1, 0), (5, 9), (16, 0), (11, 5)], 16, 32, 16
     torch.manual_seed(0)
     cache = torch.randn(len(requests), 16, latent + rope)

@@ -122,7 +122,7 @@ def rounded_errors(llm: LLM, model: Any, chunk: int) -> dict[str, float]:
 def main(directory: str, options: dict[str, Any]) -> None:
     threshold = options.pop("threshold", DCPMLAMetadataBuilder.reorder_batch_threshold)
     DCPMLAMetadataBuilder.reorder_batch_threshold = threshold
-    layout.ABSORBED_ROWS = 256  # 32 tokens of 8 heads, so that steps have several parts
+    layout.PART_ROWS = 256  # 32 tokens of 8 heads, so that steps have several parts
     count_mixed_steps()
     count(impl, "dcp_mla_decode")
     count(impl, "dcp_mla_prefill")

@@ -123,7 +123,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
     ]
     found = []
     selector_module._WORKSPACE_BYTES = 1 << 20  # tokens are processed in several turns
-    layer_module._ABSORBED_ROWS = 100 * hf_config.num_attention_heads
+    layer_module.PART_ROWS = 100 * hf_config.num_attention_heads
     for num_decodes in (None, len(BATCH)):
         for dcp in [alone, *sharded]:
             mesh = init_mesh(tp, dcp.decode_context_parallel_size)

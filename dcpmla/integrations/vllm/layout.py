@@ -1,6 +1,6 @@
 """The layout of a step's decodes from vLLM's tensors. Short prefills are decodes, too. Nothing here imports vLLM."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,11 +9,8 @@ from torch import Tensor
 from dcpmla import ownership
 from dcpmla.attention.build import StepBuilder, cut_queries
 from dcpmla.attention.calls import Segments
-from dcpmla.attention.step import DecodeMetadata
+from dcpmla.attention.step import PART_ROWS, PIECE_ROWS, DecodeMetadata
 from dcpmla.upload import upload
-
-ABSORBED_ROWS = 1 << 16  # Query rows, a token's heads each, that attend at a time: gathered, they take 75 MB.
-PIECE_ROWS = 128  # Query rows of a piece: two tiles of the Hopper kernel, which read the same keys side by side.
 
 Part = tuple[slice, DecodeMetadata]
 
@@ -47,7 +44,7 @@ class DecodeLayout:
     @property
     def part_len(self) -> int:
         """Return the most tokens of a part."""
-        return max(1, ABSORBED_ROWS // self.num_heads)
+        return max(1, PART_ROWS // self.num_heads)
 
     def max_pieces(self, max_num_seqs: int, max_num_tokens: int) -> int:
         """Return a bound on the pieces of a part, for steps of so many requests and tokens."""
@@ -89,8 +86,7 @@ class DecodeLayout:
         queries = None if self.piece_len == 1 else Segments(tuple(start.tolist()), start_loc)
         token_lens = self._ragged_lens(seq_lens, query_start_loc, num_tokens)
         step = DecodeMetadata(block_table, token_lens, queries, int(pieces.max()), self.workspace, index)
-        parts = tuple(step.parts(self.part_len))
-        return parts if len(parts) == 1 else tuple((tokens, _aligned(part)) for tokens, part in parts)
+        return tuple(step.parts(self.part_len))
 
     def _uniform_lens(self, seq_lens: Tensor, query_len: int) -> Tensor:
         """Return [n query_len], local lengths of requests [n] that have query_len new tokens each, in `token_lens`."""
@@ -110,9 +106,3 @@ class DecodeLayout:
         dcp = self.steps.dcp
         size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
         return ownership.local_seq_lens(seen.clamp(min=0), size, self.steps.dcp_rank, interleave)
-
-
-def _aligned(part: DecodeMetadata) -> DecodeMetadata:
-    """Return a part whose tensors start at multiples of 16 bytes: Triton compiles another kernel for others."""
-    assert part.request_index is not None
-    return replace(part, local_seq_lens=part.local_seq_lens.clone(), request_index=part.request_index.clone())
