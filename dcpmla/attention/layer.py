@@ -270,11 +270,12 @@ class MLAAttention(AttentionWeights):
 
     def _decode(self, tokens: _Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, bounded in memory. Collective."""
-        for some, part in decode.parts(max(1, PART_ROWS // self._num_group_heads)):
-            own, rows = tokens.rows(some), kv_cache
-            if own.selection is not None:
-                rows, part = selected_rows(kv_cache, own.selection, decode.workspace)
-            self._attend_absorbed(own, rows, part, output)
+        max_tokens = max(1, PART_ROWS // self._num_group_heads)
+        if len(decode.local_seq_lens) <= max_tokens:  # no loop for a compiler to trace
+            self._attend_absorbed(tokens, kv_cache, decode, output)
+            return
+        for some, part in decode.parts(max_tokens):
+            self._attend_absorbed(tokens.rows(some), kv_cache, part, output)
 
     def _prefill(
         self, tokens: _Tokens, latents: Tensor, kv_cache: Tensor, prefill: PrefillMetadata, output: OutputRows
@@ -302,6 +303,8 @@ class MLAAttention(AttentionWeights):
 
     def _attend_absorbed(self, tokens: _Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append attention of absorbed queries over latents of all ranks, through W_UV. Collective."""
+        if tokens.selection is not None:
+            kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q = self._project_query(tokens, slice(0, self.q_heads.count))
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, _ = dcp_mla_decode(
