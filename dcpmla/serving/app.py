@@ -3,8 +3,8 @@
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,14 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dcpmla.serving.answers import DONE, Answers, ChatAnswers, event
 from dcpmla.serving.client import Engine, Generation, merged
+from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Texts
-from dcpmla.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from dcpmla.serving.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 
-_BODY_BYTES = 16 << 20  # a prompt of a million token ids has half as many
-_BODY_SECONDS = 60.0
-_SEND_SECONDS = 60.0  # that a client may leave an answer's next piece unread
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 T = TypeVar("T")
 
@@ -34,9 +32,9 @@ class Settings:
     """The user's choices.
 
     Attributes:
-        name: of the model, for clients.
-        api_key: that every route but /health asks for; None asks for none.
-        request_timeout: seconds that one request may take.
+        name: Name of the model.
+        api_key: Key that every route except /health requires, None for no key.
+        request_timeout: Maximum duration of one request, in seconds.
     """
 
     name: str
@@ -47,8 +45,9 @@ class Settings:
 class Api:
     """The routes over an engine."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
-        self._engine, self._settings, self._created = engine, settings, int(time.time())
+    def __init__(self, engine: Engine, settings: Settings, limits: Limits) -> None:
+        self._engine, self._settings, self._limits, self._created = engine, settings, limits, int(time.time())
+        self._num_body_bytes = 0  # Bodies of all requests that are being received or tokenized.
 
     def app(self) -> ASGIApp:
         """Return the application."""
@@ -83,10 +82,11 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        body = parse(CompletionBody, await _read(request), CompletionBody.check)
-        texts = self._texts(body.model)
-        self._engine.check_room(len(body.prompts) * body.num_choices)
-        prompts = [await texts.prompt(prompt, wants_text=bool(body.echo)) for prompt in body.prompts]
+        self._engine.check_room(1)
+        async with self._body(request, CompletionBody, CompletionBody.check) as body:
+            texts = self._texts(body.model)
+            self._engine.check_room(len(body.prompts) * body.num_choices)
+            prompts = [await texts.prompt(prompt, wants_text=bool(body.echo)) for prompt in body.prompts]
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         params = body.params(max(1, max_tokens), body.logprobs, body.logprobs if body.echo else None)
         answers = Answers(
@@ -102,9 +102,11 @@ class Api:
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation."""
-        body = parse(ChatBody, await _read(request), ChatBody.check)
-        texts = self._texts(body.model)
-        prompt = await texts.chat(body.messages, body.chat_template_kwargs)
+        self._engine.check_room(1)
+        async with self._body(request, ChatBody, ChatBody.check) as body:
+            texts = self._texts(body.model)
+            prompt = await texts.chat(body.messages, body.chat_template_kwargs)
+            body.messages.clear()  # The answer may take minutes.
         room = self._engine.ready().max_model_len - len(prompt.token_ids)
         max_tokens = body.max_completion_tokens or body.max_tokens or room
         answers = ChatAnswers(texts, self._settings.name, [prompt], body.num_choices, num_logprobs=body.num_logprobs)
@@ -112,22 +114,61 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
-        body = parse(TokenizeBody, await _read(request))
-        texts = self._texts(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt")
-        if body.messages is not None:
-            tokens = (await texts.chat(body.messages, body.chat_template_kwargs)).token_ids
-        else:
-            tokens = await texts.encode(body.prompt or "", body.add_special_tokens is not False)
+        self._engine.ready()
+        async with self._body(request, TokenizeBody) as body:
+            texts = self._texts(body.model)
+            if (body.prompt is None) == (body.messages is None):
+                raise ApiError(400, "give either prompt or messages", param="prompt")
+            if body.messages is not None:
+                tokens = (await texts.chat(body.messages, body.chat_template_kwargs)).token_ids
+            else:
+                tokens = await texts.encode(body.prompt or "", body.add_special_tokens is not False)
         return JSONResponse(
             {"count": len(tokens), "max_model_len": self._engine.ready().max_model_len, "tokens": tokens}
         )
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
-        body = parse(DetokenizeBody, await _read(request))
-        return JSONResponse({"prompt": await self._texts(body.model).decode(body.tokens)})
+        self._engine.ready()
+        async with self._body(request, DetokenizeBody) as body:
+            return JSONResponse({"prompt": await self._texts(body.model).decode(body.tokens)})
+
+    @asynccontextmanager
+    async def _body(
+        self, request: Request, kind: type[Body], check: Callable[[Body], None] = lambda body: None
+    ) -> AsyncIterator[Body]:
+        """Receive and parse a body, which counts towards the total until the end of the block.
+
+        Raises:
+            ApiError: The body is too long, too slow or wrong, or the bodies of other requests leave no room.
+        """
+        content = bytearray()
+        try:
+            await self._receive(request, content)
+            yield parse(kind, content, check)
+        finally:
+            self._num_body_bytes -= len(content)
+
+    async def _receive(self, request: Request, content: bytearray) -> None:
+        self._check_length(int(request.headers.get("content-length", 0)))
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                async for part in request.stream():
+                    content += part
+                    self._num_body_bytes += len(part)
+                    self._check_length(len(content))
+        except TimeoutError:
+            raise ApiError(408, "the body takes too long", headers={"Connection": "close"}) from None
+        except ClientDisconnect:
+            raise ApiError(400, "the body is not complete") from None
+
+    def _check_length(self, length: int) -> None:
+        """Raise ApiError for a body that is too long, or where all bodies together are."""
+        if length > self._limits.body_bytes:
+            raise ApiError(413, f"the body has more than {self._limits.body_bytes:,} bytes")
+        if self._num_body_bytes > self._limits.total_bytes:
+            words = f"requests that are being received have more than {self._limits.total_bytes:,} bytes; try again"
+            raise ApiError(503, words, code="overloaded", headers={"Retry-After": "1"})
 
     def _texts(self, name: str | None) -> Texts:
         """Return the tokenizer of the model that a client names, or of the one there is."""
@@ -200,14 +241,13 @@ class _EventStream(Response):
         self._generation, self._events = generation, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation, suppress(TimeoutError):
+        with self._generation:
             await _while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         async for text in self._events:
-            async with asyncio.timeout(_SEND_SECONDS):
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -226,30 +266,6 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _read(request: Request) -> bytes:
-    """Return a request's body.
-
-    Raises:
-        ApiError: one that is too long, or too slow.
-    """
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size <= _BODY_BYTES:
-                    parts.append(part)
-                elif size > 4 * _BODY_BYTES:
-                    break  # others are read to their end, or the client would not see the answer
-    except TimeoutError:
-        raise ApiError(408, "the body takes too long", headers={"Connection": "close"}) from None
-    except ClientDisconnect:
-        raise ApiError(400, "the body is not complete") from None
-    if size > _BODY_BYTES:
-        raise ApiError(413, f"the body has more than {_BODY_BYTES:,} bytes", headers={"Connection": "close"})
-    return b"".join(parts)
 
 
 class _Guard:

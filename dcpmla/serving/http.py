@@ -6,59 +6,18 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dcpmla.serving.app import Api, Settings
 from dcpmla.serving.client import Engine
+from dcpmla.serving.connections import Connection, Limits
 from dcpmla.serving.metrics import Metrics
 
-_HEAD_BYTES = 64 << 10
-_HEAD_SECONDS = 30.0  # that a connection may take for the head of its next request
-_FLUSH = 3  # seconds for the answers that are left, at the end
+_FLUSH = 3  # Seconds for the remaining answers at the end.
 _POLL = 0.1
-
-
-class Protocol(HttpToolsProtocol):
-    """A connection whose next request must have its head within time, and of bounded size."""
-
-    _head_timer: asyncio.TimerHandle | None = None
-    _num_head_bytes = 0
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._wait_for_head()
-
-    def data_received(self, data: bytes) -> None:
-        self._num_head_bytes += len(data)
-        super().data_received(data)
-        if self._head_timer is not None and self._num_head_bytes > _HEAD_BYTES:
-            self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._num_head_bytes = 0
-        self._wait_for_head()
-
-    def on_headers_complete(self) -> None:
-        self._stop_timer()
-        super().on_headers_complete()
-
-    def _wait_for_head(self) -> None:
-        self._stop_timer()
-        self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
-
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        self._head_timer = None
 
 
 class _Server(uvicorn.Server):
@@ -70,30 +29,43 @@ class _Server(uvicorn.Server):
 
 
 def serve_http(
-    connection: socket.socket, listener: socket.socket, settings: Settings, max_waiting: int, drain_seconds: float
+    connection: socket.socket,
+    listener: socket.socket,
+    settings: Settings,
+    max_waiting: int,
+    drain_seconds: float,
+    limits: Limits | None = None,
 ) -> None:
     """Serve until the ranks have stopped or failed.
 
     Args:
-        connection: to the first rank.
-        max_waiting: most requests beyond those that run.
-        drain_seconds: that running requests have to finish, once the job is told to stop.
+        connection: Socket to the first rank.
+        listener: Socket that clients connect to.
+        settings: Choices of the user.
+        max_waiting: Maximum number of requests that wait, in addition to running ones.
+        drain_seconds: Time to finish running requests after the first signal to stop.
+        limits: Limits of each client.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes; the ranks decide
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    uvloop.run(_serve(connection, listener, settings, max_waiting, drain_seconds))
+    uvloop.run(_serve(connection, listener, settings, max_waiting, drain_seconds, limits or Limits()))
 
 
 async def _serve(
-    connection: socket.socket, listener: socket.socket, settings: Settings, max_waiting: int, drain_seconds: float
+    connection: socket.socket,
+    listener: socket.socket,
+    settings: Settings,
+    max_waiting: int,
+    drain_seconds: float,
+    limits: Limits,
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     engine = Engine(reader, writer, max_waiting, Metrics())
     config = uvicorn.Config(
-        Api(engine, settings).app(),
-        http=Protocol,
+        Api(engine, settings, limits).app(),
+        http=partial(Connection, limits=limits, request_timeout=settings.request_timeout),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

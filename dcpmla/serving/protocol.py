@@ -12,10 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.errors import ApiError
 
-MAX_CHOICES = 128  # of one prompt
+MAX_CHOICES = 128  # Answers to one prompt.
 MAX_LOGPROBS = 20  # alternatives of a token
 _MAX_TOKENS = 1 << 31
 _SEEDS = 1 << 64
+_MAX_MESSAGES = 1 << 14
+# pydantic parses 10 million numbers a second, but only 300,000 messages, and holds Python's lock meanwhile. A thread
+# would not keep the event loop free, so bodies have limits.
+_MAX_NUMBERS = 1 << 21  # Constants count as well.
+_MAX_ITEMS = 1 << 18  # Strings (names of fields included), lists and objects.
 
 # Fields that would change the answer and are not served, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -54,7 +59,7 @@ TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Body = TypeVar("Body", bound=BaseModel)
 _Path = tuple[int | str, ...]
-_Mistake = tuple[_Path, str, str]  # of pydantic: path, type, message
+_Mistake = tuple[_Path, str, str]  # Path, type and message of pydantic.
 
 
 class StreamOptions(BaseModel):
@@ -97,12 +102,18 @@ class _Generation(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Raise ApiError for a field that would change the answer and is not served, or that contradicts another."""
+        """Forget unknown fields.
+
+        Raises:
+            ApiError: A field would change the answer and is not served, or contradicts another.
+        """
         if self.best_of not in (None, self.num_choices):
             raise ApiError(400, f"best_of is {self.best_of}; it must be n, {self.num_choices}", param="best_of")
         for name, value in (self.model_extra or {}).items():
             if name in _UNSUPPORTED and value is not None and value not in _UNSUPPORTED[name]:
                 raise ApiError(400, f"{name} is not supported; leave it out", param=name)
+        if self.model_extra:
+            self.model_extra.clear()  # The answer may take minutes.
 
     def params(self, max_new_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Return what one prompt's requests have in common; a request without a seed gets one that nobody knows."""
@@ -161,10 +172,11 @@ class ContentPart(BaseModel):
 class ChatMessage(BaseModel):
     """A message of a conversation."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
     role: str
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    tool_calls: Any = None
 
     def for_template(self, number: int) -> dict[str, str]:
         """Return what a chat template sees.
@@ -172,7 +184,7 @@ class ChatMessage(BaseModel):
         Raises:
             ApiError: content that is no text, or calls of tools.
         """
-        if (self.model_extra or {}).get("tool_calls"):
+        if self.tool_calls:
             raise ApiError(400, "tool_calls is not supported; leave it out", param=f"messages.{number}.tool_calls")
         if isinstance(self.content, list):
             other = next((part.type for part in self.content if part.type != "text" or part.text is None), None)
@@ -186,10 +198,13 @@ class ChatMessage(BaseModel):
         return {"role": self.role, "content": content, **named}
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatBody(_Generation):
     """A body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -215,7 +230,7 @@ class TokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True)
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -228,12 +243,13 @@ class DetokenizeBody(BaseModel):
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
-def parse(kind: type[Body], content: bytes, check: Callable[[Body], None] = lambda body: None) -> Body:
+def parse(kind: type[Body], content: bytes | bytearray, check: Callable[[Body], None] = lambda body: None) -> Body:
     """Return a body of a kind.
 
     Raises:
         ApiError: it is no JSON, or one of its fields is not what it must be; the message names the first such field.
     """
+    _check_size(content)
     try:
         body = kind.model_validate_json(content)
     except ValidationError as error:
@@ -244,6 +260,19 @@ def parse(kind: type[Body], content: bytes, check: Callable[[Body], None] = lamb
         raise ApiError(400, f"{param or 'the body'}{item}: {words}", param=param) from None
     check(body)
     return body
+
+
+def _check_size(content: bytes | bytearray) -> None:
+    """Raise ApiError for JSON that would take long to parse."""
+    unescaped = content.replace(rb"\\", b"").replace(rb"\"", b"")
+    num_strings = unescaped.count(b'"') // 2
+    if num_strings <= _MAX_ITEMS:
+        outside_strings = b"".join(unescaped.split(b'"')[::2])
+        num_items = num_strings + outside_strings.count(b"[") + outside_strings.count(b"{")
+        if num_items <= _MAX_ITEMS and outside_strings.count(b",") <= _MAX_NUMBERS:
+            return
+    words = f"at most {_MAX_ITEMS:,} strings, lists and objects and {_MAX_NUMBERS:,} numbers are looked at"
+    raise ApiError(400, f"the body has too many values; {words}")
 
 
 def _closest(errors: list[_Mistake]) -> tuple[_Path, str]:
