@@ -5,7 +5,9 @@ later run can resume.
 import fcntl
 import json
 import os
-import tempfile
+import re
+import secrets
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,25 +15,26 @@ from typing import IO, Any
 
 import numpy as np
 
-_BEGINNING = b'{"id": '  # of every line
-_KEYS = {"id", "token_ids", "finish_reason"}  # what a line has at least
+_KEYS = ["id", "token_ids", "text", "finish_reason"]  # the first keys of every line, in this order
+_BEGINNING = b'{"id": '
+_BEGUN_LINE = re.compile(rb'\{"id": (-?\d+|"([^"\\]|\\.)*"), "token_ids": \[')
 
 
 def check_writable(option: str, path: Path | None, model: Path | None = None) -> None:
     """Raise ValueError, naming the option, unless a file can be put at the path.
 
     Args:
-        path: None is not wanted, and fine.
-        model: directory of a model that is read: none of its files may be overwritten.
+        path: Path of the file; None passes.
+        model: Directory of a model that is read: none of its files may be overwritten.
     """
     if path is None:
         return
     try:
         if path.exists() and not path.is_file():
-            raise ValueError(f"{option} is {path}, which is there and not a file; give the name of a file")
+            raise ValueError(f"{option} is {path}, which exists and is not a file; give the name of a file")
         _check_not_in_model(option, path, model)
-        with _beside(path):
-            pass
+        with _new_file(path) as file:
+            os.unlink(file.name)
     except OSError as error:
         message = (
             f"{option} is {path}, where no file can be written ({error.strerror}); give a path in a writable directory"
@@ -71,51 +74,59 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write beside the path, then rename over it: a reader sees the old file or the whole new one."""
-    path = Path(os.path.realpath(path))  # a link stays, what it points to is replaced
-    with _beside(path, delete=False) as file:
+    """Write to a new file, then rename it: a reader sees the old content or the whole new one."""
+    path = Path(os.path.realpath(path))  # a link stays, its target is replaced
+    with _new_file(path) as file:
         try:
             write(file)
             file.close()
-            os.chmod(file.name, 0o644)  # a temporary file is private; the result is an ordinary one
+            if path.exists():
+                shutil.copymode(path, file.name)
             os.replace(file.name, path)
         except BaseException:
             os.unlink(file.name)
             raise
 
 
-def _beside(path: Path, delete: bool = True) -> "tempfile._TemporaryFileWrapper[bytes]":
-    """Make a temporary file beside the path (beside what a link points to). A name that is too long fails here, before
-    the work.
+def _new_file(path: Path) -> IO[bytes]:
+    """Create a file of another name in the same directory (in that of a link's target); the umask decides its mode. A
+    name that is too long fails here, before the work.
     """
-    path = Path(os.path.realpath(path))  # unlike Path.resolve, it leaves loops of links to whoever opens them
-    return tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=delete)
+    path = Path(os.path.realpath(path))  # unlike Path.resolve, it does not raise RuntimeError for loops of links
+    return open(path.parent / f".{path.name}.{secrets.token_hex(4)}", "xb")
 
 
 class OutputLines:
     """A file of JSON lines, open for appending as requests finish.
 
     Attributes:
-        ids: of the outputs that were in it when it was opened.
+        ids: Request ids of the outputs that it had when it was opened.
+        num_bytes: Size of the whole outputs. Bytes after them, of a line that was cut off, are dropped by `append`.
     """
 
-    def __init__(self, path: Path, descriptor: int, ids: frozenset[str | int], num_bytes: int) -> None:
-        self.path, self.ids, self.num_bytes = path, ids, num_bytes
-        self._descriptor = descriptor
-
-    def append(self, outputs: Sequence[dict[str, Any]]) -> None:
-        """Write a line for each output, id first, all of them to the disk before this returns; or none of them.
+    def __init__(self, path: Path, descriptor: int, content: bytes) -> None:
+        """Take an open file.
 
         Raises:
-            OSError: no room; the file ends with the line before.
+            ValueError: The content is not of this program.
         """
-        # Half a surrogate pair has no UTF-8: it becomes the escape that JSON has for it.
-        lines = b"".join(
-            json.dumps(output, ensure_ascii=False).encode(errors="backslashreplace") + b"\n" for output in outputs
-        )
-        if not lines:
+        self.path, self._descriptor = path, descriptor
+        self.ids, self.num_bytes = _read_outputs(path, content)
+        self._separator = b"" if content[: self.num_bytes].endswith(b"\n") or not self.num_bytes else b"\n"
+
+    def append(self, outputs: Sequence[dict[str, Any]]) -> None:
+        """Write a line for each output to the disk before this returns; or none of them.
+
+        Raises:
+            OSError: The disk is full; the file ends with the line before.
+        """
+        if not outputs:
             return
+        # UTF-8 lacks half a surrogate pair: it becomes its escape in JSON.
+        texts = (json.dumps(output, ensure_ascii=False) for output in outputs)
+        lines = self._separator + b"".join(text.encode(errors="backslashreplace") + b"\n" for text in texts)
         try:
+            os.ftruncate(self._descriptor, self.num_bytes)
             written = 0
             while written < len(lines):
                 written += os.write(self._descriptor, lines[written:])
@@ -123,22 +134,21 @@ class OutputLines:
         except OSError as error:
             os.ftruncate(self._descriptor, self.num_bytes)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
-        self.num_bytes += len(lines)
+        self.num_bytes, self._separator = self.num_bytes + len(lines), b""
 
 
 @contextmanager
 def open_output_lines(path: Path, model: Path | None = None) -> Iterator[OutputLines]:
-    """Open or make an output file for this run alone. A last line that was cut off is dropped; a file without lines
-    is removed at the end.
+    """Open or make an output file for this run alone. A new file that gets no lines is removed at the end.
 
     Args:
-        model: directory of a model that is read: of its files only an earlier run's outputs are appended to.
+        model: Directory of a model that is read: of its files only an earlier run's outputs are appended to.
     Raises:
-        ValueError: no file can be there, another run writes it, or it holds something else than outputs.
+        ValueError: No file can be written there, another run writes it, or its content is not an earlier run's.
     """
     try:
         existed = path.exists()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
         message = (
             f"--output-file is {path}, where no file can be written ({error.strerror}); "
@@ -147,20 +157,16 @@ def open_output_lines(path: Path, model: Path | None = None) -> Iterator[OutputL
         raise ValueError(message) from error
     try:
         if not path.is_file():
-            raise ValueError(f"--output-file is {path}, which is there and not a file; give the name of a file")
+            raise ValueError(f"--output-file is {path}, which exists and is not a file; give the name of a file")
         _lock(path, descriptor)
-        content = path.read_bytes()
-        num_whole = content.rfind(b"\n") + 1
-        ids = frozenset(_read_ids(path, content, num_whole))
-        if existed and not ids:
+        lines = OutputLines(path, descriptor, path.read_bytes())
+        if existed and not lines.num_bytes:
             _check_not_in_model("--output-file", path, model)
-        os.ftruncate(descriptor, num_whole)
-        lines = OutputLines(path, descriptor, ids, num_whole)
         try:
             yield lines
         finally:
-            if not lines.num_bytes:
-                path.unlink()
+            if not (existed or lines.num_bytes):
+                os.unlink(os.path.realpath(path))
     finally:
         os.close(descriptor)
 
@@ -173,32 +179,51 @@ def _lock(path: Path, descriptor: int) -> None:
             f"--output-file is {path}, which another run is writing; wait for it, or give another file"
         ) from error
     except OSError:
-        pass  # a file system without locks: then it is the user who keeps runs apart
+        pass  # the file system has no locks: the user keeps runs apart
 
 
-def _read_ids(path: Path, content: bytes, num_whole: int) -> Iterator[str | int]:
-    """Yield the id of every complete line; the rest must look like the beginning of another.
+def _read_outputs(path: Path, content: bytes) -> tuple[frozenset[str | int], int]:
+    """Return the ids of all whole outputs, and their bytes. The rest is a line of this program that was cut off.
 
     Raises:
-        ValueError: a line that is no output.
+        ValueError: A line that this program did not write.
     """
-    *lines, rest = [*content[:num_whole].split(b"\n")[:-1], content[num_whole:]]
-    for number, line in enumerate(lines, start=1):
-        request_id = _read_id(line)
-        if request_id is None:
-            raise ValueError(
-                f"--output-file is {path}, whose line {number} is no output of generate; give another file"
-            )
-        yield request_id
-    if not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
-        raise ValueError(f"--output-file is {path}, whose last line is no output of generate; give another file")
+    *lines, rest = content.split(b"\n")
+    if rest and _read_id(rest) is not None:  # only the line's end is missing
+        lines, rest = [*lines, rest], b""
+    ids = [_read_id(line) for line in lines]
+    wrong = f"line {ids.index(None) + 1}" if None in ids else "last line" if rest and not _is_cut(rest, lines) else ""
+    if wrong:
+        raise ValueError(
+            f"--output-file is {path}, whose {wrong} is no output of generate; give a new file, or one that generate "
+            "wrote"
+        )
+    return frozenset(request_id for request_id in ids if request_id is not None), len(content) - len(rest)
+
+
+def _is_cut(rest: bytes, lines: Sequence[bytes]) -> bool:
+    """Return whether this is the beginning of a line of this program: after other lines any beginning, else as much as
+    no other program writes.
+    """
+    if _parse(rest) is not None:
+        return False
+    is_beginning = rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)
+    return _BEGUN_LINE.match(rest) is not None or (bool(lines) and is_beginning)
 
 
 def _read_id(line: bytes) -> str | int | None:
-    """Return an output's id, or None where the line is no output."""
+    """Return an output's id, or None unless the line is as `append` writes it."""
+    output = _parse(line) if _BEGUN_LINE.match(line) else None
+    if not isinstance(output, dict) or list(output)[: len(_KEYS)] != _KEYS:
+        return None
+    request_id: str | int = output["id"]
+    return request_id
+
+
+def _parse(line: bytes) -> object:
+    """Return the value of a line of JSON, or None."""
     try:
-        output = json.loads(line)
+        value: object = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_output = isinstance(output, dict) and output.keys() >= _KEYS and isinstance(output["id"], str | int)
-    return output["id"] if is_output else None
+    return value

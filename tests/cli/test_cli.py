@@ -106,7 +106,7 @@ def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> No
     assert sample(3, 1) == sample(3, 2)
     assert sample(3, 1) != sample(4, 1)
     assert sample(3, 1)[0] != sample(3, 1)[1]  # equal prompts draw from different streams
-    assert sample(3, 1, num_prompts=1)[0] == sample(3, 1)[0]  # and a prompt's stream is its own
+    assert sample(3, 1, num_prompts=1)[0] == sample(3, 1)[0]  # a prompt's stream is its own
 
 
 def test_stops(model: Path, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ MISTAKES = {
         ["--json", "/no/such/dir/out.json"],
         "--json is /no/such/dir/out.json, where no file can be written (No such file or directory)",
     ),
-    "logits": (["--logits", "/"], "--logits is /, which is there and not a file; give the name of a file"),
+    "logits": (["--logits", "/"], "--logits is /, which exists and is not a file; give the name of a file"),
     "no temperature": (
         ["--temperature", "nan"],
         "temperature (--temperature) is nan; it must be a finite number of at least 0",
@@ -222,7 +222,7 @@ MISTAKES = {
         "attention_backend (--attention-backend) is 'fa9'; expected 'auto' or one of hopper, triton",
     ),
     "seed": (["--seed=-1"], "argument --seed: '-1' is not a whole number in [0, 2^32)"),
-    "device file": (["--logits", "/dev/null"], "--logits is /dev/null, which is there and not a file"),
+    "device file": (["--logits", "/dev/null"], "--logits is /dev/null, which exists and is not a file"),
     "long name": (["--json", "/tmp/" + 250 * "x"], "where no file can be written (File name too long)"),
     "abbreviation": (["--max-new", 3], "unrecognized arguments: --max-new 3"),
     "long model name": (["--model", 300 * "x"], "no such directory, and no such model could be downloaded"),

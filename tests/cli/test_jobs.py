@@ -120,7 +120,7 @@ def test_a_rerun_adds_what_is_missing(model: Path, tmp_path: Path, capfd: pytest
     assert run_job(model, tmp_path) == 0
     whole = {output["id"]: output["token_ids"] for output in read_lines(out)}
     first, second, *_ = out.read_bytes().splitlines(keepends=True)
-    out.write_bytes(first + second[:-5])  # as a crash leaves it
+    out.write_bytes(first + second[:-5])  # a crash leaves this
     assert run_job(model, tmp_path) == 0
     assert out.read_bytes().startswith(first)
     lines = read_lines(out)
@@ -183,10 +183,11 @@ def test_files_that_do_not_belong_together(model: Path, tmp_path: Path, capfd: p
     write_lines(tmp_path / "in.jsonl", PROMPTS)
     for content, message in [
         (json.dumps(line("z")) + "\n", "which has id 'z' that is not in --prompt-file; give the files of one job"),
-        ("text\n", "whose line 1 is no output of generate; give another file"),
-        (json.dumps(PROMPTS[0]) + "\n", "whose line 1 is no output of generate; give another file"),
-        (json.dumps(line(["a"])) + "\n", "whose line 1 is no output of generate; give another file"),
-        ("notes without an end", "whose last line is no output of generate; give another file"),
+        (json.dumps(line("z")) + '\n{"id": "a', "which has id 'z' that is not in --prompt-file"),
+        ("text\n", "whose line 1 is no output of generate; give a new file, or one that generate wrote"),
+        (json.dumps(PROMPTS[0]) + "\n", "whose line 1 is no output of generate; give a new file"),
+        (json.dumps(line(["a"])) + "\n", "whose line 1 is no output of generate; give a new file"),
+        ("notes without an end", "whose last line is no output of generate; give a new file"),
     ]:
         (tmp_path / "out.jsonl").write_text(content)
         assert run_job(model, tmp_path) == 2
@@ -212,6 +213,41 @@ def test_odd_output_files(name: str, message: str, tmp_path: Path) -> None:
         pass
 
 
+def line(request_id: str | int, text: str = "") -> dict[str, Any]:
+    return {"id": request_id, "token_ids": [], "text": text, "finish_reason": "stop"}
+
+
+BEGUN = ['{"id": "a', "{", json.dumps(PROMPTS[0])[:-5]]  # after an output, an output may begin like these
+FOREIGN = [
+    '{"id": 5}',
+    json.dumps(PROMPTS[0]),
+    '{"id": 5, "token_ids": [1, 2]}',
+    '{"id": 5, "finish_reason": "stop", "token_ids": []}\n',
+    '{"id":5,"token_ids":[],"text":"","finish_reason":"stop"}\n',
+    "\n",
+]
+
+
+@pytest.mark.parametrize("content", [*BEGUN, *FOREIGN, *(json.dumps(line(1)) + "\n" + text for text in FOREIGN)])
+def test_a_foreign_file_stays_as_it_is(content: str, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text(content)
+    message = "--output-file is .*out, whose .*line.* give a new file, or one that generate wrote"
+    with pytest.raises(ValueError, match=message), open_output_lines(tmp_path / "out"):
+        pass
+    assert (tmp_path / "out").read_text() == content
+
+
+def test_a_run_without_outputs_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    cut = json.dumps(line(1)) + "\n" + json.dumps(line(2))[:20]
+    (tmp_path / "cut").write_text(cut)
+    for name in ("empty", "cut", "new"):
+        with open_output_lines(tmp_path / name) as lines:
+            lines.append([])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cut", "empty"]
+    assert (tmp_path / "cut").read_text() == cut
+
+
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     with (
         open_output_lines(tmp_path / "out"),
@@ -219,10 +255,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         open_output_lines(tmp_path / "out"),
     ):
         pass
-
-
-def line(request_id: str | int, text: str = "") -> dict[str, Any]:
-    return {"id": request_id, "token_ids": [], "text": text, "finish_reason": "stop"}
 
 
 @given(texts=st.lists(st.text(), max_size=5), cut=st.integers(0, 400))
@@ -236,7 +268,11 @@ def test_a_file_cut_anywhere_is_whole_lines_again(
             lines.append([line(index, text)])
     content = path.read_bytes() if texts else b""
     path.write_bytes(content[:cut])
-    kept = content[:cut].count(b"\n")
+    kept = content[:cut].count(b"\n") + content[:cut].endswith(b"}")
+    if 0 < len(content[:cut]) <= len(b'{"id": 0, "token_ids": '):  # too short to be known as an output
+        with pytest.raises(ValueError, match="last line is no output"), open_output_lines(path):
+            pass
+        path.unlink()
     with open_output_lines(path) as lines:
         assert lines.ids == set(range(kept))
         lines.append([line("new", "")])

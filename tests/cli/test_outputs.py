@@ -1,11 +1,15 @@
-"""The files that `dcpmla generate` writes, and those that it must not write over."""
+"""The files that `dcpmla generate` writes, and files that it must not overwrite."""
 
 import json
+import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dcpmla.__main__ import main
+from dcpmla.cli.output import open_output_lines, write_json
 from tests.cli.test_cli import generate
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
@@ -24,7 +28,7 @@ def test_one_file_for_both_outputs(model: Path, tmp_path: Path, capfd: pytest.Ca
 
 
 def hub_model(model: Path, directory: Path) -> Path:
-    """Copy a model as the hub's cache has it: links to files that lie elsewhere, under other names."""
+    """Copy a model as the hub's cache has it: links to files elsewhere, under other names."""
     (directory / "blobs").mkdir()
     (directory / "snapshot").mkdir()
     for number, file in enumerate(sorted(model.iterdir())):
@@ -107,3 +111,26 @@ def test_a_linked_output_keeps_its_link(model: Path, tmp_path: Path) -> None:
     )
     assert link.is_symlink()
     assert len(json.loads(target.read_text())["outputs"]) == 1
+
+
+@pytest.fixture(params=[0o077, 0o022, 0o002])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_new_files_follow_the_umask(umask: int, tmp_path: Path) -> None:
+    write_json(tmp_path / "new.json", {})
+    with open_output_lines(tmp_path / "new.jsonl") as lines:
+        lines.append([{"id": 1}])
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o666 & ~umask}
+
+
+def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    file.touch()
+    file.chmod(0o600)
+    write_json(file, {})
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [file]
