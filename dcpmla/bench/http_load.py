@@ -1,8 +1,9 @@
-"""A load driven over HTTP against any server with OpenAI's API: streams of completions, and what came of them."""
+"""A load driven over HTTP against any server with OpenAI's API: streams of completions, and their outcomes."""
 
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from dcpmla.bench.results import Row
 
 _READ_BYTES = 1 << 16
 _CONNECT_SECONDS = 30.0
+_NUM_REASONS = 3  # in a message about lost requests
 
 
 @dataclass
@@ -21,9 +23,9 @@ class Answer:
     """One request's answer; times are seconds after the load's beginning.
 
     Attributes:
-        first_token_time: None where none came.
-        num_tokens: new tokens, as the server counts them.
-        error: why it is lost; "" for an answer that is whole.
+        first_token_time: Time of the first token, or None.
+        num_tokens: New tokens, as the server counts them.
+        error: Reason why it is lost; "" for a whole answer.
     """
 
     arrival_time: float
@@ -61,6 +63,13 @@ def summary_row(load: Load, answers: Sequence[Answer]) -> Row:
     return row
 
 
+def describe_lost(answers: Sequence[Answer]) -> str:
+    """Return how many answers are lost and the most frequent reasons, in one line; empty if none is lost."""
+    reasons = Counter(" ".join(answer.error.split()) for answer in answers if answer.error)
+    common = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(_NUM_REASONS))
+    return f"{reasons.total()} of {len(answers)} are lost: {common}" if reasons else ""
+
+
 async def _drive(url: str, load: Load, api_key: str | None) -> list[Answer]:
     started = time.perf_counter()
     numbered = zip(load.arrival_times, load.prompts, load.output_lens, strict=True)
@@ -90,8 +99,8 @@ async def _ask(
 
 def _take(answer: Answer, event: Row, now: float) -> None:
     """Take an event of a stream."""
-    if "error" in event:
-        answer.error = event["error"]["message"]
+    if error := event.get("error"):
+        answer.error = str(error.get("message", error) if isinstance(error, dict) else error)
     if event.get("choices") and answer.first_token_time is None:
         answer.first_token_time = now
     if event.get("usage"):

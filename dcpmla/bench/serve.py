@@ -6,7 +6,6 @@ import argparse
 import gc
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from importlib.util import find_spec
@@ -48,7 +47,8 @@ class Serve(Benchmark[DCPConfig, None]):
     """The same load under each DCP size.
 
     Attributes:
-        served: results so far, with latencies and running requests for the plot.
+        served: Results so far, with latencies and running requests for the plot.
+        lost: Message about requests that a server lost; empty if it lost none.
     """
 
     ranks_of = "tp"
@@ -60,6 +60,7 @@ class Serve(Benchmark[DCPConfig, None]):
         self.files = open_model(args.model, args.max_model_len)
         self.load = self._make_load(args.num_requests, args.request_rate, args.output_lens, args.seed)
         self.served: list[Served] = []
+        self.lost = ""
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,16 +99,19 @@ class Serve(Benchmark[DCPConfig, None]):
         return [self._measure_server() if self.args.url else self._measure_engine(case)]
 
     def _measure_server(self) -> Row:
-        """Drive a server, which has its own layout; the warm-up is its user's."""
-        from dcpmla.bench.http_load import drive, summary_row  # needs the extra serve
+        """Drive a server, which has its own layout, and was warmed up by its user.
+
+        Raises:
+            ValueError: All requests are lost.
+        """
+        from dcpmla.bench.http_load import describe_lost, drive, summary_row  # needs the extra serve
 
         args = self.args
         answers = drive(args.url, self.load, os.environ.get("DCPMLA_API_KEY"))
-        lost = Counter(answer.error for answer in answers if answer.error)
-        if lost.total() == len(answers):
-            raise ValueError(f"url (--url) is {args.url!r}; all requests are lost: {', '.join(lost)}")
-        for error, count in lost.items():
-            print(f"lost: {count} requests: {error}", flush=True)
+        if lost := describe_lost(answers):
+            self.lost = f"url (--url) is {args.url!r}; the server must answer all requests, but {lost}"
+        if all(answer.error for answer in answers):
+            raise ValueError(self.lost)
         return {
             "model": Path(args.model).name,
             "url": args.url,
@@ -128,7 +132,7 @@ class Serve(Benchmark[DCPConfig, None]):
             engine.stats = Stats()
             served = self._serve(engine, "load", self.load)
         row = {
-            "model": Path(args.model).name,  # where it lies is nobody's business
+            "model": Path(args.model).name,  # without its path, which is private
             "tp": case.tensor_parallel_size,
             "dcp": case.decode_context_parallel_size,
             "exchange": chosen.exchange.name,
@@ -142,7 +146,7 @@ class Serve(Benchmark[DCPConfig, None]):
         return row
 
     def _check_room(self, engine: Engine) -> None:
-        """Raise ValueError unless the longest request fits under all sizes: none is served in vain."""
+        """Raise ValueError unless the longest request fits under all sizes, before any is served."""
         longest, sizes = max(self.load.seq_lens), engine.cache.sizes
         for dcp in _dcp_configs(self.args):
             if num_blocks(longest, dcp) > sizes.num_blocks:
@@ -186,6 +190,11 @@ class Serve(Benchmark[DCPConfig, None]):
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for name, *values in cells:
             yield "  ".join([name.ljust(widths[0]), *map(str.rjust, values, widths[1:])])
+
+    def close(self) -> None:
+        """Raise ValueError if some requests are lost: by now their number is printed and written."""
+        if self.lost:
+            raise ValueError(self.lost)
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
         """Draw running requests over time, and the share of requests within each latency, a line for each size."""

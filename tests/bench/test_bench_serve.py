@@ -1,4 +1,4 @@
-"""`dcpmla bench serve`: the load is what was asked for, the same under every cut; the rows say what happened."""
+"""`dcpmla bench serve`: the load is as requested, the same under every cut; the rows report its outcome."""
 
 import json
 import math
@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
+from dcpmla.bench.http_load import Answer, describe_lost
 from dcpmla.bench.load import Served, make_load, summarize
 from dcpmla.cache.latent import CachePlan
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.stats import Stats
-from tests.support.launchers import run_forked, unattended
+from tests.support.launchers import free_port, run_forked, unattended
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 
@@ -212,6 +213,21 @@ def test_one_process(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(table) == list(row)
     assert table["input_lens"] == "16,60"
     assert "dcp 1, load: 100%" in printed.err
+
+
+def test_lost_requests_are_described_in_a_line() -> None:
+    assert describe_lost([Answer(0.0), Answer(1.0)]) == ""
+    errors = [*["status 429: {\n  busy\n}"] * 3, "a", "b", "b", "c"]
+    answers = [Answer(0.0, error=error) for error in errors] + [Answer(0.0)]
+    assert describe_lost(answers) == "7 of 8 are lost: 3 x status 429: { busy }; 2 x b; 1 x a"
+
+
+def test_a_server_that_is_not_there(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    url = f"http://localhost:{free_port()}"
+    assert serve(model, url=url, json=tmp_path / "out.json") == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
+    assert f"url (--url) is '{url}'; the server must answer all requests, but 12 of 12 are lost: " in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_warm_up_does_not_count(model: Path, tmp_path: Path) -> None:

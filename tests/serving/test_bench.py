@@ -13,11 +13,11 @@ from tests.support.servers import RunningServer
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 
 
-def bench(server: RunningServer, model: Path, path: Path, **options: object) -> dict[str, object]:
+def bench(server: RunningServer, model: Path, path: Path, code: int = 0, **options: object) -> dict[str, object]:
     values = {"model": model, "device": "cpu", "url": server.url, "num_requests": 9, "json": path, **options}
     values = {"input_lens": "16,60", "output_lens": "1,7", "request_rate": 40, **values}
     named = [str(item) for name, value in values.items() for item in (f"--{name.replace('_', '-')}", value)]
-    assert main(["bench", "serve", *named]) == 0
+    assert main(["bench", "serve", *named]) == code
     (row,) = json.loads(path.read_text())["rows"]
     assert isinstance(row, dict)
     return row
@@ -47,19 +47,25 @@ def test_what_is_lost(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Requests too long for the server are lost and counted; where all are lost, nothing is reported."""
+    """Requests too long for the server are lost and counted, and the command fails; if all are lost, nothing is
+    written.
+    """
     monkeypatch.setenv("DCPMLA_API_KEY", KEY)
     longer, config = tmp_path / "longer", json.loads((model / "config.json").read_text())
     shutil.copytree(model, longer)
     length = config["max_position_embeddings"]
     (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2 * length}))
-    lost = bench(server, longer, tmp_path / "some.json", input_lens=f"16,{length}")["num_lost"]
+    lost = bench(server, longer, tmp_path / "some.json", code=2, input_lens=f"16,{length}")["num_lost"]
     assert isinstance(lost, int)
     assert 0 < lost < 9
-    assert f"lost: {lost} requests: status 400" in capfd.readouterr().out
+    printed = capfd.readouterr()
+    assert f"{lost} of 9 lost" in printed.out
+    (line,) = [line for line in printed.err.splitlines() if "error" in line]
+    assert f"dcpmla: error: url (--url) is '{server.url}'; the server must answer all requests, but {lost} of 9" in line
+    assert f"are lost: {lost} x status 400" in line
     monkeypatch.setenv("DCPMLA_API_KEY", "wrong")
     out = tmp_path / "bad.json"
     options = ["--model", str(model), "--device", "cpu", "--url", server.url, "--num-requests", "3", "--json", str(out)]
     assert main(["bench", "serve", *options, "--input-lens", "16", "--output-lens", "1"]) == 2
-    assert "all requests are lost: status 401" in capfd.readouterr().err
+    assert "but 3 of 3 are lost: 3 x status 401" in capfd.readouterr().err
     assert not out.exists()
