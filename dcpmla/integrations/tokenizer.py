@@ -1,19 +1,23 @@
-"""A model's tokenizer; Kimi's, which transformers reads with the checkpoint's own code only, from its data files."""
+"""A model's tokenizer, as tokenizer.json defines it. Kimi's, which otherwise needs the checkpoint's code, is built from
+its data files.
+"""
 
 import json
 from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import transformers
+from tokenizers import processors
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 _KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25")
 _NUM_SPECIAL_TOKENS = 256  # after the ranks, named or not
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-# Kimi's pieces of a text, each of which becomes tokens of its own: pat_str in tokenization_kimi.py. Llama-3's, the
-# pattern of transformers' converter, would give other tokens.
+# Kimi cuts a text into these pieces before it makes tokens: pat_str in tokenization_kimi.py. transformers' converter
+# uses Llama-3's pattern, which would give other tokens.
 _KIMI_PATTERN = "|".join(
     (
         r"[\p{Han}]+",
@@ -26,18 +30,94 @@ _KIMI_PATTERN = "|".join(
         r"\s+",
     )
 )
+_PROBES = (  # encoded and decoded at load
+    "hello world",
+    "  two  spaces, a\ttab\nand lines\n\n",
+    "don't stop . now , please !",
+    "Größe, naïve café, ΑΒΓ",
+    "你好，世界。日本語 한국어",
+    "3.14 and 1234567890",
+    "🦊 👩‍👩‍👧 🇯🇵",
+)
 
 
 def load_tokenizer(directory: Path) -> tuple[Any, str]:
-    """Load the model's tokenizer; or give None, and why it does not load (none there, broken, or one that needs the
-    checkpoint's own code).
+    """Load the model's tokenizer.
+
+    Returns:
+        The tokenizer and "", or None and the reason: there is none, it is broken, it needs the checkpoint's own code,
+        or it differs from tokenizer.json.
     """
     try:
         if _is_kimi(directory):
             return _load_kimi(directory), ""
+        if (directory / "tokenizer.json").exists():
+            return _load_file(directory), ""
         return transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False), ""
     except Exception as error:  # a broken tokenizer.json raises whatever its reader stumbled over
         return None, f"{type(error).__name__}: {error}"
+
+
+def _load_file(directory: Path) -> Any:
+    """Load tokenizer.json, with the special tokens and chat template of tokenizer_config.json.
+
+    tokenizer_class is ignored: checkpoints name LlamaTokenizer over a ByteLevel file, and transformers' class of that
+    name replaces its pre-tokenizer and decoder by Metaspace, so that spaces are lost. Text is not cleaned up after
+    decoding ("a ." would become "a."), as in vLLM's streams.
+
+    Raises:
+        ValueError: The tokenizer differs from tokenizer.json, or a token to add has no name.
+    """
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+        str(directory), clean_up_tokenization_spaces=False, trust_remote_code=False
+    )
+    _check_probes(tokenizer, directory / "tokenizer.json")
+    _add_ends(tokenizer, _read_json(directory / "tokenizer_config.json"))
+    return tokenizer
+
+
+def _check_probes(tokenizer: Any, path: Path) -> None:
+    """Raise ValueError unless the tokenizer encodes and decodes the probes as tokenizer.json does."""
+    own = tokenizers.Tokenizer.from_file(str(path))
+    own.no_padding()
+    own.no_truncation()
+    for probe in _PROBES:
+        expected = own.encode(probe, add_special_tokens=False).ids
+        token_ids = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
+        if token_ids != expected:
+            raise ValueError(f"transformers encodes {probe!r} as {token_ids}; {path} itself as {expected}")
+        if (text := tokenizer.decode(token_ids)) != (own_text := own.decode(expected, skip_special_tokens=False)):
+            raise ValueError(f"transformers decodes {token_ids} as {text!r}; {path} itself as {own_text!r}")
+
+
+def _add_ends(tokenizer: Any, settings: dict[str, Any]) -> None:
+    """Add the first and last token that the settings ask for, unless tokenizer.json adds them.
+
+    transformers 4 followed add_bos_token and add_eos_token; transformers 5, and vLLM with it, ignores them if
+    there is a tokenizer.json. A model trained with a first token is worse without it. `false` removes nothing:
+    tokenizer.json decides, as in transformers 5.
+
+    Raises:
+        ValueError: The settings name no such token.
+    """
+    for name in ("bos_token", "eos_token"):
+        if settings.get(f"add_{name}") and getattr(tokenizer, name) is None:
+            raise ValueError(f"tokenizer_config.json sets add_{name}, but names no {name}")
+    whole, text = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (True, False))
+    start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)
+    first, last = whole[:start], whole[start + len(text) :]
+    if settings.get("add_bos_token") and first[:1] != [tokenizer.bos_token_id]:
+        first = [tokenizer.bos_token_id, *first]
+    if settings.get("add_eos_token") and last[-1:] != [tokenizer.eos_token_id]:
+        last = [*last, tokenizer.eos_token_id]
+    if [*first, *text, *last] != whole:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*(f"{token}t:0" for token in first), "$A:0", *(f"{token}t:0" for token in last)],
+            special_tokens=[
+                {"id": f"{token}t", "ids": [token], "tokens": [tokenizer.convert_ids_to_tokens(token)]}
+                for token in {*first, *last}
+            ],
+        )
 
 
 class _RankConverter(TikTokenConverter):
@@ -55,7 +135,7 @@ class _RankConverter(TikTokenConverter):
 
 
 def _is_kimi(directory: Path) -> bool:
-    """Tell whether the directory holds Kimi's ranks and no tokenizer.json."""
+    """Return whether the directory holds Kimi's ranks and no tokenizer.json."""
     if not (directory / "tiktoken.model").exists() or (directory / "tokenizer.json").exists():
         return False
     code = _read_json(directory / "tokenizer_config.json").get("auto_map")
@@ -87,7 +167,7 @@ def _load_kimi(directory: Path) -> Any:
         clean_up_tokenization_spaces=False,
         chat_template=template.read_text("utf-8") if template.exists() else settings.get("chat_template"),
     )
-    if len(tokenizer) != num_ranks + _NUM_SPECIAL_TOKENS:  # transformers adds those that it misses at the end
+    if len(tokenizer) != num_ranks + _NUM_SPECIAL_TOKENS:  # transformers adds missing tokens at the end
         raise ValueError(
             f"{directory}: tiktoken.model has {num_ranks:,} ranks; the special tokens of tokenizer_config.json must "
             f"have the ids {num_ranks} to {num_ranks + _NUM_SPECIAL_TOKENS - 1}"
