@@ -12,7 +12,7 @@ _READ_BYTES = 256 << 10  # A client that reads this much of an answer gets `send
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client may send, and how long it may take.
+    """Limits of what a client sends, and of the time that it takes.
 
     Attributes:
         head_bytes: Bytes between two pieces of bodies: the head of a request, a chunk's frame, trailers.
