@@ -70,8 +70,14 @@ STEPS: tuple[Step, ...] = (
 TOTALS = (42, 7, 2)
 
 
-def check_layer(weights: dict[str, Tensor], config: MLAConfig, dcp: DCPConfig, device: str = "cpu") -> None:
-    """Check a layer's steps, on GPUs in bfloat16: what each caches and returns."""
+def check_layer(
+    weights: dict[str, Tensor], config: MLAConfig, dcp: DCPConfig, device: str = "cpu", absorbs: bool = False
+) -> None:
+    """Check a layer's steps, on GPUs in bfloat16: what each caches and returns.
+
+    Args:
+        absorbs: Whether pieces of prompts attend with absorbed queries, in requests of three tokens.
+    """
     mesh, dtype = (
         init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size),
         next(iter(weights.values())).dtype,
@@ -90,15 +96,22 @@ def check_layer(weights: dict[str, Tensor], config: MLAConfig, dcp: DCPConfig, d
     for step in STEPS:
         requests, cached, new = zip(*step, strict=True)
         ends = [start + count for start, count in zip(cached, new, strict=True)]
-        metadata = StepMetadata.build(new, ends, [tables[i] for i in requests], dcp, mesh.dcp_rank, device)
+        routes = {"max_decode_query_len": 3, "num_decodes": len(step)} if absorbs else {}
+        numbers = new, ends, [tables[i] for i in requests], dcp, mesh.dcp_rank, device
+        metadata = StepMetadata.build(*numbers, **routes)
         rows = torch.cat([hidden[i][end - count : end] for i, end, count in zip(requests, ends, new, strict=True)])
         with torch.no_grad():
             out = layer(rows.to(device), LayerCache(cache), metadata).cpu().double()
-        wanted = []
+        wanted, of_cached_rows = [], []
         for request, start, count in step:
             shards = everybodys_rows(cache, mesh.dcp_group, start + count, tables[request], dcp)
             decoded = dequantize(shards, config.kv_lora_rank, kv_scale, torch.float64)
-            wanted.append(attend(weights, config, hidden[request][: start + count].double(), decoded, count, q_scale))
+            own = hidden[request][: start + count].double()
+            wanted.append(attend(weights, config, own, decoded, count, q_scale, count > 1 and not absorbs))
+            of_cached_rows.append(attend(weights, config, own, decoded, count, None, False))
+        # By either route, a result is as far from that over the rounded rows as one rounding of the rows is.
+        exact = torch.cat(of_cached_rows)
+        assert (out - exact).norm() < 2**-4 * exact.norm()
         if dtype == torch.bfloat16:
             # Kernels may round the probabilities of fp8 queries' products to e4m3, too.
             assert (out - torch.cat(wanted)).norm() < (3e-2 if q_scale is None else 8e-2) * torch.cat(wanted).norm()
@@ -119,13 +132,19 @@ def everybodys_rows(cache: Tensor, group: Any, num_tokens: int, blocks: list[int
 
 
 def attend(
-    weights: dict[str, Tensor], config: MLAConfig, hidden: Tensor, cached: Tensor, num_new: int, q_scale: Tensor | None
+    weights: dict[str, Tensor],
+    config: MLAConfig,
+    hidden: Tensor,
+    cached: Tensor,
+    num_new: int,
+    q_scale: Tensor | None,
+    is_prefill: bool,
 ) -> Tensor:
     """Compute the layer in float64 on a sequence's hidden states: a decode over what is cached, a prefill over that and
     its own latents.
     """
     absorbed, latents = queries_and_latents(weights, config, hidden)
-    absorbed, is_prefill = absorbed[-num_new:], num_new > 1
+    absorbed = absorbed[-num_new:]
     own = latents[len(latents) - num_new :] if is_prefill else cached[len(cached) - num_new :]
     assert (
         cached - latents
@@ -172,7 +191,8 @@ def check_layers(size: int) -> None:
         without_positions(config_of_layer()),
     )
     for kv_format, interleave in itertools.product(FORMATS, (1, 2, 16)):
-        check_layer(weights, config, layout(size, size, interleave, kv_format))
+        for absorbs in (False, True):
+            check_layer(weights, config, layout(size, size, interleave, kv_format), absorbs=absorbs)
     if size == 2:
         check_calculated_scales(weights, config)
         check_old_gpus(config)
@@ -194,7 +214,8 @@ def check_layers_on_gpus(size: int) -> None:
     }
     for kv_format, backend in itertools.product(FORMATS, ("ag_rs", "direct") if size > 1 else ("auto",)):
         dcp = layout(size, size, 2, kv_format, dcp_comm_backend=backend, block_size=64)
-        check_layer(weights, without_positions(hf_config), dcp, "cuda")
+        for absorbs in (False, True):
+            check_layer(weights, without_positions(hf_config), dcp, "cuda", absorbs)
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)])

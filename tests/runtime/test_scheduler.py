@@ -1,5 +1,6 @@
 """The scheduler alone, under any load: all requests finish, ranks decide alike, and no prompt is read twice."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.step import Step
+from tests.support.costs import DrawnCosts
 
 BLOCK = 4
 
@@ -207,3 +209,41 @@ def test_scored_prompts_keep_their_order_among_a_stream_of_others() -> None:
     times = [request.scheduled_time for request in first]
     assert times == sorted(times)  # type: ignore[type-var]
     assert max(time for time in times if time is not None) < 20
+
+
+@given(load=loads, budget=st.sampled_from([7, 64, 500]), seed=st.integers(0, 20), num_blocks=st.integers(12, 40))
+@settings(max_examples=100, deadline=None)
+def test_prompts_beside_decodes_take_bounded_time(load: Load, budget: int, seed: int, num_blocks: int) -> None:
+    """Ranks decide alike, all requests finish, and pieces beside decodes exceed the limit by the last one at most."""
+    costs = DrawnCosts(seed)
+    ranks = []
+    for _ in range(2):
+        scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), budget, 8, costs=costs)
+        requests = requests_of(load)
+        everyone = [request for arriving in requests for request in arriving]
+        if any(request.max_seq_len > num_blocks * BLOCK for request in everyone):
+            return
+        names = {request: name for name, request in enumerate(everyone)}
+        steps = serve(scheduler, requests)
+        assert all(request.finish_reason for request in everyone)
+        ranks.append([[(names[piece.request], *piece[1:]) for piece in step.pieces] for step in steps])
+        for step in steps:
+            lens = [piece.num_tokens for piece in step.pieces]
+            num_decodes = lens.count(1)
+            assert lens[:num_decodes] == [1] * num_decodes
+            assert num_decodes <= step.num_absorbed <= len(lens)
+            if step.room_us < costs.max_prefill_us < math.inf and len(lens) > num_decodes:
+                # What is left is negative by no more than one piece of the fewest tokens takes.
+                assert step.room_us >= -costs.piece_us(64, num_blocks * BLOCK)
+    assert ranks[0] == ranks[1]
+
+
+def test_a_long_prompt_comes_forward_beside_decodes() -> None:
+    """However little time is left: by the fewest tokens that a piece has."""
+    costs = DrawnCosts(2)
+    assert costs.max_prefill_us == 1.0
+    scheduler = Scheduler(BlockAllocator(2000, BLOCK), 512, 4, costs=costs)
+    decoding = Request([1] * 8, SamplingParams(max_new_tokens=100))
+    steps = serve(scheduler, [[decoding], [], [], [Request([2] * 1000, SamplingParams(max_new_tokens=1))]])
+    pieces = [piece.num_tokens for step in steps for piece in step.pieces if len(step.pieces) > 1]
+    assert [num for num in pieces if num > 1] == [64] * 15 + [40]
