@@ -6,27 +6,31 @@ from typing import Any
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, list_of, one_of, optional, whole
 
-WHOLE = 1 << 62  # rows or columns of a block that has all of them
+WHOLE = 1 << 62  # rows or columns of a block without a limit
+_CACHE_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo")  # modelopt's fields that describe a calibrated cache
 _METHODS = ("fp8", "compressed-tensors", "modelopt")
 _INT4 = "pack-quantized"  # compressed-tensors' format of integers in 4 bits
-_SCHEMES = {  # of the methods that have several: the field that says which, and those that can be read
+_SCHEMES = {  # methods with several schemes: the field that names the scheme, and the readable ones
     "compressed-tensors": ("format", ("float-quantized", "naive-quantized", _INT4)),
     "modelopt": ("quant_algo", ("FP8",)),
 }
 _GROUP_SIZE = whole(1, LARGEST_SIZE)
 _BLOCK = list_of(_GROUP_SIZE, 2)
-_STRATEGIES = {"tensor": (WHOLE, WHOLE), "channel": (1, WHOLE)}  # of compressed-tensors; others say their own
+_STRATEGIES = {
+    "tensor": (WHOLE, WHOLE),
+    "channel": (1, WHOLE),
+}  # compressed-tensors' without sizes
 
 
 def _is_fp8(weights: Mapping[str, Any]) -> bool:
-    """Tell whether compressed-tensors' weights are e4m3 whose scales are known."""
+    """Return whether compressed-tensors' weights are e4m3 with known scales."""
     strategy = str(weights.get("strategy"))
     has_scales = strategy in _STRATEGIES or (strategy == "block" and _BLOCK.holds(weights.get("block_structure")))
     return has_scales and (weights.get("num_bits"), weights.get("type")) == (8, "float")
 
 
 def _is_int4(weights: Mapping[str, Any]) -> bool:
-    """Tell whether compressed-tensors' weights are integers in 4 bits, of columns that follow each other."""
+    """Return whether compressed-tensors' weights are integers in 4 bits, with columns in order."""
     has_scales = weights.get("strategy") == "group" and _GROUP_SIZE.holds(weights.get("group_size"))
     is_plain = weights.get("symmetric", True) is True and weights.get("actorder") != "group"
     return has_scales and is_plain and (weights.get("num_bits"), weights.get("type")) == (4, "int")
@@ -52,27 +56,45 @@ _RULES = {
     "modules_to_convert": optional(list_of(TEXT)),
     "ignored_layers": optional(list_of(TEXT)),
     "ignore": optional(list_of(TEXT)),
-    "config_groups": _groups("8 bits, type float, strategy tensor, channel or block", _is_fp8),
     "dequantize": FLAG,
 }
+_FP8_GROUPS = _groups("8 bits, type float, strategy tensor, channel or block", _is_fp8)
 _INT4_GROUPS = _groups("4 bits, type int, symmetric, strategy group, actorder not group", _is_int4)
 
 
 def check_quantization(quantization: Mapping[str, Any]) -> None:
-    """Raise ValueError for a quantization_config of weights that cannot be read, by the field that says so."""
+    """Raise ValueError for a quantization_config of unreadable weights; it names the field."""
     label = "quantization_config.{}".format
     check_fields({"quant_method": one_of(_METHODS)}, {"quant_method": None, **quantization}, label)
+    if not has_quantized_weights(quantization):
+        return
     method = quantization["quant_method"]
     if method in _SCHEMES:
         field, schemes = _SCHEMES[method]
         check_fields(
             {field: one_of(schemes)}, {field: None, **quantization}, f"quantization_config.{{}} of {method}".format
         )
-    required = {"config_groups": None} if method == "compressed-tensors" else {}
-    rules = _RULES | {"config_groups": _INT4_GROUPS} if is_int4(quantization) else _RULES
-    check_fields(rules, {**required, **quantization}, label)
+    check_fields(_RULES, quantization, label)
+    if method == "compressed-tensors":  # modelopt's groups repeat its quant_algo
+        groups = _INT4_GROUPS if is_int4(quantization) else _FP8_GROUPS
+        check_fields({"config_groups": groups}, {"config_groups": None, **quantization}, label)
     if len(_blocks(quantization)) > 1:
         raise ValueError(f"{label('config_groups')} differ in the weights that share a scale; they must be alike")
+
+
+def has_quantized_weights(quantization: Mapping[str, Any]) -> bool:
+    """Return whether a quantization_config is of weights, too, instead of the scales of a cache alone.
+
+    compressed-tensors has no groups then, modelopt no algorithm.
+    """
+    match quantization.get("quant_method"):
+        case "compressed-tensors":
+            groups = quantization.get("config_groups")
+            return not (groups == {} or (groups is None and quantization.get("format") == "dense"))
+        case "modelopt":
+            has_cache = any(quantization.get(name) is not None for name in _CACHE_FIELDS)
+            return quantization.get("quant_algo") is not None or not has_cache
+    return True
 
 
 def is_int4(quantization: Mapping[str, Any] | None) -> bool:
@@ -81,8 +103,8 @@ def is_int4(quantization: Mapping[str, Any] | None) -> bool:
 
 
 def has_fp4_experts(config: Any) -> bool:
-    """Return whether the routed experts of a model are in e2m1: DeepSeek-V4's config says so, or its
-    quantization_config, to which newer versions of transformers move the field.
+    """Return whether the routed experts of a model are in e2m1: a field of DeepSeek-V4's config, or
+    of its quantization_config, to which newer versions of transformers move it.
     """
     quantization = getattr(config, "quantization_config", None) or {}
     return "fp4" in (getattr(config, "expert_dtype", None), quantization.get("expert_dtype"))

@@ -2,30 +2,34 @@
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, KeysView, Mapping
+from collections.abc import Callable, Mapping, Set
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from dcpmla.integrations.quantization import FLOATS, StoredTensor, check_has_values, quantized_matrix
 from dcpmla.parallel.linear import Weight
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the name of the weight; a value is its code's times the scale
-_SHAPE_SUFFIX = ".weight_shape"  # beside compressed-tensors' packed codes, whose own shape says as much
+_SHAPE_SUFFIX = ".weight_shape"  # compressed-tensors' shape of packed codes, which follows from their own
 
 
 class Checkpoint:
     """The tensors of a directory of safetensors files. Nothing is read before a slice is taken.
 
     Args:
-        directory: holds model.safetensors, or shards with model.safetensors.index.json.
-        scale_block: rows and columns that share a scale in quantized weights (`dcpmla.hf_quantization.scale_block`).
-        rename: turns a tensor's name in the files into the one that it is known by here.
+        directory: Directory of shards with model.safetensors.index.json, of model.safetensors, or else of any
+            *.safetensors. Shards of the index may be absent if none of their tensors is used.
+        scale_block: Rows and columns that share a scale in quantized weights (`dcpmla.hf_quantization.scale_block`).
+        rename: Function from a tensor's name in the files to its name here.
+    Attributes:
+        names: Names of all tensors, also in absent shards.
     Raises:
-        ValueError: no safetensors checkpoint there, or a file that is not one.
+        ValueError: The directory has no such file, or one is broken.
     """
 
     def __init__(
@@ -35,45 +39,45 @@ class Checkpoint:
         rename: Callable[[str], str] = lambda name: name,
     ) -> None:
         self._scale_block = scale_block
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            names = _shard_names(index)
-        elif (directory / "model.safetensors").is_file():
-            names = ["model.safetensors"]
-        else:
-            raise ValueError(f"model: {directory} has neither model.safetensors nor model.safetensors.index.json")
+        index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+        has_index = index.is_file()
+        shards = _read_index(index) if has_index else {}
+        files = {directory / shard for shard in shards.values()}
+        if not has_index:
+            files = {single} if single.is_file() else set(directory.glob("[!.]*.safetensors"))
+        if not files:
+            raise ValueError(
+                f"model: {directory} has neither model.safetensors nor model.safetensors.index.json, and no other "
+                "*.safetensors"
+            )
         # Tensor name -> open file (safetensors' handle has no public type), and the tensor's name there.
         self._files: dict[str, tuple[Any, str]] = {}
-        for name in names:
-            try:
-                file = safe_open(directory / name, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"checkpoint: {directory / name} is not a readable safetensors file ({error})"
-                ) from error
-            self._files.update({rename(stored): (file, stored) for stored in file.keys()})  # noqa: SIM118
+        for path in sorted(filter(Path.exists, files)):
+            file = _open(path)
+            tensors = {rename(stored): (file, stored) for stored in file.keys()}  # noqa: SIM118
+            if not has_index and (twice := tensors.keys() & self._files.keys()):
+                raise ValueError(f"checkpoint: tensor {min(twice)} is in {path} and in another file of its directory")
+            self._files |= tensors
+        absent = {rename(name): shard for name, shard in shards.items() if not (directory / shard).exists()}
+        self._absent = {name: shard for name, shard in absent.items() if name not in self._files}
+        self.names: Set[str] = self._files.keys() | self._absent.keys()
         self._scales = {
-            name: scale for suffix in _SCALE_SUFFIXES for name in self._files if (scale := name + suffix) in self._files
+            name: scale for suffix in _SCALE_SUFFIXES for name in self.names if (scale := name + suffix) in self.names
         }
-        weights = self._files.keys() - self._scales.values()
+        weights = self.names - set(self._scales.values())
         self._weights = sorted(name for name in weights if not name.endswith(_SHAPE_SUFFIX))
-
-    @property
-    def names(self) -> KeysView[str]:
-        """The names of all tensors."""
-        return self._files.keys()
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first weight that has floating-point numbers; bfloat16 where none has."""
-        stored = (StoredTensor(*self._files[name]).dtype for name in self._weights)
+        stored = (StoredTensor(*self._files[name]).dtype for name in self._weights if name in self._files)
         return next((FLOATS[name] for name in stored if name in FLOATS), torch.bfloat16)
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the shapes of tensors, and of their scales, with a model's, by name. No values are read.
 
         Raises:
-            ValueError: a tensor has another shape, or none of its scales; the first one is named.
+            ValueError: A tensor has another shape, lacks its scales or is in an absent shard; the first one is named.
         """
         for name in filter(expected.__contains__, self._weights):
             shape = tuple(self._weight(name).shape)
@@ -93,6 +97,9 @@ class Checkpoint:
         return {name.removeprefix(prefix): self._weight(name) for name in names}
 
     def _weight(self, name: str) -> Weight:
+        parts = [name, self._scales.get(name, name)]
+        if shards := [self._absent[part] for part in parts if part in self._absent]:
+            return _AbsentTensor(name, shards[0])
         tensor = StoredTensor(*self._files[name])
         if name not in self._scales:
             check_has_values(name, tensor)
@@ -100,22 +107,44 @@ class Checkpoint:
         return quantized_matrix(name, tensor, StoredTensor(*self._files[self._scales[name]]), self._scale_block)
 
 
-def _shard_names(index: Path) -> list[str]:
-    """Return the file names in a checkpoint's index, which transformers reads as well.
+class _AbsentTensor:
+    """A tensor whose shard is not in the directory: a part of the checkpoint that may not be needed."""
+
+    def __init__(self, name: str, shard: str) -> None:
+        self._message = f"checkpoint: tensor {name} is in {shard}, which is not in the model's directory"
+
+    @property
+    def shape(self) -> torch.Size:
+        raise ValueError(self._message)
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        raise ValueError(self._message)
+
+
+def _open(path: Path) -> Any:
+    """Return safetensors' handle of a file."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from error
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file of each tensor in a checkpoint's index.
 
     Raises:
-        ValueError: the index is no JSON object with weight_map and metadata, or a shard is no file of its directory.
+        ValueError: The index is no JSON object with a weight_map of file names.
     """
     try:
-        content = json.loads(index.read_text())
-        weight_map, metadata = content["weight_map"], content["metadata"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint: {index} is no JSON object with weight_map and metadata") from error
-    if not isinstance(weight_map, dict) or not isinstance(metadata, dict) or not weight_map:
-        raise ValueError(f"checkpoint: {index} has a weight_map or metadata that is no object, or empty")
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"checkpoint: {index} is no JSON object with weight_map") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"checkpoint: {index} has a weight_map that is no object, or empty")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
+        is_name = isinstance(shard, str) and Path(shard).name == shard
+        if not is_name or (index.parent / shard).is_dir():
             raise ValueError(
                 f"checkpoint: {index} has tensor {name} in {shard!r}; it must be a file of the same directory"
             )
-    return sorted(set(weight_map.values()))
+    return weight_map

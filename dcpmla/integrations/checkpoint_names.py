@@ -3,13 +3,14 @@
 import re
 from collections.abc import Sequence
 
-# Applied one after the other; what is a module's name already stays.
+# The rules apply in this order; names of modules stay.
 _TEXT_RULES = [
     (re.compile(pattern), name)
     for pattern, name in (
         (r"^language_model\.(?=model\.|lm_head\.)", ""),
         (r"^model\.language_model\.", "model."),
         (r"\.weight_packed$", ".weight"),
+        (r"\.([kq])_proj\.output_scale$", r".\1_scale"),  # a calibrated cache's, and its queries'
         (r"(?<!\.mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm."),  # A.X-K1
     )
 ]

@@ -10,6 +10,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from dcpmla.hf_config import MODEL_TYPES, check_model_type
+from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.config_checks import check_config, check_raw_config, reason
 
 # transformers' classes for each architecture (MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another
@@ -53,7 +54,7 @@ def find_model(model: str) -> Path:
 
 def load_config(directory: Path) -> Any:
     """Return a model's transformers config, from its directory or from the config file itself; of a multimodal model
-    (Kimi-K2.5) that of its text model.
+    (Kimi-K2.5) the text model's.
 
     Raises:
         ValueError: no config.json, an architecture that is not MLA, or a field that no such model can have.
@@ -76,6 +77,8 @@ def load_config(directory: Path) -> Any:
             raw = config_class.from_dict(raw).to_dict() | {"model_type": "deepseek_v3"}
             config_class = transformers.DeepseekV3Config
         check_raw_config(raw)
+        if not has_quantized_weights(raw.get("quantization_config") or {}):
+            del raw["quantization_config"]
         config = config_class.from_dict(raw)
         check_config(config)
     except Exception as error:  # transformers checks fields with exceptions of many kinds

@@ -40,7 +40,7 @@ MORE_FIELDS = {  # that a file may have, and these have not
     "quantization_config": QUANTIZATION,
 }
 ROPE_FIELDS = {"attention_factor": 1.0, "partial_rotary_factor": 1.0, "truncate": True, "type": "yarn"}
-# What may be wrong with weights, and a prompt, that are as large as they were.
+# Messages about weights, and a prompt, whose sizes a config contradicts.
 OTHERS = (
     "the model's config asks for",
     "is missing",
@@ -193,8 +193,10 @@ def test_other_files(name: str, tmp_path: Path) -> None:
     else:
         shard = {"lm_head.weight": "shard.safetensors"}
         (tmp_path / "model.safetensors").rename(tmp_path / "shard.safetensors")
-        good = [{"metadata": {}, "weight_map": shard}]
-        bad = [3, [], "x", None, {}, {"weight_map": shard}, {"weight_map": shard, "metadata": None}]
+        absent = {name: "absent.safetensors" for name in ("model.layers.3.eh_proj.weight", "vision.weight")}
+        good = [{"metadata": {}, "weight_map": shard}, {"weight_map": shard}, {"weight_map": shard, "metadata": None}]
+        good += [{"weight_map": shard | absent}]
+        bad = [3, [], "x", None, {}]
         bad += [{"metadata": {}, "weight_map": value} for value in (None, 3, [], {}, "x")]
         bad += [
             {"metadata": {}, "weight_map": {"a": value}} for value in (None, 3, [], "", "../x", "/etc/passwd", "..")

@@ -1,4 +1,4 @@
-"""Reading slices of checkpoints: safetensors shards, block-quantized fp8, and what is wrong with a file."""
+"""Reading slices of checkpoints: safetensors shards, block-quantized fp8, and faults of a file."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from dcpmla.attention.scales import KV_SCALE_NAMES, read_scale
 from dcpmla.integrations.checkpoint import Checkpoint
+from dcpmla.integrations.checkpoint_names import text_module_name
 from dcpmla.integrations.model_files import find_model, load_config
 from tests.integrations.test_transformers import check, make_cases
 from tests.support.models import random_model, save_tiny, tiny_config
@@ -105,6 +107,83 @@ def test_sarvam_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     assert (loaded.model_type, loaded.n_routed_experts, loaded.n_group) == ("deepseek_v3", 8, 1)
     assert loaded.rope_parameters["rope_type"] == "yarn"
     check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
+
+
+def test_shards_without_an_index(tmp_path: Path) -> None:
+    reference = save_tiny("deepseek_v3", tmp_path)
+    reference.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    shards = sorted((tmp_path / "shards").glob("*.safetensors"))
+    (tmp_path / "shards" / "model.safetensors.index.json").unlink()
+    (tmp_path / "shards" / "._hidden.safetensors").write_bytes(b"not a checkpoint")
+    assert len(shards) > 2
+    names = Checkpoint(tmp_path).names
+    checkpoint = Checkpoint(tmp_path / "shards")
+    assert checkpoint.names == names
+    whole = Checkpoint(tmp_path).weights("")
+    assert all(torch.equal(weight[:], whole[name][:]) for name, weight in checkpoint.weights("").items())
+    shards[0].rename(tmp_path / "moved.safetensors")
+    assert Checkpoint(tmp_path / "shards").names < names
+    (tmp_path / "shards" / "copy.safetensors").write_bytes(shards[1].read_bytes())
+    with pytest.raises(ValueError, match=r"checkpoint: tensor .* is in .* and in another file of its directory"):
+        Checkpoint(tmp_path / "shards")
+
+
+def test_absent_shards_are_named_when_their_tensors_are_used(tmp_path: Path) -> None:
+    save_file({"a.w": torch.ones(2, 3), "b.w": torch.ones(4).to(torch.float8_e4m3fn)}, tmp_path / "one.safetensors")
+    files = {"a.w": "one", "b.w": "one", "b.w_scale": "two", "c.w": "two", "mtp.w": "three"}
+    weight_map = {name: f"{file}.safetensors" for name, file in files.items()}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.names == files.keys()
+    assert checkpoint.dtype == torch.float32
+    checkpoint.check_shapes({"a.w": (2, 3)})
+    assert torch.equal(checkpoint.weights("")["a.w"][:], torch.ones(2, 3))
+    for name, shard in (("b.w", "two"), ("c.w", "two"), ("mtp.w", "three")):
+        message = f"tensor {name} is in {shard}.safetensors, which is not in the model's directory"
+        with pytest.raises(ValueError, match=message):
+            checkpoint.check_shapes({name: (4,)})
+        with pytest.raises(ValueError, match=message):
+            checkpoint.weights("")[name][:]
+
+
+CALIBRATED = [
+    {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}},
+    {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
+    {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    {"quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
+]
+
+
+@pytest.mark.parametrize("quantization", CALIBRATED)
+def test_unquantized_weights_with_a_calibrated_cache(quantization: dict[str, Any], tmp_path: Path) -> None:
+    """The config is as without the field: no code after this asks for scales of weights."""
+    save_tiny("deepseek_v3", tmp_path)
+    plain = load_config(tmp_path).to_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    assert load_config(tmp_path).to_dict() == plain
+
+
+def test_generates_with_a_calibrated_cache(tmp_path: Path) -> None:
+    reference = save_tiny("deepseek_v3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": CALIBRATED[0]}))
+    scales = {
+        f"model.layers.{layer}.self_attn.{name}_proj.output_scale": torch.ones(1)
+        for layer in range(config["num_hidden_layers"])
+        for name in "qkv"
+    }
+    tensors = load_file(tmp_path / "model.safetensors") | scales
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
+
+
+@pytest.mark.parametrize("name", ["k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale", "k_proj.output_scale"])
+def test_names_of_a_cache_s_scale(name: str, tmp_path: Path) -> None:
+    save_file({f"model.layers.0.self_attn.{name}": torch.tensor([0.5])}, tmp_path / "model.safetensors")
+    weights = Checkpoint(tmp_path, rename=text_module_name).weights("model.layers.0.self_attn.")
+    assert read_scale(weights, KV_SCALE_NAMES) == 0.5
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

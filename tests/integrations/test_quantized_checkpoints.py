@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits as they are published: what is read of them is what their dequantized twins hold."""
+"""Weights in 8 and 4 bits as they are published: the values read from them equal their dequantized twins."""
 
 import json
 import math
@@ -182,6 +182,14 @@ def test_broken_scales_are_named(tensors: dict[str, Tensor], message: str, tmp_p
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo of modelopt is 'NVFP4'; .* one of FP8"),
         ({"quant_method": "modelopt"}, "quant_algo of modelopt is None"),
         (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "dense",
+                "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+            },
+            "format of compressed-tensors is 'dense'",
+        ),
+        (
             {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
             "format of compressed-tensors is 'nvfp4-pack-quantized'; it must be one of float-quantized",
         ),
@@ -226,6 +234,12 @@ def test_broken_scales_are_named(tensors: dict[str, Tensor], message: str, tmp_p
 def test_other_quantizations_are_named(quantization: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_quantization(quantization)
+
+
+def test_modelopt_repeats_its_algorithm_in_groups() -> None:
+    numbers = {"dynamic": False, "num_bits": 8, "type": "float"}
+    groups = {"group_0": {"input_activations": numbers, "weights": numbers, "targets": ["Linear"]}}
+    check_quantization({"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": groups})
 
 
 def test_integers_are_packed_as_compressed_tensors_does(v32: Path, tmp_path: Path) -> None:
