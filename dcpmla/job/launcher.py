@@ -6,8 +6,6 @@ pair are refused.
 """
 
 import re
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,7 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dcpmla.job.identity import JobIdentity, mpirun_identity, srun_identity, torchrun_identity
 from dcpmla.job.mpi import meet_over_mpi
+from dcpmla.job.rounds import open_round
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MPIRUN = (
@@ -26,7 +26,6 @@ _MPIRUN = (
 _SRUN = ("SLURM_PROCID", "SLURM_NTASKS")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on: batch scripts and interactive shells, which srun did not start
 _PORTS = range(20000, 32000)  # below the ephemeral ports
-_POLL = 0.05  # seconds
 
 Environment = Mapping[str, str]
 
@@ -95,9 +94,8 @@ def _torchrun(env: Environment) -> LaunchInfo:
             f"MASTER_ADDR is not set, but WORLD_SIZE is {num_ranks}; set it to the host of rank 0, as torchrun does"
         )
     address = env["MASTER_ADDR"], _number(env, "MASTER_PORT", 1, 65535)
-    return LaunchInfo(
-        "torchrun", rank, num_ranks, local_rank, num_local, partial(_open_torchrun_store, rank, num_ranks), address
-    )
+    open_store = partial(_open_torchrun_store, torchrun_identity(env, num_ranks), rank)
+    return LaunchInfo("torchrun", rank, num_ranks, local_rank, num_local, open_store, address)
 
 
 def _check_agents(env: Environment, rank: int, num_ranks: int) -> None:
@@ -141,7 +139,7 @@ def _mpirun(env: Environment, timeout: timedelta) -> LaunchInfo:
     if num_ranks == 1:
         return LaunchInfo("mpirun", 0, 1, 0, 1, _open_own_store)
     listener, address = meeting.listener.detach() if meeting.listener else None, (meeting.host, meeting.port)
-    open_store = partial(_open_store, address, rank, num_ranks, listener)
+    open_store = partial(_open_store, address, mpirun_identity(env, num_ranks, meeting.nonce), rank, listener)
     return LaunchInfo("mpirun", rank, num_ranks, meeting.local_rank, meeting.num_local_ranks, open_store, address)
 
 
@@ -164,9 +162,8 @@ def _srun(env: Environment) -> LaunchInfo:
     if num_ranks == 1:
         return LaunchInfo("srun", 0, 1, 0, 1, _open_own_store)
     address = _srun_address(env)
-    return LaunchInfo(
-        "srun", rank, num_ranks, local_rank, num_local, partial(_open_store, address, rank, num_ranks, None), address
-    )
+    open_store = partial(_open_store, address, srun_identity(env, num_ranks), rank, None)
+    return LaunchInfo("srun", rank, num_ranks, local_rank, num_local, open_store, address)
 
 
 def _num_local_tasks(env: Environment, num_ranks: int) -> int:
@@ -189,7 +186,8 @@ def _srun_address(env: Environment) -> tuple[str, int]:
     """Choose the host and port where srun's ranks meet.
 
     The host is MASTER_ADDR or the first of the step's compressed node list (`rack[1-2]n[03-05,7],login` starts with
-    rack1n03). The port is MASTER_PORT or derived from job and step, so that two jobs on a host rarely choose the same.
+    rack1n03). The port is MASTER_PORT or derived from job and step. Two jobs may get the same one, so their ranks
+    compare identities there (`open_round`).
     """
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
@@ -218,44 +216,17 @@ def _open_own_store(_: timedelta) -> dist.Store:
     return dist.HashStore()
 
 
-def _open_torchrun_store(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+def _open_torchrun_store(identity: JobIdentity, rank: int, timeout: timedelta) -> dist.Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT, which torchrun's agent may keep while it restarts the ranks."""
-    store: Any = next(dist.rendezvous("env://", rank, num_ranks, timeout=timeout))[0]
-    return open_round(store, rank, num_ranks, timeout)
+    store: Any = next(dist.rendezvous("env://", rank, identity.num_ranks, timeout=timeout))[0]
+    return open_round(store, identity, rank, timeout)
 
 
 def _open_store(
-    address: tuple[str, int], rank: int, num_ranks: int, listener: int | None, timeout: timedelta
+    address: tuple[str, int], identity: JobIdentity, rank: int, listener: int | None, timeout: timedelta
 ) -> dist.Store:
-    return dist.TCPStore(*address, num_ranks, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)
-
-
-def open_round(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
-    """Return the part of a store that belongs to the ranks that are alive now. Collective.
-
-    A greeting in the store may come from a rank that is dead, and restarts are not counted alike on every host. So rank
-    0 names the round and answers every greeting; a rank recognizes the answer to its own by a unique number.
-
-    Raises:
-        torch.distributed.DistStoreError: not all ranks came in time.
-    """
-    if rank:
-        greeting = uuid.uuid4().hex
-        store.set(f"greeting/{rank}", greeting)
-        store.wait([f"answer/{greeting}"], timeout)
-        name = store.get(f"answer/{greeting}").decode()
-        store.add(f"{name}/met", 1)
-    else:
-        name = uuid.uuid4().hex
-        _answer_greetings(store, name, num_ranks, time.monotonic() + timeout.total_seconds())
-    return dist.PrefixStore(name, store)
-
-
-def _answer_greetings(store: dist.Store, name: str, num_ranks: int, until: float) -> None:
-    greetings = [f"greeting/{rank}" for rank in range(1, num_ranks)]
-    while (num_met := store.add(f"{name}/met", 0)) < num_ranks - 1:
-        if time.monotonic() > until:
-            raise dist.DistStoreError(f"{num_met + 1} of {num_ranks} ranks came")
-        for greeting in store.multi_get([key for key in greetings if store.check([key])]):
-            store.set(f"answer/{greeting.decode()}", name)
-        time.sleep(_POLL)
+    # Without wait_for_workers: torch counts every process that connects, also one of another job.
+    store = dist.TCPStore(
+        *address, is_master=rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
+    )
+    return open_round(store, identity, rank, timeout)

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Meeting:
     """A rank as MPI numbers it, and the address of the job's store.
 
     Attributes:
+        nonce: Random text of rank 0, the same on all ranks of this job and of no other.
         listener: rank 0's socket at that address, which reserves the port; None on other ranks.
     """
 
@@ -38,6 +40,7 @@ class Meeting:
     num_local_ranks: int
     host: str
     port: int
+    nonce: str
     listener: socket.socket | None
 
 
@@ -58,9 +61,10 @@ def meet_over_mpi(host: str | None, wants_open_mpi: bool, rank: str, timeout: ti
         world = MPI.COMM_WORLD
         local = world.Split_type(MPI.COMM_TYPE_SHARED)
         listener = _listen() if world.rank == 0 else None
-        own = (host or _own_name(local.size == world.size), listener.getsockname()[1]) if listener else None
-        host, port = world.bcast(own)
-        meeting = Meeting(world.rank, world.size, local.rank, local.size, host, port, listener)
+        name = host or _own_name(local.size == world.size)
+        own = (name, listener.getsockname()[1], uuid.uuid4().hex) if listener else None
+        host, port, nonce = world.bcast(own)
+        meeting = Meeting(world.rank, world.size, local.rank, local.size, host, port, nonce, listener)
         local.Free()
         return meeting
 

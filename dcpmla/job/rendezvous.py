@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from dcpmla.job.identity import StrangerError
 from dcpmla.job.launcher import LaunchInfo
 
 _GRACE = 5.0  # seconds past the timeout, for the store's client to report it first
@@ -21,7 +22,7 @@ def meet(launch: LaunchInfo, timeout: timedelta) -> dist.Store:
     """Connect to the store where the job's ranks meet.
 
     Raises:
-        ConnectionError: the ranks did not meet in time.
+        ConnectionError: the ranks did not meet in time, or met another job's.
     """
     outcome: Future[dist.Store] = Future()
     # In a thread, because the store's client waits forever for a listener that is not a store and never answers.
@@ -32,6 +33,10 @@ def meet(launch: LaunchInfo, timeout: timedelta) -> dist.Store:
         error: Exception = ConnectionError(
             f"what listens at {_where(launch)} is not rank 0, or is stopped: set another MASTER_PORT"
         )
+    except StrangerError as stranger:
+        raise StrangerError(
+            f"rank {launch.rank} of {launch.num_ranks} (started by {launch.launcher}), at {_where(launch)}: {stranger}"
+        ) from stranger
     except (dist.DistError, OSError) as caught:
         error = caught
     reason = (str(error).splitlines() or [repr(error)])[0]

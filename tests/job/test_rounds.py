@@ -2,14 +2,18 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from dcpmla.job.launcher import open_round
+from dcpmla.job.identity import JobIdentity
+from dcpmla.job.rounds import open_round
 
 LONG = timedelta(seconds=20)
+SOON = timedelta(seconds=0.2)
+JOB = JobIdentity("torchrun", "a", "", 3)
 
 
 def is_shared(stores: list[dist.Store]) -> bool:
@@ -23,7 +27,7 @@ def test_each_round_is_its_own() -> None:
     with ThreadPoolExecutor(4) as pool:
 
         def enter(*ranks: int) -> list[Future[dist.Store]]:
-            return [pool.submit(open_round, store, rank, 3, LONG) for rank in ranks]
+            return [pool.submit(open_round, store, JOB, rank, LONG) for rank in ranks]
 
         rounds = [[entered.result() for entered in enter(0, 1, 2)]]
         early = enter(0, 1)
@@ -31,7 +35,7 @@ def test_each_round_is_its_own() -> None:
         assert not early[0].done(), "the first rank took a dead rank's greeting for a living one's"
         rounds.append([entered.result() for entered in [*early, *enter(2)]])
         with pytest.raises(dist.DistStoreError):
-            open_round(store, 1, 3, timedelta(seconds=0.2))
+            open_round(store, JOB, 1, SOON)
         rounds.append([entered.result() for entered in enter(2, 1, 0)])
     for number, stores in enumerate(rounds):
         assert is_shared(stores)
@@ -40,4 +44,4 @@ def test_each_round_is_its_own() -> None:
 
 def test_who_did_not_come() -> None:
     with pytest.raises(dist.DistStoreError, match="1 of 2 ranks came"):
-        open_round(dist.HashStore(), 0, 2, timedelta(seconds=0.2))
+        open_round(dist.HashStore(), replace(JOB, num_ranks=2), 0, SOON)

@@ -1,0 +1,88 @@
+"""A job's identity: what distinguishes it from another job that reaches the same host and port."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+
+_FORMAT = re.compile(rb"dcpmla job ([0-9a-f]{64}) (\{.{,4000}\})", re.DOTALL)
+
+
+class StrangerError(ConnectionError):
+    """A rank of another job, or no rank at all, is at the other end."""
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """A job as all of its ranks, and no others, know it.
+
+    Attributes:
+        launcher: torchrun, mpirun or srun.
+        job: Slurm's job id, torchrun's run id (`--rdzv-id`) or the namespace of mpirun; empty where it has none.
+        step: Slurm's step id, or empty.
+        num_ranks: Number of ranks; torchrun may change it at a restart.
+        nonce: Random text of rank 0 that the launcher handed to all ranks, or empty.
+    """
+
+    launcher: str
+    job: str
+    step: str
+    num_ranks: int
+    nonce: str = ""
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all fields, in 64 hexadecimal digits."""
+        return sha256(self._text().encode()).hexdigest()
+
+    def pack(self) -> str:
+        """Return a message of the digest and the readable fields."""
+        return f"dcpmla job {self.digest} {self._text()}"
+
+    def differences(self, other: "JobIdentity") -> list[str]:
+        """List the fields in which another job differs, with both values."""
+        names = [field.name for field in fields(self)]
+        return [
+            f"{name} {getattr(other, name)!r} there, {getattr(self, name)!r} here"
+            for name in names
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+    def is_same_start(self, other: "JobIdentity") -> bool:
+        """Tell whether both are one job, before and after a restart that may have changed the number of ranks."""
+        return [line.split()[0] for line in self.differences(other)] in ([], ["num_ranks"])
+
+    def _text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def unpack(message: bytes) -> JobIdentity:
+    """Read a message of `JobIdentity.pack`.
+
+    Raises:
+        StrangerError: The message has another format, or its digest is wrong.
+    """
+    match = _FORMAT.fullmatch(message)
+    try:
+        identity = JobIdentity(**json.loads(match[2])) if match else None
+    except (ValueError, TypeError):
+        identity = None
+    if match is None or identity is None or identity.digest.encode() != match[1]:
+        raise StrangerError(f"its identity is not a dcpmla job's: {message[:40]!r}")
+    return identity
+
+
+def torchrun_identity(env: Mapping[str, str], num_ranks: int) -> JobIdentity:
+    """Return the identity of a job of torchrun, or of ranks that have torchrun's variables without its run id."""
+    return JobIdentity("torchrun", env.get("TORCHELASTIC_RUN_ID", ""), "", num_ranks)
+
+
+def srun_identity(env: Mapping[str, str], num_ranks: int) -> JobIdentity:
+    """Return the identity of a step of Slurm."""
+    return JobIdentity("srun", env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", ""), num_ranks)
+
+
+def mpirun_identity(env: Mapping[str, str], num_ranks: int, nonce: str) -> JobIdentity:
+    """Return the identity of a job of mpirun, whose rank 0 handed out the nonce over MPI."""
+    return JobIdentity("mpirun", env.get("PMIX_NAMESPACE", ""), "", num_ranks, nonce)
