@@ -1,6 +1,7 @@
 """Faults in one line for the operator: from what the ranks last reported, or from an exception. Pure functions."""
 
 import errno
+import math
 import re
 import traceback
 from collections import defaultdict
@@ -37,7 +38,6 @@ class Post:
         waits: whether that line is in a collective.
         left: the rank has ended in order.
         failed: the rank has found a fault and is about to end.
-        time: of the post, in seconds since the epoch.
     """
 
     beat: int
@@ -49,7 +49,6 @@ class Post:
     waits: bool
     left: bool
     failed: bool
-    time: float
 
 
 @dataclass(frozen=True)
@@ -78,20 +77,43 @@ def find_missing(before: Sequence[Post | None], after: Sequence[Post | None]) ->
     ]
 
 
-def describe_missing(missing: Sequence[int], posts: Sequence[Post | None], now: float) -> str:
+class Ages:
+    """Seconds since each rank's last new post arrived, by the reader's own monotonic clock: hosts' clocks differ.
+
+    Args:
+        timeout: Seconds between two reads after which the reader was stopped. Posts that arrived meanwhile count from
+            the earlier read.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._read_at = timeout, math.inf
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def note(self, posts: Sequence[Post | None], now: float) -> None:
+        """Record a read of all posts at the time `now`."""
+        arrived = self._read_at if now - self._read_at > self._timeout else now
+        self._read_at = now
+        for rank, post in enumerate(posts):
+            if post and self._seen.get(rank, (None,))[0] != post.beat:
+                self._seen[rank] = post.beat, arrived
+
+    def read(self, rank: int, now: float) -> float:
+        """Return a rank's age at the time `now`; zero for a rank that was never seen."""
+        return now - self._seen[rank][1] if rank in self._seen else 0.0
+
+
+def describe_missing(missing: Sequence[int], posts: Sequence[Post | None], ages: Sequence[float]) -> str:
     """Say which ranks are missing, when and where the first of them was last seen, and what to do."""
     last = posts[missing[0]]
-    seen = (
-        f"last seen {max(0.0, now - last.time):.0f} s ago in {last.operation}, at {last.where}"
-        if last
-        else "it never came"
-    )
+    seen = f"last seen {ages[missing[0]]:.0f} s ago in {last.operation}, at {last.where}" if last else "it never came"
     return (
         f"{name_ranks(missing)} is missing, {seen}; its process or host is gone or stopped: see its log, then {RESTART}"
     )
 
 
-def blame(rank: int, posts: Sequence[Post | None], missing: Sequence[int], timeout: float, now: float) -> Verdict:
+def blame(
+    rank: int, posts: Sequence[Post | None], missing: Sequence[int], timeout: float, ages: Sequence[float]
+) -> Verdict:
     """Say why a rank waits: ranks are missing or, once its operation is past its limit, some ranks lag.
 
     Args:
@@ -99,15 +121,14 @@ def blame(rank: int, posts: Sequence[Post | None], missing: Sequence[int], timeo
         posts: by rank; None for a rank that never came.
         missing: ranks that no longer post.
         timeout: seconds without a post after which a rank is given up.
-        now: seconds since the epoch.
+        ages: Seconds since each rank's last new post (`Ages`).
     """
     mine = posts[rank]
     assert mine is not None
     waited = f"rank {rank} waited {mine.seconds:.0f} s in {mine.operation}: "
     if missing:
-        seen = [post for post in (posts[other] for other in missing) if post]
-        excused = len(seen) == len(missing) and all(now - post.time < timeout for post in seen)
-        return Verdict(waited + describe_missing(missing, posts, now), excused)
+        excused = all(posts[other] is not None and ages[other] < timeout for other in missing)
+        return Verdict(waited + describe_missing(missing, posts, ages), excused)
     if mine.seconds < mine.limit:
         return Verdict("", excused=True)
     here = {other: post for other, post in enumerate(posts) if post and not post.left}

@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d
 
 from dcpmla.job.faults import (
     RESTART,
+    Ages,
     Fault,
     Post,
     Verdict,
@@ -91,6 +92,7 @@ class Watchdog:
         self._ending: _Ending | None = None
         self._num_beats, self._answered, self._store_lost = 0, time.monotonic(), False
         self._beaten, self._resumed, self._spoken = time.monotonic(), -math.inf, False
+        self._ages, self._looked = Ages(timeout), -math.inf
         self._left, self._reported, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._on_stop: Callable[[], object] | None = None
 
@@ -148,6 +150,8 @@ class Watchdog:
         while not self._left.is_set():
             self._beat()
             self._follow()
+            if time.monotonic() - self._looked > _LOOK:
+                self._ask(self._posts, None)
             if self._ending:
                 self._end(self._ending)
             if self._seconds() > min(self._timeout, self._operation.limit):
@@ -168,7 +172,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
         where, waits = _current_line(self._main_thread)
         left, failed = self._left.is_set(), self._ending is not None
-        post = Post(self._num_beats, count, operation, now - since, limit, where, waits, left, failed, time.time())
+        post = Post(self._num_beats, count, operation, now - since, limit, where, waits, left, failed)
         self._ask(lambda: self._store.set(f"post/{self._rank}", json.dumps(asdict(post))), None)
 
     def _follow(self) -> None:
@@ -206,7 +210,13 @@ class Watchdog:
         keys = [f"post/{rank}" for rank in range(self._num_ranks)]
         there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
         posts = dict(zip(there, self._store.multi_get(there), strict=True))
-        return [Post(**json.loads(posts[key])) if key in posts else None for key in keys]
+        read = [Post(**json.loads(posts[key])) if key in posts else None for key in keys]
+        self._looked = time.monotonic()
+        self._ages.note(read, self._looked)
+        return read
+
+    def _read_ages(self) -> list[float]:
+        return [self._ages.read(rank, time.monotonic()) for rank in range(self._num_ranks)]
 
     def _look(self) -> tuple[list[Post | None], list[int]]:
         """Read all posts twice, seconds apart; return the later ones and the ranks that are missing."""
@@ -246,7 +256,7 @@ class Watchdog:
         operation = self._operation
         posts, missing = self._look()
         if posts:
-            verdict = blame(self._rank, posts, missing, self._timeout, time.time())
+            verdict = blame(self._rank, posts, missing, self._timeout, self._read_ages())
         else:
             words = f"rank {self._rank} {self._waited()} in {operation.name}: {_NO_STORE}"
             verdict = Verdict(words, excused=self._seconds() < operation.limit)
@@ -259,7 +269,7 @@ class Watchdog:
         posts, missing = self._look() if fault.is_consequence else ([], [])
         advice, details = fault.advice, fault.details
         if missing:
-            advice, details = describe_missing(missing, posts, time.time()), ""
+            advice, details = describe_missing(missing, posts, self._read_ages()), ""
         elif fault.is_consequence and self._store_lost:
             advice, details = _NO_STORE, ""
         elif fault.is_consequence and code == 1:  # no rank is missing and none says why: where the others are is a hint

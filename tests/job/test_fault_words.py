@@ -3,19 +3,19 @@
 import errno
 import os
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dcpmla.job.faults import Post, blame, explain, find_missing
+from dcpmla.job.faults import Ages, Post, blame, explain, find_missing
 from dcpmla.parallel.collectives import PeerFault
 
 
 def post(**changes: Any) -> Post:
-    return replace(Post(7, 5, "decode step 5", 61.0, 60.0, "engine.py:9 (step)", True, False, False, 1000.0), **changes)
+    return replace(Post(7, 5, "decode step 5", 61.0, 60.0, "engine.py:9 (step)", True, False, False), **changes)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def post(**changes: Any) -> Post:
     ],
 )
 def test_blame_names_who_lags(others: list[Post], words: str) -> None:
-    verdict = blame(0, [post(), *others], [], 60, 1000.0)
+    verdict = blame(0, [post(), *others], [], 60, [0.0] * 4)
     assert re.match(words, verdict.words), verdict.words
     assert not verdict.excused
 
@@ -46,25 +46,50 @@ def test_blame_names_who_lags(others: list[Post], words: str) -> None:
 def test_blame_of_oneself() -> None:
     here = post(waits=False, where="app.py:3 (callback)")
     for posts in ([here], [here, post()], [here, post(count=6)]):
-        assert blame(0, posts, [], 60, 1000.0).words.startswith(
+        assert blame(0, posts, [], 60, [0.0] * 2).words.startswith(
             "rank 0 has not come back from decode step 5 for 61 s, at app.py:3 (callback)"
         )
 
 
 def test_patience() -> None:
     """A rank waits while it or the one it waits for is within its limit, or silent for less than the timeout."""
-    assert blame(0, [post(), post(count=4, limit=1800.0)], [], 60, 1000.0).excused
-    assert blame(0, [post(), post(time=950.0)], [1], 60, 1000.0).excused
-    assert not blame(0, [post(), post(time=930.0)], [1], 60, 1000.0).excused
-    assert not blame(0, [post(), None], [1], 60, 1000.0).excused
-    assert blame(0, [post(limit=1800.0), post(count=4)], [], 60, 1000.0).excused
-    assert not blame(0, [post(limit=1800.0), post(time=930.0)], [1], 60, 1000.0).excused
+    assert blame(0, [post(), post(count=4, limit=1800.0)], [], 60, [0.0, 0.0]).excused
+    assert blame(0, [post(), post()], [1], 60, [0.0, 50.0]).excused
+    assert not blame(0, [post(), post()], [1], 60, [0.0, 70.0]).excused
+    assert not blame(0, [post(), None], [1], 60, [0.0, 0.0]).excused
+    assert blame(0, [post(limit=1800.0), post(count=4)], [], 60, [0.0, 0.0]).excused
+    assert not blame(0, [post(limit=1800.0), post()], [1], 60, [0.0, 70.0]).excused
 
 
 def test_missing_are_those_who_stopped_posting() -> None:
     before = [post(beat=3), post(beat=3), post(beat=3, left=True), None, None]
     after = [post(beat=4), post(beat=3), post(beat=3, left=True), post(beat=1), None]
     assert find_missing(before, after) == [1, 4]
+
+
+def test_ages_are_the_reader_s() -> None:
+    """A rank ages while its post stays the same; a new one makes it young, and one that never came has no age."""
+    ages = Ages(60)
+    for now, beat in ((100.0, 1), (102.0, 2), (104.0, 2), (145.0, 2), (165.0, 2)):
+        ages.note([post(beat=beat), None], now)
+    assert (ages.read(0, 165.0), ages.read(1, 165.0)) == (63.0, 0.0)
+    ages.note([post(beat=1), post()], 166.0)
+    assert (ages.read(0, 167.0), ages.read(1, 167.0)) == (1.0, 1.0)
+
+
+def test_a_reader_that_was_stopped() -> None:
+    """It does not take an old post for a new one, but a post after its return is new."""
+    ages = Ages(60)
+    for now, beat in ((100.0, 1), (200.0, 2)):
+        ages.note([post(beat=beat)], now)
+    assert ages.read(0, 200.0) == 100.0
+    ages.note([post(beat=3)], 202.0)
+    assert ages.read(0, 202.0) == 0.0
+
+
+def test_posts_carry_no_time_of_day() -> None:
+    """The clock of a rank's host, an hour ahead, would hide for an hour that the rank is gone."""
+    assert "time" not in {field.name for field in fields(Post)}
 
 
 def chained(error: Exception, cause: Exception) -> Exception:

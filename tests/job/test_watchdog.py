@@ -191,6 +191,14 @@ def go_on(rank: int, watchdog: Watchdog) -> None:
         step()
 
 
+def stop_with_a_clock_ahead(rank: int, watchdog: Watchdog) -> None:
+    """Stop rank 1, whose host's clock is one hour ahead."""
+    if rank == 1:
+        clock = time.time
+        time.time = lambda: clock() + 3600  # the process ends with this test
+    with_fault(partial(send, signal.SIGSTOP, 1), 1, rank, watchdog)
+
+
 class SilentModel(HashModel):
     """A model in whose third step rank 1 sleeps without sending its part of an exchange; the others notice on the
     device.
@@ -247,6 +255,11 @@ JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {  # -> exit codes
         partial(run, partial(with_fault, oversleep, 0), store_on_rank_0=True),
         [1, 1],
         rf"(rank 1 waited .*: )?rank 0 has {ASLEEP}",
+    ),
+    "stopped with a clock ahead": (
+        partial(run, stop_with_a_clock_ahead),
+        [1, 1],
+        r"rank 0 waited \d+ s in decode step 2: rank 1 is missing, last seen [1-9]\d* s ago in decode step 2",
     ),
     "holding the interpreter's lock": (
         partial(run, partial(with_fault, sleep_with_the_interpreters_lock, 1)),
