@@ -9,7 +9,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from dcpmla.hf_config import MODEL_TYPES, check_model_type
+from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, MODEL_TYPES, check_model_type
 from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.config_checks import check_config, check_raw_config, reason
 
@@ -81,6 +81,9 @@ def load_config(directory: Path) -> Any:
             del raw["quantization_config"]
         config = config_class.from_dict(raw)
         check_config(config)
+        if model_type in COMPRESSED_MODEL_TYPES:  # transformers drops entries after the last decoder layer's
+            name = "compress_ratios" if raw.get("layer_types") is None else "layer_types"
+            config.mtp_attention = {name: (raw.get(name) or [])[config.num_hidden_layers :][:1]}
     except Exception as error:  # transformers checks fields with exceptions of many kinds
         raise ValueError(f"model (--model): {file} is no {model_type} config: {reason(error)}") from error
     return config

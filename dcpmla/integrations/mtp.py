@@ -16,6 +16,7 @@ from dcpmla.parallel.linear import Linear, read_linear, read_weight
 
 _PER_LAYER = ("mlp_layer_types", "layer_types")  # lists of a config with an entry a layer
 _ATTENTION, _MLP = "model.layers.0.self_attn.0.", "model.layers.0.mlps.0."  # in LongCat
+_WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 _NO_MODULE = "leave --speculative-method mtp out, or take ngram"
 
 
@@ -23,8 +24,8 @@ class MtpNames(NamedTuple):
     """Names of a module's weights in a checkpoint.
 
     Attributes:
-        projections: of embeddings and hidden states at once, or one of each.
-        collapse: how those begin that collapse streams (DeepSeek-V4); empty in other families.
+        projections: Projections of embeddings and hidden states at once, or one of each.
+        collapse: Beginning of the names that collapse streams (DeepSeek-V4); empty in other families.
     """
 
     block: str
@@ -72,12 +73,18 @@ class MtpNames(NamedTuple):
 
 
 def check_mtp(config: Any) -> None:
-    """Raise ValueError for a model whose family has no MTP module that this package computes."""
+    """Raise ValueError for a model without an MTP module that this package computes."""
     if config.model_type != "longcat_flash" and not getattr(config, "num_nextn_predict_layers", None):
         raise ValueError(
             f"speculative_method (--speculative-method) is 'mtp', but the model's config has no "
             f"num_nextn_predict_layers: {_NO_MODULE}"
         )
+    for name, entries in getattr(config, "mtp_attention", {}).items():
+        if entries and entries[0] not in _WINDOW:
+            raise ValueError(
+                f"speculative_method (--speculative-method) is 'mtp', but the config's {name} has {entries[0]!r} for "
+                f"the MTP layer; it must be one of {_WINDOW}, a window alone: {_NO_MODULE}"
+            )
 
 
 def check_mtp_weights(names: Collection[str], shapes: Collection[str]) -> None:
@@ -94,7 +101,7 @@ def with_mtp_layer(config: Any) -> Any:
     config = copy.deepcopy(config)
     if config.model_type in SPARSE_MODEL_TYPES:
         config.indexer_types = [*indexer_types(config), "full"]
-    if config.model_type in COMPRESSED_MODEL_TYPES:  # whose module has a window alone, and a router of its own
+    if config.model_type in COMPRESSED_MODEL_TYPES:  # their module has a window alone, and a router of its own
         config.layer_types = [*config.layer_types, "sliding_attention"]
         config.mlp_layer_types = [*config.mlp_layer_types, "moe"]
     for name in () if config.model_type in COMPRESSED_MODEL_TYPES else _PER_LAYER:

@@ -1,5 +1,6 @@
 """Drafts of MTP modules against a module in plain torch, around transformers' own attention and experts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,32 @@ def test_models_without_a_module_are_refused() -> None:
     with pytest.raises(ValueError, match="leave --calculate-kv-scales out, or take ngram"):
         check_speculation(tiny_config("longcat_flash"), scaled, "mtp")
     check_speculation(tiny_config("mistral4"), DCPConfig(), "ngram")
+
+
+@pytest.mark.parametrize(
+    ("field", "layers", "window", "other"),
+    [
+        ("compress_ratios", [0, 4, 128], 0, 4),
+        ("compress_ratios", [0, 4, 128], 0, 128),
+        ("layer_types", ["sliding_attention"] * 3, "sliding_attention", "compressed_sparse_attention"),
+    ],
+)
+def test_a_module_that_compresses_is_refused(
+    field: str, layers: list[Any], window: int | str, other: int | str, tmp_path: Path
+) -> None:
+    """DeepSeek-V4's config has an entry of its module after the decoder layers'."""
+    raw = json.loads(tiny_config("deepseek_v4").to_json_string())
+    raw |= {"num_hidden_layers": 3, "num_nextn_predict_layers": 1, "layer_types": None, "mlp_layer_types": None}
+    file = tmp_path / "config.json"
+    for more in ([], [window], [window, other]):  # the second module is never loaded
+        file.write_text(json.dumps(raw | {field: layers + more}))
+        config = load_config(file)
+        check_mtp(config)
+        assert with_mtp_layer(config).layer_types[3] == "sliding_attention"
+    file.write_text(json.dumps(raw | {field: [*layers, other]}))
+    check_speculation(load_config(file), DCPConfig(), "ngram")
+    with pytest.raises(ValueError, match=f"--speculative-method.*{field} has {other!r} for the MTP layer; it must be"):
+        check_mtp(load_config(file))
 
 
 def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
