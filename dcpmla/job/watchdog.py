@@ -333,7 +333,7 @@ def _current_line(thread: int) -> tuple[str, bool]:
 def write_flight_record(rank: int) -> None:
     """Write torch's record of the last operations where NCCL would after a timeout; `torchfrtrace` reads it.
 
-    Nothing is written where the disk has no room.
+    Nothing is written where the disk has no room, or where another user's file or a link has the path.
     """
     recorder: Any = _distributed_c10d
     has_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
@@ -341,9 +341,18 @@ def write_flight_record(rank: int) -> None:
     path = _start_of_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_name(f"{path.name}{rank}").write_bytes(dump())
+        _write_own(path.with_name(f"{path.name}{rank}"), dump())
     except (OSError, RuntimeError):
         pass
+
+
+def _write_own(path: Path, content: bytes) -> None:
+    """Write a file that only this user may read; refuse links and other users' files, which /tmp may hold."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as file:
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to another user")
+        file.truncate()
+        file.write(content)
 
 
 def _start_of_path() -> Path:

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcpmla.job.watchdog import Reported, Watchdog
+from dcpmla.job.watchdog import Reported, Watchdog, write_flight_record
 from dcpmla.parallel.collectives import PeerFault, named
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import HashModel, make_engine
@@ -356,3 +356,19 @@ def test_one_process_is_left_as_it_was() -> None:
         raise ValueError("wrong")
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_flight_records_replace_only_this_user_s_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link, or a file of another user, stays as it was; an old record of one's own is replaced."""
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "flight "))
+    target, own, foreign = tmp_path / "target", tmp_path / "flight 1", tmp_path / "flight 2"
+    for file in (target, own, foreign):
+        file.write_bytes(b"old" * 9999)
+    (tmp_path / "flight 0").symlink_to(target)
+    for rank in (0, 1):
+        write_flight_record(rank)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    write_flight_record(2)
+    assert target.read_bytes() == foreign.read_bytes() == b"old" * 9999
+    assert b"old" not in own.read_bytes()
