@@ -271,7 +271,7 @@ class MLAAttention(AttentionWeights):
     def _decode(self, tokens: _Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, bounded in memory. Collective."""
         max_tokens = max(1, PART_ROWS // self._num_group_heads)
-        if len(decode.local_seq_lens) <= max_tokens:  # no loop for a compiler to trace
+        if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler traces no loop
             self._attend_absorbed(tokens, kv_cache, decode, output)
             return
         for some, part in decode.parts(max_tokens):

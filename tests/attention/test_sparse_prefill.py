@@ -230,7 +230,7 @@ def test_prefill_over_selected_positions(size: int, interleave: int, block_size:
         block_size=block_size,
     )
     dcp = replace(
-        dcp, context_workspace_tokens=-(-80 // dcp.chunk_alignment) * dcp.chunk_alignment
+        dcp, context_workspace_tokens=-(-44 // dcp.chunk_alignment) * dcp.chunk_alignment
     )  # shared by two requests
     counts = [len(range(0, seq_len, block_size * size)) for seq_len in seq_lens]
     tables = [list(range(sum(counts[:i]), sum(counts[: i + 1])))[::-1] for i in range(3)]
