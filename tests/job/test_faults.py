@@ -186,7 +186,7 @@ def at(when: str, what: str, rank: int = 1) -> dict[str, Any]:
 
 AGAIN = r"run the same command again \(finished outputs are on disk and are kept\)"
 MISSING = (
-    r"rank 1 is missing, last seen \d+ s ago in {}.*; its process or host is gone or stopped: see its log, then "
+    r"rank 1 is missing, last seen \d+ s ago in {}\b.*; its process or host is gone or stopped: see its log, then "
     + AGAIN
 )
 LONG_IDS = [f"{index} {20_000 * 'x'}" for index in range(6)]

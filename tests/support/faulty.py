@@ -7,6 +7,7 @@ The rank leaves its pid in the directory and, when its fault begins, a file name
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -31,20 +32,25 @@ def run(directory: Path, fault: dict[str, Any], arguments: Sequence[str]) -> int
 
 
 def _prepare(directory: Path, when: str, what: str) -> None:
-    """Plan `what` for the first operation whose name begins with `when` that the main thread enters, or now."""
+    """Plan `what` for the first operation whose name begins with the words `when` in the main thread, or now."""
     if when == "launch":
         fail(what)
     enter = Watchdog.enter
 
     def enter_and_fail(watchdog: Watchdog, operation: str, *limit: Any) -> None:
         enter(watchdog, operation, *limit)
-        if operation.startswith(when):
+        if begins_with(operation, when):
             Watchdog.enter = enter  # type: ignore[method-assign]
             time.sleep(0.7)  # longer than a beat, so that the posts name the operation
             (directory / "reached").touch()
             fail(what)
 
     Watchdog.enter = enter_and_fail  # type: ignore[method-assign]
+
+
+def begins_with(operation: str, words: str) -> bool:
+    """Return whether an operation's name begins with whole words: "decode step 8" is not "decode step 81"."""
+    return re.match(rf"{re.escape(words)}(?!\w)", operation) is not None
 
 
 def fail(what: str) -> None:
