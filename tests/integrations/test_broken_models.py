@@ -169,7 +169,7 @@ def test_what_a_config_check_lets_through_loads_or_is_named(family: str, tmp_pat
 
 
 def load_and_run_files(directory: Path, name: str, contents: list[str]) -> list[str]:
-    """On one rank: what is said of each content of a file."""
+    """Return one rank's message about each content of a file."""
     messages = []
     for content in contents:
         (directory / name).write_text(content)
@@ -209,7 +209,7 @@ def test_other_files(name: str, tmp_path: Path) -> None:
 
 
 def load_and_run_weights(directory: Path, changes: list[tuple[str, tuple[int, ...] | None]]) -> list[str]:
-    """On one rank: what is said when one tensor has another shape, or is left out."""
+    """Return one rank's messages about a tensor of another shape, or left out."""
     tensors, messages = load_file(directory / "model.safetensors"), []
     for name, shape in changes:
         others = {other: tensor for other, tensor in tensors.items() if other != name}

@@ -250,8 +250,8 @@ def test_a_module_that_compresses_is_refused(
     raw = json.loads(tiny_config("deepseek_v4").to_json_string())
     raw |= {"num_hidden_layers": 3, "num_nextn_predict_layers": 1, "layer_types": None, "mlp_layer_types": None}
     file = tmp_path / "config.json"
-    for more in ([], [window], [window, other]):  # the second module is never loaded
-        file.write_text(json.dumps(raw | {field: layers + more}))
+    for entries in ([], [window], [window, other]):  # the second module is never loaded
+        file.write_text(json.dumps(raw | {field: layers + entries}))
         config = load_config(file)
         check_mtp(config)
         assert with_mtp_layer(config).layer_types[3] == "sliding_attention"
