@@ -130,7 +130,7 @@ class Engine:
             arrival_time=NOW if arrival_time is None else arrival_time,
             keep_logits=keep_logits,
             on_token=on_token,
-            text_stream=TextStream(self.tokenizer, params.stop) if self.tokenizer is not None else None,
+            text_stream=TextStream(self.tokenizer, params.stop, token_ids) if self.tokenizer is not None else None,
         )
         self.scheduler.check_fits(request)
         self.scheduler.hash_prompt(request)
@@ -187,8 +187,9 @@ class Engine:
 
     def _advance(self) -> None:
         if self._pending is None:
-            self._first_now, news = self._agreement.meet(self._news())  # the clock advanced while nothing was computed
-            self._hear(news)
+            # The clock advanced while nothing was computed.
+            self._first_now, commands = self._agreement.meet(self._news())
+            self._hear(commands)
             self._pending = self._launch()
         if self._pending is None:
             self._wait_for_arrival()

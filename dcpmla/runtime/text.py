@@ -1,15 +1,18 @@
-"""Text of token ids as they come, up to a stop string."""
+"""Text of token ids as they come, up to a stop string, and the offset of each token in it."""
 
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, Protocol
 
-_REPLACEMENT = "\ufffd"  # what decoding makes of bytes that are no character, or not yet
-_CONTEXT = 8  # tokens kept before the new ones: at least the 4 that a character of 4 bytes may be cut into
+_REPLACEMENT = "\ufffd"  # decoding makes it of bytes that are no character, or not yet
+_MAX_BYTES = 4  # a character has at most this many, each maybe a token
+_CONTEXT = 8  # tokens kept before the new ones, at least a character's
 _LONGEST = 4 * _CONTEXT  # tokens decoded at once
+_LOOK_BACK = 8 * _CONTEXT  # tokens at a prompt's end among which context is searched
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that the runtime uses; each of transformers' has it."""
+    """The part of a transformers tokenizer that the runtime uses."""
 
     def __call__(self, text: str) -> Mapping[str, Any]: ...
 
@@ -19,20 +22,22 @@ class Tokenizer(Protocol):
 class TextStream:
     """The text of a request, in pieces as its tokens come.
 
-    The pieces together are the text of all tokens decoded at once without the special ones; or, once a stop string
-    is complete, what comes before it. Of stop strings that become complete with the same character the longest counts.
-    Work per token does not grow with the text.
+    The pieces together are what the new tokens add to the prompt's text: decode(prompt + new), without special tokens,
+    less the characters that the prompt completes. If the prompt ends inside a character, that character belongs to the
+    new text, whole or broken. A stop string cuts the text; of stop strings that become complete with the same character
+    the longest counts. Work per token does not grow with the text or the prompt.
 
     Args:
-        stop: strings that end the text; no string is empty.
+        stop: Strings that end the text; no string is empty.
+        prompt_token_ids: Tokens before the text. Only the last few matter.
 
-    Exact for tokenizers whose text, incomplete characters aside, is only ever added to. A byte-fallback vocabulary
-    takes text back when a broken character follows a whole one, and so does clean_up_tokenization_spaces; what has been
-    given out stays.
+    Exact for tokenizers that only ever add to the text, incomplete characters aside. A byte-fallback vocabulary takes
+    text back when a broken character follows a whole one, and so does clean_up_tokenization_spaces; pieces are never
+    taken back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._decoder = _Decoder(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decoder = _Decoder(tokenizer, prompt_token_ids)
         self._stop = tuple(stop)
         self._held = ""
         self._pieces: list[str] = []
@@ -48,7 +53,7 @@ class TextStream:
         return self._give("".join(self._decoder.push(token) for token in token_ids), is_end=False)
 
     def finish(self) -> str:
-        """Return what was held back, at the end of the request."""
+        """Return the text that was held back, at the end of the request."""
         return self._give(self._decoder.finish(), is_end=True)
 
     def _give(self, new: str, is_end: bool) -> str:
@@ -73,25 +78,76 @@ class TextStream:
         )
 
 
-class _Decoder:
-    """Incremental decoding over a short window of the last tokens.
+class TokenOffsets:
+    """Offsets of tokens in `TextStream`'s text: the index of each token's first character.
 
-    A token's text depends on those before it: a leading space is dropped at the start of a text, and a character
-    may be cut into several tokens. So the window begins with tokens whose text has been given out already, and only
-    what comes after that text is new.
+    All tokens of a character have its offset; a special token has the next character's. An offset is never beyond the
+    text's end. In a run of tokens that never become characters, each may have the offset of the first.
+
+    Args:
+        prompt_token_ids: Tokens before the text.
+        start: Offset of the first token.
+        skip_special_tokens: Whether the text is without special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._text = ""  # of the window
-        self._num_given = 0  # characters of it
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        start: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._decoder = _Decoder(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._num_certain = start
+
+    def push(self, token_id: int) -> int:
+        """Return the offset of the next token."""
+        uncertain = self._decoder.uncertain
+        new = self._decoder.push(token_id)
+        offset = self._num_certain + len(commonprefix([uncertain, new]))
+        self._num_certain += len(new)
+        return offset
+
+
+def unfinished_end(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Return what decoding makes of the bytes at the end that are no whole character, empty if there are none."""
+    return _Decoder(tokenizer, token_ids).uncertain
+
+
+def joins_words(tokenizer: Tokenizer) -> bool:
+    """Return whether spaces that belong to no token join the texts of tokens: in fast tokenizers without a decoder.
+    Vocabularies of whole words are an example.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and backend.decoder is None
+
+
+class _Decoder:
+    """Incremental decoding over a short window of tokens.
+
+    A token's text depends on the tokens before it: a leading space is dropped at the start of a text, and a character
+    may be cut into several tokens. So the window begins with tokens whose text is certain already, at first the
+    prompt's, and only what follows that text is new.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
+        self._window: list[int] = [] if joins_words(tokenizer) else self._context(prompt_token_ids)
+        self._text = self._decode(self._window)  # the window's
+        self._num_given = self._num_finished()  # characters of it
+
+    @property
+    def uncertain(self) -> str:
+        """The text of tokens that is not certain: replacement characters."""
+        return self._text[self._num_given :]
 
     def push(self, token_id: int) -> str:
         """Return the text that the token makes certain."""
         text = self._decode([*self._window, token_id])
         if text == self._text and self._is_skipped(token_id):
-            return ""  # or a run of them would fill the window
+            return ""  # a run of such tokens would fill the window
         self._window.append(token_id)
         self._text = text
         num_certain = len(text.rstrip(_REPLACEMENT))
@@ -106,14 +162,36 @@ class _Decoder:
 
     def finish(self) -> str:
         """Return the text that was not certain."""
-        new, self._num_given = self._text[self._num_given :], len(self._text)
+        new, self._num_given = self.uncertain, len(self._text)
         return new
 
+    def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """Return the prompt's last tokens that have a text, from a boundary of characters on if one is found."""
+        visible: list[int] = []
+        for token_id in reversed(prompt_token_ids[-_LOOK_BACK:]):
+            if len(visible) < _CONTEXT + _MAX_BYTES and not self._is_skipped(token_id):
+                visible.insert(0, token_id)
+        windows = [visible[-num_kept:] for num_kept in range(_CONTEXT, _CONTEXT + _MAX_BYTES)]
+        for window in windows:
+            if any(_REPLACEMENT not in self._decode(start) for start in _without_last(window)):
+                return window
+        return windows[0]
+
+    def _num_finished(self) -> int:
+        """Return the number of characters in the prompt's text that new tokens cannot change."""
+        if not self._text.endswith(_REPLACEMENT):
+            return len(self._text)
+        num_compared = min(_MAX_BYTES - 1, len(self._window))
+        if list(self._tokenizer(self._text)["input_ids"])[-num_compared:] == self._window[-num_compared:]:
+            return len(self._text)  # an encoded text has no unfinished character: it ends with U+FFFD itself
+        # Byte-fallback vocabularies break all bytes before an unfinished character as well.
+        return max(len(self._decode(start).rstrip(_REPLACEMENT)) for start in _without_last(self._window))
+
     def _shorten(self) -> None:
-        """Keep the last tokens, from a boundary of characters on: one of four neighbouring cuts is one, where bytes are
-        characters at all.
+        """Keep the last tokens, from a boundary of characters on. Unless bytes are broken, one of four neighbouring
+        cuts is a boundary.
         """
-        for num_kept in range(_CONTEXT, _CONTEXT + 4):
+        for num_kept in range(_CONTEXT, _CONTEXT + _MAX_BYTES):
             window = self._window[-num_kept:]
             text = self._decode(window)
             if self._text.endswith(text):
@@ -122,8 +200,13 @@ class _Decoder:
         self._window, self._text = window, text
 
     def _is_skipped(self, token_id: int) -> bool:
-        """Tell whether a token is special or unknown. It is decoded twice, for a space may be dropped at the start."""
+        """Return whether a token has no text. It is decoded twice, for a space may be dropped at the start."""
         return not self._decode([token_id, token_id])
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _without_last(window: list[int]) -> list[list[int]]:
+    """Return the window, and the window without its last one, two and three tokens."""
+    return [window[: max(0, len(window) - num_cut)] for num_cut in range(_MAX_BYTES)]

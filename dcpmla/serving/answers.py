@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcpmla.runtime.request import TokenLogprobs
+from dcpmla.runtime.text import TokenOffsets
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
 
@@ -49,7 +50,7 @@ class Answers:
 
     Args:
         model: the name that clients know it by.
-        prompts: of the choices, num_choices of each, one prompt's after the other's.
+        prompts: Prompts of the choices. Each has num_choices, one after the other.
         echo: begin each choice with its prompt.
         num_logprobs: alternatives of each token, None without log probabilities.
         drops_new: the answer is the prompt alone (an echo of no new tokens).
@@ -65,8 +66,8 @@ class Answers:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
-    # Of each choice: where in its text the next token begins, and the token before.
-    _offsets: dict[int, tuple[int, int | None]] = field(default_factory=dict)
+    _offsets: dict[int, TokenOffsets] = field(default_factory=dict)
+    _lengths: dict[int, int] = field(default_factory=dict)  # characters of each choice so far
 
     prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
@@ -123,12 +124,14 @@ class Answers:
         if self.num_logprobs is None:
             return None
         tokens = [(self.texts.token(entry.token_id), entry) for entry in (*output.prompt_logprobs, *output.logprobs)]
-        (offset, before), offsets = self._offsets.get(index, (0, None)), []
-        for _, entry in tokens:
-            offsets.append(offset)
-            offset += self.texts.width(before, entry.token_id)
-            before = entry.token_id
-        self._offsets[index] = offset, before
+        prompt = self.prompts[index // self.num_choices]
+        if index not in self._offsets:
+            self._offsets[index] = self.texts.offsets(prompt, len(prompt.text) if self.echo else 0)
+        offsets = [*prompt.offsets] if output.prompt_logprobs else []
+        offsets += [self._offsets[index].push(entry.token_id) for entry in output.logprobs]
+        self._lengths[index] = length = self._lengths.get(index, 0) + len(output.text)
+        if output.finish_reason:  # a stop string is not in the text, its tokens are here
+            offsets = [min(offset, length) for offset in offsets]
         return {
             "tokens": [text for text, _ in tokens],
             "token_logprobs": [entry.logprob for _, entry in tokens],

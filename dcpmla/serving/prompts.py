@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcpmla.runtime.request import check_prompt
+from dcpmla.runtime.text import TokenOffsets, joins_words, unfinished_end
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.protocol import ChatMessage
 
-_CHARACTERS = 64  # of a token, on average, in the longest text that is looked at
+_CHARACTERS = 64  # a token's average in the longest text that is encoded
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,13 @@ class Prompt:
     """A prompt that the model can continue.
 
     Attributes:
-        text: as it came, or as its tokens read.
+        text: Text of the request, or the whole characters of its tokens.
+        offsets: Index of each token's first character in the text; empty unless the text is wanted.
     """
 
     token_ids: list[int]
     text: str
+    offsets: Sequence[int] = ()
 
 
 class Texts:
@@ -44,22 +47,33 @@ class Texts:
             raise ApiError(400, words, param="prompt")
         return self._model.tokenizer
 
-    async def prompt(self, given: str | list[int], wants_text: bool) -> Prompt:
-        """Return a prompt of a completion.
+    async def prompt(self, content: str | list[int], wants_text: bool) -> Prompt:
+        """Return a prompt of a completion, with its text and offsets if they are wanted.
 
         Raises:
-            ApiError: one that the model cannot continue.
+            ApiError: The model cannot continue the prompt.
         """
-        if isinstance(given, str):
-            return self._checked(await self.encode(given), given)
-        prompt = self._checked(given, "")
-        return Prompt(given, await self.decode(given)) if wants_text else prompt
+        if isinstance(content, str):
+            prompt = self._checked(await self.encode(content), content)
+        else:
+            prompt = self._checked(content, "")
+        return await asyncio.to_thread(self._with_offsets, prompt) if wants_text else prompt
+
+    def _with_offsets(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with its text, which it may have, and offsets."""
+        token_ids, text = prompt.token_ids, prompt.text
+        if text and self._tokenizer.is_fast:
+            return Prompt(token_ids, text, _offsets(self._tokenizer(text, return_offsets_mapping=True)))
+        if not text:
+            text = self._tokenizer.decode(token_ids).removesuffix(unfinished_end(self._tokenizer, token_ids))
+        offsets = TokenOffsets(self._tokenizer, skip_special_tokens=False)
+        return Prompt(token_ids, text, [min(offsets.push(token), len(text)) for token in token_ids])
 
     async def chat(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any] | None) -> Prompt:
         """Return a conversation as the chat template writes it.
 
         Raises:
-            ApiError: no template, one that refuses the messages, a conversation that is too long.
+            ApiError: No template, a template that refuses the messages, a conversation that is too long.
         """
         tokenizer, names = self._tokenizer, dict(kwargs or {})
         if not tokenizer.chat_template:
@@ -81,7 +95,7 @@ class Texts:
         """Return a text's tokens.
 
         Raises:
-            ApiError: a text that is too long for any vocabulary.
+            ApiError: The text is too long for any vocabulary.
         """
         longest = _CHARACTERS * self._model.max_model_len
         if len(text) > longest:
@@ -99,7 +113,7 @@ class Texts:
         """Return token ids.
 
         Raises:
-            ApiError: one that the model does not have.
+            ApiError: The model does not have a token.
         """
         outside = next((token for token in token_ids if not 0 <= token < self._model.vocab_size), None)
         if outside is not None:
@@ -108,22 +122,35 @@ class Texts:
         return token_ids
 
     def token(self, token_id: int) -> str:
-        """Return the text of one token."""
+        """Return the text of one token inside a text, where a leading space is not dropped."""
         if token_id not in self._tokens:
-            self._tokens[token_id] = self._tokenizer.decode([token_id])
+            text: str = self._tokenizer.decode([token_id])
+            twice = self._tokenizer.decode([token_id] * 2)
+            if twice == f"{text} {text}" and not joins_words(self._tokenizer):
+                text = f" {text}"
+            self._tokens[token_id] = text
         return self._tokens[token_id]
 
-    def width(self, before: int | None, token_id: int) -> int:
-        """Return how many characters a token adds to a text that ends with another; special tokens add none."""
-        ids = [token_id] if before is None else [before, token_id]
-        whole, first = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:-1]))
-        return len(whole) - len(first)
+    def offsets(self, prompt: Prompt, start: int) -> TokenOffsets:
+        """Return the offsets of new tokens after a prompt, from `start` on."""
+        return TokenOffsets(self._tokenizer, prompt.token_ids, start)
 
     def _checked(self, token_ids: list[int], text: str) -> Prompt:
         try:
             check_prompt("the prompt", token_ids, self._model.vocab_size, self._model.max_model_len)
         except ValueError as error:
             is_long = len(token_ids) >= self._model.max_model_len
-            code = "context_length_exceeded" if is_long else None  # by which clients shorten a prompt and ask again
+            code = "context_length_exceeded" if is_long else None  # clients then shorten a prompt and ask again
             raise ApiError(400, str(error), param="prompt", code=code) from error
         return Prompt(token_ids, text)
+
+
+def _offsets(encoded: Any) -> list[int]:
+    """Return the offset of each token: its first character, or the previous token's end if spaces separate them."""
+    offsets: list[int] = []
+    end = 0
+    for start, stop in encoded["offset_mapping"]:
+        is_added = start == stop  # a special token that the text does not contain
+        offsets.append(max(end if is_added else min(start, end), offsets[-1] if offsets else 0))
+        end = max(end, stop)
+    return offsets

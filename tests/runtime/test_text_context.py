@@ -1,0 +1,193 @@
+"""Text of new tokens after a prompt, and offsets of tokens in it."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.runtime.text import TextStream, TokenOffsets
+from tests.runtime.test_text import (
+    BUILDERS,
+    SPECIAL,
+    Counting,
+    byte_letter,
+    cut_at_stop,
+    streamed,
+    texts,
+    token_ids_of,
+    tokenizer_of,
+    whole,
+)
+
+FAMILIES = [family for family in BUILDERS if family != "word_level"]
+
+
+def ids_of_bytes(content: bytes) -> list[int]:
+    """Return tokens of single bytes of the straddling vocabulary."""
+    letters = [byte_letter(byte) for byte in content]
+    return list(tokenizer_of("straddling").convert_tokens_to_ids(letters))
+
+
+def answer(family: str, prompt: Sequence[int], new: Sequence[int]) -> str:
+    return "".join(streamed(TextStream(tokenizer_of(family), prompt_token_ids=prompt), new))
+
+
+def offsets_of(family: str, prompt: Sequence[int], new: Sequence[int]) -> list[int]:
+    offsets = TokenOffsets(tokenizer_of(family), prompt)
+    return [offsets.push(token) for token in new]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_are_what_new_tokens_add_to_the_prompt(family: str) -> None:
+    """Prompts of texts, so they end with a whole character; special tokens may be anywhere."""
+
+    @settings(deadline=None, max_examples=60)
+    @given(texts(), texts(), st.integers(0, 20), token_ids_of(family))
+    def check(before: str, after: str, num_special: int, new: list[int]) -> None:
+        if family == "byte_fallback":
+            before, after = before.replace("\ufffd", ""), after.replace("\ufffd", "")
+        tokenizer = tokenizer_of(family)
+        special = [tokenizer.convert_tokens_to_ids(SPECIAL[1])] * num_special
+        prompt = [token for text in (before, after) for token in [*tokenizer(text)["input_ids"], *special]]
+        expected = whole(family, [*prompt, *new])
+        assert whole(family, prompt) + answer(family, prompt, new) == expected
+
+    check()
+
+
+@settings(deadline=None, max_examples=300)
+@given(texts(), st.data())
+def test_a_text_cut_anywhere(text: str, data: st.DataObject) -> None:
+    """If the prompt ends inside a character, the answer begins with that character, complete."""
+    for family in ("byte_level", "straddling", "byte_fallback"):
+        clean = text.replace("\ufffd", "")
+        token_ids = tokenizer_of(family).encode(clean, add_special_tokens=False)
+        cut = data.draw(st.integers(0, len(token_ids)))
+        joint = whole(family, token_ids)
+        finished = max(
+            (
+                len(start)
+                for num in range(4)
+                if joint.startswith(start := whole(family, token_ids[: max(0, cut - num)]).rstrip("\ufffd"))
+            ),
+            default=0,
+        )
+        assert answer(family, token_ids[:cut], token_ids[cut:]) == joint[finished:]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "expected"),
+    [
+        (b"x\xf0\x9f", b"\x8c\xb6!", "🌶!"),
+        (b"\xf0\x9f", b"\x8c\xb6", "🌶"),
+        (b"\xf0", b"\x9f\x8c\xb6", "🌶"),
+        (b"x\xf0\x9f", b"y", "\ufffdy"),  # the character that the prompt began is broken
+        (b"x\xf0\x9f", b"", "\ufffd"),
+        (b"x\xef\xbf\xbd", b"y", "y"),  # the prompt ends with U+FFFD itself
+        (b"\xef\xbf\xbd", b"\xef\xbf\xbd", "\ufffd"),
+        (b"x\xef\xbf", b"\xbdy", "\ufffdy"),
+        (b"", b" y", " y"),
+    ],
+)
+def test_prompts_that_end_inside_a_character(prompt: bytes, new: bytes, expected: str) -> None:
+    assert answer("straddling", ids_of_bytes(prompt), ids_of_bytes(new)) == expected
+
+
+def test_a_space_after_the_prompt_is_kept() -> None:
+    tokenizer = tokenizer_of("metaspace")
+    prompt, new = tokenizer.encode("the quick"), tokenizer.encode("brown fox")
+    special = [tokenizer.convert_tokens_to_ids(SPECIAL[1])]
+    assert answer("metaspace", prompt, new) == " brown fox"
+    assert answer("metaspace", [*prompt, *special * 30], new) == " brown fox"
+    assert answer("metaspace", special, new) == "brown fox"
+    stream = TextStream(tokenizer, (" fox",), prompt)
+    assert ("".join(streamed(stream, new)), stream.stopped) == (" brown", True)
+    stream = TextStream(tokenizer, (" b",), prompt)
+    assert ("".join(streamed(stream, new)), stream.stopped) == ("", True)
+
+
+def test_spaces_between_whole_words_belong_to_no_token() -> None:
+    tokenizer = tokenizer_of("word_level")
+    assert answer("word_level", tokenizer.encode("the quick"), tokenizer.encode("brown fox")) == "brown fox"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stop_strings_are_in_new_text_only(family: str) -> None:
+    @settings(deadline=None, max_examples=60)
+    @given(token_ids_of(family), st.text("the ab世", min_size=1, max_size=2))
+    def check(new: list[int], stop: str) -> None:
+        prompt = tokenizer_of(family).encode("the lazy dog", add_special_tokens=False)
+        text = answer(family, prompt, new)
+        stream = TextStream(tokenizer_of(family), [stop], prompt)
+        assert ("".join(streamed(stream, new)), stream.stopped) == cut_at_stop(text, [stop])
+
+    check()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "word_level"])
+def test_offsets_never_decrease_and_stay_in_the_text(family: str) -> None:
+    @settings(deadline=None, max_examples=60)
+    @given(token_ids_of(family), token_ids_of(family))
+    def check(prompt: list[int], new: list[int]) -> None:
+        offsets, length = offsets_of(family, prompt, new), len(answer(family, prompt, new))
+        assert offsets == sorted(offsets)
+        assert all(0 <= offset <= length for offset in offsets)
+
+    check()
+
+
+@pytest.mark.parametrize("family", ["byte_level", "straddling"])
+def test_offsets_are_of_first_characters(family: str) -> None:
+    @settings(deadline=None, max_examples=60)
+    @given(texts())
+    def check(text: str) -> None:
+        text = text.replace("\ufffd", "")
+        encoded = tokenizer_of(family)(text, return_offsets_mapping=True)
+        num_bytes, expected = 0, []
+        for token in tokenizer_of(family).convert_ids_to_tokens(encoded["input_ids"]):
+            expected.append(len(text.encode()[: num_bytes + 1].decode(errors="ignore")))
+            if text.encode()[: num_bytes + 1].decode(errors="replace")[-1] != "\ufffd":
+                expected[-1] -= 1
+            num_bytes += len(token)  # a letter of the token is a byte
+        assert offsets_of(family, [], encoded["input_ids"]) == expected
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("日!".encode(), [0, 0, 0, 1]),
+        ("a🦊é b".encode(), [0, 1, 1, 1, 1, 2, 2, 3, 4]),
+        (b"\xff\xfea", [0, 0, 2]),
+        (b"a\xe6\x97", [0, 1, 1]),
+        ("\ufffda".encode(), [0, 0, 0, 1]),
+    ],
+)
+def test_offsets_of_bytes(content: bytes, expected: list[int]) -> None:
+    assert offsets_of("straddling", [], ids_of_bytes(content)) == expected
+
+
+def test_offsets_begin_where_the_prompt_ends() -> None:
+    assert offsets_of("straddling", ids_of_bytes(b"x\xf0\x9f"), ids_of_bytes(b"\x8c\xb6!")) == [0, 0, 1]
+    tokenizer = tokenizer_of("metaspace")
+    new = tokenizer.encode("the lazy dog")
+    text, offsets = answer("metaspace", new, new), offsets_of("metaspace", new, new)
+    assert text == " the lazy dog"
+    words = [
+        offset for token, offset in zip(tokenizer.convert_ids_to_tokens(new), offsets, strict=True) if "▁" in token
+    ]
+    assert words == [index for index, letter in enumerate(text) if letter == " "]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_work_does_not_grow_with_the_prompt(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    for prompt in (tokenizer.encode("the quick 世 ") * 500, [tokenizer.convert_tokens_to_ids(SPECIAL[1])] * 5000):
+        counting = Counting(family)
+        stream = TextStream(counting, (), prompt)
+        assert counting.num_tokens <= 400
+        counting.num_tokens = 0
+        stream.push(prompt[:200])
+        assert counting.num_tokens <= 25 * 200

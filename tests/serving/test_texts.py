@@ -1,0 +1,104 @@
+"""Prompts, tokens and offsets of the API, with small tokenizers and without a server."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dcpmla.runtime.request import TokenLogprobs
+from dcpmla.runtime.text import TextStream
+from dcpmla.serving.answers import Answers
+from dcpmla.serving.messages import Output, Started
+from dcpmla.serving.prompts import Prompt, Texts
+from tests.runtime.test_text import SPECIAL, byte_letter, tokenizer_of
+
+
+def texts_of(family: str) -> Texts:
+    return Texts(Started(tokenizer_of(family), "", len(tokenizer_of(family)), 1000, 4))
+
+
+def prompt_of(family: str, content: str | list[int]) -> Prompt:
+    return asyncio.run(texts_of(family).prompt(content, wants_text=True))
+
+
+def ids_of_bytes(content: bytes) -> list[int]:
+    letters = [byte_letter(byte) for byte in content]
+    return list(tokenizer_of("straddling").convert_tokens_to_ids(letters))
+
+
+def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a choice, streamed token by token, after a check that it is the same in one piece."""
+    stream = TextStream(tokenizer_of(family), stop, prompt.token_ids)
+    answers, whole = (Answers(texts_of(family), "m", [prompt], 1, echo=echo, num_logprobs=0) for _ in range(2))
+    scored = tuple(TokenLogprobs(token, -1.0, ()) for token in prompt.token_ids) if echo else ()
+    joined: dict[str, Any] = {"text": "", "tokens": [], "text_offset": []}
+    for number, token in enumerate(new):
+        is_last = number == len(new) - 1
+        text = stream.push([token]) + (stream.finish() if is_last else "")
+        output = Output(
+            0,
+            text,
+            1,
+            (TokenLogprobs(token, -1.0, ()),),
+            "stop" if is_last else None,
+            prompt_logprobs=() if number else scored,
+        )
+        chunk: Any = answers.chunk(0, output)
+        joined["text"] += chunk["text"]
+        joined["tokens"] += chunk["logprobs"]["tokens"]
+        joined["text_offset"] += chunk["logprobs"]["text_offset"]
+    logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in new)
+    once: Any = whole.whole(0, Output(0, stream.text, len(new), logprobs, "stop", prompt_logprobs=scored))
+    assert once["text"] == joined["text"]
+    length = len(once["text"])
+    assert once["logprobs"]["text_offset"] == [min(offset, length) for offset in joined["text_offset"]]
+    return {**joined, "text_offset": once["logprobs"]["text_offset"]}
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_of_characters_of_several_tokens(echo: bool) -> None:
+    new = ids_of_bytes("日!".encode())
+    answer = choice("straddling", prompt_of("straddling", "é:"), new, echo)
+    assert (answer["text"], answer["text_offset"]) == (
+        ("é:日!", [0, 0, 1, 2, 2, 2, 3]) if echo else ("日!", [0, 0, 0, 1])
+    )
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_prompt_that_ends_inside_a_character(echo: bool) -> None:
+    prompt = prompt_of("straddling", ids_of_bytes(b"x\xf0\x9f"))
+    assert (prompt.text, prompt.offsets) == ("x", [0, 1, 1])
+    answer = choice("straddling", prompt, ids_of_bytes(b"\x8c\xb6!"), echo)
+    assert (answer["text"], answer["text_offset"]) == (("x🌶!", [0, 1, 1, 1, 1, 2]) if echo else ("🌶!", [0, 0, 1]))
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_first_spaces(echo: bool, as_ids: bool) -> None:
+    tokenizer = tokenizer_of("metaspace")
+    text, new = "the quick", tokenizer.encode("brown fox")
+    prompt = prompt_of("metaspace", tokenizer.encode(text) if as_ids else text)
+    answer = choice("metaspace", prompt, new, echo)
+    assert answer["text"] == ("the quick brown fox" if echo else " brown fox")
+    assert "".join(answer["tokens"][-len(new) :]) == " brown fox"
+    for token, offset in zip(answer["tokens"][1:], answer["text_offset"][1:], strict=True):
+        assert answer["text"][offset:].startswith(token)
+
+
+def test_special_tokens_of_prompts() -> None:
+    special = tokenizer_of("straddling").convert_tokens_to_ids(SPECIAL[1])
+    prompt = prompt_of("straddling", [special, *ids_of_bytes(b"ab")])
+    assert (prompt.text, prompt.offsets) == ("<eos>ab", [0, 5, 6])
+    assert prompt_of("straddling", "<eos>ab") == prompt
+    tokenizer = tokenizer_of("straddling")
+    assert choice("straddling", prompt, tokenizer.encode("c"), echo=True)["text_offset"] == [0, 5, 6, 7]
+
+
+def test_offsets_end_with_the_text() -> None:
+    """A stop string is not in the text."""
+    answer = choice("straddling", prompt_of("straddling", "x"), ids_of_bytes(b"abcd"), False, ("bcd",))
+    assert (answer["text"], answer["text_offset"]) == ("a", [0, 1, 1, 1])
+
+
+def test_only_an_echo_needs_offsets() -> None:
+    assert asyncio.run(texts_of("straddling").prompt([1, 2], wants_text=False)) == Prompt([1, 2], "")
