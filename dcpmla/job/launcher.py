@@ -120,7 +120,7 @@ def _claims(env: Environment) -> Iterator[tuple[str, str]]:
 def _is_mpirun(env: Environment) -> bool:
     """Tell mpirun from srun, which with --mpi sets variables of PMI and PMIx too.
 
-    Only mpirun sets Open MPI's variables, or those of Hydra, the launcher of MPICH and Intel MPI.
+    Only mpirun sets Open MPI's variables, or the variables of Hydra, the launcher of MPICH and Intel MPI.
     """
     own = any(name in env for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID"))
     return own or (not _is_srun(env) and any(name in env for name in ("PMI_RANK", "PMI_SIZE", "PMIX_RANK")))

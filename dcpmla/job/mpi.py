@@ -1,4 +1,4 @@
-"""Start-up under mpirun: MPI numbers the ranks and tells them where to meet, then is finalized before any tensor moves.
+"""Start-up under mpirun: MPI numbers the ranks and broadcasts an address, then is finalized before any tensor moves.
 
 An MPI that stayed initialized would have to be finalized by all ranks together, and a failing rank would hang there.
 """

@@ -76,7 +76,7 @@ def _where(launch: LaunchInfo) -> str:
 
 @contextmanager
 def agree_at(store: dist.Store, launch: LaunchInfo) -> Iterator[None]:
-    """Run a block in which any rank may raise ValueError: every rank then raises that of the first such rank.
+    """Run a block in which any rank may raise ValueError: every rank then raises the first such rank's error.
 
     Collective over the store, as `agree` is over process groups. A mistake that not all ranks see begins with "rank
     N:".

@@ -32,8 +32,8 @@ def open_round(store: dist.Store, identity: JobIdentity, rank: int, timeout: tim
     until = time.monotonic() + timeout.total_seconds()
     if rank:
         return _greet(store, own, identity, rank, until)
-    found = store.compare_set(_OWNER, "", identity.pack())
-    _check_owner(store, identity, found)
+    owner = store.compare_set(_OWNER, "", identity.pack())
+    _check_owner(store, identity, owner)
     store.set(_OWNER, identity.pack())
     name = uuid.uuid4().hex
     _answer_greetings(store, own, identity, name, until)
@@ -77,19 +77,19 @@ def _silence(identity: JobIdentity, owner: JobIdentity | None) -> str:
 
 
 def _answer_greetings(store: dist.Store, own: dist.Store, identity: JobIdentity, name: str, until: float) -> None:
-    others = range(1, identity.num_ranks)
-    while missing := [rank for rank in others if not own.check([f"{name}/entered/{rank}"])]:
+    ranks = range(1, identity.num_ranks)
+    while missing := [rank for rank in ranks if not own.check([f"{name}/entered/{rank}"])]:
         if time.monotonic() > until:
             came = f"{identity.num_ranks - len(missing)} of {identity.num_ranks} ranks came"
             raise dist.DistStoreError(came + _describe_stranger(store, identity))
-        for rank in others:
+        for rank in ranks:
             if own.check([f"greeting/{rank}"]):
                 own.set(f"answer/{own.get(f'greeting/{rank}').decode(errors='replace')}", name)
         time.sleep(_POLL)
 
 
 def _describe_stranger(store: dist.Store, identity: JobIdentity) -> str:
-    """Say which other job's rank came to the store, if any did."""
+    """Describe another job's rank that came to the store, if any did."""
     if not store.check([_STRANGER]):
         return ""
     try:

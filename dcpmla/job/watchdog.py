@@ -77,7 +77,7 @@ class Watchdog:
     Exit codes: 1 for a fault, 2 for a user's mistake (ValueError), 128 + n for signal n.
 
     Args:
-        store: of the job's ranks; the watchdog clones the connection.
+        store: Store of the job's ranks; the watchdog clones the connection.
         timeout: seconds that an operation may take where `enter` names no limit, and that a rank may be silent.
     Raises:
         ValueError: timeout is not positive.

@@ -92,7 +92,7 @@ def test_a_restart_with_fewer_ranks_is_the_same_job() -> None:
 
 
 def test_a_rank_that_was_started_twice() -> None:
-    """While the others come, the second process learns that its rank has entered; later, that nobody answers."""
+    """While the others come, the second process is refused; later, it gets no answer."""
     store, job = dist.HashStore(), replace(JOB, num_ranks=3)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(open_round, store, job, 0, LONG)

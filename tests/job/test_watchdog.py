@@ -37,7 +37,7 @@ Work = Callable[[int, Watchdog], object]
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a job: the ranks' exit codes (-n by signal n), what they wrote to stderr, and the seconds it took."""
+    """The end of a job: the ranks' exit codes (-n by signal n), their stderr, and the seconds it took."""
 
     codes: list[int]
     text: str
