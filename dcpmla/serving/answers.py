@@ -110,7 +110,7 @@ class Answers:
         if is_first and index % self.num_choices == 0:
             self.usage.cached_tokens += output.num_cached_tokens
         if self.drops_new:
-            output = output._replace(text="", num_tokens=0, logprobs=())
+            output = output._replace(text="", token_ids=(), logprobs=())
         self.usage.count(output)
         if self.echo and is_first:
             output = output._replace(text=self.prompts[index // self.num_choices].text + output.text)

@@ -204,7 +204,7 @@ def merged(outputs: Sequence[Output]) -> list[Output]:
             if old is None
             else new._replace(
                 text=old.text + new.text,
-                num_tokens=old.num_tokens + new.num_tokens,
+                token_ids=old.token_ids + new.token_ids,
                 logprobs=old.logprobs + new.logprobs,
                 prompt_logprobs=old.prompt_logprobs,
             )

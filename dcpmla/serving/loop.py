@@ -100,7 +100,7 @@ class ServingLoop:
             Output(
                 request_id,
                 text,
-                num_tokens=num_tokens - num_told,
+                token_ids=tuple(request.token_ids[num_told:]),
                 logprobs=tuple(request.logprobs[num_told:]),
                 finish_reason=request.finish_reason,
                 num_cached_tokens=request.num_cached_tokens,

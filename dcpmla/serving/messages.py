@@ -63,6 +63,7 @@ class Output(NamedTuple):
 
     Attributes:
         text: that became certain; maybe empty.
+        token_ids: New tokens.
         logprobs: of each new token, where they are asked for.
         finish_reason: with the last one.
         num_cached_tokens: of the prompt, that an earlier request had computed.
@@ -72,12 +73,17 @@ class Output(NamedTuple):
 
     request_id: int
     text: str = ""
-    num_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of new tokens."""
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True)

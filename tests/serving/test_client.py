@@ -73,12 +73,12 @@ def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_outputs_that_wait_come_as_one() -> None:
     outputs = [
-        Output(1, "a", 1, num_cached_tokens=4),
-        Output(2, "x", 1),
-        Output(1, "b", 1, finish_reason="stop", num_cached_tokens=4),
+        Output(1, "a", (5,), num_cached_tokens=4),
+        Output(2, "x", (6,)),
+        Output(1, "b", (7,), finish_reason="stop", num_cached_tokens=4),
     ]
     first, second = merged(outputs)
-    assert (first.text, first.num_tokens, first.finish_reason, first.num_cached_tokens) == ("ab", 2, "stop", 4)
+    assert (first.text, first.token_ids, first.finish_reason, first.num_cached_tokens) == ("ab", (5, 7), "stop", 4)
     assert second == outputs[1]
 
 

@@ -105,7 +105,7 @@ class FakeEngine:
                 reason = "stop" if number == len(texts) - 1 else None
                 if request_id not in self.open:
                     return
-                self._send(Report([Output(request_id, text, 1, (), reason)], 0, 0, 0.0, {}))
+                self._send(Report([Output(request_id, text, (1,), (), reason)], 0, 0, 0.0, {}))
             if texts:
                 self.open.pop(request_id, None)
 

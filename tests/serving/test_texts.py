@@ -38,7 +38,7 @@ def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[
         output = Output(
             0,
             text,
-            1,
+            (token,),
             (TokenLogprobs(token, -1.0, ()),),
             "stop" if is_last else None,
             prompt_logprobs=() if number else scored,
@@ -48,7 +48,7 @@ def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[
         joined["tokens"] += chunk["logprobs"]["tokens"]
         joined["text_offset"] += chunk["logprobs"]["text_offset"]
     logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in new)
-    once: Any = whole.whole(0, Output(0, stream.text, len(new), logprobs, "stop", prompt_logprobs=scored))
+    once: Any = whole.whole(0, Output(0, stream.text, tuple(new), logprobs, "stop", prompt_logprobs=scored))
     assert once["text"] == joined["text"]
     length = len(once["text"])
     assert once["logprobs"]["text_offset"] == [min(offset, length) for offset in joined["text_offset"]]
