@@ -6,8 +6,7 @@ from typing import Any
 from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig, choices
 
-# Hugging Face model types whose self-attention is MLA: that of DeepSeek-V2/V3, or the sparse one of DeepSeek-V3.2 and
-# GLM-5.
+# Hugging Face model types whose self-attention is MLA: DeepSeek-V2/V3's, or the sparse kind of DeepSeek-V3.2 and GLM-5.
 SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 MLA_MODEL_TYPES = (
     "deepseek_v2",
@@ -79,6 +78,11 @@ def attention_config(config: Any) -> MLAConfig:
 
 
 def _indexer_config(config: Any) -> IndexerConfig:
+    """Return the indexer of a sparse model; the config's indexer_rope_interleave overrides the family's layout.
+
+    Source: vLLM and SGLang, which read the field; transformers ignores it (pull request 46842). GLM publishes it as
+        true. DeepSeek-V3.2 has no such field, and rotates halves since its commit 8631a813.
+    """
     indexer_types(config)
     interleaved = getattr(config, "indexer_rope_interleave", None)
     return IndexerConfig(
@@ -114,7 +118,7 @@ def indexer_types(config: Any) -> list[str]:
 
 
 def skips_topk(config: Any, layer: int) -> bool:
-    """Tell whether a layer has no indexer and attends to the selection of the layer before it."""
+    """Return whether a layer has no indexer and attends to the selection of the layer before it."""
     return config.model_type in SPARSE_MODEL_TYPES and indexer_types(config)[layer] == "shared"
 
 

@@ -134,7 +134,7 @@ def check_generation_config(directory: Path) -> None:
         check_fields({"the file": _OBJECT}, {"the file": raw})
         check_fields({"eos_token_id": _TOKEN_IDS}, raw)
         transformers.GenerationConfig.from_dict(raw)
-    except Exception as error:  # of many kinds
+    except Exception as error:  # transformers raises many kinds
         raise ValueError(f"model (--model): {file} is no generation config: {reason(error)}") from error
 
 
@@ -183,6 +183,10 @@ def check_config(config: Any) -> None:
 
 def _check_compressed(config: Any) -> None:
     """Raise ValueError for what does not belong together in DeepSeek-V4's attention."""
+    if getattr(config, "indexer_rope_interleave", None) is False:
+        raise ValueError(
+            "indexer_rope_interleave is False; the indexer of this family rotates pairs, so it must be True"
+        )
     check_fields(_COMPRESSED_RULES, config.compress_rates, "compress_rates.{}".format)
     if missing := _COMPRESSED_RULES.keys() - config.compress_rates.keys():
         raise ValueError(f"compress_rates lacks {min(missing)}")

@@ -22,7 +22,7 @@ from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.models import FAMILIES, VOCAB_SIZE, random_model, save_tiny, tiny_config
+from tests.support.models import FAMILIES, SPARSE_FAMILIES, VOCAB_SIZE, random_model, save_tiny, tiny_config
 from tests.support.ranks import run_ranks
 
 PROMPT_LENS = (1, 2, 5, 37, 70)  # shorter than W, one token, and contexts that chunks cut unevenly
@@ -69,7 +69,7 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
         seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
         cache = new_cache(model.plan_cache(dcp, seq_lens, num_states=6), device)
         for memory in cache.tensors:
-            memory.fill_(torch.nan)  # a row that nobody wrote must not be seen
+            memory.fill_(torch.nan)  # no step may read a row that was never written
         engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=NUM_NEW), keep_logits=True) for prompt in prompts()
@@ -149,11 +149,44 @@ def test_eight_ranks(family: str, tmp_path: Path) -> None:
 def test_deepseek_v32_whose_layers_share_a_selection(tmp_path: Path) -> None:
     """With an indexer that rotates pairs, too, it is GLM-5 under another name, which is the oracle."""
     reference = save_tiny("glm_moe_dsa", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config.pop("indexer_types") == ["full", "shared", "full"]
-    config |= {"model_type": "deepseek_v32", "indexer_rope_interleave": True, "index_topk_pattern": "FSF"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tiny_config("glm_moe_dsa").indexer_types == ["full", "shared", "full"]
+    fields = {"model_type": "deepseek_v32", "indexer_rope_interleave": True, "index_topk_pattern": "FSF"}
+    rewrite_config(tmp_path, {"indexer_types": None, **fields})
     check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
+
+
+def rewrite_config(directory: Path, changes: dict[str, Any]) -> None:
+    """Set fields of a saved config; None removes one."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+@pytest.mark.parametrize("interleaved", [True, False, None])
+@pytest.mark.parametrize("family", [*SPARSE_FAMILIES, "deepseek_v4"])
+def test_layout_of_index_keys(family: str, interleaved: bool | None, tmp_path: Path) -> None:
+    """The config's indexer_rope_interleave decides, else the family.
+
+    vLLM and SGLang decided: their models of DeepSeek-V3.2 and GLM-5 read the field (`is_neox_style=not
+    getattr(config, "indexer_rope_interleave", ...)`), and GLM publishes it as true. transformers' ignore it (its pull
+    request 46842): DeepSeek-V3.2's always rotates halves, as DeepSeek does since its commit "rope in indexer is
+    not interleaved" (8631a813), and GLM's always pairs. So each is the oracle of one value, for both families.
+    DeepSeek-V4 has pairs alone.
+    """
+    if family == "deepseek_v4":
+        reference = save_tiny(family, tmp_path)
+    else:
+        rotates_pairs = family == "glm_moe_dsa" if interleaved is None else interleaved
+        reference = save_tiny("glm_moe_dsa" if rotates_pairs else "deepseek_v32", tmp_path)
+        layers = {"indexer_types": reference.config.indexer_types} if rotates_pairs else {}
+        mlps = ["dense"] + ["sparse"] * (reference.config.num_hidden_layers - 1)
+        rewrite_config(tmp_path, {"model_type": family, "mlp_layer_types": mlps, **layers})
+    rewrite_config(tmp_path, {"indexer_rope_interleave": interleaved})
+    if family == "deepseek_v4" and interleaved is False:
+        with pytest.raises(ValueError, match="indexer_rope_interleave is False; .* it must be True"):
+            load_config(tmp_path)
+        return
+    check(reference, tmp_path, 1, [Case(DCPConfig(block_size=32), 1000)])
 
 
 def small_latents(family: str, directory: Path) -> Any:
