@@ -1,16 +1,15 @@
-"""The libraries of expert peers: each comes as an archive in the directory of peers, and compiles its kernels when they
-are first launched, by nvcc or Triton.
-"""
+"""Libraries of expert peers: archives in the directory of peers, whose kernels nvcc or Triton compiles at first use."""
 
 import importlib
 import os
 import re
 import shutil
+import stat
 import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -57,7 +56,7 @@ def load_vllm(directory: Path) -> Any:
 
 
 class _Stub(ModuleType):
-    """A stand-in for what a file imports and its kernel does not need: false; whatever is done with it gives one."""
+    """A false value that replaces imports a kernel does not need; calls and attributes return another one."""
 
     def __getattr__(self, name: str) -> "_Stub":
         if name.startswith("__"):
@@ -109,13 +108,25 @@ def _unpack(archive: Path) -> Path:
 
 
 def _folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"dcpmla-peers-{os.getuid()}"
-    folder.mkdir(exist_ok=True)
+    """Return this user's folder for libraries, whose code is imported from it.
+
+    Raises:
+        ValueError: The folder is a file or a link, another user's, or open to other users.
+    """
+    folder = Path(tempfile.gettempdir()) / f"dcpmla-peers-{os.geteuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ValueError(
+            f"--peers: {folder} has mode {stat.filemode(status.st_mode)} and belongs to user {status.st_uid}; it must "
+            f"be a directory of user {os.geteuid()}, closed to others (drwx------): remove it, or set TMPDIR"
+        )
     return folder
 
 
 def _put_on_path(folder: Path) -> None:
-    """Let packages be imported; those that are installed come first."""
+    """Make packages importable; installed ones come first."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

@@ -2,6 +2,8 @@
 without the rest.
 """
 
+import os
+import stat
 import sys
 import tarfile
 import tempfile
@@ -29,7 +31,7 @@ def product(codes: Tensor, scales: Tensor, weight: BlockFp8, expert: int) -> Ten
 
 
 class FakeDeepGemm:
-    """Its contiguous layout with the ends of groups, each of which begins at a multiple of the alignment."""
+    """DeepGEMM's contiguous layout with the ends of groups; each group begins at a multiple of the alignment."""
 
     def set_pdl(self, is_on: bool) -> None: ...
 
@@ -164,6 +166,34 @@ def test_a_file_without_the_rest_of_vllm(tmp_path: Path, monkeypatch: pytest.Mon
     for _ in range(2):  # unpacked, then found
         assert str(load_vllm(tmp_path).launch()) == "fp32"
     assert not [name for name in sys.modules if name.startswith("vllm")]
+    assert stat.filemode((tmp_path / f"dcpmla-peers-{os.geteuid()}").stat().st_mode) == "drwx------"
+
+
+@pytest.mark.parametrize("kind", ["open", "file", "link", "another user's"])
+def test_a_folder_that_others_can_write_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder has a predictable name in a directory that all users share, and its code is imported."""
+    pytest.importorskip("triton")
+    from dcpmla.bench.expert_libraries import load_vllm
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    owner = os.geteuid()
+    user = owner + (kind == "another user's")
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    folder, target = tmp_path / f"dcpmla-peers-{user}", tmp_path / "target"
+    target.mkdir(mode=0o700)
+    mode = {"open": "drwxrwxrwx", "file": "-rw-------", "link": "lrwxrwxrwx"}.get(kind, "drwx------")
+    if kind == "link":
+        folder.symlink_to(target)
+    elif kind == "file":
+        folder.touch(mode=0o600)
+    else:
+        folder.mkdir(mode=0o700)
+        folder.chmod(0o777 if kind == "open" else 0o700)
+    with tarfile.open(tmp_path / "vllm_moe.tar.xz", "w:xz"):
+        pass
+    with pytest.raises(ValueError, match=f"^--peers: {folder} has mode {mode} and belongs to user {owner}; it must be"):
+        load_vllm(tmp_path)
+    assert list(target.iterdir()) == []
 
 
 POINTERS = {"scales_ptr": "*fp32", "out_scales_ptr": "*fp32", "weights_ptr": "*fp32"}
