@@ -12,7 +12,7 @@ DCP_EXCHANGE_DTYPES = ("auto", "fp8")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "fp8_ds_mla")
 DECODE_QUERY_DTYPES = ("auto", "fp8")
 INDEX_CACHE_DTYPES = ("auto", "fp8")
-MODEL_DTYPES = ("auto", "float32", "bfloat16")  # to compute in
+MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")  # to compute in
 
 LARGEST_SIZE = 1 << 24  # of any dim, vocabulary or block: more is a slip, and fails where memory runs out
 _MOST_RANKS = 1 << 16

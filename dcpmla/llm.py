@@ -111,7 +111,7 @@ class LLM:
             use_tqdm: show a progress bar, on the first rank.
         Returns:
             The finished requests, in the order of the prompts: `.prompt_token_ids`, `.token_ids`, `.text`,
-            `.finish_reason` ("stop" or "length"), `.metrics()` (seconds).
+            `.finish_reason` ("stop" or "length", or "error" with the reason in `.error`), `.metrics()` (seconds).
         Raises:
             ValueError: a prompt that the model cannot continue, another number of params than of prompts, ranks with
                 different ones.

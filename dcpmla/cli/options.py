@@ -162,7 +162,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
         metavar="F",
         help="part of the device's memory to use, in (0, 1]",
     )
-    add("--dtype", choices=MODEL_DTYPES, default="auto", help="to compute in; auto: the checkpoint's")
+    add("--dtype", choices=MODEL_DTYPES, default="auto", help="to compute in; auto: as stored, but not float16")
     add(
         "--expert-dtype",
         choices=("auto", "fp8"),

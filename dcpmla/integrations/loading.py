@@ -45,7 +45,7 @@ from dcpmla.runtime.text import Tokenizer
 from dcpmla.runtime.warm_up import warm_up
 
 _EMPTY_BLOCK_BYTES = 4096  # assumed size of a block in a model with only windows, which store nothing in blocks
-_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OPTION_RULES = {
     "dtype": one_of(MODEL_DTYPES),
     "max_num_batched_tokens": whole(1),
@@ -141,8 +141,8 @@ def load_engine(
     Args:
         model: Directory, hub id, or result of `open_model`.
         chosen: Exchange from `select_exchange`.
-        dtype: Dtype of computation, a name or torch's; "auto" takes the checkpoint's. Also the cache's dtype if
-            dcp.kv_cache_dtype is "auto".
+        dtype: Dtype of computation, a name or torch's; "auto" takes the checkpoint's, but bfloat16 for float16,
+            whose range many models exceed. Also the cache's dtype if dcp.kv_cache_dtype is "auto".
         max_num_batched_tokens: Limit of one step's tokens.
         max_num_seqs: Limit of requests that run at the same time.
         max_prefill_ms: Limit in milliseconds, by the planner's model, for pieces of prompts in a step in which requests

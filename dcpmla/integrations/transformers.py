@@ -49,6 +49,11 @@ from dcpmla.parallel.mesh import DCPMesh
 _logger = logging.getLogger(__name__)
 
 
+def _in_range(dtype: torch.dtype) -> torch.dtype:
+    """Return a checkpoint's dtype, but bfloat16 for float16: sums of many models exceed its range, 65,504."""
+    return torch.bfloat16 if dtype == torch.float16 else dtype
+
+
 def load_model(
     directory: Path,
     config: Any,
@@ -66,7 +71,7 @@ def load_model(
 
     Args:
         config: from `load_config`.
-        dtype: to compute in; None takes the checkpoint's.
+        dtype: Dtype of computation; None takes the checkpoint's, but bfloat16 for float16.
         enable_expert_parallel: each rank holds its share of the experts whole, instead of a slice of every one.
         load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights.
         expert_dtype: "auto" leaves experts as they are stored, "fp8" re-encodes those in 4 bits without a rounding.
@@ -85,7 +90,7 @@ def load_model(
     mtp_shapes = mtp_names.shapes(config, published_shapes(model)) if with_mtp else {}
     quantization = getattr(config, "quantization_config", None)
     if load_format == "dummy":
-        dtype = dtype or config.dtype or torch.bfloat16
+        dtype = dtype or _in_range(config.dtype or torch.bfloat16)
         expert_codes = "int4" if is_int4(quantization) else "fp4" if has_fp4_experts(config) else None
         is_fp8 = quantization is not None and not is_int4(quantization)
         weights = dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes, dtype, device)
@@ -96,7 +101,8 @@ def load_model(
             check_mtp_weights(checkpoint.names, mtp_shapes)
             checkpoint.check_shapes(mtp_shapes)
         check_shapes(model, checkpoint)
-        dtype, weights = dtype or config.dtype or checkpoint.dtype, checkpoint.weights("")
+        dtype = dtype or _in_range(config.dtype or checkpoint.dtype)
+        weights = checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):
         raise ValueError(
             "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"

@@ -75,7 +75,7 @@ class Message:
     Attributes:
         words: [4 + num_flags + num_faults + n] int64 on the device: the first rank's clock, bytes of news, ranks that
             are told to stop, the first rank's time of a step, flags, faults, and the first rank's tokens.
-        tokens: [n] of the words, for the next step.
+        tokens: Tokens [n] int64 on the device, for the next step; 0 in place of NOT_FINITE.
         memory: [len(words) + room] int64, of the words and of what else goes to the host with them.
         content: this rank's news.
         step_time: this rank's.
@@ -134,7 +134,7 @@ class Agreement:
         """Send a step's message. Collective over the TP group, with as many of everything on every rank.
 
         Args:
-            tokens: [n] int64, chosen on this rank.
+            tokens: Tokens [n] int64, chosen on this rank; NOT_FINITE ends a request.
             failed: flags that any rank may set.
             faults: [1] int64 each, in pinned memory, not 0 once a kernel of this rank has waited in vain; read in the
                 order of the device's work.
@@ -156,7 +156,8 @@ class Agreement:
         if self._mesh.tp_size > 1:
             with named(_OPERATION, self._mesh.tp_group):
                 dist.all_reduce(words, group=self._mesh.tp_group)
-        return Message(words, agreed, memory, news.content, len(failed), len(faults), step_time)
+        safe = agreed.clamp(min=0)  # The next step is launched before a request with NOT_FINITE ends.
+        return Message(words, safe, memory, news.content, len(failed), len(faults), step_time)
 
     def meet(self, news: News) -> tuple[float, News]:
         """Return seconds on the first rank's clock, its news, and whether any rank is told to stop. Collective over the

@@ -20,7 +20,7 @@ from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.runner import Model, StepRunner, choose_tokens
-from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.sampling import NOT_FINITE, SamplingParams
 from dcpmla.runtime.scheduler import NOW, Arrivals, Scheduler
 from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
@@ -257,6 +257,7 @@ class Engine:
         for piece in step.pieces:
             self._remember(piece.request)
         tokens = choose_tokens(inputs.ready, logits, self._pending, self._penalties)
+        tokens = prompts.reject_not_finite(tokens, logits, inputs.ready)
         called, failed = self._callbacks.take()
         num_verified = 0 if drafts is None else len(inputs.ready) + len(drafts)
         step_time = self.speculation.step_time
@@ -306,6 +307,9 @@ class Engine:
         if request.first_token_time is None:
             request.first_token_time = self.now
         for index, token_id in enumerate(tokens):
+            if token_id == NOT_FINITE:
+                self._fail(request, self._not_finite(len(request.token_ids)))
+                return text
             if request.keep_logits:
                 request.logits.append(pending.logits[request][index])
             text += request.append(token_id, self.model.eos_token_ids)
@@ -333,6 +337,16 @@ class Engine:
         """End requests whose callbacks failed on any rank."""
         for request, has_failed in zip(called, failed, strict=True):
             if has_failed and not request.finish_reason:
-                request.error = request.error or RuntimeError("on_token failed on another rank")
-                request.end("error")
-                self._finish(request)
+                self._fail(request, RuntimeError("on_token failed on another rank"))
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.error = request.error or error
+        request.end("error")
+        self._finish(request)
+
+    def _not_finite(self, num_tokens: int) -> FloatingPointError:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return FloatingPointError(
+            f"logits are NaN or infinite after {num_tokens} new tokens; the model's numbers exceed the range of "
+            f"{dtype} (try another --dtype), or its weights are damaged"
+        )

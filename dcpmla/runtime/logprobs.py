@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.runtime.request import Request, TokenLogprobs
+from dcpmla.runtime.sampling import NOT_FINITE
 from dcpmla.runtime.step import Piece, Step
 from dcpmla.upload import upload
 
@@ -46,6 +47,28 @@ class PromptRows(NamedTuple):
                 request.num_scored_tokens = end
             row += num_tokens
         return found
+
+    def reject_not_finite(self, tokens: Tensor, logits: Tensor, ready: Sequence[Piece]) -> Tensor:
+        """Replace the first token of a request by NOT_FINITE if logits of its prompt were NaN or infinite.
+
+        Args:
+            tokens: Tokens [n] int64 of the ready pieces, on the device.
+            logits: Logits [n + p, vocab] float32, of the tokens that new ones follow, then of the prompts' tokens.
+        """
+        start = len(tokens)
+        for request, count in self.counts:
+            best = logits[start : start + count].amax()
+            is_finite = best - best == 0
+            known = request.has_finite_scores
+            request.has_finite_scores = is_finite if known is None else known & is_finite
+            start += count
+        row = 0
+        for request, _, num_drafts in ready:
+            if request.has_finite_scores is not None:
+                tokens[row] = tokens[row].where(request.has_finite_scores, NOT_FINITE)
+                request.has_finite_scores = None
+            row += 1 + num_drafts
+        return tokens
 
     def join(self, logits_at: Tensor | None) -> Tensor | None:
         """Return rows [n] whose logits are wanted, on the device, and these after them; None where it is all rows."""
@@ -82,7 +105,7 @@ class Logprobs:
             self._parts.append(tuple(tensor.to("cpu", non_blocking=True) for tensor in scored))
 
     def give(self) -> None:
-        """Give each request its log probabilities, once the step has been waited for."""
+        """Append each request's log probabilities, once the step is complete."""
         if not self._parts:
             return
         ids, values = (torch.cat(tensors).tolist() for tensors in zip(*self._parts, strict=True))

@@ -127,7 +127,7 @@ class PendingStep:
 
     Attributes:
         rows: of the requests in `newest`.
-        newest: [n] int64 on the device: each request's last new token.
+        newest: Last new token of each request [n] int64 on the device.
         positions: of each piece's first token, in a step with prompts.
         is_under_way: until it has been waited for.
         drafts, num_accepted: on the host, the latter of each request in `rows`; good once it has been waited for.

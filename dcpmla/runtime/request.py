@@ -39,13 +39,16 @@ class Request:
         logprobs: Log probabilities of new tokens, if params ask for them.
         prompt_logprobs: Log probabilities of the prompt's tokens, complete with the first new token.
         finish_reason: Reason of the end: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at
-            max_new_tokens, "abort" by the caller, "error" if on_token failed before the last token; None before.
-        error: Exception of on_token on this rank, or a RuntimeError if it failed on another.
+            max_new_tokens, "abort" by the caller, "error" if on_token failed before the last token, or logits are not
+            finite; None before.
+        error: Exception of on_token on this rank, a RuntimeError if it failed on another, or a FloatingPointError.
         state: Index of its state in a cache with states; None while it does not run.
         num_in_flight: New tokens that steps in flight sample. They count, but are not yet on the host.
         num_tried: Drafts that the step in flight verifies; each may become a token.
         num_computed_tokens: Tokens whose latents are in the cache, or are written by the step in flight.
         num_cached_tokens: Tokens of the prompt that an earlier request had computed.
+        has_finite_scores: Whether the logits of its prompt were finite so far, bool on the device; None if it is not
+            scored, and after its first token.
         num_scored_tokens: Tokens of the prompt whose successors' log probabilities are known, or being computed.
         num_preemptions: Times that its blocks were taken away, so that it was computed again.
         acceptance: Acceptance of its drafts.
@@ -76,6 +79,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_remembered_blocks: int = 0
+    has_finite_scores: Tensor | None = None
     num_scored_tokens: int = 0
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)

@@ -117,6 +117,9 @@ def new_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
+NOT_FINITE = -1  # instead of a token, after logits whose maximum is NaN or infinite
+
+
 def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float] | Tensor) -> Tensor:
     """Choose a token for each row, whatever the other rows are. Nothing waits for the device.
 
@@ -126,9 +129,10 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
         uniforms: [n] random numbers in [0, 1), on the host or float64 on the device: of `new_generator`, which is on
             the CPU, so that a seed gives the same ones on every device. Not looked at where nothing is drawn.
     Returns:
-        [n] int64 on the device of the logits.
+        Tokens [n] int64 on the device of the logits; NOT_FINITE for rows whose maximum is NaN or infinite.
     """
     tokens = logits.argmax(-1)
+    best = logits.gather(-1, tokens[:, None])[:, 0]
     drawn = [row for row, param in enumerate(params) if param.temperature > 0]
     for start in range(0, len(drawn), _MAX_ROWS):
         rows = drawn[start : start + _MAX_ROWS]
@@ -144,7 +148,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
             sampling.draw(logits, tokens, at, how, most)
         else:
             tokens[at] = _draw(logits[at], how, most)
-    return tokens
+    return tokens.where(best - best == 0, NOT_FINITE)
 
 
 def _draw(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
@@ -153,7 +157,7 @@ def _draw(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
     In this order a small change of the logits moves every boundary between tokens a little, and seldom past the number.
     Masses of probability are whole numbers, the best token's 2^44, so that no sum depends on its order (a vocabulary of
     2^18 tokens has room): devices differ by the last bit of an exponential at most, 1 in few masses. Tokens whose
-    probability is less than 2^-44 of the best one's are never drawn; a row of NaN gives token 0.
+    probability is less than 2^-44 of the best one's are never drawn. A row with NaN gives any token.
 
     Args:
         logits: [n, vocab] float32.
