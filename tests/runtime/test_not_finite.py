@@ -22,12 +22,6 @@ SMALL: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 22,
     "timeout": 60,
 }
-    "device": "cpu",
-    "max_num_seqs": 4,
-    "block_size": 8,
-    "kv_cache_memory_bytes": 1 << 22,
-    "timeout": 60,
-}
 
 
 class BadModel(HashModel):
