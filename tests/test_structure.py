@@ -155,6 +155,18 @@ def test_public_names_are_documented(name: str) -> None:
             assert function.__doc__, f"{function.__qualname__} has no docstring"
 
 
+@pytest.mark.parametrize("module", FILES)
+def test_no_rank_unpickles(module: str) -> None:
+    """A pickle runs code where it is read. Only the HTTP process reads pickles, those of the rank that started it."""
+    nodes = [*ast.walk(ast.parse(FILES[module].read_text()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    pickles = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+    found = {name for name in names if name in pickles or re.search(r"(^|_)object(_list)?$", name)}
+    assert found <= ({"pickle"} if module == "dcpmla.serving.messages" else set())
+
+
 def subcommand(name: str) -> argparse.ArgumentParser:
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     return commands.choices[name].filled()

@@ -1,5 +1,5 @@
-"""Say what this machine can do, and prove it: versions, devices, kernels; self-tests of attention and exchange, the
-exchange's latency.
+"""Report the abilities of this machine, and prove them: versions, devices, kernels; self-tests of attention and
+exchange, the exchange's latency.
 """
 
 import argparse
@@ -9,11 +9,10 @@ import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, passed_over, select_backend
@@ -36,11 +35,11 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.join import LOAD_TIMEOUT, Job
+from dcpmla.parallel.collectives import gather_values
 from dcpmla.parallel.mesh import init_mesh
 
 _NUM_TOKENS = (1, 32, 256)
 _TIMEOUTS = 5  # that one test may take, compilation of its kernels included
-_T = TypeVar("_T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +90,8 @@ class _Examination:
         """Say what every rank is, and how the GPUs of a host reach each other."""
         self._say(f"ranks: {self._job.ranks.origin}")
         self._job.watchdog.enter("looking at the machine", self._limit)
-        self._facts = _gather(find_facts(self._job.ranks, self._config, self._dtype))
+        own = asdict(find_facts(self._job.ranks, self._config, self._dtype))
+        self._facts = [RankFacts(**fields) for fields in gather_values(own, None, "comparing machines")]
         first = self._facts[0]
         self._say(f"versions: {_join(first.versions)}")
         for facts in self._facts:
@@ -151,7 +151,8 @@ class _Examination:
 
     def _record(self, mine: list[SelfTest]) -> None:
         """Bring the ranks' outcomes of the same tests together."""
-        for outcomes in zip(*_gather(mine), strict=True):
+        everyone = gather_values([asdict(outcome) for outcome in mine], None, "comparing self-tests")
+        for outcomes in zip(*([SelfTest(**fields) for fields in own] for own in everyone), strict=True):
             failures = [f"rank {rank}: {outcome.failure}" for rank, outcome in enumerate(outcomes) if outcome.failure]
             errors = [outcome.largest_error for outcome in outcomes if outcome.largest_error is not None]
             largest = max(errors) if len(errors) == len(outcomes) else None
@@ -172,13 +173,6 @@ class _Examination:
     def _say(self, words: str) -> None:
         if self._job.ranks.is_first and words:
             print(words, flush=True)
-
-
-def _gather(mine: _T) -> list[_T]:
-    """Return all ranks' objects, in rank order."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _join(versions: dict[str, str | None]) -> str:
@@ -270,7 +264,7 @@ def _find_versions(on_gpu: bool) -> dict[str, str | None]:
 
 
 def _cuda_driver() -> str | None:
-    """Return the newest CUDA that the driver takes; torch does not tell it."""
+    """Return the newest CUDA that the driver takes, which torch does not report."""
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))

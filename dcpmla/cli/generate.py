@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, seed, start, token_ids
@@ -20,6 +19,7 @@ from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.llm import run_with_bar
 from dcpmla.ownership import local_seq_lens
+from dcpmla.parallel.collectives import broadcast_value
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 
@@ -82,7 +82,9 @@ def run(args: argparse.Namespace) -> None:
                 if args.output_file:
                     lines = to_close.enter_context(open_output_lines(args.output_file, files.directory))
                     prompts = _missing(prompts, lines)
-        prompts = _broadcast(prompts)
+        # Only the first rank's host needs the file.
+        shared = broadcast_value([asdict(prompt) for prompt in prompts], None, "sharing the prompts")
+        prompts = [Prompt.from_dict(values) for values in shared]
         if not prompts:
             return
         seq_lens = [len(prompt.token_ids) + prompt.params.max_new_tokens - 1 for prompt in prompts]
@@ -132,13 +134,6 @@ def _missing(prompts: list[Prompt], lines: OutputLines) -> list[Prompt]:
     return [prompt for prompt in prompts if prompt.request_id not in lines.ids]
 
 
-def _broadcast(prompts: list[Prompt]) -> list[Prompt]:
-    """Hand the first rank's prompts to every rank: only its host needs the file."""
-    message = [prompts]
-    dist.broadcast_object_list(message, src=0)
-    return message[0]
-
-
 def _output_line(request: Request) -> dict[str, object]:
     return {
         "id": request.request_id,
@@ -157,7 +152,7 @@ def _logprobs(request: Request) -> dict[str, object]:
 
 
 def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request], chosen: ChosenExchange) -> None:
-    """Write the files of --json and --logits, print the answers unless they are in a file, and what was measured."""
+    """Write the files of --json and --logits; print the measurements, and the answers unless they are in a file."""
     kv_tokens_per_rank = _kv_tokens_per_rank(engine, requests)
     if args.json:
         outputs = [

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from dcpmla.runtime.request import check_prompt
 from dcpmla.runtime.sampling import SamplingParams
@@ -21,6 +21,11 @@ class Prompt:
     request_id: str | int
     token_ids: list[int]
     params: SamplingParams
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Return the prompt that `dataclasses.asdict` made values of, also after they were JSON."""
+        return cls(**{**values, "params": SamplingParams.from_dict(values["params"], SamplingParams())})
 
 
 def prompts_from_options(args: argparse.Namespace, files: "ModelFiles") -> list[Prompt]:
@@ -83,10 +88,10 @@ def _read_line(line: str, defaults: SamplingParams, files: "ModelFiles") -> Prom
     if not isinstance(request_id, str | int) or isinstance(request_id, bool):
         raise ValueError(f'"id" is {json.dumps(request_id)}; it must be there, a string or a whole number')
     _check_text('"id"', request_id)
-    given = [values.pop(name) for name in ("prompt", "prompt_token_ids") if name in values]
-    if len(given) != 1 or not _is_prompt(given[0]):
+    contents = [values.pop(name) for name in ("prompt", "prompt_token_ids") if name in values]
+    if len(contents) != 1 or not _is_prompt(contents[0]):
         raise ValueError('give either "prompt", a string, or "prompt_token_ids", a list of whole numbers')
-    return _prompt(request_id, "the prompt", given[0], SamplingParams.from_dict(values, defaults), '"prompt"', files)
+    return _prompt(request_id, "the prompt", contents[0], SamplingParams.from_dict(values, defaults), '"prompt"', files)
 
 
 def _is_prompt(prompt: object) -> bool:

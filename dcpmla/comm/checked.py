@@ -1,7 +1,6 @@
 """An exchange for debugging: ranks compare their calls before they make them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.comm.exchange import Exchange, Mailbox
-from dcpmla.parallel.collectives import name_ranks, named
+from dcpmla.parallel.collectives import gather_values, name_ranks
 
 _ERROR = 2  # of torch.cuda.get_sync_debug_mode: waiting for the GPU is one, as where a capture is rehearsed
 
@@ -65,11 +64,8 @@ class CheckedExchange:
             return
         self._num_calls += 1
         arguments = (f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
-        calls: list[Any] = [None] * dist.get_world_size(self._group)
-        with named("comparing calls of the exchange", self._group):
-            dist.all_gather_object(
-                calls, f"makes call {self._num_calls}, {operation}({', '.join(arguments)})", group=self._group
-            )
+        own = f"makes call {self._num_calls}, {operation}({', '.join(arguments)})"
+        calls = gather_values(own, self._group, "comparing calls of the exchange")
         if len(set(calls)) > 1:
             raise RuntimeError(
                 "unequal calls of the exchange: " + _describe(calls, dist.get_process_group_ranks(self._group))
@@ -77,7 +73,7 @@ class CheckedExchange:
 
 
 def _describe(calls: list[str], ranks: list[int]) -> str:
-    """Say who is about to make which call, the fewest ranks first: they are the odd ones out."""
+    """Describe which ranks are about to make which call, the fewest ranks first."""
     callers = {call: [rank for rank, other in zip(ranks, calls, strict=True) if other == call] for call in calls}
     return "; ".join(
         f"{name_ranks(callers[call])} {call}" for call in sorted(callers, key=lambda call: len(callers[call]))

@@ -5,20 +5,19 @@ memory.
 import importlib
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed import ProcessGroup
 
-from dcpmla.parallel.collectives import named
+from dcpmla.parallel.collectives import gather_values
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class GpuSite:
     """The host and GPU that a rank runs on.
 
     Attributes:
-        rank: in the job.
+        rank: Number in the job.
         host: equal for ranks of one host alone, whatever names other hosts have.
         gpu: UUID; "" on a CPU.
         has_symmetric_memory: whether torch has it for the device.
@@ -49,10 +48,11 @@ def reach(group: ProcessGroup, device: torch.device) -> str:
     on_gpu = device.type == "cuda"
     host = f"{socket.gethostname()} {_BOOT_ID.read_text() if _BOOT_ID.exists() else ''}"
     gpu = gpu_uuid(device) if on_gpu else ""
-    sites = _gather(
-        group, GpuSite(dist.get_rank(), host, gpu, on_gpu and symmetric_memory.get_backend(device) is not None)
+    site = GpuSite(dist.get_rank(), host, gpu, on_gpu and symmetric_memory.get_backend(device) is not None)
+    sites = [GpuSite(**fields) for fields in gather_values(asdict(site), group, "reach")]
+    return judge_sites(sites) or judge_links(
+        sites, gather_values(find_missing(gpu, [other.gpu for other in sites]), group, "reach")
     )
-    return judge_sites(sites) or judge_links(sites, _gather(group, find_missing(gpu, [site.gpu for site in sites])))
 
 
 def judge_sites(sites: Sequence[GpuSite]) -> str:
@@ -135,7 +135,7 @@ class Nvml:
         self._nvml = nvml
 
     def num_nvlinks(self, gpu: str) -> int | None:
-        """Count the active links of a GPU; None if NVML does not tell."""
+        """Count the active links of a GPU; None if NVML is silent."""
         handle = self._handle(gpu)
         if handle is None:
             return None
@@ -168,11 +168,3 @@ class Nvml:
             return self._nvml.nvmlDeviceGetNvLinkState(handle, link) == self._nvml.NVML_FEATURE_ENABLED
         except self._nvml.NVMLError:  # a GPU has fewer links than NVML may count
             return False
-
-
-def _gather(group: ProcessGroup, mine: _T) -> list[_T]:
-    """Gather an object of each rank, in the group's order."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    with named("reach", group):
-        dist.all_gather_object(everyone, mine, group=group)
-    return everyone

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dcpmla.job.launcher import LaunchInfo, find_launch_info
 from dcpmla.job.rendezvous import meet
-from dcpmla.parallel.collectives import PeerFault
+from dcpmla.parallel.collectives import PeerFault, gather_values
 
 DEVICES = ("auto", "cpu", "cuda")
 _LAST_READ = timedelta(seconds=5)  # that rank 0 waits for the others to read why the job ends
@@ -26,7 +25,7 @@ class Ranks(LaunchInfo):
     """This process among the job's ranks.
 
     Attributes:
-        device: where its tensors live.
+        device: Device of its tensors.
     """
 
     device: torch.device
@@ -200,9 +199,8 @@ def check_equal_arguments(arguments: Mapping[str, object]) -> None:
     Raises:
         ValueError: on every rank, with the argument, the first rank that differs from rank 0, and both values.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: repr(value) for name, value in arguments.items()})
-    _raise_difference(everyone)
+    own = {name: repr(value) for name, value in arguments.items()}
+    _raise_difference(gather_values(own, None, "comparing arguments"))
 
 
 def _raise_difference(everyone: Sequence[Mapping[str, str]]) -> None:
@@ -236,8 +234,8 @@ def agree() -> Iterator[None]:
     except Exception as caught:  # any exception, because the other ranks wait below
         error = caught
     is_fault = error is not None and not isinstance(error, ValueError)
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (is_fault, "" if error is None else str(error) or repr(error)))
+    own = is_fault, "" if error is None else str(error) or repr(error)
+    reports = gather_values(own, None, "agreeing on mistakes")
     if error is not None and is_fault:
         raise error
     for rank, (other_is_fault, message) in enumerate(reports):

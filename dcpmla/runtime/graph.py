@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.compressed import AnyCache
 from dcpmla.fields import check_fields, whole
-from dcpmla.parallel.collectives import is_failed_collective, named
+from dcpmla.parallel.collectives import gather_values, is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.layout import StepRequests
@@ -94,7 +93,7 @@ class DecodeGraph:
         return bool(self._graphs)
 
     def takes(self, num_reqs: int, query_len: int = 1) -> bool:
-        """Tell whether it has a batch for so many requests of at most query_len tokens each."""
+        """Return whether it has a batch for so many requests of at most query_len tokens each."""
         sizes = self.batch_sizes if query_len == 1 else self.wide_sizes
         return bool(sizes) and 1 <= num_reqs <= sizes[-1] and query_len <= self._max_query_len
 
@@ -276,9 +275,7 @@ class DecodeGraph:
 
     def _agree(self, reason: str) -> None:
         """Raise on every rank if some rank has a reason to; the first such rank's is given."""
-        reasons = [""] * self._mesh.tp_size
-        with named("agreeing on decode graphs", self._mesh.tp_group):
-            dist.all_gather_object(reasons, reason, group=self._mesh.tp_group)
+        reasons = gather_values(reason, self._mesh.tp_group, "agreeing on decode graphs")
         for rank, found in enumerate(reasons):
             if found:
                 raise CannotCapture(f"{found}, on rank {rank}")

@@ -8,6 +8,7 @@ import pytest
 from tests.comm.test_exchange import check_combine, check_gathers
 from tests.integrations.test_load import check_loads
 from tests.integrations.test_transformers import check, make_cases
+from tests.parallel.test_collectives import check_values
 from tests.support.models import FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
 
@@ -23,6 +24,11 @@ def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("check_exchange", [check_combine, check_gathers])
 def test_exchange(num_gpus: int, check_exchange: Any) -> None:
     run_ranks(num_gpus, check_exchange, "cuda", device="cuda")
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_values_of_all_ranks(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_values, device="cuda")
 
 
 @pytest.mark.gpu
