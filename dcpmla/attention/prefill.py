@@ -11,7 +11,7 @@ from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.step import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale, is_quantized
-from dcpmla.cache.latent import dequantize_rows, read_latents
+from dcpmla.cache.rows import dequantize_rows, read_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
 from dcpmla.operators import operator

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8, to_fp8
-from dcpmla.cache.latent import write_latents
+from dcpmla.cache.rows import write_latents
 from dcpmla.comm.reduce import rms_norm
 from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import dequantize_blocks, empty_codes, quantize_rows, runs_fp8

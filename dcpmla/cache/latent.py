@@ -8,10 +8,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from dcpmla.cache.formats import dequantize, format_name, quantize, rope_dim_of, row_width, storage_dtype
+from dcpmla.cache.formats import format_name, row_width, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
-from dcpmla.operators import operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,57 +195,6 @@ class LatentCache:
 def num_blocks(seq_len: int, dcp: DCPConfig) -> int:
     """Return how many blocks a sequence takes: a block id covers block_size positions on each DCP rank."""
     return -(-seq_len // dcp.virtual_block_size)
-
-
-def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
-    """Store latents in a layer's cache. (On a GPU a layer's own latents get there as they are made: `finish_latents`.)
-
-    Args:
-        kv_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`.
-        kv_c, k_pe: [N, L] after its norm, [N, R] after RoPE.
-        slots: [N] int64 slots of this rank, or -1 for a row to be left out.
-        kv_scale: of an fp8 cache, and for that alone.
-    Raises:
-        ValueError: values that the format cannot hold, a scale that does not belong to it.
-    """
-    mine = slots >= 0
-    slots = slots[mine]
-    # By block and offset: a cache that is a slice of a larger one has no flat view.
-    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = quantize(
-        kv_c[mine], k_pe[mine], kv_cache.dtype, kv_scale
-    )
-
-
-@operator("read_latents")
-def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """Return rows [N, width] of a layer's cache at slots [N] int64, as they are cached. A custom op."""
-    if not kv_cache.is_cuda:
-        return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
-    from dcpmla.cache.kernels import read_rows  # triton is there on Linux only
-
-    return read_rows(kv_cache, slots)
-
-
-@read_latents.register_fake
-def _(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    return kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1])
-
-
-@operator("dequantize_rows")
-def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.dequantize`). A custom op."""
-    if not rows.is_cuda or dtype == torch.float64:
-        return dequantize(rows, kv_lora_rank, kv_scale, dtype)
-    from dcpmla.cache import kernels
-
-    return kernels.dequantize_rows(rows, kv_lora_rank, kv_scale, dtype)
-
-
-@dequantize_rows.register_fake
-def _(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return rows.new_empty(
-        rows.shape[0], kv_lora_rank + rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank), dtype=dtype
-    )
 
 
 def check_fits(num_bytes: int, plan: str, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcpmla.attention import projections
 from dcpmla.cache.formats import FP8, dequantize, row_width, to_fp8
-from dcpmla.cache.latent import dequantize_rows, read_latents, write_latents
+from dcpmla.cache.rows import dequantize_rows, read_latents, write_latents
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,
     DTYPES,

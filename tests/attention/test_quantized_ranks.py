@@ -9,7 +9,8 @@ from torch import Tensor
 from dcpmla import MLAConfig, StepMetadata, dcp_mla_prefill, merge_partials, mla_decode
 from dcpmla.attention.step import PrefillMetadata
 from dcpmla.cache.formats import FP8, dequantize, quantize, row_width, storage_dtype, to_fp8
-from dcpmla.cache.latent import num_blocks, read_latents
+from dcpmla.cache.latent import num_blocks
+from dcpmla.cache.rows import read_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_quantized_cache import FORMATS, KV_SCALE, Q_SCALE, L, R, config_of_layer, layout, over_latents
 from tests.test_ownership import deal_slots

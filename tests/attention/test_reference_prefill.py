@@ -18,7 +18,7 @@ from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention import prefill, reference
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
-from dcpmla.cache.latent import read_latents, write_latents
+from dcpmla.cache.rows import read_latents, write_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
 from tests.support.backends import prefill_call

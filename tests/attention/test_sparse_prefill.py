@@ -17,7 +17,7 @@ from dcpmla.attention import prefill as operators
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
-from dcpmla.cache.latent import write_latents
+from dcpmla.cache.rows import write_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_prefill_kernel import compile_for_hopper, poisoned, segments
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from dcpmla import DCPConfig, LatentCache, MLAConfig
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.capacity import ModelCaches, capacity_table
-from dcpmla.cache.latent import num_blocks, read_latents, write_latents
+from dcpmla.cache.latent import num_blocks
+from dcpmla.cache.rows import read_latents, write_latents
 from tests.support.models import tiny_config
 from tests.test_ownership import deal_slots, shuffled_blocks
 

@@ -23,7 +23,7 @@ from dcpmla.cache.formats import (
     storage_dtype,
     to_fp8,
 )
-from dcpmla.cache.latent import dequantize_rows, read_latents, write_latents
+from dcpmla.cache.rows import dequantize_rows, read_latents, write_latents
 
 FLT_MIN = 2.0**-126
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)
