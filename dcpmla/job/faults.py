@@ -1,12 +1,13 @@
 """Faults in one line for the operator: from what the ranks last reported, or from an exception. Pure functions."""
 
 import errno
+import json
 import math
 import re
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -31,7 +32,7 @@ class Post:
         beat: grows with each post; while it does not, the process is gone or stopped.
         count: operations entered so far. All ranks enter the same ones in the same order, so a lower count means that
             the rank lags.
-        operation: what the rank is doing.
+        operation: The rank's current work.
         seconds: time in the operation so far.
         limit: seconds that the operation may take.
         where: the line of code that the main thread is at.
@@ -49,6 +50,16 @@ class Post:
     waits: bool
     left: bool
     failed: bool
+
+
+def read_post(text: bytes) -> Post | None:
+    """Return a post from the store; None for a value of another program or a broken one."""
+    try:
+        post = Post(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    types = {field.name: (float, int) if field.type is float else (field.type,) for field in fields(Post)}
+    return post if all(type(getattr(post, name)) in allowed for name, allowed in types.items()) else None
 
 
 @dataclass(frozen=True)
@@ -178,7 +189,7 @@ def explain(error: BaseException) -> Fault:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is a failed allocation, on the CPU or on a GPU."""
+    """Return whether an error is a failed allocation, on the CPU or on a GPU."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in str(error).lower() for words in _NO_MEMORY
     )

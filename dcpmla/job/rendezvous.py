@@ -1,6 +1,7 @@
 """The ranks' meeting before there are process groups: connecting to one store in time, and sharing mistakes over it."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ def meet(launch: LaunchInfo, timeout: timedelta) -> dist.Store:
     """Connect to the store where the job's ranks meet.
 
     Raises:
-        ConnectionError: the ranks did not meet in time, or met another job's.
+        ConnectionError: the ranks did not meet in time, or met another job's; rank 0's port is taken.
     """
     outcome: Future[dist.Store] = Future()
     # In a thread, because the store's client waits forever for a listener that is not a store and never answers.
@@ -38,6 +39,12 @@ def meet(launch: LaunchInfo, timeout: timedelta) -> dist.Store:
             f"rank {launch.rank} of {launch.num_ranks} (started by {launch.launcher}), at {_where(launch)}: {stranger}"
         ) from stranger
     except (dist.DistError, OSError) as caught:
+        if (reason := _cannot_listen(caught)) and launch.address:
+            raise ConnectionError(
+                f"rank {launch.rank} of {launch.num_ranks} (started by {launch.launcher}) cannot listen at port "
+                f"{launch.address[1]} of its host: {reason}; set MASTER_PORT (torchrun: --master-port) to a free port, "
+                "the same for all ranks"
+            ) from caught
         error = caught
     reason = (str(error).splitlines() or [repr(error)])[0]
     raise ConnectionError(
@@ -68,6 +75,12 @@ def _resolve(launch: LaunchInfo, until: float) -> None:
             time.sleep(_RETRY)
         else:
             return
+
+
+def _cannot_listen(error: Exception) -> str | None:
+    """Return the system's reason why torch's store cannot listen at its port; None for another error."""
+    match = re.search(r"failed to listen .*name: (\w+), message: ([^\n.]+)", str(error), re.DOTALL)
+    return f"{match[2]} ({match[1]})" if match else None
 
 
 def _where(launch: LaunchInfo) -> str:

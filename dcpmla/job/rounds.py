@@ -49,8 +49,8 @@ def _greet(store: dist.Store, own: dist.Store, identity: JobIdentity, rank: int,
         if time.monotonic() > until:
             raise dist.DistStoreError(_silence(identity, owner))
         time.sleep(_POLL)
-    entered = dist.PrefixStore(own.get(f"answer/{greeting}").decode(), own)
-    if entered.compare_set(f"entered/{rank}", "", greeting).decode() != greeting:
+    entered = dist.PrefixStore(own.get(f"answer/{greeting}").decode(errors="replace"), own)
+    if entered.compare_set(f"entered/{rank}", "", greeting) != greeting.encode():
         raise StrangerError(f"another process is rank {rank} of this job already; start each rank once, or {_ADVICE}")
     return entered
 

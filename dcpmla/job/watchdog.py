@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+from typing import NamedTuple, NoReturn, Self, TypeVar
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from dcpmla.job.faults import (
     RESTART,
@@ -30,7 +29,9 @@ from dcpmla.job.faults import (
     describe_posts,
     explain,
     find_missing,
+    read_post,
 )
+from dcpmla.job.flight_record import write_flight_record
 
 _BEAT = 0.5  # seconds between two posts of a rank
 _LOOK = 2.0  # seconds between two reads of all posts: a rank without a post in between is missing
@@ -57,6 +58,23 @@ class _Operation(NamedTuple):
 class _Ending(NamedTuple):
     fault: Fault
     code: int
+
+
+class _Claim(NamedTuple):
+    """The end of the job, by the rank that prints why."""
+
+    rank: int
+    code: int
+    num_alive: int
+
+    @classmethod
+    def read(cls, text: bytes) -> Self | None:
+        """Return a claim from the store; None for a value of another program or a broken one."""
+        try:
+            claim = cls(*json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        return claim if all(type(number) is int for number in claim) and 0 <= claim.code <= 255 else None
 
 
 class Watchdog:
@@ -93,6 +111,7 @@ class Watchdog:
         self._num_beats, self._answered, self._store_lost = 0, time.monotonic(), False
         self._beaten, self._resumed, self._spoken = time.monotonic(), -math.inf, False
         self._ages, self._looked = Ages(timeout), -math.inf
+        self._last_posts: list[Post | None] = [None] * num_ranks
         self._left, self._reported, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._on_stop: Callable[[], object] | None = None
 
@@ -177,26 +196,33 @@ class Watchdog:
 
     def _follow(self) -> None:
         """End this process if another rank has ended the job."""
-        claim = self._ask(lambda: self._store.get("claim") if self._store.check(["claim"]) else None, None)
+        text = self._ask(lambda: self._store.get("claim") if self._store.check(["claim"]) else b"", b"")
+        claim = _Claim.read(text)
         if claim and not self._reported.is_set():
-            _, code, num_alive = json.loads(claim)
             self._spoken = True
-            self._settle(num_alive)
+            self._settle(claim.num_alive)
             time.sleep(2 * _BEAT)  # launchers take the first rank that ends for the cause
-            self._exit(code)
+            self._exit(claim.code)
 
     def _report(self, code: int, words: str, details: str = "", num_missing: int = 0) -> None:
         """Print the line, if no other rank has claimed to."""
         self._reported.set()
-        mine = json.dumps([self._rank, code, self._num_ranks - num_missing])
-        claim = self._ask(lambda: self._store.compare_set("claim", "", mine).decode(), mine)
+        own = _Claim(self._rank, code, self._num_ranks - num_missing)
+        claim = self._ask(partial(self._claim, own), own)
         # A rank that was stopped for so long that the others gave it up, and said so, has nothing to add.
         given_up = time.monotonic() - self._resumed < self._timeout and (self._store_lost or num_missing)
-        if claim == mine and not given_up and not self._spoken:
+        if claim == own and not given_up and not self._spoken:
             # One write, so that no other rank's text gets in between; the line may hold a progress bar.
             os.write(2, f"\n{details}dcpmla: error: {words}\n".encode(errors="replace"))
         self._spoken = True
-        self._settle(json.loads(claim)[2])
+        self._settle(claim.num_alive)
+
+    def _claim(self, own: _Claim) -> _Claim:
+        """Return the job's claim: the first rank's, or this rank's where the store has none."""
+        text = self._store.compare_set("claim", "", json.dumps(own))
+        if _Claim.read(text) is None:
+            text = self._store.compare_set("claim", text, json.dumps(own))  # type: ignore[arg-type]
+        return _Claim.read(text) or own
 
     def _settle(self, num_alive: int) -> None:
         """Wait until all ranks have read the claim, since one of them may serve the store."""
@@ -210,8 +236,12 @@ class Watchdog:
         keys = [f"post/{rank}" for rank in range(self._num_ranks)]
         there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
         posts = dict(zip(there, self._store.multi_get(there), strict=True))
-        read = [Post(**json.loads(posts[key])) if key in posts else None for key in keys]
-        self._looked = time.monotonic()
+        # A value that is no post counts as silence: its rank writes the next post soon, if it is alive.
+        read = [
+            (read_post(posts[key]) or last) if key in posts else None
+            for key, last in zip(keys, self._last_posts, strict=True)
+        ]
+        self._last_posts, self._looked = read, time.monotonic()
         self._ages.note(read, self._looked)
         return read
 
@@ -328,35 +358,3 @@ def _current_line(thread: int) -> tuple[str, bool]:
     if frame is None:
         return "an unknown line", waits
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})", waits
-
-
-def write_flight_record(rank: int) -> None:
-    """Write torch's record of the last operations where NCCL would after a timeout; `torchfrtrace` reads it.
-
-    Nothing is written where the disk has no room, or where another user's file or a link has the path.
-    """
-    recorder: Any = _distributed_c10d
-    has_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    dump = recorder._dump_nccl_trace if has_nccl else recorder._dump_fr_trace  # each has its own operations only
-    path = _start_of_path()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_own(path.with_name(f"{path.name}{rank}"), dump())
-    except (OSError, RuntimeError):
-        pass
-
-
-def _write_own(path: Path, content: bytes) -> None:
-    """Write a file that only this user may read; refuse links and other users' files, which /tmp may hold."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as file:
-        if os.fstat(file.fileno()).st_uid != os.geteuid():
-            raise PermissionError(f"{path} belongs to another user")
-        file.truncate()
-        file.write(content)
-
-
-def _start_of_path() -> Path:
-    """Return the path, up to the rank, as torch's own writer builds it from its variables or the cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME", f"{os.environ.get('HOME', '/tmp')}/.cache")
-    default = f"{cache}/torch/comm_lib_trace_rank_"
-    return Path(os.environ.get("TORCH_FR_DUMP_TEMP_FILE", os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default)))

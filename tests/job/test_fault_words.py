@@ -1,16 +1,17 @@
 """Faults in words: which ranks the last posts blame, and what an exception says to the operator."""
 
 import errno
+import json
 import os
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dcpmla.job.faults import Ages, Post, blame, explain, find_missing
+from dcpmla.job.faults import Ages, Post, blame, explain, find_missing, read_post
 from dcpmla.parallel.collectives import PeerFault
 
 
@@ -41,6 +42,15 @@ def test_blame_names_who_lags(others: list[Post], words: str) -> None:
     verdict = blame(0, [post(), *others], [], 60, [0.0] * 4)
     assert re.match(words, verdict.words), verdict.words
     assert not verdict.excused
+
+
+def test_values_that_are_no_posts() -> None:
+    written = asdict(post(limit=1800))
+    assert read_post(json.dumps(written).encode()) == post(limit=1800)
+    lacking = {name: value for name, value in written.items() if name != "beat"}
+    wrong = [{**written, name: None} for name in written] + [{**written, "beat": True}, {**written, "more": 1}, lacking]
+    for text in (b"", b"\xff", b"7", b"[" * 99999, *(json.dumps(values).encode() for values in wrong)):
+        assert read_post(text) is None, text[:80]
 
 
 def test_blame_of_oneself() -> None:

@@ -1,6 +1,8 @@
 """Ranks that meet or fail to: one that never comes, some that cannot work together, some with unequal arguments."""
 
+import socket
 import sys
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from dcpmla.job.bootstrap import check_equal_arguments
-from tests.support.launchers import MEET, read_lines, run_forked, srun
+from dcpmla.job.launcher import find_launch_info
+from dcpmla.job.rendezvous import meet
+from tests.support.launchers import MEET, read_lines, run_forked, srun, unattended
 from tests.support.ranks import run_ranks
 
 
@@ -16,6 +20,23 @@ def test_a_rank_that_never_comes() -> None:
     commands = srun([MEET[0], "2"], [2], "localhost")
     (result,) = run_forked(commands[:1], check=False, timeout=60)
     assert "ConnectionError: rank 0 of 2 (started by srun) did not meet the others within 2 s: " in result.stderr
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_port_that_is_taken(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 names the port and what to set, at once."""
+    (_, env), _ = unattended([], 2) if launcher == "torchrun" else srun([], [2], "localhost")
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        words = (
+            rf"^rank 0 of 2 \(started by {launcher}\) cannot listen at port {port} of its host: address already in use "
+            r"\(EADDRINUSE\); set MASTER_PORT \(torchrun: --master-port\) to a free port, the same for all ranks$"
+        )
+        with pytest.raises(ConnectionError, match=words):
+            meet(find_launch_info(env, timedelta(seconds=60)), timedelta(seconds=60))
 
 
 def test_ranks_that_cannot_work_together() -> None:

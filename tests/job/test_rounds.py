@@ -42,6 +42,19 @@ def test_each_round_is_its_own() -> None:
         assert not any(store.check(["key"]) for later in rounds[number + 1 :] for store in later)
 
 
+def test_an_answer_that_is_no_text() -> None:
+    """A rank that reads another program's answer enters a round of its own; rank 0 reports that it did not come."""
+    store = dist.HashStore()
+    own = dist.PrefixStore(JOB.digest, store)
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(open_round, store, JOB, 1, LONG)
+        own.wait(["greeting/1"])
+        own.set(f"answer/{own.get('greeting/1').decode()}", b"\xff")
+        assert entered.result() is not None
+    with pytest.raises(dist.DistStoreError, match="1 of 3 ranks came"):
+        open_round(store, JOB, 0, SOON)
+
+
 def test_who_did_not_come() -> None:
     with pytest.raises(dist.DistStoreError, match="1 of 2 ranks came"):
         open_round(dist.HashStore(), replace(JOB, num_ranks=2), 0, SOON)

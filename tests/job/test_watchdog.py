@@ -22,7 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcpmla.job.watchdog import Reported, Watchdog, write_flight_record
+from dcpmla.job.flight_record import write_flight_record
+from dcpmla.job.watchdog import Reported, Watchdog
 from dcpmla.parallel.collectives import PeerFault, named
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import HashModel, make_engine
@@ -199,6 +200,25 @@ def stop_with_a_clock_ahead(rank: int, watchdog: Watchdog) -> None:
     with_fault(partial(send, signal.SIGSTOP, 1), 1, rank, watchdog)
 
 
+BROKEN = (b"", b"\xff", b"[" * 9999, b"7", b"{}", b'{"beat": "late"}', b"[0, 1]", b'[0, 1, "2"]', b"[0, 999, 2]")
+
+
+def kill_after_broken_values(rank: int, watchdog: Watchdog) -> None:
+    """Kill rank 1, after it has written values into the watchdog's store that no rank of the job writes."""
+
+    def write(pids: list[int]) -> None:
+        store = dist.PrefixStore("watchdog", watchdog._given.clone())  # type: ignore[attr-defined]
+        until = time.monotonic() + 2.0  # several beats, and a read of all posts
+        while time.monotonic() < until:
+            for value in BROKEN:
+                for key in ("post/0", "post/1", "claim"):
+                    store.set(key, value)
+                time.sleep(0.02)
+        send(signal.SIGKILL, 1, pids)
+
+    with_fault(write, 1, rank, watchdog)
+
+
 class SilentModel(HashModel):
     """A model in whose third step rank 1 sleeps without sending its part of an exchange; the others notice on the
     device.
@@ -235,6 +255,11 @@ JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {  # -> exit codes
         partial(run, partial(with_fault, partial(send, signal.SIGKILL, 1), 1)),
         [1, -9],
         f"rank 0 lost .* in decode step 2: {MISSING}",
+    ),
+    "killed after broken values": (
+        partial(run, kill_after_broken_values),
+        [1, -9],
+        "rank 0 lost .* in decode step 2: rank 1 is missing, (last seen|it never came)",
     ),
     "killed of three": (
         partial(run, partial(with_fault, partial(send, signal.SIGKILL, 1), 1), 3),
