@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from dcpmla.comm.exchange import Mailbox
+from dcpmla.comm.faults import OPERATIONS, peer_fault
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS, combine_kernel, gather_kernel
 from dcpmla.comm.kernels.window import place_kernel
 from dcpmla.operators import operator
-from dcpmla.parallel.collectives import PeerFault
 
-OPERATIONS = ("gather_heads", "combine", "gather_context", "gather_candidates", "all_reduce", "add_norm")
 CARRIERS = {2: torch.int16, 4: torch.int32}  # kernels move rows as integers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes that a thread stores
@@ -34,14 +33,8 @@ def new_state(device: torch.device) -> Tensor:
 
 def raise_fault(fault: Tensor, timeout: float, group_name: str) -> None:
     """Raise PeerFault if a kernel has recorded that a rank did not come."""
-    found = int(fault)
-    if found:
-        epoch, peer, operation = found >> 32, (found >> 8) & 0xFF, OPERATIONS[found & 0xFF]
-        ranks = dist.get_process_group_ranks(_group(group_name))
-        raise PeerFault(
-            f"{operation} failed on rank {dist.get_rank()} of the group {ranks}: nothing came from rank {ranks[peer]} "
-            f"for {timeout:g} s, in exchange {epoch}"
-        )
+    if word := int(fault):
+        raise peer_fault(word, timeout, dist.get_rank(), dist.get_process_group_ranks(_group(group_name)))
 
 
 @dataclass(frozen=True)

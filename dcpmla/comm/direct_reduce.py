@@ -9,7 +9,6 @@ from torch.distributed import ProcessGroup
 from dcpmla.comm.direct import MAX_SIZE
 from dcpmla.comm.direct_ops import (
     CARRIERS,
-    OPERATIONS,
     enter,
     milliseconds,
     new_state,
@@ -17,6 +16,7 @@ from dcpmla.comm.direct_ops import (
     share,
 )
 from dcpmla.comm.exchange import Mailbox
+from dcpmla.comm.faults import OPERATIONS
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.reduce import one_shot_kernel, two_shot_kernel
 from dcpmla.comm.reduce import Results, check_rows, empty_results

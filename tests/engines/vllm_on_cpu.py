@@ -28,6 +28,7 @@ def _define_ops() -> torch.library.Library:
     library = torch.library.Library("_C", "FRAGMENT")
     ops = {
         "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
+        "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
         "silu_and_mul(Tensor(a!) result, Tensor input) -> ()": _silu_and_mul,
     }
     for schema, run in ops.items():

@@ -119,12 +119,7 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
         layer.impl.warm_up(layer, cache_dtype, self.steps, self.layout.workspace, *sizes)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Return vLLM's metadata with this package's in its parts.
-
-        Raises:
-            PeerFault: an exchange of an earlier step has failed; it ends vLLM's engine, as any error of a worker does.
-        """
-        self.exchange.check()
+        """Return vLLM's metadata with this package's in its parts."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if metadata.prefill is not None:
             first = metadata.num_decodes

@@ -12,21 +12,29 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.faults import StepFaults
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.vllm.names import MLADCPManager
+from dcpmla.integrations.vllm.faults import guard
+from dcpmla.integrations.vllm.names import MLADCPManager, get_pp_group, get_tp_group
 
 logger = logging.getLogger(__name__)
 
 
 @cache
 def exchange_of(group: ProcessGroup, device: torch.device) -> Exchange:
-    """Return the exchange of a DCP group, one for all layers and all models of a process. Collective at first."""
-    size = dist.get_world_size(group)
-    dcp = DCPConfig(tensor_parallel_size=size, decode_context_parallel_size=size)
+    """Return the exchange of a DCP group, one for all layers and all models of a process; the first call has the worker
+    check it after each step, and is collective over the TP group.
+    """
+    tp, size = get_tp_group(), dist.get_world_size(group)
+    # The words of faults do not pass from one stage of a pipeline to the next: collectives need none.
+    backend = "auto" if get_pp_group().world_size == 1 else "a2a"
+    dcp = DCPConfig(tensor_parallel_size=tp.world_size, decode_context_parallel_size=size, dcp_comm_backend=backend)
     chosen = select_exchange(dcp, group, device)
     if dist.get_rank(group) == 0:
         logger.warning("dcpmla: exchange %s (%s)", chosen.exchange.name, chosen.reason)
+    # A second group of the same ranks would have communicators of its own, in memory of the GPU.
+    guard(StepFaults(chosen.exchange, dcp, group if size == tp.world_size else tp.device_group, device))
     return chosen.exchange
 
 
@@ -57,7 +65,6 @@ def _combine(
     def combine(out: Tensor, lse: Tensor, **_: Tensor) -> Tensor:
         # Kernels mark a query without keys by +inf or NaN, too; some take logarithms to base 2.
         lse = lse.float().where(lse < math.inf, -math.inf)
-        exchange.check()
         return exchange.combine(out, (lse if is_lse_base_on_e else lse * math.log(2)).contiguous())[0]
 
     return combine

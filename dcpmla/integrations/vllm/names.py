@@ -3,7 +3,7 @@ tested version.
 """
 
 from vllm.config import get_current_vllm_config
-from vllm.distributed.parallel_state import get_dcp_group
+from vllm.distributed.parallel_state import get_dcp_group, get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonDecodeMetadata,
@@ -20,8 +20,11 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 from vllm.v1.attention.ops.dcp import MLADCPManager
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker
 
 __all__ = [
+    "AsyncModelRunnerOutput",
     "AttentionCGSupport",
     "AttentionMetadataBuilder",
     "MLACommonBackend",
@@ -32,14 +35,18 @@ __all__ = [
     "MLADCPManager",
     "MultipleOf",
     "QueryLenSupport",
+    "Worker",
     "get_current_vllm_config",
     "get_dcp_group",
+    "get_pp_group",
+    "get_tp_group",
     "max_decode_query_len",
     "split_kv_b_proj",
 ]
 
 # Methods that are replaced or overridden, and the arguments that must be among theirs.
 METHODS = {
+    AsyncModelRunnerOutput: {"get_output": ()},
     AttentionMetadataBuilder: {"update_draft_decode_metadata": ("metadata",)},
     MLACommonMetadataBuilder: {
         "__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device", "supports_dcp_with_varlen"),
@@ -72,6 +79,8 @@ METHODS = {
         "_init_combine": ("num_heads", "head_dim", "dtype", "is_lse_base_on_e", "use_pcp"),
         "_init_query_gather": ("num_heads", "head_dim", "dtype"),
     },
+    # The workers of GPUs; that of CPUs inherits them.
+    Worker: {"execute_model": ("scheduler_output",), "sample_tokens": ("grammar_output",)},
 }
 
 # vLLM's own symmetric memory for what this exchange does: allocated, some of it with multicast, though unused.
