@@ -26,8 +26,10 @@ class Checkpoint:
             *.safetensors. Shards of the index may be absent if none of their tensors is used.
         scale_block: Rows and columns that share a scale in quantized weights (`dcpmla.hf_quantization.scale_block`).
         rename: Function from a tensor's name in the files to its name here.
+        is_used: Function from a tensor's name here to whether the model uses it. Shards that hold no such tensor,
+            by the index, are not opened.
     Attributes:
-        names: Names of all tensors, also in absent shards.
+        names: Names of all tensors, also in absent shards, without shards that are not opened.
     Raises:
         ValueError: The directory has no such file, or one is broken.
     """
@@ -37,12 +39,14 @@ class Checkpoint:
         directory: Path,
         scale_block: tuple[int, int] = (128, 128),
         rename: Callable[[str], str] = lambda name: name,
+        is_used: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self._scale_block = scale_block
         index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
         has_index = index.is_file()
         shards = _read_index(index) if has_index else {}
-        files = {directory / shard for shard in shards.values()}
+        opened = {shard for name, shard in shards.items() if is_used(rename(name))}
+        files = {directory / shard for shard in opened}
         if not has_index:
             files = {single} if single.is_file() else set(directory.glob("[!.]*.safetensors"))
         if not files:
@@ -58,7 +62,8 @@ class Checkpoint:
             if not has_index and (twice := tensors.keys() & self._files.keys()):
                 raise ValueError(f"checkpoint: tensor {min(twice)} is in {path} and in another file of its directory")
             self._files |= tensors
-        absent = {rename(name): shard for name, shard in shards.items() if not (directory / shard).exists()}
+        missing = {shard for shard in opened if not (directory / shard).exists()}
+        absent = {rename(name): shard for name, shard in shards.items() if shard in missing}
         self._absent = {name: shard for name, shard in absent.items() if name not in self._files}
         self.names: Set[str] = self._files.keys() | self._absent.keys()
         self._scales = {

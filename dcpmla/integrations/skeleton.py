@@ -9,6 +9,7 @@ from accelerate import init_empty_weights
 
 from dcpmla.integrations.checkpoint import Checkpoint
 
+_PART = re.compile(r"model\.layers\.\d+|model\.\w+|\w+")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # a tensor of one expert: its layer's prefix, its number
 
 
@@ -37,6 +38,12 @@ def published_shapes(model: Any, names: Collection[str] = ()) -> dict[str, tuple
     return shapes
 
 
+def part_of(name: str) -> str:
+    """Return the layer that a tensor belongs to, or the module if it is in none: the beginning of its name."""
+    match = _PART.match(name)
+    return match[0] if match else name
+
+
 def check_shapes(model: Any, checkpoint: Checkpoint) -> None:
     """Raise ValueError for a weight that is missing or of another shape than the model's, and for surplus experts."""
     num_experts = {prefix: len(experts.down_proj) for prefix, experts in _mixtures(model)}
@@ -50,7 +57,7 @@ def check_shapes(model: Any, checkpoint: Checkpoint) -> None:
             )
     shapes = published_shapes(model, checkpoint.names)
     checkpoint.check_shapes(shapes)
-    # Layers of attention know best what they lack: some of GLM-5's have no indexer of their own.
+    # Attention layers check their own weights: some layers of GLM-5 have no indexer.
     missing = {name for name in shapes.keys() - checkpoint.names if ".self_attn." not in name}
     if model.config.tie_word_embeddings:
         missing -= {"lm_head.weight"}

@@ -35,6 +35,7 @@ from dcpmla.integrations.sharded_model import AnyAttention, ShardedModel
 from dcpmla.integrations.skeleton import (
     build_skeleton,
     check_shapes,
+    part_of,
     published_shapes,
 )
 from dcpmla.integrations.streams import load_stream_mtp, load_streams
@@ -70,7 +71,7 @@ def load_model(
     """Load a checkpoint, every rank its own part. Collective over the job, whose ranks must be the TP group.
 
     Args:
-        config: from `load_config`.
+        config: Config from `load_config`.
         dtype: Dtype of computation; None takes the checkpoint's, but bfloat16 for float16.
         enable_expert_parallel: each rank holds its share of the experts whole, instead of a slice of every one.
         load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights.
@@ -96,7 +97,8 @@ def load_model(
         weights = dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes, dtype, device)
     else:
         rename = partial(module_name, num_layers=num_layers) if is_compressed else text_module_name
-        checkpoint = Checkpoint(directory, scale_block(quantization), rename)
+        parts_used = {part_of(name) for name in [*published_shapes(model), *mtp_shapes]}
+        checkpoint = Checkpoint(directory, scale_block(quantization), rename, lambda name: part_of(name) in parts_used)
         if with_mtp:
             check_mtp_weights(checkpoint.names, mtp_shapes)
             checkpoint.check_shapes(mtp_shapes)

@@ -10,12 +10,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dcpmla.attention.scales import KV_SCALE_NAMES, read_scale
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import text_module_name
 from dcpmla.integrations.model_files import find_model, load_config
+from dcpmla.integrations.transformers import load_model
+from dcpmla.parallel.mesh import init_mesh
 from tests.integrations.test_transformers import check, make_cases
 from tests.support.models import random_model, save_tiny, tiny_config
 from tests.support.quantized_models import dequantize, quantize, write_dequantized, write_quantized
+from tests.support.ranks import run_ranks
 
 BLOCK = 32  # smaller than DeepSeek's 128: a tiny matrix has several blocks, and cuts over heads run through them
 
@@ -198,3 +203,30 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         find_model("no/such model")
     with pytest.raises(ValueError, match=r"model.safetensors', a file; give the directory that it is in"):
         find_model(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "deepseek_v4"])
+def test_shards_of_unused_tensors_are_not_opened(family: str, tmp_path: Path) -> None:
+    """An MTP module's shard is opened if drafts need it, a vision tower's never; here, both are broken files."""
+    save_tiny(family, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "text.safetensors")
+    module = {"deepseek_v3": "model.layers.2.enorm.weight", "longcat_flash": "model.mtp.norm.weight"}
+    files = dict.fromkeys(load_file(tmp_path / "text.safetensors"), "text.safetensors")
+    files |= {module.get(family, "mtp.0.enorm.weight"): "mtp.safetensors", "vision_tower.w": "vision.safetensors"}
+    for name in ("mtp", "vision"):
+        (tmp_path / f"{name}.safetensors").write_text("broken")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert run_ranks(1, load_with_and_without_mtp, tmp_path) == [["", "mtp.safetensors is not a readable"]]
+
+
+def load_with_and_without_mtp(directory: Path) -> list[str]:
+    """Return one rank's messages about a checkpoint, without and with its MTP module."""
+    dcp, mesh, cpu = DCPConfig(block_size=16), init_mesh(1, 1), torch.device("cpu")
+    exchange, messages = select_exchange(dcp, mesh.dcp_group, cpu), []
+    for with_mtp in (False, True):
+        try:
+            load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, cpu, with_mtp=with_mtp)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error).partition(f"{directory}/")[2].partition(" safetensors file")[0])
+    return messages
