@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -116,10 +116,11 @@ def _prompt(
         _check_text(name, text)
     token_ids = _tokenize(prompt, files) if isinstance(prompt, str) else prompt
     check_prompt(name, token_ids, files.config.vocab_size, files.max_model_len)
+    params.check_vocabulary(files.config.vocab_size)
     return Prompt(
         request_id,
         token_ids,
-        replace(params, max_new_tokens=min(params.max_new_tokens, files.max_model_len - len(token_ids))),
+        params.at_most(files.max_model_len - len(token_ids)),
     )
 
 

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.compressed import AnyCache
@@ -82,7 +81,7 @@ class Engine:
         self.stats = Stats()
         self.speculation = Speculation(drafter)
         self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, costs.tokens_per_request)
-        self._penalties = Penalties()
+        self._penalties = Penalties(model.eos_token_ids)
         self._agreement = Agreement(mesh)
         self.now = 0.0  # seconds on this rank's clock when the last step ended
         self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served
@@ -123,14 +122,16 @@ class Engine:
             raise ValueError("stop has strings, but the engine has no tokenizer; give stop_token_ids")
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else whole_numbers(prompt)
         check_prompt("prompt", token_ids, self.model.vocab_size, self.max_model_len)
+        params.check_vocabulary(self.model.vocab_size)
+        text_stream = None if self.tokenizer is None else TextStream.of(self.tokenizer, params, token_ids)
         request = Request(
             prompt_token_ids=token_ids,
-            params=replace(params, max_new_tokens=min(params.max_new_tokens, self.max_model_len - len(token_ids))),
+            params=params.at_most(self.max_model_len - len(token_ids)),
             request_id=request_id,
             arrival_time=NOW if arrival_time is None else arrival_time,
             keep_logits=keep_logits,
             on_token=on_token,
-            text_stream=TextStream(self.tokenizer, params.stop, token_ids) if self.tokenizer is not None else None,
+            text_stream=text_stream,
         )
         self.scheduler.check_fits(request)
         self.scheduler.hash_prompt(request)

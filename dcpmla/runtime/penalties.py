@@ -1,4 +1,4 @@
-"""Logits as a request wants them before a token is chosen: penalties of tokens that were there already, and min-p.
+"""Logits as a request wants them before a token is chosen: biases, no early end, penalties of previous tokens, min-p.
 
 Sources: repetition penalty: CTRL (Keskar et al., 2019); presence and frequency penalties: OpenAI's API; min-p: Nguyen
 et al., 2024.
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.upload import upload
 
 _MAX_ROWS = 64  # at once: [rows, vocab] of counts stays small compared with the logits of a large batch
@@ -26,9 +25,13 @@ class Penalties:
 
     A step uploads only the tokens that became known on the host since the step before it. A request has a row of the
     counts until it finishes, preempted or not. Row 0 stays empty and serves requests without penalties.
+
+    Args:
+        eos_token_ids: End-of-sequence tokens, which are not chosen before `SamplingParams.min_tokens`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        self._eos_token_ids = eos_token_ids
         self._counts = torch.empty(0)  # [rows, vocab] int32, allocated when a request needs it
         self._free: list[int] = []  # rows without a request
         self._rows: dict[Request, int] = {}
@@ -42,10 +45,10 @@ class Penalties:
             requests: Requests of the rows [n].
             previous: The step under way, whose tokens the host does not know yet.
         """
-        rows = [row for row, request in enumerate(requests) if request.params.shapes_logits]
+        rows = [row for row, request in enumerate(requests) if request.params.shapes_logits or request.is_short]
         if not rows:
             return logits
-        self._update([request for request in requests if _has_penalties(request.params)], logits)
+        self._update([request for request in requests if request.params.has_penalties], logits)
         shaped = logits.clone()
         for start in range(0, len(rows), _MAX_ROWS):
             part = rows[start : start + _MAX_ROWS]
@@ -58,9 +61,25 @@ class Penalties:
             if previous is not None and in_flight:
                 tokens = previous.newest.index_select(0, sources_there)
                 counts.index_put_((at_new, tokens), counts.new_full((), _NEW), accumulate=True)
-            scores = logits.index_select(0, at)
+            scores = self._add_biases(logits.index_select(0, at), own)
             shaped.index_copy_(0, at, _shape(scores, own, (counts >> 1).to(scores.dtype), counts > 0))
         return shaped
+
+    def _add_biases(self, scores: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Add the biases of requests to their scores [n, vocab], and -inf to tokens that would end one too early."""
+        vocab_size, entries, numbers = scores.shape[-1], list[Any](), list[Any]()
+        for row, request in enumerate(requests):
+            ids, biases = request.params.biases
+            entries.append(ids + row * vocab_size)
+            numbers.append(biases)
+            if request.is_short:
+                ends = self._eos_token_ids.union(request.params.stop_token_ids)
+                entries.append(_indices([row * vocab_size + token for token in ends if token < vocab_size]))
+                numbers.append(np.full(len(entries[-1]), -math.inf, dtype=np.float32))
+        if any(map(len, entries)):
+            entries_there, numbers_there = upload([np.concatenate(entries), np.concatenate(numbers)], scores.device)
+            scores.view(-1).index_add_(0, entries_there, numbers_there.to(scores.dtype))
+        return scores
 
     def _update(self, requests: Sequence[Request], logits: Tensor) -> None:
         """Count all known tokens of requests with penalties."""
@@ -99,10 +118,6 @@ class Penalties:
 
 def _indices(numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(numbers, dtype=np.int64)
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
 
 def _shape(scores: Tensor, requests: Sequence[Request], counts: Tensor, seen: Tensor) -> Tensor:

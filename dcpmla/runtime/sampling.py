@@ -4,12 +4,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, number, option_label, optional, tuple_of, whole
+from dcpmla.runtime.biases import BIASES, bias_pairs
 from dcpmla.upload import upload
 
 _MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small compared with the logits of a large batch
@@ -26,6 +28,10 @@ _RULES = {
     "stop": tuple_of(TEXT),
     "stop_token_ids": tuple_of(whole(0)),
     "ignore_eos": FLAG,
+    "min_tokens": whole(0),
+    "logit_bias": BIASES,
+    "include_stop_str_in_output": FLAG,
+    "skip_special_tokens": FLAG,
     "min_p": number(0, 1),
     "presence_penalty": number(-_LARGEST_PENALTY, _LARGEST_PENALTY),
     "frequency_penalty": number(-_LARGEST_PENALTY, _LARGEST_PENALTY),
@@ -40,14 +46,20 @@ class SamplingParams:
     """How a request chooses its tokens and when it ends.
 
     Args:
-        max_new_tokens: most tokens generated, at least 1.
+        max_new_tokens: Limit of new tokens, at least 1.
         temperature: 0 takes the best token, else the softmax of logits / temperature is drawn from.
         top_p: draw from the fewest best tokens whose probability reaches this, in (0, 1].
         top_k: draw from this many best tokens and those as good as the last of them; 0 is all.
         seed: of the request's draws, in [0, 2^64).
-        stop: strings that end the request, or one string; not part of its text.
+        stop: Strings that end the request, or one string; an empty one is no string.
         stop_token_ids: end the request as an end-of-sequence token does.
         ignore_eos: go on after an end-of-sequence token (for benchmarks).
+        min_tokens: Number of new tokens before which no end-of-sequence or stop token is chosen, and that contain no
+            stop string; at most max_new_tokens.
+        logit_bias: Numbers in [-100, 100] that are added to the logits of tokens, by token id, before penalties; a
+            mapping, or pairs. Ids may be texts, the keys of a JSON object.
+        include_stop_str_in_output: Whether the text includes the stop string, or the text of the stop token.
+        skip_special_tokens: Whether the text is without special tokens.
         min_p: leave out tokens whose probability is below this part of the best one's, in [0, 1]; before top-k and
             top-p.
         presence_penalty: taken from the logit of each token that is among the new ones.
@@ -69,6 +81,10 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -77,10 +93,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
-            if isinstance(value, str | list):
-                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        stop: object = ((self.stop,) if self.stop else ()) if isinstance(self.stop, str) else self.stop
+        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
         check_fields(_RULES, vars(self), option_label)
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}; max_new_tokens, {self.max_new_tokens}, is the most")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], defaults: "SamplingParams") -> "SamplingParams":
@@ -96,10 +115,34 @@ class SamplingParams:
         return replace(defaults, **values)  # type: ignore[arg-type]  # __post_init__ checks the types
 
     @cached_property
+    def has_penalties(self) -> bool:
+        """Return whether the choice of a token depends on the tokens before it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @cached_property
     def shapes_logits(self) -> bool:
-        """Return whether logits are changed before a token is chosen from them."""
-        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
-        return any(penalties) or (self.min_p > 0 and self.temperature > 0)
+        """Return whether the logits of every choice are changed. Those before min_tokens are changed in any case."""
+        return self.has_penalties or bool(self.logit_bias) or (self.min_p > 0 and self.temperature > 0)
+
+    @cached_property
+    def biases(self) -> tuple["np.ndarray[Any, np.dtype[np.int64]]", "np.ndarray[Any, np.dtype[np.float32]]"]:
+        """Return the token ids and numbers of logit_bias."""
+        ids, numbers = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
+        return np.array(ids, dtype=np.int64), np.array(numbers, dtype=np.float32)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError if logit_bias has a token that the model does not have."""
+        outside = [token for token in self.biases[0].tolist() if token >= vocab_size]
+        if outside:
+            raise ValueError(f"logit_bias has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
+
+    def at_most(self, num_tokens: int) -> Self:
+        """Return these params with at most so many new tokens."""
+        return replace(
+            self,
+            max_new_tokens=min(self.max_new_tokens, num_tokens),
+            min_tokens=min(self.min_tokens, num_tokens),
+        )
 
     def for_prompt(self, index: int) -> "SamplingParams":
         """Return these params for the prompt of a number, which draws from a stream of its own: that of the seed

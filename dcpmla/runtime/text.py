@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from os.path import commonprefix
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
+
+from dcpmla.runtime.sampling import SamplingParams
 
 _REPLACEMENT = "\ufffd"  # decoding makes it of bytes that are no character, or not yet
 _MAX_BYTES = 4  # a character has at most this many, each maybe a token
@@ -22,26 +24,52 @@ class Tokenizer(Protocol):
 class TextStream:
     """The text of a request, in pieces as its tokens come.
 
-    The pieces together are what the new tokens add to the prompt's text: decode(prompt + new), without special tokens,
-    less the characters that the prompt completes. If the prompt ends inside a character, that character belongs to the
-    new text, whole or broken. A stop string cuts the text; of stop strings that become complete with the same character
-    the longest counts. Work per token does not grow with the text or the prompt.
+    The pieces together are what the new tokens add to the prompt's text: decode(prompt + new), less the characters that
+    the prompt completes. If the prompt ends inside a character, that character belongs to the new text, whole or
+    broken. A stop string cuts the text; of stop strings that become complete with the same character the longest
+    counts. Work per token does not grow with the text or the prompt.
 
     Args:
         stop: Strings that end the text; no string is empty.
         prompt_token_ids: Tokens before the text. Only the last few matter.
+        min_tokens: Number of first tokens that stop strings may not end in.
+        includes_stop: Whether the text includes the stop string that ends it.
+        skip_special_tokens: Whether the text is without special tokens.
 
     Exact for tokenizers that only ever add to the text, incomplete characters aside. A byte-fallback vocabulary takes
     text back when a broken character follows a whole one, and so does clean_up_tokenization_spaces; pieces are never
     taken back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt_token_ids: Sequence[int] = ()) -> None:
-        self._decoder = _Decoder(tokenizer, prompt_token_ids)
-        self._stop = tuple(stop)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        min_tokens: int = 0,
+        includes_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._decoder = _Decoder(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._stop, self._includes_stop = tuple(stop), includes_stop
+        self._num_exempt_tokens = min_tokens
+        self._num_exempt = 0  # characters of the held text that no stop string may end in
         self._held = ""
         self._pieces: list[str] = []
         self.stopped = False
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Self:
+        """Return the text that sampling parameters ask for."""
+        return cls(
+            tokenizer,
+            params.stop,
+            prompt_token_ids,
+            min_tokens=params.min_tokens,
+            includes_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
 
     @property
     def text(self) -> str:
@@ -50,7 +78,11 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return new text that is certain: whole characters that are part of no stop string, and nothing after one."""
-        return self._give("".join(self._decoder.push(token) for token in token_ids), is_end=False)
+        num_exempt, self._num_exempt_tokens = self._num_exempt_tokens, max(0, self._num_exempt_tokens - len(token_ids))
+        exempt = "".join(self._decoder.push(token) for token in token_ids[:num_exempt])
+        if exempt:
+            self._num_exempt = len(self._held) + len(exempt)
+        return self._give(exempt + "".join(self._decoder.push(token) for token in token_ids[num_exempt:]), is_end=False)
 
     def finish(self) -> str:
         """Return the text that was held back, at the end of the request."""
@@ -60,21 +92,27 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
-        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        ends = [(start + len(stop), start) for stop in self._stop if (start := self._find(stop, text)) >= 0]
         if ends:
             self.stopped = True
-            num_given = min(ends)[1]
+            num_given = min(ends)[0 if self._includes_stop else 1]
         else:
             num_given = len(text) if is_end else len(text) - self._num_held(text)
         self._held = text[num_given:]
+        self._num_exempt = max(0, self._num_exempt - num_given)
         self._pieces.append(text[:num_given])
         return text[:num_given]
 
+    def _find(self, stop: str, text: str) -> int:
+        """Return where a stop string begins that ends after the exempt characters, -1 if there is none."""
+        return text.find(stop, max(0, self._num_exempt + 1 - len(stop)))
+
     def _num_held(self, text: str) -> int:
-        """Return the length of the longest end of the text that begins a stop string."""
-        longest = min(len(text), max(map(len, self._stop), default=0))
+        """Return the length of the longest end of the text that begins a stop string, and is not all of it."""
+        longest = min(len(text), max(map(len, self._stop), default=1) - 1)
+        starts = (text[-num:] for num in range(longest, 0, -1))
         return next(
-            (num for num in range(longest, 0, -1) if any(stop.startswith(text[-num:]) for stop in self._stop)), 0
+            (len(start) for start in starts if any(stop.startswith(start) and stop != start for stop in self._stop)), 0
         )
 
 

@@ -23,6 +23,8 @@ _DRAWN = SamplingParams(
     min_p=0.01,
     presence_penalty=0.5,
     repetition_penalty=1.1,
+    min_tokens=4,
+    logit_bias={0: 1.0},
     logprobs=1,
     prompt_logprobs=1,
 )

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -27,7 +28,6 @@ WRONG = [
     ("seed", -1),
     ("seed", 1 << 64),
     ("seed", 1.0),
-    ("stop", ""),
     ("stop", ["a", ""]),
     ("stop", [1]),
     ("stop", None),
@@ -36,6 +36,19 @@ WRONG = [
     ("stop_token_ids", [1.0]),
     ("stop_token_ids", [False]),
     ("ignore_eos", 1),
+    ("min_tokens", -1),
+    ("min_tokens", True),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {5: 100.5}),
+    ("logit_bias", {5: math.nan}),
+    ("logit_bias", {5: "1"}),
+    ("logit_bias", {"5": 1, "05": 2}),
+    ("logit_bias", {token: 1 for token in range(1025)}),
+    ("logit_bias", [5]),
+    ("logit_bias", None),
+    ("include_stop_str_in_output", 1),
+    ("skip_special_tokens", None),
 ]
 
 
@@ -49,7 +62,28 @@ def test_wrong_values_are_named(name: str, value: object) -> None:
 def test_stops_may_be_a_string_or_lists() -> None:
     params = SamplingParams(stop="ab", stop_token_ids=[3, 4])
     assert params == SamplingParams(stop=("ab",), stop_token_ids=(3, 4))
+    assert SamplingParams(stop="") == SamplingParams()
     assert hash(params) == hash(SamplingParams(stop=["ab"], stop_token_ids=(3, 4)))
+
+
+def test_biases_are_the_same_in_all_forms() -> None:
+    params = SamplingParams(logit_bias={7: -1.5, 2: 100})
+    assert params.logit_bias == ((2, 100), (7, -1.5))
+    line = json.loads(json.dumps(asdict(params)))
+    assert SamplingParams.from_dict(line, SamplingParams()) == params
+    assert SamplingParams.from_dict({"logit_bias": {"7": -1.5, "2": 100}}, SamplingParams()) == params
+    assert hash(replace(params, seed=3)) != hash(params)
+    params.check_vocabulary(8)
+    with pytest.raises(ValueError, match=r"logit_bias has token id 7; the model's vocabulary is \[0, 7\)"):
+        params.check_vocabulary(7)
+
+
+def test_limits_of_new_tokens_belong_together() -> None:
+    with pytest.raises(ValueError, match="min_tokens is 17; max_new_tokens, 16, is the most"):
+        SamplingParams(min_tokens=17)
+    params = SamplingParams(min_tokens=9, max_new_tokens=20)
+    assert params.at_most(12) == SamplingParams(min_tokens=9, max_new_tokens=12)
+    assert params.at_most(5) == SamplingParams(min_tokens=5, max_new_tokens=5)
 
 
 def test_prompts_draw_from_streams_of_their_own() -> None:
