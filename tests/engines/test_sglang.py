@@ -154,3 +154,27 @@ def test_a_merge_left_out_is_seen(model: tuple[Path, Any], tmp_path: Path) -> No
     assert request["tokens"][0] == tokens[0]  # a prefill merges nothing across ranks
     assert calls["dcp_mla_decode"]
     assert max(abs(a - b) for a, b in zip(request["logprobs"], logprobs, strict=True)) > 0.01
+
+
+def test_no_token_of_a_failed_step_leaves(model: tuple[Path, Any], tmp_path: Path) -> None:
+    """The prompt makes the first token, four decode steps the next ones. In the fourth an exchange of the last rank
+    fails, whose tokens SGLang does not take.
+    """
+    job, site = tmp_path / "job.json", tmp_path / "site"
+    job.write_text(json.dumps({"engine": ENGINE | {"model_path": str(model[0])}}))
+    (tmp_path / "calls").touch()
+    env = environment() | sglang_variables(site) | {"SGLANG_TEST_CALLS": str(tmp_path / "calls")}
+    env["SGLANG_TEST_FAULT"] = f"4 {(412 << 32) | 1}"
+    done = subprocess.run(
+        [sys.executable, str(CPU / "stream.py"), str(job)],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    line = "combine failed on rank 1 of the group [0, 1]: nothing came from rank 0 for 60 s, in exchange 412"
+    assert f"PeerFault: {line}" in done.stderr, done.stderr[-4000:]
+    assert done.returncode != 0
+    assert set(map(int, done.stdout.split())) <= {1, 2, 3, 4}

@@ -29,6 +29,10 @@ FUNCTIONS = {
         "MLATokenToKVPool.get_key_buffer": ["layer_id"],
         "MLATokenToKVPool.set_mla_kv_buffer": ["layer", "loc_info", "cache_k_nope", "cache_k_rope"],
     },
+    "managers/scheduler.py": {
+        "Scheduler.run_batch": ["batch"],
+        "Scheduler.process_batch_result": ["batch", "result"],
+    },
     "runtime_context.py": {"attention_backends": [], "get_parallel": [], "get_spec": []},
     "models/deepseek_v2.py": {"DeepseekV2ForCausalLM.prepare_context_parallel_metadata_for_dcp": ["seq_lens"]},
 }
@@ -45,6 +49,11 @@ LINES = {
     "models/deepseek_v2.py": [r"self\.dcp_size = \(", r"self\.attn_mqa_for_dcp_decode = RadixAttention\("],
     "model_executor/runner/eager_runner.py": [r"model_runner\.model\.prepare_context_parallel_metadata_for_dcp\("],
     "model_executor/runner/decode_cuda_graph_runner.py": [r"attn_backend\.init_forward_metadata_in_graph\("],
+    "managers/scheduler.py": [
+        r"self\.enable_overlap = ",
+        r"self\.forward_stream_ctx: CudaStreamContext = ",
+        r"^                with self\.forward_stream_ctx:",
+    ],
     "mem_cache/kv_index_translator.py": [r"self\.is_translating = "],
 }
 

@@ -14,9 +14,11 @@ from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
 from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.rows import write_latents
+from dcpmla.comm.faults import StepFaults
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sglang import NAME
+from dcpmla.integrations.sglang.faults import guard
 from dcpmla.integrations.sglang.metadata import MetadataBuilder
 
 FP8 = torch.float8_e4m3fn
@@ -46,10 +48,16 @@ class Backend(AttentionBackend):
             tensor_parallel_size=parallel.attn_tp_size,
             decode_context_parallel_size=parallel.attn_dcp_size,
             block_size=self.page_size,
+            # The words of faults do not pass from one stage of a pipeline to the next: collectives need none.
+            dcp_comm_backend="auto" if parallel.pp_size == 1 else "a2a",
         )
-        chosen = select_exchange(dcp, parallel.dcp_group.device_group, self.device)
+        group = parallel.dcp_group.device_group
+        chosen = select_exchange(dcp, group, self.device)
         self.exchange = chosen.exchange
         logger.info("dcpmla: exchange %s (%s), pages of %d tokens", self.exchange.name, chosen.reason, self.page_size)
+        is_whole = dcp.decode_context_parallel_size == dcp.tensor_parallel_size
+        tp_group = group if is_whole else parallel.attn_tp_group.device_group
+        guard(StepFaults(self.exchange, dcp, tp_group, self.device))
         pool = self.token_to_kv_pool
         width = pool.kv_lora_rank + pool.qk_rope_head_dim
         self.exchange.reserve_context(dcp.context_workspace_tokens, width, pool.dtype, self.device)
@@ -59,8 +67,7 @@ class Backend(AttentionBackend):
         self._warm_up(layers[0], runner.dtype, runner.max_running_requests)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Lay out prefills, after the exchanges of the step before have been found sound."""
-        self.exchange.check()
+        """Lay out prefills."""
         if forward_batch.forward_mode.is_extend():
             self.prefill = self.builder.prefill(forward_batch)
 

@@ -20,6 +20,8 @@ def register() -> None:
     anywhere.is_cpu = lambda self: platform.is_cpu() and _caller() != "configure"
     kv_cache_configurator.current_platform = anywhere()
     watch()
+    if os.environ.get("SGLANG_TEST_FAULT"):
+        fail_once()
 
 
 def _caller() -> str:
@@ -38,6 +40,32 @@ def watch() -> None:
         setattr(AllToAll, name, counted(name, getattr(AllToAll, name)))
     if os.environ.get("SGLANG_TEST_BREAK"):
         AllToAll.combine = lambda self, out, lse: (out[:, : out.shape[1] // 2], lse)
+
+
+def fail_once() -> None:
+    """Have an exchange of the last rank fail in a decode step as in a CUDA graph: a kernel writes the fault word, and
+    nothing is called. SGLANG_TEST_FAULT is the number of the step, and the word.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from dcpmla.comm.nccl import AllToAll
+    from dcpmla.integrations.sglang.metadata import MetadataBuilder
+
+    faulty_step, word = map(int, os.environ["SGLANG_TEST_FAULT"].split())
+    fault, steps = torch.zeros(1, dtype=torch.int64), []
+    combine, decode = AllToAll.combine, MetadataBuilder.decode
+
+    def counted_decode(self: Any, batch: Any) -> Any:
+        steps.append(batch)
+        return decode(self, batch)
+
+    def failing_combine(self: Any, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(steps) == faulty_step and dist.get_rank() == dist.get_world_size() - 1:
+            fault.fill_(word)
+        return combine(self, out, lse)
+
+    AllToAll.fault, AllToAll.combine, MetadataBuilder.decode = fault, failing_combine, counted_decode
 
 
 def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
