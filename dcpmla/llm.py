@@ -43,6 +43,7 @@ class LLM:
         tensor_parallel_size: ranks that cut the heads; the ranks of the job, which is also the default.
         decode_context_parallel_size: ranks that share one cache; divides tensor_parallel_size; default 1.
         max_model_len: longest sequence, prompt and answer; default: the model's.
+        revision: Branch, tag or commit of a hub id; default: its main branch.
         device: "cuda", "cpu", or "auto": GPUs where any is seen.
         timeout: seconds in a step after which a rank counts as lost.
         options: fields of `DCPConfig`, and of `load_engine`'s keywords those that `dcpmla generate --help` lists.
@@ -51,7 +52,7 @@ class LLM:
         ConnectionError: the ranks did not meet.
 
     Attributes:
-        rank: of this process in the job.
+        rank: Number of this process in the job.
         engine: for requests that are added as they come (`Engine.add`, `Engine.step`).
         exchange: the ranks' exchange, and why it was chosen.
     """
@@ -63,6 +64,7 @@ class LLM:
         decode_context_parallel_size: int | None = None,
         *,
         max_model_len: int | None = None,
+        revision: str | None = None,
         device: str = "auto",
         timeout: float = TIMEOUT,
         **options: Any,
@@ -76,7 +78,7 @@ class LLM:
                 "or give the program's own groups to load_engine"
             )
         sizes = {"tensor_parallel_size": tensor_parallel_size, "decode_context_parallel_size": dcp_size}
-        arguments = {"model": str(model), "max_model_len": max_model_len, **sizes, **options}
+        arguments = {"model": str(model), "max_model_len": max_model_len, "revision": revision, **sizes, **options}
         dcp_options: dict[str, Any] = {name: value for name, value in options.items() if name in DCP_OPTIONS}
         check = partial(check_num_ranks, tensor_parallel_size=tensor_parallel_size)
         with ExitStack() as resources:
@@ -87,7 +89,7 @@ class LLM:
                 dcp = DCPConfig(
                     tensor_parallel_size=job.ranks.num_ranks, decode_context_parallel_size=dcp_size, **dcp_options
                 )
-                files = open_model(str(model), max_model_len)
+                files = open_model(str(model), max_model_len, revision)
                 check_layout(files, dcp)
             engine_options = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
             self.engine, self.exchange = build_engine(job, dcp, files, **engine_options)
@@ -168,7 +170,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         on_token: Callable[[Request, str], object] | None = None,
     ) -> list[Request]:
-        """Queue prompts, all or none of them."""
+        """Queue all prompts, or none."""
         if not dist.is_initialized():
             raise ValueError("this LLM is closed; make another one")
         self._job.watchdog.enter("queueing requests")

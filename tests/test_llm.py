@@ -1,4 +1,4 @@
-"""`LLM`, the front door: what it gives, what it refuses, and that every rank and every caller gets out of it again."""
+"""`LLM`, the front door: its results, its errors, and that every rank and every caller gets out of it again."""
 
 import json
 import random
@@ -176,7 +176,7 @@ def test_its_options_are_those_of_generate() -> None:
     args = vars(build_parser().parse_args(["generate", "--model", "m"]))
     of_requests = {"command", "run", "prompts", "prompt_file", "output_file", "json", "logits"}
     of_requests |= {"max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids"}
-    allowed = {"model", "max_model_len", "device", "timeout", *DCP_OPTIONS, *ENGINE_OPTIONS}
+    allowed = {"model", "max_model_len", "revision", "device", "timeout", *DCP_OPTIONS, *ENGINE_OPTIONS}
     assert allowed == set(args) - of_requests
 
 

@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
     Attributes:
         mode: "graph" or "eager".
-        acceptance: of drafts, None for none.
+        acceptance: Rate of accepted drafts, None without drafts.
         is_adaptive: drafts where they pay, not in every step.
     """
 
@@ -66,7 +66,10 @@ class Generate(Benchmark[Batch, None]):
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
-        dcp, files = dcp_config(args, args.decode_context_parallel_size), open_model(args.model, args.max_model_len)
+        dcp, files = (
+            dcp_config(args, args.decode_context_parallel_size),
+            open_model(args.model, args.max_model_len, args.revision),
+        )
         # A block more for each request: the scheduler keeps one free for each that runs.
         block_tokens = dcp.virtual_block_size * read_attention(files.config).row_tokens
         seq_len = args.input_len + args.output_len - 1 + block_tokens
@@ -94,7 +97,7 @@ class Generate(Benchmark[Batch, None]):
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
-        files = open_model(args.model, args.max_model_len)
+        files = open_model(args.model, args.max_model_len, args.revision)
         check_layout(files, dcp_config(args, args.decode_context_parallel_size))
         input_len, output_len = args.input_len, args.output_len
         if output_len < 2:

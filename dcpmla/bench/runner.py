@@ -29,7 +29,7 @@ class Benchmark(Generic[Case, Inputs]):
     """A benchmark, of which each file of this package has one; `run` takes it through its cases.
 
     Attributes:
-        ranks_of: how many ranks may measure: "one", "tp" (as many as -tp says) or "any".
+        ranks_of: Number of ranks that may measure: "one", "tp" (the value of -tp) or "any".
         has_engine: it runs a model: it adds `generate`'s options itself, and has no time limit unless one is given.
         plot_help: what --plot draws; "" where there is no plot.
         args, job, device: the options, the job that measures, this rank's device.
@@ -150,7 +150,7 @@ def _inputs(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> list[P
     if kind.has_engine:
         from dcpmla.integrations.model_files import find_model
 
-        return [find_model(args.model)]
+        return [find_model(args.model, args.revision)]
     return [Path(args.geometry)] if "geometry" in args else []
 
 

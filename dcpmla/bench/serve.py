@@ -57,7 +57,7 @@ class Serve(Benchmark[DCPConfig, None]):
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
-        self.files = open_model(args.model, args.max_model_len)
+        self.files = open_model(args.model, args.max_model_len, args.revision)
         self.load = self._make_load(args.num_requests, args.request_rate, args.output_lens, args.seed)
         self.served: list[Served] = []
         self.lost = ""
@@ -77,7 +77,7 @@ class Serve(Benchmark[DCPConfig, None]):
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
-        files = open_model(args.model, args.max_model_len)
+        files = open_model(args.model, args.max_model_len, args.revision)
         for dcp in _dcp_configs(args):
             check_layout(files, dcp)
         longest = max(args.input_lens), max(args.output_lens)

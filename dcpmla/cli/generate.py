@@ -14,7 +14,7 @@ from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, p
 from dcpmla.cli.output import OutputLines, check_writable, is_same_path, open_output_lines, write_arrays, write_json
 from dcpmla.cli.prompts import Prompt, prompts_from_file, prompts_from_options
 from dcpmla.comm.select import ChosenExchange
-from dcpmla.integrations.loading import check_layout, open_model
+from dcpmla.integrations.loading import ModelFiles, check_layout, open_model
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.llm import run_with_bar
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
         lines: OutputLines | None = None
         prompts: list[Prompt] = []
         with agree():
-            files = open_model(args.model, args.max_model_len)
+            files = open_model(args.model, args.max_model_len, args.revision)
             check_layout(files, dcp)
             if job.ranks.is_first:
                 check_writable("--json", args.json, files.directory)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
                 lines.append([_output_line(request) for request in finished])
         job.watchdog.enter("writing the results", LOAD_TIMEOUT)
         if job.ranks.is_first:
-            _report(args, engine, requests, chosen)
+            _report(args, files, engine, requests, chosen)
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -151,7 +151,9 @@ def _logprobs(request: Request) -> dict[str, object]:
     return {name: getattr(request, name) for name, num_top in asked.items() if num_top is not None}
 
 
-def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request], chosen: ChosenExchange) -> None:
+def _report(
+    args: argparse.Namespace, files: ModelFiles, engine: Engine, requests: Sequence[Request], chosen: ChosenExchange
+) -> None:
     """Write the files of --json and --logits; print the measurements, and the answers unless they are in a file."""
     kv_tokens_per_rank = _kv_tokens_per_rank(engine, requests)
     if args.json:
@@ -170,6 +172,7 @@ def _report(args: argparse.Namespace, engine: Engine, requests: Sequence[Request
                 "outputs": outputs,
                 "metrics": [request.metrics() for request in requests],
                 "kv_tokens_per_rank": kv_tokens_per_rank,
+                **({} if files.commit is None else {"model_commit": files.commit}),
                 "dcp_comm_backend": chosen.exchange.name,
                 "dcp_comm_backend_reason": chosen.reason,
                 "tensor_parallel_size": engine.mesh.tp_size,

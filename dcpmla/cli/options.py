@@ -33,6 +33,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     """Add the options of a model, its layout and its engine; dcp_sizes reads the value of -dcp."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
+    add("--revision", metavar="REV", help="branch, tag or commit of a hub id; default: its main branch")
     add(
         "-tp",
         "--tensor-parallel-size",
@@ -282,12 +283,12 @@ def share_list(text: str) -> list[float]:
     return shares
 
 
-def name_list(text: str, choices: Sequence[str], what: str) -> list[str]:
+def name_list(text: str, choices: Sequence[str], kind: str) -> list[str]:
     """Read names separated by commas, each once."""
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in choices:
-            raise argparse.ArgumentTypeError(f"{name!r} is not {what}; choose from {', '.join(choices)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not {kind}; choose from {', '.join(choices)}")
     return names
 
 

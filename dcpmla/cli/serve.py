@@ -8,6 +8,7 @@ from functools import partial
 
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, seconds, start
 from dcpmla.integrations.loading import check_layout, open_model
+from dcpmla.integrations.tokenizer import check_template_sandbox
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.job.launcher import claimed_rank
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Load the model and serve it until the job is told to stop.
+    """Load the model and serve it until SIGTERM or SIGINT.
 
     Every rank calls it; the first one listens.
     """
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     with start(args) as job, ExitStack() as to_close:
         job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
         with agree():
-            files = open_model(args.model, args.max_model_len)
+            files = open_model(args.model, args.max_model_len, args.revision)
             check_layout(files, dcp)
         engine, _ = build_engine(args, job, dcp, files, None)
         to_close.callback(engine.close)
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
             frontend.start()
             frontend.send(started(engine, files.tokenizer, files.no_tokenizer))
             print(f"serving on {frontend.address}", flush=True)
-        # Passes for garbage leave out what is loaded by now: looking at it takes 0.2 s and more, and all ranks wait.
+        # Passes for garbage leave out what is loaded by now: a pass takes 0.2 s and more, and all ranks wait.
         gc.collect()
         gc.freeze()
         to_close.callback(gc.unfreeze)  # else libraries report what is still there at the end as leaked
@@ -66,7 +67,7 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
     """Start the HTTP process of the first rank, before this process has threads.
 
     Raises:
-        ValueError: the extra is not installed, or nobody can listen there.
+        ValueError: the extra is not installed, or the address is taken or not this host's.
     """
     if claimed_rank(os.environ) not in (None, "0"):
         return None
@@ -75,6 +76,7 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
         from dcpmla.serving.http import serve_http
     except ImportError as error:
         raise ValueError(f"serve needs the extra serve, pip install 'dcpmla[serve]' ({error})") from error
+    check_template_sandbox()
     settings = Settings(args.served_model_name or args.model, api_key, args.request_timeout)
     listener = listen(args.host, args.port)
     with listener:

@@ -22,7 +22,7 @@ from dcpmla.config import MODEL_DTYPES, DCPConfig
 from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, optional, whole
 from dcpmla.hf_config import check_index_options, read_attention
 from dcpmla.integrations.decode_graphs import GraphMaker
-from dcpmla.integrations.model_files import find_model, load_config
+from dcpmla.integrations.model_files import find_commit, find_model, load_config
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import (
     MAX_SPECULATIVE_TOKENS,
@@ -72,7 +72,8 @@ class ModelFiles:
         tokenizer: Tokenizer, or None if it does not load, for the reason in no_tokenizer.
         max_model_len: Longest sequence to serve.
         digests: Hashes of the files that must be the same on every rank, because each rank decides when a request ends,
-            for example.
+            for example. The commit comes first.
+        commit: Commit of the snapshot, if the model comes from the hub.
     """
 
     directory: Path
@@ -81,20 +82,22 @@ class ModelFiles:
     no_tokenizer: str
     max_model_len: int
     digests: dict[str, str]
+    commit: str | None = None
 
 
-def open_model(model: str, max_model_len: int | None = None) -> ModelFiles:
+def open_model(model: str, max_model_len: int | None = None, revision: str | None = None) -> ModelFiles:
     """Find a model, and read its config and tokenizer. transformers' progress bars and notes are off from here on.
 
     Args:
         model: Directory or hub id.
         max_model_len: Longest sequence; default and maximum are the model's positions.
+        revision: Branch, tag or commit of a hub id; None for its main branch.
     Raises:
         ValueError: The model does not exist or is not MLA, or the length is outside [2, max_position_embeddings].
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    directory = find_model(model)
+    directory = find_model(model, revision)
     config = load_config(directory)
     longest = config.max_position_embeddings
     if max_model_len is None:
@@ -105,7 +108,9 @@ def open_model(model: str, max_model_len: int | None = None) -> ModelFiles:
             f"where the model's positions end"
         )
     tokenizer, reason = load_tokenizer(directory)
-    return ModelFiles(directory, config, tokenizer, reason, max_model_len, _digests(directory, tokenizer))
+    commit = find_commit(directory)
+    digests = {"commit": str(commit)} | _digests(directory, tokenizer)
+    return ModelFiles(directory, config, tokenizer, reason, max_model_len, digests, commit)
 
 
 def load_engine(
@@ -219,7 +224,7 @@ def load_engine(
         cache = new_cache(plan, device)
         costs = _piece_costs(files.config, dcp, enable_expert_parallel, max_num_batched_tokens, max_prefill_ms)
     graph, *of_mtp = [maker.capture(cache) if captures else None for maker in makers]
-    mtp = [found or maker.make(cache) for found, maker in zip(of_mtp, makers[1:], strict=True)]
+    mtp = [captured or maker.make(cache) for captured, maker in zip(of_mtp, makers[1:], strict=True)]
     drafter = make_drafter(speculative_method, num_speculative_tokens, sharded, cache, mesh, mtp)
     if plan.num_states:  # fewer if seq_lens has fewer requests
         max_num_seqs = min(max_num_seqs, plan.num_states)

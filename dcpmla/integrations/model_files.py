@@ -1,6 +1,7 @@
 """A model's directory and its config: found or downloaded, checked, as a transformers config of the text model."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,22 +35,38 @@ _SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_w
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no code, no pickles
 
 
-def find_model(model: str) -> Path:
+def find_model(model: str, revision: str | None = None) -> Path:
     """Return a directory as it is, or a hub id downloaded to the local cache (safetensors and JSON only).
 
+    Args:
+        revision: Branch, tag or commit of a hub id; None for its main branch.
     Raises:
-        ValueError: neither.
+        ValueError: The model is neither, or a directory with a revision.
     """
     try:
+        if revision is not None and (not isinstance(revision, str) or not revision):
+            raise ValueError(f"revision (--revision) is {revision!r}; it must be a branch, tag or commit")
+        if Path(model).is_dir() and revision is not None:
+            raise ValueError(
+                f"revision (--revision) is {revision!r}, but model (--model) is the directory {model!r}; leave it out, "
+                "or give a hub id"
+            )
         if Path(model).is_dir():
             return Path(model)
         if Path(model).is_file():
             raise ValueError(f"model (--model) is {model!r}, a file; give the directory that it is in")
-        return Path(snapshot_download(model, allow_patterns=_FILES))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_FILES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        of_revision = "" if revision is None else f" in revision (--revision) {revision!r}"
         raise ValueError(
-            f"model (--model) is {model!r}: no such directory, and no such model could be downloaded"
+            f"model (--model) is {model!r}: no such directory, and no such model could be downloaded{of_revision}"
         ) from error
+
+
+def find_commit(directory: Path) -> str | None:
+    """Return the commit of a snapshot in the local cache of the hub; None for another directory."""
+    is_snapshot = directory.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", directory.name)
+    return directory.name if is_snapshot else None
 
 
 def load_config(directory: Path) -> Any:

@@ -3,7 +3,9 @@ its data files.
 """
 
 import json
+import re
 from base64 import b64decode
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import transformers
 from tokenizers import processors
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+_JINJA2 = (3, 1, 6)  # the first release whose sandbox has no known escape
 _KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25")
 _NUM_SPECIAL_TOKENS = 256  # after the ranks, named or not
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -39,6 +42,20 @@ _PROBES = (  # encoded and decoded at load
     "3.14 and 1234567890",
     "🦊 👩‍👩‍👧 🇯🇵",
 )
+
+
+def check_template_sandbox() -> None:
+    """Raise ValueError unless jinja2, whose sandbox runs chat templates of checkpoints, is recent enough."""
+    try:
+        version = metadata.version("jinja2")
+    except metadata.PackageNotFoundError:
+        version = "missing"
+    numbers = re.match(r"(\d+)\.(\d+)\.?(\d*)", version)
+    if numbers is None or tuple(int(number or 0) for number in numbers.groups()) < _JINJA2:
+        raise ValueError(
+            f"jinja2 is {version}; it must be 3.1.6 or later, because the chat templates of checkpoints can run code "
+            "through the sandbox of earlier ones: pip install 'dcpmla[serve]'"
+        )
 
 
 def load_tokenizer(directory: Path) -> tuple[Any, str]:
