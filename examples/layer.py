@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from dcpmla import DCPConfig, DCPMesh, MLAAttention, MLAConfig, StepMetadata, select_exchange
+from dcpmla import DCPConfig, DCPMesh, MLAAttention, MLAConfig, select_exchange
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.modules import MLAModules
+from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import LayerCache
+from dcpmla.comm.faults import StepFaults
 from dcpmla.job.bootstrap import distributed, read_launcher
 
 CONFIG = MLAConfig(
@@ -57,6 +60,7 @@ def main() -> None:
         mesh = DCPMesh(tp_group=group, dcp_group=group)
         dcp = DCPConfig(tensor_parallel_size=size, decode_context_parallel_size=size, block_size=BLOCK_SIZE)
         exchange = select_exchange(dcp, group, device).exchange
+        faults = StepFaults(exchange, dcp, group, device)
         modules = my_modules(group, device)
         layer = MLAAttention(CONFIG, dcp, mesh, exchange, torch.float32, device, modules=modules)
         block_table = list(reversed(range(-(-SEQ_LEN // (BLOCK_SIZE * size)))))  # the same ids on all ranks
@@ -65,10 +69,13 @@ def main() -> None:
         angles = torch.arange(SEQ_LEN)[:, None] / 10_000 ** (torch.arange(8) / 8)
         cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(device)
         for start, end in [(0, PROMPT_LEN), *((pos, pos + 1) for pos in range(PROMPT_LEN, SEQ_LEN))]:
-            step = StepMetadata.build([end - start], [end], [block_table], dcp, mesh.dcp_rank, device)
+            step = StepBuilder(dcp, mesh.dcp_rank, device).build(StepRequests([end - start], [end], [block_table]))
             out = layer(hidden_states[start:end], cache, step.with_positions(cos_sin[start:end]))
+            check = faults.start()
+            result = out[-1, :4].tolist()
+            check()  # no result of a failed exchange is used
             if ranks.is_first:
-                print(f"tokens {start} to {end}: {[round(value, 3) for value in out[-1, :4].tolist()]}")
+                print(f"tokens {start} to {end}: {[round(value, 3) for value in result]}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Faults of `direct`: the words in which kernels report them, and what all ranks know of them after a step."""
+"""Faults of `direct`: the words that kernels write, and their sum over all ranks after a step."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,10 +25,10 @@ def peer_fault(word: int, timeout: float, rank: int, ranks: Sequence[int]) -> Pe
 class StepFaults:
     """A check of all ranks' exchanges after each step, for engines other than this package's own.
 
-    A rank that waited in vain computes on with wrong values. Sums over the TP group carry them to ranks whose own
-    exchanges are sound, the one that returns the tokens among them. So the fault words of all ranks are summed, too, in
-    the order of the device's work: whichever kernel of the step failed, its word is on every rank's host before the
-    step's tokens are used. That is one small collective a step, and none where no exchange of the group has a word.
+    A rank whose wait ended without its peer computes on with wrong values. Sums over the TP group carry these values to
+    ranks with sound exchanges, and an engine may take its tokens from such a rank. So the fault words of all ranks are
+    summed, too, in the order of the device's work: whichever kernel of the step failed, its word is on every rank's
+    host before the step's tokens are used. This costs one small collective a step, or none if no rank has a fault word.
 
     Collective over the TP group.
 

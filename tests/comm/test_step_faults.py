@@ -1,4 +1,4 @@
-"""Faults of `direct` after a step: what a late rank notices by itself, and what all ranks learn."""
+"""Faults of `direct` after a step: a late rank, and the error that all ranks raise."""
 
 import random
 import re
@@ -29,7 +29,7 @@ def check_late_rank() -> None:
     """Run steps of two groups of two ranks over one TP group. In one step rank 2 comes after rank 3 has given up."""
     rank = dist.get_rank()
     delay_kernels(random.Random(rank))
-    direct_ops.raise_fault = lambda *_: None  # as in a CUDA graph, where kernels alone run
+    direct_ops.raise_fault = lambda *_: None  # A replay of a CUDA graph runs kernels alone.
     groups = [dist.new_group([first, first + 1]) for first in (0, 2)]
     exchange = DirectExchange(groups[rank // 2], CPU, landing_bytes=1 << 15, timeout=TIMEOUT, allocate=allocate)
     dcp = DCPConfig(tensor_parallel_size=4, decode_context_parallel_size=2, exchange_timeout=TIMEOUT)

@@ -21,7 +21,7 @@ from dcpmla.integrations.vllm import exchange
 from dcpmla.integrations.vllm.names import Worker
 from dcpmla.parallel.collectives import PeerFault
 
-FAULTY_STEP = 5  # of those with a forward pass, from the first request on
+FAULTY_STEP = 5  # Steps without a forward pass do not count.
 WORD = (412 << 32) | (0 << 8) | 1  # exchange 412, `combine`, waited for rank 0 of the group
 STATE = {"step": 0}
 

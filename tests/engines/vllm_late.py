@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-LATE_STEP, TIMEOUT = 5, 3  # of those with a forward pass, after the file "go" is there; seconds
+LATE_STEP = 5  # Steps count from when the file "go" exists, if they have a forward pass.
+TIMEOUT = 3  # seconds
 LATE_CYCLES = 16_000_000_000  # eight seconds or more
 _METADATA = "Metadata-Version: 2.1\nName: dcpmla-late-rank\nVersion: 0\n"
 _ENTRY_POINT = "[vllm.general_plugins]\nlate_rank = tests.engines.vllm_late:register\n"

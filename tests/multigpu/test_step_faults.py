@@ -1,4 +1,4 @@
-"""Faults of `direct` after a step in a CUDA graph, over NVLink: a late rank, and what all ranks learn."""
+"""Faults of `direct` after a step in a CUDA graph, over NVLink: a late rank, and the error that all ranks raise."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def check_late_rank() -> None:
         if is_late and rank == 0:
             torch.cuda._sleep(LATE_CYCLES)
         graph.replay()
-        dist.all_reduce(total)  # as after a layer
+        dist.all_reduce(total)  # A layer's sum over the TP group.
         check = faults.start()
         if not is_late:
             check()

@@ -79,7 +79,7 @@ METHODS = {
         "_init_combine": ("num_heads", "head_dim", "dtype", "is_lse_base_on_e", "use_pcp"),
         "_init_query_gather": ("num_heads", "head_dim", "dtype"),
     },
-    # The workers of GPUs; that of CPUs inherits them.
+    # CPU workers inherit both.
     Worker: {"execute_model": ("scheduler_output",), "sample_tokens": ("grammar_output",)},
 }
 
