@@ -6,7 +6,7 @@ Every rank of a DCP group makes the same calls, so all ranks have the same block
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from hashlib import sha256
+from hashlib import blake2b, sha256
 
 from dcpmla.cache.states import StatePool
 
@@ -18,10 +18,18 @@ def block_key(previous: bytes, token_ids: Sequence[int]) -> bytes:
     rank computes the same one. Python's hashes have neither property.
 
     Args:
-        previous: The key of the block before it, empty for the first block.
+        previous: The key of the block before it; for the first block `salt_key`.
         token_ids: The block's tokens [block_tokens].
     """
     return sha256(previous + array("q", token_ids).tobytes()).digest()
+
+
+def salt_key(cache_salt: str) -> bytes:
+    """Return the key before a sequence's first block: sequences with different salts never have a key in common.
+
+    It is another hash than `block_key`, so that no choice of a salt makes it the key of a block.
+    """
+    return blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=32).digest() if cache_salt else b""
 
 
 class BlockAllocator:

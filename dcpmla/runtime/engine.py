@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.compressed import AnyCache
 from dcpmla.config import DCPConfig
-from dcpmla.fields import check_fields, option_label, whole
+from dcpmla.fields import Rule, check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.agreement import Agreement, Feed, News
 from dcpmla.runtime.callbacks import Callbacks
@@ -17,7 +17,7 @@ from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.pending import PendingStep
-from dcpmla.runtime.request import Request, check_arguments, check_prompt, whole_numbers
+from dcpmla.runtime.request import Prompt, Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.runner import Model, StepRunner, choose_tokens
 from dcpmla.runtime.sampling import NOT_FINITE, SamplingParams
 from dcpmla.runtime.scheduler import NOW, Arrivals, Scheduler
@@ -93,17 +93,32 @@ class Engine:
         self.feed: Feed | None = None  # the feed of a server
         self._finished: deque[Request] = deque()  # not yet returned to the caller
 
+    def prompt(self, content: str | Sequence[int], cache_salt: str = "") -> Prompt:
+        """Check a prompt, a text or token ids, that several requests may share.
+
+        Args:
+            cache_salt: Salt of its blocks: requests with different salts never reuse each other's; "" is no salt.
+        Raises:
+            ValueError: The model cannot continue the prompt, a text has no tokenizer, or cache_salt is no text.
+        """
+        check_fields({"cache_salt": Rule("text", lambda value: isinstance(value, str))}, {"cache_salt": cache_salt})
+        token_ids = self._tokenize(content) if isinstance(content, str) else whole_numbers(content)
+        check_prompt("prompt", token_ids, self.model.vocab_size, self.max_model_len)
+        return Prompt(token_ids, cache_salt, [])
+
     def add(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Prompt,
         params: SamplingParams | None = None,
         *,
         request_id: str | int = 0,
         arrival_time: float | None = None,
         on_token: Callable[[Request, str], object] | None = None,
         keep_logits: bool = False,
+        keep_logprobs: bool = True,
     ) -> Request:
-        """Queue a prompt, a text or token ids. Requests are served in the order of their arrival, then of the calls.
+        """Queue a prompt: a text, token ids, or what `prompt` returned. Requests are served in the order of their
+        arrival, then of the calls.
 
         Args:
             params: Sampling parameters, by default greedy, 16 tokens; max_model_len bounds max_new_tokens.
@@ -112,16 +127,16 @@ class Engine:
                 add and abort requests, on every rank alike. If it raises on any rank, the request ends as "error" on
                 all ranks (`Request.error`), with at most one more token and no more calls; other requests continue.
             keep_logits: Whether to keep the logits that each token was chosen from.
+            keep_logprobs: Whether this rank keeps the log probabilities that params ask for.
         Raises:
             ValueError: An argument has another type, the model cannot continue the prompt, the whole cache has no room
                 for it, a text or a stop string has no tokenizer, or arrival_time is not finite.
         """
-        check_arguments(params, request_id, arrival_time, on_token, keep_logits)
+        check_arguments(params, request_id, arrival_time, on_token, keep_logits, keep_logprobs)
         params = params or SamplingParams()
         if params.stop and self.tokenizer is None:
             raise ValueError("stop has strings, but the engine has no tokenizer; give stop_token_ids")
-        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else whole_numbers(prompt)
-        check_prompt("prompt", token_ids, self.model.vocab_size, self.max_model_len)
+        token_ids, cache_salt, keys = prompt if isinstance(prompt, Prompt) else self.prompt(prompt)
         params.check_vocabulary(self.model.vocab_size)
         text_stream = None if self.tokenizer is None else TextStream.of(self.tokenizer, params, token_ids)
         request = Request(
@@ -129,7 +144,10 @@ class Engine:
             params=params.at_most(self.max_model_len - len(token_ids)),
             request_id=request_id,
             arrival_time=NOW if arrival_time is None else arrival_time,
+            cache_salt=cache_salt,
+            prompt_keys=keys,
             keep_logits=keep_logits,
+            keep_logprobs=keep_logprobs,
             on_token=on_token,
             text_stream=text_stream,
         )

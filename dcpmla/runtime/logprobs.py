@@ -23,8 +23,8 @@ class PromptRows(NamedTuple):
     """The prompts' tokens that a step scores: their successors are known.
 
     Attributes:
-        counts: how many tokens of each request.
-        rows: of these tokens in the step's batch.
+        counts: Number of tokens of each request.
+        rows: Rows of the tokens in the step's batch.
         targets: token ids that come after them.
     """
 
@@ -78,27 +78,34 @@ class PromptRows(NamedTuple):
 
 
 class Logprobs:
-    """A step's log probabilities, on their way to the host.
+    """A step's log probabilities, on their way to the host if this rank keeps them.
 
     Args:
-        logits: [n + p, vocab] float32, of the tokens that new ones follow, then of the prompts' tokens.
-        ready: pieces of the requests that get tokens: one, and one after each draft, [n] in all.
-        tokens: int64 on the device, the first [n] of them theirs.
-        prompts: [p] tokens of prompts.
+        logits: Logits [n + p, vocab] float32, of the tokens that new ones follow, then of the prompts' tokens.
+        ready: Pieces of the requests that get tokens: one, and one after each draft, [n] in all.
+        tokens: Tokens int64 on the device, first the new ones [n].
+        prompts: Tokens of prompts [p].
     """
 
     def __init__(self, logits: Tensor, ready: Sequence[Piece], tokens: Tensor, prompts: PromptRows) -> None:
         starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
         rows_of = zip((piece.request for piece in ready), starts, strict=False)
-        self._new = {request: row for request, row in rows_of if request.params.logprobs is not None}
-        self._counts, num_new = prompts.counts, len(self._new)
+        self._new = {
+            request: row for request, row in rows_of if request.params.logprobs is not None and request.keep_logprobs
+        }
+        self._counts = [(request, count) for request, count in prompts.counts if request.keep_logprobs]
+        num_new, rows, targets_of_rows, start = len(self._new), [*self._new.values()], list[int](), 0
+        for request, count in prompts.counts:
+            if request.keep_logprobs:
+                rows += range(starts[-1] + start, starts[-1] + start + count)
+                targets_of_rows += prompts.targets[start : start + count]
+            start += count
         wanted = [request.params.logprobs or 0 for request in self._new]
         wanted += [request.params.prompt_logprobs or 0 for request, _ in self._counts]
         self._num_top, self._parts = max(wanted, default=0), list[tuple[Tensor, ...]]()
         if not wanted:
             return
-        rows = [*self._new.values(), *range(starts[-1], starts[-1] + len(prompts.rows))]
-        at, targets = upload([np.asarray(rows), np.asarray(prompts.targets, dtype=np.int64)], logits.device)
+        at, targets = upload([np.asarray(rows), np.asarray(targets_of_rows, dtype=np.int64)], logits.device)
         targets = torch.cat([tokens.index_select(0, at[:num_new]), targets])
         for part, target in zip(at.split(_MAX_ROWS), targets.split(_MAX_ROWS), strict=True):
             scored = _score(logits.index_select(0, part), target, self._num_top)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.cache.blocks import block_key
+from dcpmla.cache.blocks import block_key, salt_key
 from dcpmla.fields import FLAG, Rule, check_fields, is_number, is_whole, optional
 from dcpmla.runtime.acceptance import Acceptance
 from dcpmla.runtime.sampling import SamplingParams, new_generator
@@ -25,12 +25,28 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+class Prompt(NamedTuple):
+    """A prompt that the engine has checked. Requests that are added with it share its tokens and keys.
+
+    Attributes:
+        cache_salt: Salt of its blocks, "" for none: requests with different salts never share a block.
+        block_keys: Keys of its full blocks, as far as they are known.
+    """
+
+    token_ids: list[int]
+    cache_salt: str
+    block_keys: list[bytes]
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt and its progress. Times are seconds on the engine's clock.
 
     Attributes:
         request_id: Name chosen by the caller.
+        cache_salt, prompt_keys: Salt and keys of the prompt's blocks (`Prompt`).
+        keep_logits: Whether to keep the logits of its tokens.
+        keep_logprobs: Whether this rank keeps log probabilities, if params ask for them.
         on_token: Function that is called with the request and the text, maybe empty, that its new token made certain,
             after all requests have the step's tokens.
         text_stream: Text of the new tokens; None without a tokenizer.
@@ -58,7 +74,10 @@ class Request:
     params: SamplingParams
     request_id: str | int = 0
     arrival_time: float = 0.0
+    cache_salt: str = ""
+    prompt_keys: list[bytes] = field(default_factory=list)
     keep_logits: bool = False
+    keep_logprobs: bool = True
     on_token: "Callable[[Request, str], object] | None" = None
     text_stream: TextStream | None = None
 
@@ -83,11 +102,11 @@ class Request:
     num_scored_tokens: int = 0
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
-    _block_keys: list[bytes] = field(default_factory=list)
+    _new_keys: list[bytes] = field(default_factory=list)  # of full blocks after those of the prompt
     _mark: Tensor = field(default_factory=lambda: torch.empty(0))  # the generator's state before the steps in flight
 
     def __post_init__(self) -> None:
-        if self.params.prompt_logprobs is not None:
+        if self.params.prompt_logprobs is not None and self.keep_logprobs:
             self.prompt_logprobs.append(TokenLogprobs(self.prompt_token_ids[0], None, ()))
 
     @cached_property
@@ -176,10 +195,13 @@ class Request:
 
     def block_keys(self, start: int, end: int, block_tokens: int) -> list[bytes]:
         """Return the keys of the full blocks [start, end), whose tokens are known. Each block is hashed once."""
-        keys = self._block_keys
-        for first in range(len(keys) * block_tokens, end * block_tokens, block_tokens):
-            keys.append(block_key(keys[-1] if keys else b"", self.tokens(first, first + block_tokens)))
-        return keys[start:end]
+        keys, new = self.prompt_keys, self._new_keys
+        num_prompt = len(self.prompt_token_ids) // block_tokens
+        for block in range(len(keys) + len(new), end):
+            previous = (new or keys or [salt_key(self.cache_salt)])[-1]
+            key = block_key(previous, self.tokens(block * block_tokens, (block + 1) * block_tokens))
+            (keys if block < num_prompt else new).append(key)
+        return keys[start:end] + new[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> str:
         """Append a sampled token, finish if it ends the request, and return the text that became certain."""
@@ -226,11 +248,17 @@ _ARGUMENTS = {
     "arrival_time": optional(Rule("a finite number of seconds", is_number)),
     "on_token": optional(Rule("a function of a request and a text", callable)),
     "keep_logits": FLAG,
+    "keep_logprobs": FLAG,
 }
 
 
 def check_arguments(
-    params: object, request_id: object, arrival_time: object, on_token: object, keep_logits: object
+    params: object,
+    request_id: object,
+    arrival_time: object,
+    on_token: object,
+    keep_logits: object,
+    keep_logprobs: object,
 ) -> None:
     """Raise ValueError for an argument of `Engine.add` that has another type."""
     check_fields(_ARGUMENTS, locals())

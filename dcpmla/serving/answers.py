@@ -3,8 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcpmla.runtime.request import TokenLogprobs
@@ -13,6 +12,7 @@ from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
 
 DONE = "data: [DONE]\n\n"
+_NUM_LAST = 256  # tokens of a prompt, more than the offsets of new ones depend on (`TokenOffsets`)
 
 Json = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Answers:
     """The choices of one HTTP request as they grow.
 
     Args:
-        model: the name that clients know it by.
+        model: Name of the model for clients.
         prompts: Prompts of the choices. Each has num_choices, one after the other.
         echo: begin each choice with its prompt.
         num_logprobs: alternatives of each token, None without log probabilities.
@@ -58,7 +58,7 @@ class Answers:
 
     texts: Texts
     model: str
-    prompts: Sequence[Prompt]
+    prompts: list[Prompt]
     num_choices: int
     echo: bool = False
     num_logprobs: int | None = None
@@ -74,6 +74,12 @@ class Answers:
 
     def __post_init__(self) -> None:
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in self.prompts))
+
+    def drop_prompts(self) -> None:
+        """Keep only the parts of prompts that answers need: they may take minutes."""
+        for number, prompt in enumerate(self.prompts):
+            text = prompt.text if self.echo else ""
+            self.prompts[number] = replace(prompt, token_ids=prompt.token_ids[-_NUM_LAST:], text=text)
 
     def body(self, choices: list[Json], is_chunk: bool = False) -> Json:
         """Return the object around choices."""
@@ -164,9 +170,9 @@ class ChatAnswers(Answers):
         ]
 
     def _choice(self, index: int, output: Output, logprobs: Json | None, is_chunk: bool) -> Json:
-        what = {"content": output.text} if is_chunk else {"role": "assistant", "content": output.text}
+        message = {"content": output.text} if is_chunk else {"role": "assistant", "content": output.text}
         key = "delta" if is_chunk else "message"
-        return {"index": index, key: what, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        return {"index": index, key: message, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def _logprobs(self, index: int, output: Output) -> Json | None:
         if self.num_logprobs is None:

@@ -5,7 +5,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -87,6 +87,7 @@ class Api:
             texts = self._texts(body.model)
             self._engine.check_room(len(body.prompts) * body.num_choices)
             prompts = [await texts.prompt(prompt, wants_text=bool(body.echo)) for prompt in body.prompts]
+            body.prompt = ""  # The answer may take minutes.
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         params = body.params(max(1, max_tokens), body.logprobs, body.logprobs if body.echo else None)
         answers = Answers(
@@ -105,11 +106,11 @@ class Api:
         self._engine.check_room(1)
         async with self._body(request, ChatBody, ChatBody.check) as body:
             texts = self._texts(body.model)
-            prompt = await texts.chat(body.messages, body.chat_template_kwargs)
+            prompts = [await texts.chat(body.messages, body.chat_template_kwargs)]
             body.messages.clear()  # The answer may take minutes.
-        room = self._engine.ready().max_model_len - len(prompt.token_ids)
+        room = self._engine.ready().max_model_len - len(prompts[0].token_ids)
         max_tokens = body.max_completion_tokens or body.max_tokens or room
-        answers = ChatAnswers(texts, self._settings.name, [prompt], body.num_choices, num_logprobs=body.num_logprobs)
+        answers = ChatAnswers(texts, self._settings.name, prompts, body.num_choices, num_logprobs=body.num_logprobs)
         return await self._answer(request, body, answers, body.params(max_tokens, body.num_logprobs, None))
 
     async def tokenize(self, request: Request) -> Response:
@@ -181,13 +182,14 @@ class Api:
     async def _answer(
         self, request: Request, body: CompletionBody | ChatBody, answers: Answers, params: Any
     ) -> Response:
-        prompts = [prompt.token_ids for prompt in answers.prompts for _ in range(body.num_choices)]
-        longest = self._engine.ready().max_model_len
-        each = [
-            replace(params.for_prompt(index), max_new_tokens=min(params.max_new_tokens, longest - len(prompt)))
-            for index, prompt in enumerate(prompts)
-        ]
-        generation = self._engine.submit(prompts, each, self._settings.request_timeout)
+        generation = self._engine.submit(
+            [prompt.token_ids for prompt in answers.prompts],
+            params,
+            self._settings.request_timeout,
+            num_choices=body.num_choices,
+            num_characters=sum(len(prompt.text) for prompt in answers.prompts) if answers.echo else 0,
+        )
+        answers.drop_prompts()
         if body.stream:
             return _EventStream(generation, _events(generation, answers, body.wants_usage))
         with generation:
@@ -275,8 +277,8 @@ class _Guard:
         self._app, self._expected = app, f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", [])).get(b"authorization", b"")
-        if scope["type"] == "http" and scope["path"] != "/health" and not hmac.compare_digest(given, self._expected):
+        token = dict(scope.get("headers", [])).get(b"authorization", b"")
+        if scope["type"] == "http" and scope["path"] != "/health" and not hmac.compare_digest(token, self._expected):
             error = ApiError(401, "give the server's API key: Authorization: Bearer KEY", code="invalid_api_key")
             await error.response()(scope, receive, send)
             return

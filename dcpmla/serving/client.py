@@ -1,21 +1,23 @@
-"""The HTTP process's end of the engine: what is submitted, and how its outputs come back."""
+"""The HTTP process's end of the engine: submitted requests and their outputs."""
 
 import asyncio
-import itertools
 import time
-from asyncio import StreamReader, StreamWriter
+from asyncio import StreamReader
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count, islice
 from types import TracebackType
 from typing import Any, Self
 
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import LENGTH, Abort, Close, Drain, Output, Report, Started, Stopped, Submit, pack, unpack
+from dcpmla.serving.messages import LENGTH, Drain, Output, Report, Started, Stopped, Submit, unpack
 from dcpmla.serving.metrics import Metrics, Timings
+from dcpmla.serving.outbox import Outbox
 
 _SILENCE = 10.0  # seconds without a step after which the ranks count as stuck
 _RETRY_AFTER = {"Retry-After": "1"}  # seconds
+WAITING_TOKENS = 1 << 23  # Tokens of open requests' prompts beyond those that the cache holds.
 
 
 @dataclass
@@ -23,18 +25,21 @@ class Engine:
     """The ranks, as the HTTP process knows them.
 
     Args:
-        max_waiting: most requests beyond those that run.
+        reader: Stream of the first rank's messages.
+        outbox: Commands for the ranks.
+        max_waiting: Limit of requests beyond those that run.
     """
 
     reader: StreamReader
-    writer: StreamWriter
+    outbox: Outbox
     max_waiting: int
     metrics: Metrics
     model: Started | None = None
     has_failed: bool = False
     drain: asyncio.Event = field(default_factory=asyncio.Event)
-    _ids: Any = field(default_factory=itertools.count)
+    _ids: Any = field(default_factory=count)
     _open: "dict[int, Generation]" = field(default_factory=dict)
+    _num_tokens: int = 0  # of the prompts of all generations that are not abandoned
     _last: float = 0.0
 
     @property
@@ -52,7 +57,7 @@ class Engine:
         """Return the model.
 
         Raises:
-            ApiError: it is not loaded yet, or the server is about to end.
+            ApiError: The model is not loaded yet, or the server is about to end.
         """
         if self.drain.is_set() or self.has_failed:
             raise ApiError(503, "the server is stopping", code="stopping", headers=_RETRY_AFTER)
@@ -60,45 +65,74 @@ class Engine:
             raise ApiError(503, "the model is being loaded", code="loading", headers=_RETRY_AFTER)
         return self.model
 
-    def check_room(self, num_requests: int) -> None:
-        """Raise ApiError unless the queue has room for so many requests more."""
-        most = self.ready().max_num_seqs + self.max_waiting
+    def check_room(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Raise ApiError unless the queue has room for so many requests more, with prompts of so many tokens."""
+        model = self.ready()
+        most, most_tokens = model.max_num_seqs + self.max_waiting, model.num_cache_tokens + WAITING_TOKENS
         if num_requests > most:
             raise ApiError(400, f"{num_requests} answers are asked for at once; at most {most} are served", param="n")
+        if num_tokens > most_tokens:
+            words = f"the prompts have {num_tokens:,} tokens; at most {most_tokens:,} are served at once"
+            raise ApiError(400, words, param="prompt")
         if num_requests > most - len(self._open):
             words = f"{len(self._open)} requests are open, and {most} is the most there may be; try again later"
             raise ApiError(429, words, code="queue_full", headers=_RETRY_AFTER)
+        if num_tokens > most_tokens - self._num_tokens:
+            words = f"open prompts have {self._num_tokens:,} tokens, of {most_tokens:,} at most; try again later"
+            raise ApiError(429, words, code="queue_full", headers=_RETRY_AFTER)
 
-    def submit(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], seconds: float) -> "Generation":
-        """Send requests to the engine, which abandons them at the end of the generation's `with` block.
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        seconds: float,
+        *,
+        num_choices: int = 1,
+        cache_salt: str = "",
+        num_characters: int = 0,
+    ) -> "Generation":
+        """Send prompts to the engine, which abandons them at the end of the generation's `with` block.
 
+        Args:
+            params: Parameters of all choices. Each draws from a stream of its own, and ends where the model does.
+            seconds: Time until the generation's deadline.
+            num_choices: Number of requests for each prompt.
+            cache_salt: Salt of the keys of the prompts' blocks.
+            num_characters: Characters of the prompts that are kept for the answer; they count as tokens do.
         Raises:
-            ApiError: the queue is full.
+            ApiError: The queue is full.
         """
-        self.check_room(len(prompts))
-        generation = Generation(self, time.monotonic() + seconds)
-        for prompt, own in zip(prompts, params, strict=True):
-            request_id = next(self._ids)
-            self._open[request_id] = generation
-            generation.indices[request_id] = len(generation.indices)
-            self._send(Submit(request_id, prompt, own))
-            self.metrics.submitted(len(prompt))
+        num_tokens = sum(map(len, prompts)) + num_characters
+        self.check_room(len(prompts) * num_choices, num_tokens)
+        generation, longest = Generation(self, time.monotonic() + seconds, num_tokens), self.ready().max_model_len
+        self._num_tokens += num_tokens
+        for number, prompt in enumerate(prompts):
+            request_ids = list(islice(self._ids, num_choices))
+            first = number * num_choices
+            self._open |= dict.fromkeys(request_ids, generation)
+            generation.indices |= {request_id: index for index, request_id in enumerate(request_ids, first)}
+            seeds = [params.for_prompt(index).seed for index in range(first, first + num_choices)]
+            own = params.at_most(longest - len(prompt))
+            self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt))
+            self.metrics.submitted(len(prompt) * num_choices)
         return generation
 
     def abandon(self, generation: "Generation") -> None:
-        """Abort what is left of a generation."""
-        for request_id in generation.indices:
-            if self._open.pop(request_id, None) is not None:
-                self._send(Abort(request_id))
-                self.metrics.finished("abort")
+        """Abort the unfinished requests of a generation."""
+        unfinished = [request_id for request_id in generation.indices if self._open.pop(request_id, None) is not None]
+        self.outbox.abort(unfinished)
+        for _ in unfinished:
+            self.metrics.finished("abort")
+        self._num_tokens -= generation.num_tokens
+        generation.num_tokens = 0
 
     def close(self) -> None:
         """Abort all requests, and let the ranks end."""
-        for request_id, generation in list(self._open.items()):
+        for request_id, generation in self._open.items():
             generation.queue.put_nowait(Output(request_id, finish_reason="abort"))
-            self._send(Abort(request_id))
+        self.outbox.abort(self._open)
         self._open.clear()
-        self._send(Close())
+        self.outbox.close()
 
     async def listen(self) -> None:
         """Follow the ranks until they end."""
@@ -106,6 +140,7 @@ class Engine:
             match message:
                 case Report():
                     self._last = time.monotonic()
+                    self.outbox.take(message.num_bytes)
                     self._hand_out(message)
                 case Started():
                     self.model, self._last = message, time.monotonic()
@@ -118,9 +153,6 @@ class Engine:
             generation.queue.put_nowait(Output(request_id, finish_reason="error"))
         self._open.clear()
 
-    def _send(self, message: object) -> None:
-        self.writer.write(pack(message))
-
     async def _messages(self) -> AsyncIterator[Any]:
         while True:
             try:
@@ -128,8 +160,7 @@ class Engine:
                 body = await self.reader.readexactly(LENGTH.unpack(head)[0])
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
-            for message in unpack(head + body):
-                yield message
+            yield unpack(body)
 
     def _hand_out(self, report: Report) -> None:
         self.metrics.state(report)
@@ -146,15 +177,17 @@ class Generation:
     """The answers to the prompts of one HTTP request.
 
     Attributes:
-        indices: of the requests' answers among all, by id.
-        queue: outputs that nobody has looked at.
+        num_tokens: Tokens that count towards the engine's limit.
+        indices: Index of each request's answer, by id.
+        queue: Outputs that are not read yet.
     """
 
-    def __init__(self, engine: Engine, deadline: float) -> None:
-        self._engine, self._deadline = engine, deadline
+    def __init__(self, engine: Engine, deadline: float, num_tokens: int) -> None:
+        self._engine, self._deadline, self.num_tokens = engine, deadline, num_tokens
         self.indices: dict[int, int] = {}
         self.queue: asyncio.Queue[Output] = asyncio.Queue()
         self._timings = Timings(time.monotonic())
+        self._scores: dict[int, list[Output]] = {}  # pieces of prompts' log probabilities, by id
 
     def __enter__(self) -> Self:
         return self
@@ -165,15 +198,20 @@ class Generation:
         self._engine.abandon(self)
 
     def take(self, output: Output) -> None:
-        """Take an output from the engine."""
+        """Take an output from the engine. Log probabilities of a prompt wait for the first new token."""
+        if not (output.token_ids or output.finish_reason or output.error):
+            self._scores.setdefault(output.request_id, []).append(output)
+            return
+        if pieces := self._scores.pop(output.request_id, None):
+            output = _joined([*pieces, output])
         self._engine.metrics.observe(output, self._timings, time.monotonic())
         self.queue.put_nowait(output)
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """Yield the index of an answer and what is new of it, all that has come since in one, until all are finished.
+        """Yield the index of an answer and its new output, several that wait as one, until all are finished.
 
         Raises:
-            ApiError: the engine does not take a request, or fails; the time is over.
+            ApiError: The engine refuses a request, or fails; the time is over.
         """
         num_left = len(self.indices)
         while num_left:
@@ -183,7 +221,7 @@ class Generation:
                 yield self.indices[output.request_id], output
 
     async def _next(self) -> list[Output]:
-        """Wait for an output, and return all there are."""
+        """Wait for an output, and return all that wait."""
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
                 outputs = [await self.queue.get()]
@@ -196,26 +234,26 @@ class Generation:
 
 def merged(outputs: Sequence[Output]) -> list[Output]:
     """Return outputs with those of the same request as one."""
-    by_id: dict[int, Output] = {}
-    for new in outputs:
-        old = by_id.get(new.request_id)
-        by_id[new.request_id] = (
-            new
-            if old is None
-            else new._replace(
-                text=old.text + new.text,
-                token_ids=old.token_ids + new.token_ids,
-                logprobs=old.logprobs + new.logprobs,
-                prompt_logprobs=old.prompt_logprobs,
-            )
-        )
-    return list(by_id.values())
+    by_id: dict[int, list[Output]] = {}
+    for output in outputs:
+        by_id.setdefault(output.request_id, []).append(output)
+    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_id.values()]
+
+
+def _joined(parts: Sequence[Output]) -> Output:
+    """Return the outputs of a request as one, in time proportional to their length."""
+    return parts[-1]._replace(
+        text="".join(part.text for part in parts),
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
+    )
 
 
 def _check(output: Output) -> None:
-    """Raise ApiError for an output that says that there is no more."""
+    """Raise ApiError for an output that ends a request too early."""
     if output.error:
-        raise ApiError(400, output.error)
+        raise ApiError(500 if output.finish_reason else 400, output.error)
     if output.finish_reason == "abort":
         raise ApiError(503, "the server is stopping, and --drain-seconds are over", code="stopping")
     if output.finish_reason == "error":

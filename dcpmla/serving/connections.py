@@ -1,13 +1,15 @@
 """Limits of one client: a connection always has a deadline and a budget of bytes, whatever its state."""
 
 import asyncio
-from dataclasses import dataclass
+import resource
+from dataclasses import dataclass, replace
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _NUM_HEADERS = 256
 _READ_BYTES = 256 << 10  # A client that reads this much of an answer gets `send_seconds` again.
+_OTHER_FILES = 64  # Files of the process that are no connections.
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Limits:
         body_seconds: Time from a head to the end of its body.
         total_bytes: Length of all bodies together that are being received or tokenized.
         send_seconds: Time without progress of a client that has an answer to read.
+        num_connections: Connections at the same time; more are closed at once.
     """
 
     head_bytes: int = 64 << 10
@@ -29,6 +32,16 @@ class Limits:
     body_seconds: float = 60.0
     total_bytes: int = 256 << 20
     send_seconds: float = 60.0
+    num_connections: int = 1 << 14
+
+
+def limit_connections(limits: Limits) -> Limits:
+    """Let this process open a file for each connection; return the limits with as many connections as it may open."""
+    num_files, (_, hard) = limits.num_connections + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        num_files = min(num_files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    return replace(limits, num_connections=max(1, num_files - _OTHER_FILES))
 
 
 class Connection(HttpToolsProtocol):
@@ -51,6 +64,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._start_timer()
+        if len(self.connections) > self._limits.num_connections:
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
@@ -81,6 +96,9 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
             return
         super().on_headers_complete()
+        if self.expect_100_continue:
+            # After an error the client may send its body or not, so no request can follow.
+            self.cycle.keep_alive = False
         self._start_timer()
 
     def on_body(self, body: bytes) -> None:

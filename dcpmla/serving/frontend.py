@@ -1,58 +1,65 @@
 """The first rank's end of the HTTP process: its start, and two threads that move messages.
 
-Neither side waits for the other: what the engine has to say is queued for a thread, what the process says is queued by
-one, and the engine looks there once a step.
+Neither side waits for the other: a thread sends the engine's messages, another one queues the process's commands, and
+the engine reads that queue once a step. The process limits the bytes of commands (`Outbox`).
 """
 
 import errno
 import os
 import signal
 import socket
+import struct
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import IO
 
+from dcpmla.serving.guard import guard
 from dcpmla.serving.messages import LENGTH, pack
 
-_FAREWELL = 10.0  # seconds that the process has to send what it holds, after the ranks have stopped
-_PORT_WAIT = 15.0  # seconds that an earlier run may take to give the port back
+SILENCE = 60  # seconds without a byte from the process, after which it counts as stuck
+_FAREWELL = 10.0  # seconds that the process has for its last answers, after the ranks have stopped
+_PORT_WAIT = 15.0  # seconds that an earlier run may take to close the port
+_READ_BYTES = 1 << 20
 
 
 class Frontend:
-    """A child process and the connection to it.
+    """A process of this one, below a guard that ends it after this one is gone, and the connection to it.
+
+    Both are forked, so a frontend must be made before this process starts threads or touches a GPU; in return the
+    process starts at once and shares the imported modules.
 
     Args:
-        main: called with the connection in the child, whose life it is.
-        listener: the child's; its address is shown.
-
-    The child is forked, so it must be made before this process starts threads or touches a GPU; in return it is there
-    at once and shares what has been imported.
+        main: Function of the process, which gets its end of the connection.
+        listener: The process's listening socket, whose address is shown.
     """
 
     def __init__(self, main: Callable[[socket.socket], object], listener: socket.socket) -> None:
         host, port, *_ = listener.getsockname()
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._socket, theirs = socket.socketpair()
+        guards_end, self._lifeline = os.pipe()  # ends with this process: no other holds the writing end
         self._pid = os.fork()
         if self._pid == 0:
-            self._socket.close()  # else nobody would see its end
             try:
-                main(theirs)
-            except BaseException:
-                traceback.print_exc()
+                self._socket.close()  # otherwise the process would not notice this one's end
+                os.close(self._lifeline)
+                guard(partial(main, theirs), (theirs, listener), guards_end)
             finally:
-                os._exit(0)
+                os._exit(1)
         theirs.close()
+        os.close(guards_end)
         self._outbox: SimpleQueue[object] = SimpleQueue()
         self._inbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._next: list[bytes | None] = []  # taken from the inbox while the engine was idle
+        self._is_silent = False
+        self.num_taken = 0  # bytes of commands
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads; from now on the process must not be silent."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", SILENCE, 0))
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
         threading.Thread(target=self._read, daemon=True).start()
@@ -62,7 +69,7 @@ class Frontend:
         self._outbox.put(message)
 
     def wait(self, seconds: float) -> None:
-        """Wait until there is something to take, at most for some seconds."""
+        """Wait for a command, at most for some seconds."""
         if not self._next:
             with suppress(Empty):
                 self._next.append(self._inbox.get(timeout=seconds))
@@ -71,7 +78,7 @@ class Frontend:
         """Return the packed commands that have come since the last call.
 
         Raises:
-            RuntimeError: the process has ended.
+            RuntimeError: The process has ended, or is stuck.
         """
         packed, self._next = self._next, []
         with suppress(Empty):
@@ -79,57 +86,80 @@ class Frontend:
                 packed.append(self._inbox.get_nowait())
         if None in packed:
             raise RuntimeError(f"the HTTP process {self._end()}")
-        return b"".join(command for command in packed if command is not None)
+        commands = b"".join(command for command in packed if command is not None)
+        self.num_taken += len(commands)
+        return commands
 
     def close(self) -> None:
-        """Let the process send what it has, and wait for its end."""
+        """Let the process send its last answers, and wait for its end."""
         self._outbox.put(None)
         self._writer.join(_FAREWELL)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         self._await_end()
+        os.close(self._lifeline)
 
     def _end(self) -> str:
-        """Say how the process ended, whose end of the socket is closed."""
-        status = self._await_end()
-        if status is not None and os.WIFSIGNALED(status):
-            return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}, by hand or for want of memory"
+        """Describe the end of the process, whose end of the socket is closed, or its silence."""
+        if self._is_silent:
+            return f"was silent for {SILENCE} s: it is stopped or stuck"
+        code = self._await_end() or 0
+        if code > 128:
+            return f"was killed by {signal.Signals(code - 128).name}, by hand or for want of memory"
         return "has ended: see its lines above"
 
     def _await_end(self) -> int | None:
-        """Wait a while for the process's end, and return its status; None where it still runs or was waited for."""
+        """Wait a while for the guard's end, and return its exit code; None if it still runs, or was waited for."""
         until = time.monotonic() + _FAREWELL
         with suppress(ChildProcessError):
             while time.monotonic() < until:
                 pid, status = os.waitpid(self._pid, os.WNOHANG)
                 if pid:
-                    return status
+                    code = os.waitstatus_to_exitcode(status)
+                    return code if code >= 0 else 128 - code
                 time.sleep(0.05)
         return None
 
     def _write(self) -> None:
-        with suppress(OSError):  # the reader tells of it
+        with suppress(OSError):  # the reader notices the end, too
             while (message := self._outbox.get()) is not None:
                 self._socket.sendall(pack(message))
 
     def _read(self) -> None:
-        with suppress(OSError), self._socket.makefile("rb") as stream:
-            while packed := _read_packed(stream):
-                self._inbox.put(packed)
-        self._inbox.put(None)
+        try:
+            while True:
+                head = self._receive(LENGTH.size)
+                (length,) = LENGTH.unpack(head)
+                if length:  # otherwise it is a BEAT
+                    self._inbox.put(head + self._receive(length))
+        except BlockingIOError:
+            self._is_silent = True
+        except (OSError, EOFError):
+            pass
+        finally:
+            self._inbox.put(None)
 
+    def _receive(self, num_bytes: int) -> bytes:
+        """Return the next bytes.
 
-def _read_packed(stream: IO[bytes]) -> bytes:
-    """Return the next message, packed; nothing at the end."""
-    head = stream.read(LENGTH.size)
-    return head and head + stream.read(LENGTH.unpack(head)[0])
+        Raises:
+            BlockingIOError: None came for SILENCE seconds.
+            EOFError: The process has closed its end.
+        """
+        received = bytearray()
+        while len(received) < num_bytes:
+            part = self._socket.recv(min(num_bytes - len(received), _READ_BYTES))
+            if not part:
+                raise EOFError
+            received += part
+        return bytes(received)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open the server's port, of which an earlier run may still be letting go.
+    """Open the server's port, which an earlier run may still be closing.
 
     Raises:
-        ValueError: no such address, or somebody else listens there.
+        ValueError: There is no such address, or another program listens there.
     """
     until = time.monotonic() + _PORT_WAIT
     while True:
@@ -141,6 +171,6 @@ def listen(host: str, port: int) -> socket.socket:
                 time.sleep(0.1)
                 continue
             raise ValueError(f"no server can listen on {host} (--host), port {port} (--port): {error}") from error
-        # A client whose host has gone says nothing: connections inherit that the kernel asks for it.
+        # A client whose host has gone is silent: connections inherit that the kernel asks it for an answer.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return listener

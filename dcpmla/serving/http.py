@@ -1,7 +1,6 @@
-"""The HTTP process: from a listening socket and a connection to the first rank to the end of the server."""
+"""The HTTP process: server and engine's client on one event loop, until the ranks end."""
 
 import asyncio
-import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -13,11 +12,13 @@ import uvloop
 
 from dcpmla.serving.app import Api, Settings
 from dcpmla.serving.client import Engine
-from dcpmla.serving.connections import Connection, Limits
+from dcpmla.serving.connections import Connection, Limits, limit_connections
 from dcpmla.serving.metrics import Metrics
+from dcpmla.serving.outbox import Outbox
 
 _FLUSH = 3  # Seconds for the remaining answers at the end.
 _POLL = 0.1
+_BEAT = 5.0  # Seconds between two signs of life for the first rank, which waits 60.
 
 
 class _Server(uvicorn.Server):
@@ -48,9 +49,8 @@ def serve_http(
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes; the ranks decide
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    uvloop.run(_serve(connection, listener, settings, max_waiting, drain_seconds, limits or Limits()))
+    limits = limit_connections(limits or Limits())
+    uvloop.run(_serve(connection, listener, settings, max_waiting, drain_seconds, limits))
 
 
 async def _serve(
@@ -62,7 +62,7 @@ async def _serve(
     limits: Limits,
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    engine = Engine(reader, writer, max_waiting, Metrics())
+    engine = Engine(reader, Outbox(writer), max_waiting, Metrics())
     config = uvicorn.Config(
         Api(engine, settings, limits).app(),
         http=partial(Connection, limits=limits, request_timeout=settings.request_timeout),  # type: ignore[arg-type]
@@ -75,17 +75,25 @@ async def _serve(
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    draining = asyncio.create_task(_drain(engine, drain_seconds))
+    tasks = [asyncio.create_task(_drain(engine, drain_seconds)), asyncio.create_task(_beat(engine.outbox))]
     try:
         await engine.listen()
     finally:
-        draining.cancel()
+        for task in tasks:
+            task.cancel()
         server.should_exit = True
         await serving
 
 
+async def _beat(outbox: Outbox) -> None:
+    """Show the first rank that this process is neither stopped nor stuck."""
+    while True:
+        outbox.beat()
+        await asyncio.sleep(_BEAT)
+
+
 async def _drain(engine: Engine, seconds: float) -> None:
-    """Once the ranks are told to stop, give open requests some seconds, then let the ranks end."""
+    """Once the job is to stop, leave open requests some seconds, then let the ranks end."""
     await engine.drain.wait()
     until = asyncio.get_running_loop().time() + seconds
     while engine.num_open and asyncio.get_running_loop().time() < until:

@@ -4,40 +4,41 @@ The first rank's step carries the HTTP process's commands to all ranks (`Feed`),
 """
 
 import threading
-from collections.abc import Callable
+from dataclasses import replace
 
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.request import Request
+from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.serving.frontend import Frontend
-from dcpmla.serving.messages import Abort, Close, Drain, Output, Report, Started, Stopped, Submit, unpack
+from dcpmla.serving.messages import Abort, Close, Drain, Output, Report, Started, Stopped, Submit, unpack_commands
 
-_IDLE = 1.0  # seconds between two steps of an idle engine, in which the ranks show that they are there
+_IDLE = 1.0  # seconds between two steps of an idle engine, in which the ranks show that they run
 
 
 class ServingLoop:
     """The engine of a server.
 
     Args:
-        frontend: the HTTP process; None on every rank but the first.
+        frontend: The HTTP process; None on every rank but the first.
     """
 
     def __init__(self, engine: Engine, frontend: Frontend | None) -> None:
         self._engine, self._frontend = engine, frontend
         self._requests: dict[int, Request] = {}
         self._outputs: list[Output] = []
-        self._num_told = dict[int, int]()  # new tokens of each request that the HTTP process knows of
+        self._num_sent = dict[int, int]()  # new tokens of each request that the HTTP process knows
+        self._scored: list[Request] = []  # requests whose prompts' log probabilities are sent as they are computed
         self._told = threading.Event()  # by a signal to this rank
         self._is_draining = self._is_closed = False
 
     def stop(self) -> None:
-        """Ask for the end of the job: take no more requests, finish those there are. May be called on any rank, from
-        any thread.
+        """Ask for the end of the job: take no more requests, finish the open ones. May be called on any rank, from any
+        thread.
         """
         self._told.set()
 
     def run(self) -> None:
-        """Serve until the HTTP process says, once the job is told to stop, that no request comes. Collective."""
+        """Serve until the HTTP process, once the job is to stop, sends its last command. Collective."""
         self._engine.feed = self
         while not self._is_closed or self._engine.has_requests:
             if self._frontend is not None and not self._engine.has_requests:
@@ -47,14 +48,17 @@ class ServingLoop:
             except ValueError as error:  # every request has been checked by then, so the traceback is wanted
                 raise RuntimeError("serving failed") from error
             for request in finished:
-                self._requests.pop(int(request.request_id), None)
+                self._forget(int(request.request_id))
+                if request.error is not None:
+                    words = str(request.error)
+                    self._outputs.append(Output(int(request.request_id), finish_reason="error", error=words))
             self._report()
         if self._frontend is not None:
             self._frontend.send(Stopped())
             self._frontend.close()
 
     def give(self) -> News:
-        """Return the commands that have come, if this is the first rank, and whether this rank is told to stop."""
+        """Return the commands that have come, if this is the first rank, and whether this rank is to stop."""
         return News(b"" if self._frontend is None else self._frontend.take(), self._told.is_set())
 
     def take(self, news: News) -> None:
@@ -63,52 +67,76 @@ class ServingLoop:
             self._is_draining = True
             if self._frontend is not None:
                 self._frontend.send(Drain())
-        for command in unpack(news.content):
+        for command in unpack_commands(news.content):
             match command:
                 case Submit():
                     self._submit(command)
                 case Abort():
-                    self._abort(command.request_id)
+                    for request_id in command.request_ids:
+                        self._abort(request_id)
                 case Close():
                     self._is_closed = True
 
     def _submit(self, command: Submit) -> None:
+        """Add a request for each choice, which differ in their seeds: all of them, or none."""
+        is_first = self._frontend is not None
         try:
-            request = self._engine.add(
-                command.prompt_token_ids, command.params, request_id=command.request_id, on_token=self._on_token()
-            )
+            prompt = self._engine.prompt(command.prompt_token_ids, command.cache_salt)
+            for request_id, seed in zip(command.request_ids, command.seeds, strict=True):
+                self._requests[request_id] = request = self._engine.add(
+                    prompt,
+                    replace(command.params, seed=seed),
+                    request_id=request_id,
+                    on_token=self._collect if is_first else None,
+                    keep_logprobs=is_first,
+                )
+                if is_first and request.is_scored:
+                    self._scored.append(request)
         except ValueError as error:  # on every rank alike
-            self._outputs.append(Output(command.request_id, error=str(error)))
-            return
-        self._requests[command.request_id] = request
+            for request_id in command.request_ids:
+                self._abort(request_id)
+                self._outputs.append(Output(request_id, error=str(error)))
 
     def _abort(self, request_id: int) -> None:
-        request = self._requests.pop(request_id, None)
-        self._num_told.pop(request_id, None)
-        if request is not None:  # else it has just finished
+        request = self._forget(request_id)
+        if request is not None:  # otherwise it has just finished
             self._engine.abort(request)
 
-    def _on_token(self) -> Callable[[Request, str], None] | None:
-        return None if self._frontend is None else self._collect
+    def _forget(self, request_id: int) -> Request | None:
+        self._num_sent.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request in self._scored:
+            self._scored.remove(request)
+        return request
 
     def _collect(self, request: Request, text: str) -> None:
-        request_id, num_tokens = int(request.request_id), len(request.token_ids)
-        num_told = self._num_told.pop(request_id, 0)
-        if not request.finish_reason:
-            self._num_told[request_id] = num_tokens
+        """Queue an output with a request's new tokens; an error follows at the end of the step."""
+        if request.error is not None:
+            return
+        request_id = int(request.request_id)
+        num_sent, self._num_sent[request_id] = self._num_sent.get(request_id, 0), len(request.token_ids)
         self._outputs.append(
             Output(
                 request_id,
                 text,
-                token_ids=tuple(request.token_ids[num_told:]),
-                logprobs=tuple(request.logprobs[num_told:]),
+                token_ids=tuple(request.token_ids[num_sent:]),
+                logprobs=_taken(request.logprobs),
                 finish_reason=request.finish_reason,
                 num_cached_tokens=request.num_cached_tokens,
-                prompt_logprobs=() if num_told else tuple(request.prompt_logprobs),
+                prompt_logprobs=_taken(request.prompt_logprobs),
             )
         )
 
+    def _send_scores(self) -> None:
+        """Queue outputs with the log probabilities of prompts that the step computed."""
+        for request in self._scored:
+            if request.prompt_logprobs:
+                scores = _taken(request.prompt_logprobs)
+                self._outputs.append(Output(int(request.request_id), prompt_logprobs=scores))
+        self._scored = [request for request in self._scored if not request.token_ids]
+
     def _report(self) -> None:
+        self._send_scores()
         outputs, self._outputs = self._outputs, []
         if self._frontend is None:
             return
@@ -119,16 +147,26 @@ class ServingLoop:
             "accepted_draft_tokens": stats.num_accepted_tokens,
         }
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
-        self._frontend.send(Report(outputs, num_running, num_waiting, self._engine.cache_use(), totals))
+        cache_use, num_bytes = self._engine.cache_use(), self._frontend.num_taken
+        self._frontend.send(Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals))
 
 
 def started(engine: Engine, tokenizer: object, no_tokenizer: str) -> Started:
-    """Return what the HTTP process must know of an engine."""
+    """Return the HTTP process's message on an engine."""
     sizes = engine.cache.sizes
+    num_cache_tokens = sizes.num_blocks * sizes.block_tokens
     return Started(
         tokenizer,
         no_tokenizer,
         engine.model.vocab_size,
-        min(engine.max_model_len, sizes.num_blocks * sizes.block_tokens),
+        min(engine.max_model_len, num_cache_tokens),
         engine.scheduler.max_num_seqs,
+        num_cache_tokens,
     )
+
+
+def _taken(entries: list[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    """Return a list's entries, and empty it: this process keeps no copy of what it sends."""
+    taken = tuple(entries)
+    entries.clear()
+    return taken

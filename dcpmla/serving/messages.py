@@ -1,28 +1,37 @@
-"""Messages between the HTTP process and the ranks, and how they travel: pickled, each after its length.
+"""Messages between the HTTP process and the ranks, and how they travel, each after its length.
 
-Both ends are processes of one job, joined by a socket pair: nothing that a client sends is unpickled.
+Commands are JSON and token ids: clients may attack the HTTP process, and even if they took it over, no rank would run
+their code. The first rank's messages are pickles, because a tokenizer has no other form. Only the HTTP process, which
+that rank has forked, unpickles them; no other process holds an end of their socket pair.
 """
 
+import json
 import pickle
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
 
 LENGTH = struct.Struct("<Q")
+BEAT = LENGTH.pack(0)  # A message without content: the HTTP process runs.
+_HEADER = struct.Struct("<I")  # length of a command's JSON, which token ids follow
+_TOKEN = np.dtype("<i4")
 
 
 @dataclass(frozen=True)
 class Started:
-    """The ranks are ready: what the HTTP process must know of the model.
+    """The model, once the ranks are ready.
 
     Attributes:
-        tokenizer: transformers'; None where it does not load, then no_tokenizer says why.
-        max_model_len: longest sequence, prompt and new tokens, that the model takes and the cache holds.
-        max_num_seqs: most requests that run at the same time.
+        tokenizer: Tokenizer of transformers; None where it does not load, for the reason no_tokenizer.
+        max_model_len: Longest sequence, prompt and new tokens, that the model takes and the cache holds.
+        max_num_seqs: Limit of requests that run at the same time.
+        num_cache_tokens: Tokens that the whole cache holds.
     """
 
     tokenizer: Any
@@ -30,45 +39,54 @@ class Started:
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
+    num_cache_tokens: int
 
 
 @dataclass(frozen=True)
 class Submit:
-    """A request for the engine."""
+    """A prompt for the engine, and a request for each choice.
 
-    request_id: int
+    Attributes:
+        request_ids: Id of each choice.
+        seeds: Seed of each choice, in place of the params'.
+        cache_salt: Salt of the keys of its blocks, "" for none.
+    """
+
+    request_ids: list[int]
+    seeds: list[int]
     prompt_token_ids: list[int]
     params: SamplingParams
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
 class Abort:
-    """A request that nobody waits for any more."""
+    """Requests whose client is gone."""
 
-    request_id: int
+    request_ids: list[int]
 
 
 @dataclass(frozen=True)
 class Close:
-    """No request comes any more."""
+    """The end of all requests."""
 
 
 @dataclass(frozen=True)
 class Drain:
-    """The job was told to stop: the HTTP process takes no more requests, and answers with `Close`."""
+    """A launcher or user stops the job: the HTTP process takes no more requests, and answers with `Close`."""
 
 
 class Output(NamedTuple):
     """The new tokens of a request in one step.
 
     Attributes:
-        text: that became certain; maybe empty.
+        text: Text that became certain, maybe empty.
         token_ids: New tokens.
-        logprobs: of each new token, where they are asked for.
-        finish_reason: with the last one.
-        num_cached_tokens: of the prompt, that an earlier request had computed.
-        prompt_logprobs: with the first one, where they are asked for.
-        error: why the engine does not take it; then nothing else counts.
+        logprobs: Log probabilities of the new tokens, where they are asked for.
+        finish_reason: Reason of the end, with the last token.
+        num_cached_tokens: Tokens of the prompt that an earlier request had computed.
+        prompt_logprobs: Log probabilities of the prompt's next tokens, before or with the first new token.
+        error: Reason of the finish_reason "error"; without one, the reason for which the engine refuses the request.
     """
 
     request_id: int
@@ -88,14 +106,16 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """A step's outputs, and the engine's state after it; one comes about every second from an idle engine.
+    """A step's outputs, and the engine's state after it; an idle engine sends one about every second.
 
     Attributes:
-        cache_use: part of the cache's blocks that running requests hold, in [0, 1].
-        totals: since the engine's start, by the names of metrics.
+        num_bytes: Bytes of commands that the ranks took since the start.
+        cache_use: Part of the cache's blocks that running requests hold, in [0, 1].
+        totals: Totals since the engine's start, by the names of metrics.
     """
 
     outputs: list[Output]
+    num_bytes: int
     num_running: int
     num_waiting: int
     cache_use: float
@@ -108,19 +128,42 @@ class Stopped:
 
 
 Command = Submit | Abort | Close
+_COMMANDS = {kind.__name__: kind for kind in (Submit, Abort, Close)}
+
+
+def pack_command(command: Command) -> bytes:
+    """Return a command as it travels."""
+    fields = {**vars(command)}
+    token_ids = np.asarray(fields.pop("prompt_token_ids", []), dtype=_TOKEN).tobytes()
+    if isinstance(command, Submit):
+        fields["params"] = asdict(command.params)
+    header = json.dumps({"kind": type(command).__name__, **fields}).encode()
+    length = _HEADER.size + len(header) + len(token_ids)
+    return b"".join([LENGTH.pack(length), _HEADER.pack(len(header)), header, token_ids])
+
+
+def unpack_commands(packed: bytes) -> Iterator[Command]:
+    """Yield the commands that were packed one after the other."""
+    start = 0
+    while start < len(packed):
+        (length,) = LENGTH.unpack_from(packed, start)
+        (header_length,) = _HEADER.unpack_from(packed, start + LENGTH.size)
+        start, end = start + LENGTH.size + _HEADER.size, start + LENGTH.size + length
+        fields = json.loads(packed[start : start + header_length])
+        kind = _COMMANDS[fields.pop("kind")]
+        if kind is Submit:
+            fields["params"] = SamplingParams.from_dict(fields["params"], SamplingParams())
+            fields["prompt_token_ids"] = np.frombuffer(packed[start + header_length : end], dtype=_TOKEN).tolist()
+        yield kind(**fields)
+        start = end
 
 
 def pack(message: object) -> bytes:
-    """Return a message as it travels."""
+    """Return a message of the first rank as it travels."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
 
 
-def unpack(packed: bytes) -> Iterator[Any]:
-    """Yield the messages that were packed one after the other."""
-    start = 0
-    while start < len(packed):
-        (length,) = LENGTH.unpack_from(packed, start)
-        start += LENGTH.size
-        yield pickle.loads(memoryview(packed)[start : start + length])
-        start += length
+def unpack(body: bytes) -> Any:
+    """Return a message of the first rank, packed less its length."""
+    return pickle.loads(body)

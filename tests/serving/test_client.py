@@ -1,6 +1,7 @@
-"""The HTTP process's end of the engine, without one: deadlines, silence, what is put together."""
+"""The HTTP process's end of the engine, without one: deadlines, silence, limits, outputs that wait together."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,24 +12,25 @@ from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.client import Engine, merged
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.loop import ServingLoop
-from dcpmla.serving.messages import Abort, Output, Report, Started, Submit, unpack
+from dcpmla.serving.messages import Abort, Output, Report, Started, Submit, unpack_commands
 from dcpmla.serving.metrics import Metrics
+from dcpmla.serving.outbox import Outbox
 
 
 class Wire:
-    """A writer that keeps what is sent."""
+    """A writer that keeps the commands."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
     def write(self, packed: bytes) -> None:
-        self.sent += unpack(packed)
+        self.sent += unpack_commands(packed)
 
 
-def make_engine() -> tuple[Engine, Wire]:
+def make_engine(**changes: Any) -> tuple[Engine, Wire]:
     wire: Any = Wire()
-    engine = Engine(wire, wire, 1, Metrics())
-    engine.model = Started(None, "none is there", 100, 50, 2)
+    engine = Engine(wire, Outbox(wire), 1, Metrics())
+    engine.model = replace(Started(None, "none is there", 100, 50, 2, 100), **changes)
     return engine, wire
 
 
@@ -36,20 +38,20 @@ def test_a_request_past_its_deadline_is_aborted() -> None:
     engine, wire = make_engine()
 
     async def wait() -> None:
-        with engine.submit([[1, 2]], [SamplingParams()], seconds=0.05) as generation:
+        with engine.submit([[1, 2]], SamplingParams(), seconds=0.05) as generation:
             async for _ in generation.outputs():
                 pass
 
     with pytest.raises(ApiError, match="--request-timeout") as error:
         asyncio.run(wait())
     assert error.value.status == 504
-    assert wire.sent == [Submit(0, [1, 2], SamplingParams()), Abort(0)]
+    assert wire.sent == [Submit([0], [0], [1, 2], SamplingParams()), Abort([0])]
     assert engine.num_open == 0
 
 
 def test_more_than_fits() -> None:
     engine, _ = make_engine()
-    engine.submit([[1]] * 2, [SamplingParams()] * 2, seconds=9)
+    engine.submit([[1]] * 2, SamplingParams(), seconds=9)
     with pytest.raises(ApiError) as full:
         engine.check_room(2)
     assert (full.value.status, full.value.headers) == (429, {"Retry-After": "1"})
@@ -64,7 +66,7 @@ def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
     assert not engine.is_healthy
     engine._last = now
-    engine._hand_out(Report([Output(7, "late")], 0, 0, 0.0, {"preemptions": 2}))  # abandoned meanwhile
+    engine._hand_out(Report([Output(7, "late")], 0, 0, 0, 0.0, {"preemptions": 2}))  # abandoned meanwhile
     assert engine.is_healthy
     assert b"dcpmla_preemptions_total 2.0" in engine.metrics.text()
     now += 11

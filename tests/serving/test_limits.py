@@ -18,7 +18,18 @@ from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.frontend import listen
 from dcpmla.serving.http import serve_http
-from dcpmla.serving.messages import LENGTH, Abort, Close, Output, Report, Started, Stopped, Submit, pack, unpack
+from dcpmla.serving.messages import (
+    LENGTH,
+    Abort,
+    Close,
+    Output,
+    Report,
+    Started,
+    Stopped,
+    Submit,
+    pack,
+    unpack_commands,
+)
 from dcpmla.serving.protocol import ChatBody, CompletionBody, parse
 from tests.support.ranks import start_process
 
@@ -46,8 +57,9 @@ class FakeEngine:
         listener.close()
         self.open: dict[int, int] = {}  # Kinds of prompts by request id.
         self.num_submitted = 0
+        self._num_bytes = 0
         self._lock = threading.Lock()
-        self._send(Started(None, "there is none", 1000, 10_000, 4))
+        self._send(Started(None, "there is none", 1000, 10_000, 4, 20_000))
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._report, daemon=True).start()
 
@@ -85,14 +97,18 @@ class FakeEngine:
     def _read(self) -> None:
         with suppress(OSError), self._socket.makefile("rb") as stream:
             while head := stream.read(LENGTH.size):
-                for message in unpack(head + stream.read(LENGTH.unpack(head)[0])):
+                body = stream.read(LENGTH.unpack(head)[0])
+                for message in unpack_commands(head + body) if body else ():
+                    self._num_bytes += len(head + body)
                     match message:
                         case Submit():
-                            self.open[message.request_id] = message.prompt_token_ids[0]
-                            self.num_submitted += 1
-                            threading.Thread(target=self._answer, args=(message.request_id,), daemon=True).start()
+                            for request_id in message.request_ids:
+                                self.open[request_id] = message.prompt_token_ids[0]
+                                self.num_submitted += 1
+                                threading.Thread(target=self._answer, args=(request_id,), daemon=True).start()
                         case Abort():
-                            self.open.pop(message.request_id, None)
+                            for request_id in message.request_ids:
+                                self.open.pop(request_id, None)
                         case Close():
                             return
 
@@ -105,14 +121,14 @@ class FakeEngine:
                 reason = "stop" if number == len(texts) - 1 else None
                 if request_id not in self.open:
                     return
-                self._send(Report([Output(request_id, text, (1,), (), reason)], 0, 0, 0.0, {}))
+                self._send(Report([Output(request_id, text, (1,), (), reason)], self._num_bytes, 0, 0, 0.0, {}))
             if texts:
                 self.open.pop(request_id, None)
 
     def _report(self) -> None:
         with suppress(OSError):
             while True:
-                self._send(Report([], 0, 0, 0.0, {}))
+                self._send(Report([], self._num_bytes, 0, 0, 0.0, {}))
                 time.sleep(0.5)
 
 
@@ -293,7 +309,7 @@ def test_a_full_queue_reads_no_body(engine: FakeEngine) -> None:
 
 
 def test_bodies_have_a_total(engine: FakeEngine) -> None:
-    """Two of three stop before their end; the third is refused, and nothing is kept of them when they have gone."""
+    """Two of three stop before their end; the third is refused, and the server keeps nothing once they are gone."""
     data = head(14 << 20) + b" " * (11 << 20)
     connections = [engine.connect(data) for _ in range(2)]
     answer = httpx2.post(f"{engine.url}/v1/completions", content=b" " * (14 << 20), headers=AUTHORIZED, timeout=LATE)

@@ -14,7 +14,7 @@ from tests.runtime.test_text import SPECIAL, byte_letter, tokenizer_of
 
 
 def texts_of(family: str) -> Texts:
-    return Texts(Started(tokenizer_of(family), "", len(tokenizer_of(family)), 1000, 4))
+    return Texts(Started(tokenizer_of(family), "", len(tokenizer_of(family)), 1000, 4, 1000))
 
 
 def prompt_of(family: str, content: str | list[int]) -> Prompt:
