@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.blocks import BlockAllocator, block_key, salt_key
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -44,6 +44,69 @@ def test_chunks_are_waited_for_as_far_as_they_are_shared() -> None:
     assert [request.num_cached_tokens for request in requests] == [0, len(BEGINNING), BLOCK]
     times = [request.scheduled_time for request in requests]
     assert times[0] < times[2] < times[1]  # type: ignore[operator]
+
+
+def test_salts_part_requests() -> None:
+    """Blocks of prompts and of answers; no salt is the key without one."""
+    engine = make_engine(200)
+    num_cached = []
+    for salt in ("", "a", "b", "a", ""):
+        request = engine.add(engine.prompt([*BEGINNING, 1], salt), SamplingParams(max_new_tokens=9, ignore_eos=True))
+        list(engine.run())
+        again = engine.add(engine.prompt([*BEGINNING, 1, *request.token_ids[:-1]], salt))
+        list(engine.run())
+        num_cached.append((request.num_cached_tokens, again.num_cached_tokens - len(BEGINNING)))
+    assert [num for num, _ in num_cached] == [0, 0, 0, len(BEGINNING), len(BEGINNING)]
+    assert {num for _, num in num_cached} == {2 * BLOCK}
+    (key,) = Request(list(range(BLOCK)), SamplingParams()).block_keys(0, 1, BLOCK)
+    assert key == block_key(b"", range(BLOCK))
+
+
+def test_requests_with_other_salts_do_not_wait() -> None:
+    model = HashModel()
+    engine = make_engine(200, model=model)
+    for salt in ("a", "b", "a"):
+        engine.add(engine.prompt([*BEGINNING, 1], salt))
+    engine.step()
+    assert model.steps[0] == 2 * [len(BEGINNING) + 1]
+
+
+def test_salts_part_states() -> None:
+    scheduler = Scheduler(BlockAllocator(100, BLOCK, 8), 100, 4)
+    found = []
+    for own in ("", "a", "b"):
+        request = Request([*BEGINNING, 1], SamplingParams(max_new_tokens=1), cache_salt=own)
+        scheduler.waiting.append(request)
+        for _ in range(2):
+            for piece in scheduler.schedule(0.0).pieces:
+                piece.request.num_computed_tokens += piece.num_tokens
+                scheduler.remember(piece.request)
+        scheduler.remove(request)
+    for own in ("", "a", "b", "c"):
+        request = Request([*BEGINNING, 1], SamplingParams(max_new_tokens=1), cache_salt=own)
+        found.append(scheduler.allocator.find_with_state(request.block_keys(0, 5, BLOCK)))
+    assert [len(blocks) for blocks, _ in found] == [5, 5, 5, 0]
+    assert len({state for _, state in found}) == 4
+
+
+def test_a_salt_is_no_key_of_a_block() -> None:
+    """Not even a salt that is made of a block's tokens."""
+    tokens = [0x61] * BLOCK
+    salt = b"".join(token.to_bytes(8, "little") for token in tokens).decode()
+    assert salt_key("") == b""
+    assert len({salt_key(salt), block_key(b"", tokens), salt_key("a"), salt_key("\ud800")}) == 4
+
+
+def test_requests_share_a_prompt() -> None:
+    engine = make_engine(200)
+    prompt = engine.prompt([*BEGINNING, 1])
+    requests = [engine.add(prompt, SamplingParams(max_new_tokens=9, ignore_eos=True)) for _ in range(3)]
+    list(engine.run())
+    assert len({id(request.prompt_token_ids) for request in requests}) == 1
+    assert len({id(request.prompt_keys) for request in requests}) == 1
+    assert len(prompt.block_keys) == len(BEGINNING) // BLOCK
+    with pytest.raises(ValueError, match="cache_salt is 5; it must be text"):
+        engine.prompt([1], 5)  # type: ignore[arg-type]
 
 
 def test_other_prompts_do_not_wait() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 import dcpmla.serving.client as client_module
-from dcpmla.runtime.request import Request
+from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.client import Engine, merged
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.loop import ServingLoop
 from dcpmla.serving.messages import Abort, Output, Report, Started, Submit, unpack_commands
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
@@ -60,6 +59,98 @@ def test_more_than_fits() -> None:
     assert never.value.status == 400
 
 
+def test_choices_are_one_submission_a_prompt() -> None:
+    engine, wire = make_engine(max_num_seqs=10)
+    params = SamplingParams(max_new_tokens=99, seed=3)
+    engine.submit([[1, 2], [3]], params, seconds=9, num_choices=2, cache_salt="own")
+    seeds = [params.for_prompt(index).seed for index in range(4)]
+    assert wire.sent == [
+        Submit([0, 1], seeds[:2], [1, 2], replace(params, max_new_tokens=48), "own"),
+        Submit([2, 3], seeds[2:], [3], replace(params, max_new_tokens=49), "own"),
+    ]
+
+
+def test_open_prompts_have_a_limit_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt counts once for all its choices, as long as its generation lives; the cache's tokens are added."""
+    monkeypatch.setattr(client_module, "WAITING_TOKENS", 20)
+    engine, _ = make_engine(max_num_seqs=50, num_cache_tokens=50)
+    params = SamplingParams()
+    with engine.submit([[1] * 30, [2] * 20], params, 9, num_choices=5):
+        with engine.submit([[3] * 15], params, 9, num_characters=5), pytest.raises(ApiError) as full:
+            engine.submit([[4]], params, 9)
+        assert (full.value.status, full.value.headers) == (429, {"Retry-After": "1"})
+        engine.submit([[4] * 20], params, 9).__exit__(None, None, None)
+    with engine.submit([[5] * 49], params, 9):  # the longest prompt of the model
+        pass
+    with pytest.raises(ApiError, match="the prompts have 71 tokens; at most 70") as never:
+        engine.submit([[6] * 49, [6] * 22], params, 9)
+    assert never.value.status == 400
+    assert engine._num_tokens == engine.num_open == 0
+
+
+def test_abandoned_requests_that_were_not_sent_are_dropped() -> None:
+    engine, wire = make_engine(max_model_len=1 << 22, num_cache_tokens=1 << 22)
+    sent = engine.submit([[1] * (1 << 21)], SamplingParams(), 9)
+    unsent = engine.submit([[2] * 9], SamplingParams(), 9, num_choices=2)
+    engine.abandon(unsent)
+    engine.abandon(sent)
+    engine._hand_out(Report([], 0, 0, 0, 0.0, {}))
+    assert [type(command) for command in wire.sent] == [Submit, Abort]
+    assert engine.metrics.registry.get_sample_value("dcpmla_requests_total", {"finish_reason": "abort"}) == 3
+
+
+def test_log_probabilities_of_a_prompt_come_in_pieces() -> None:
+    """They wait for the first token, and do not count as one."""
+    engine, _ = make_engine()
+    entries = [TokenLogprobs(number, -1.0, ()) for number in range(6)]
+
+    async def read() -> list[Output]:
+        with engine.submit([[1] * 6], SamplingParams(), 9) as generation:
+            for start in (0, 2):
+                piece = Output(0, prompt_logprobs=tuple(entries[start : start + 2]))
+                engine._hand_out(Report([piece], 0, 0, 0, 0.0, {}))
+            assert generation.queue.empty()
+            last = Output(0, "a", (7,), prompt_logprobs=tuple(entries[4:]), finish_reason="stop")
+            engine._hand_out(Report([last], 0, 0, 0, 0.0, {}))
+            return [output async for _, output in generation.outputs()]
+
+    assert asyncio.run(read()) == [Output(0, "a", (7,), (), "stop", prompt_logprobs=tuple(entries))]
+    assert engine.metrics.registry.get_sample_value("dcpmla_time_to_first_token_seconds_count") == 1
+
+
+@pytest.mark.parametrize(("reason", "status"), [(None, 400), ("error", 500)])
+def test_errors_of_the_engine(reason: str | None, status: int) -> None:
+    engine, _ = make_engine()
+
+    async def read() -> None:
+        with engine.submit([[1]], SamplingParams(), 9) as generation:
+            engine._hand_out(Report([Output(0, finish_reason=reason, error="logits are NaN")], 0, 0, 0, 0.0, {}))
+            async for _ in generation.outputs():
+                pass
+
+    with pytest.raises(ApiError, match="^logits are NaN$") as error:
+        asyncio.run(read())
+    assert error.value.status == status
+
+
+class Entries(tuple[int, ...]):
+    """A tuple that counts the entries of concatenations."""
+
+    num_copied = 0
+
+    def __add__(self, other: Any) -> "Entries":
+        joined = Entries((*self, *other))
+        Entries.num_copied += len(joined)
+        return joined
+
+
+def test_many_outputs_are_joined_in_one_pass() -> None:
+    outputs = [Output(1, "a", Entries([number])) for number in range(2000)]
+    (whole,) = merged(outputs)
+    assert (len(whole.text), whole.token_ids) == (2000, tuple(range(2000)))
+    assert Entries.num_copied <= 2000  # in pairs it would be two millions
+
+
 def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = make_engine()
     now = 100.0
@@ -82,16 +173,3 @@ def test_outputs_that_wait_come_as_one() -> None:
     first, second = merged(outputs)
     assert (first.text, first.token_ids, first.finish_reason, first.num_cached_tokens) == ("ab", (5, 7), "stop", 4)
     assert second == outputs[1]
-
-
-def test_all_tokens_of_a_step_are_told() -> None:
-    """Drafts that are accepted bring several at once."""
-    frontend: Any = object()
-    engine: Any = None
-    loop = ServingLoop(engine, frontend)
-    request = Request([1, 2], SamplingParams(max_new_tokens=9, prompt_logprobs=0), request_id=3)
-    for num_tokens, reason in ((1, None), (4, None), (6, "length")):
-        request.token_ids = [5] * num_tokens
-        request.finish_reason = reason
-        loop._collect(request, "x")
-    assert [(output.num_tokens, len(output.prompt_logprobs)) for output in loop._outputs] == [(1, 1), (3, 0), (2, 0)]

@@ -1,0 +1,168 @@
+"""The serving loop of a rank: choices share their prompt, one rank keeps log probabilities and drops what it sends."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import dcpmla.cache.blocks as blocks_module
+import dcpmla.runtime.engine as engine_module
+import dcpmla.runtime.request as request_module
+from dcpmla.runtime.agreement import News
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.logprobs import Logprobs
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.loop import ServingLoop
+from dcpmla.serving.messages import Close, Command, Output, Report, Submit, pack_command
+from tests.support.hash_model import BLOCK, HashModel, alone, make_engine
+
+PROMPT = [number % 28 for number in range(10 * BLOCK + 1)]
+
+
+class Frontend:
+    """A frontend that has a list of commands for each step, and keeps the outputs of each step."""
+
+    def __init__(self, *steps: Sequence[Command]) -> None:
+        self._steps = [*steps, [Close()]]
+        self.outputs: list[list[Output]] = []
+        self.num_taken = 0
+
+    def take(self) -> bytes:
+        commands = b"".join(map(pack_command, self._steps.pop(0))) if self._steps else b""
+        self.num_taken += len(commands)
+        return commands
+
+    def send(self, message: object) -> None:
+        if isinstance(message, Report):
+            self.outputs.append(message.outputs)
+            assert message.num_bytes == self.num_taken
+
+    def wait(self, seconds: float) -> None:
+        """Return at once: the next commands have come."""
+
+    def close(self) -> None:
+        assert not self._steps
+
+    def of(self, request_id: int) -> list[Output]:
+        """Return the outputs of a request."""
+        return [output for step in self.outputs for output in step if output.request_id == request_id]
+
+
+def submit(request_ids: list[int], prompt: list[int], salt: str = "", **params: Any) -> Submit:
+    return Submit(request_ids, [0] * len(request_ids), prompt, SamplingParams(max_new_tokens=3, **params), salt)
+
+
+def run(engine: Engine, *steps: Sequence[Command]) -> Frontend:
+    frontend: Any = Frontend(*steps)
+    ServingLoop(engine, frontend).run()
+    return frontend
+
+
+def tokens_of(outputs: Sequence[Output]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_choices_share_a_prompt_whose_blocks_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    requests: list[Request] = []
+
+    def count(previous: bytes, token_ids: Sequence[int]) -> bytes:
+        hashed.append(len(token_ids))
+        return block_key(previous, token_ids)
+
+    class Kept(Request):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            requests.append(self)
+
+    block_key = blocks_module.block_key
+    monkeypatch.setattr(request_module, "block_key", count)
+    monkeypatch.setattr(engine_module, "Request", Kept)
+    frontend = run(make_engine(200), [submit([*range(16)], PROMPT)])
+    assert hashed == [BLOCK] * 10
+    assert len({id(request.prompt_token_ids) for request in requests}) == 1 < len(requests)
+    assert all(tokens_of(frontend.of(request_id)) == alone(PROMPT, 3) for request_id in range(16))
+
+
+def test_salts_part_clients() -> None:
+    steps: list[list[Command]] = []
+    for number, salt in enumerate(["", "a", "b", "a", ""]):
+        steps += [[submit([number], PROMPT, salt)], *([] for _ in range(8))]
+    frontend = run(make_engine(200), *steps)
+    assert [frontend.of(number)[0].num_cached_tokens for number in range(5)] == [0, 0, 0, 10 * BLOCK, 10 * BLOCK]
+
+
+def test_log_probabilities_leave_with_the_step_that_computes_them() -> None:
+    engine = make_engine(200, max_num_batched_tokens=8)
+    frontend: Any = Frontend([submit([0], PROMPT, prompt_logprobs=2, logprobs=1)])
+    loop = ServingLoop(engine, frontend)
+    num_kept: list[int] = []
+    report = loop._report
+
+    def check() -> None:
+        report()
+        num_kept.extend(len(r.prompt_logprobs) + len(r.logprobs) for r in loop._requests.values())
+
+    loop._report = check  # type: ignore[method-assign]
+    loop.run()
+    pieces = [len(output.prompt_logprobs) for output in frontend.of(0)]
+    assert sum(pieces) == len(PROMPT)
+    assert max(pieces) <= 9
+    assert set(num_kept) == {0}
+    assert [len(output.logprobs) for output in frontend.of(0) if output.token_ids] == [1] * len(alone(PROMPT, 3))
+    entries = [entry for output in frontend.of(0) for entry in output.prompt_logprobs]
+    assert [entry.token_id for entry in entries] == PROMPT
+    assert {len(entry.top) for entry in entries[1:]} == {2}
+
+
+def test_other_ranks_copy_no_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_parts: list[int] = []
+
+    def give(self: Logprobs) -> None:
+        num_parts.append(len(self._parts))
+        original(self)
+
+    original = Logprobs.give
+    monkeypatch.setattr(Logprobs, "give", give)
+    engine = make_engine(200, max_num_batched_tokens=8)
+    loop = ServingLoop(engine, None)
+    loop.take(News(pack_command(submit([0], PROMPT, prompt_logprobs=2, logprobs=1))))
+    (request,) = loop._requests.values()
+    while engine.has_requests:
+        engine.step()
+    assert request.token_ids == alone(PROMPT, 3)
+    assert request.logprobs == request.prompt_logprobs == []
+    assert len(num_parts) > 5
+    assert set(num_parts) == {0}
+
+
+class NotFinite(HashModel):
+    """A model whose logits are NaN after a prompt's token 5."""
+
+    def step(self, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        logits = super().step(token_ids, *args)
+        return logits.fill_(torch.nan) if 5 in token_ids else logits
+
+
+def test_an_error_of_a_request_is_sent() -> None:
+    frontend = run(make_engine(200, model=NotFinite()), [submit([0], [5, 6]), submit([1], [30])])
+    (output,) = frontend.of(0)
+    assert (output.finish_reason, output.token_ids) == ("error", ())
+    assert output.error.startswith("logits are NaN or infinite")
+    (refused,) = frontend.of(1)
+    assert (refused.finish_reason, refused.error) == (None, "prompt has token id 30; the model's vocabulary is [0, 30)")
+
+
+def test_all_tokens_of_a_step_are_sent() -> None:
+    """Drafts that are accepted bring several at once."""
+    frontend: Any = object()
+    engine: Any = None
+    loop = ServingLoop(engine, frontend)
+    request = Request([1, 2], SamplingParams(max_new_tokens=9, prompt_logprobs=0), request_id=3)
+    for num_tokens, reason in ((1, None), (4, None), (6, "length")):
+        request.token_ids = [5] * num_tokens
+        request.finish_reason = reason
+        loop._collect(request, "x")
+    assert [(output.num_tokens, len(output.prompt_logprobs)) for output in loop._outputs] == [(1, 1), (3, 0), (2, 0)]
