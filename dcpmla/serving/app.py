@@ -187,6 +187,7 @@ class Api:
             params,
             self._settings.request_timeout,
             num_choices=body.num_choices,
+            cache_salt=body.cache_salt or "",
             num_characters=sum(len(prompt.text) for prompt in answers.prompts) if answers.echo else 0,
         )
         answers.drop_prompts()

@@ -90,6 +90,7 @@ class _Generation(BaseModel):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
 
     @property
     def num_choices(self) -> int:

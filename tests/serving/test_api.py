@@ -223,6 +223,16 @@ def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
         assert minimum <= dict(details)["cached_tokens"] <= maximum
 
 
+def test_salts_part_clients(client: openai.OpenAI) -> None:
+    prompt = " ".join(f"amber-dog{number} 5;" for number in range(40))
+    for salt, minimum, maximum in (("a", 0, 0), ("b", 0, 0), ("a", 32, math.inf)):
+        fields = {"cache_salt": salt}
+        usage = client.completions.create(prompt=prompt, n=2, max_tokens=1, extra_body=fields, **GREEDY).usage
+        assert usage is not None
+        details: Any = usage.prompt_tokens_details  # type: ignore[attr-defined]
+        assert minimum <= dict(details)["cached_tokens"] <= maximum
+
+
 def test_many_at_once(server: RunningServer) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=60) as client:

@@ -56,6 +56,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("seed", 2**64),
     ("n", 0),
     ("n", 100_000),
+    ("cache_salt", ""),
+    ("cache_salt", 5),
     ("stop", [""]),
     ("stop", ["x"] * 17),
     ("stop", "x" * 257),

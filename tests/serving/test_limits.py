@@ -308,6 +308,21 @@ def test_a_full_queue_reads_no_body(engine: FakeEngine) -> None:
         each.close()
 
 
+@pytest.mark.parametrize(("key", "status"), [("wrong", b"401"), (KEY, b"200")])
+def test_a_request_that_expects_100_is_the_last_one(engine: FakeEngine, key: str, status: bytes) -> None:
+    """Refused early, its client may still send the body: no byte of it may be taken for another request."""
+    body = json.dumps({"prompt": [AT_ONCE]}).encode()
+    connection = engine.connect(head(len(body), key=key)[:-2] + b"Expect: 100-continue\r\n\r\n")
+    answer = connection.recv(1 << 16)
+    if key == KEY:
+        assert answer == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        answer = connection.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert b"connection: close" in answer
+    assert is_closed(connection)
+
+
 def test_bodies_have_a_total(engine: FakeEngine) -> None:
     """Two of three stop before their end; the third is refused, and the server keeps nothing once they are gone."""
     data = head(14 << 20) + b" " * (11 << 20)
