@@ -64,10 +64,10 @@ def ask_well(url: str, draw: random.Random, number: int, stream: bool) -> dict[i
 
 
 class Client:
-    """A client that does one random thing after another; all that it sees is checked."""
+    """A client that does one random thing after another; each answer is checked."""
 
-    def __init__(self, url: str, number: int, wanted: list[dict[int, str]]) -> None:
-        self.url, self.wanted, self.draw = url, wanted, random.Random(f"{SEED} {number}")
+    def __init__(self, url: str, number: int, expected: list[dict[int, str]]) -> None:
+        self.url, self.expected, self.draw = url, expected, random.Random(f"{SEED} {number}")
         self.counts: Counter[str] = Counter()
         self.sent = b""
 
@@ -89,7 +89,7 @@ class Client:
 
     def well(self) -> None:
         number = self.draw.randrange(len(GOOD))
-        assert ask_well(self.url, self.draw, number, self.draw.random() < 0.5) == self.wanted[number]
+        assert ask_well(self.url, self.draw, number, self.draw.random() < 0.5) == self.expected[number]
 
     def strange(self) -> None:
         route = self.draw.choice(ROUTES)
@@ -125,7 +125,7 @@ class Client:
             for number in numbers:
                 status, values = connection.answer()
                 assert status in (200, 429, 503), (status, values)
-                assert status != 200 or texts_of(values) == self.wanted[number]
+                assert status != 200 or texts_of(values) == self.expected[number]
         connection.leave(self.draw)
 
     def _good(self, **changes: Any) -> tuple[str, bytes]:
@@ -169,11 +169,11 @@ def wait_until_idle(server: RunningServer) -> None:
 def test_random_clients(server: RunningServer) -> None:
     print(f"DCPMLA_FUZZ_SEED={SEED}")  # pytest shows it with a failure
     draw = random.Random(SEED)
-    wanted = [ask_well(server.url, draw, number, stream=False) for number in range(len(GOOD))]
+    expected = [ask_well(server.url, draw, number, stream=False) for number in range(len(GOOD))]
     log_at, counts = len(server.log()), Counter[str]()
     memory: dict[int, int] = {}
     for part in range(2):  # the first run brings each process to its usual size
-        clients = [Client(server.url, NUM_CLIENTS * part + number, wanted) for number in range(NUM_CLIENTS)]
+        clients = [Client(server.url, NUM_CLIENTS * part + number, expected) for number in range(NUM_CLIENTS)]
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             running = [pool.submit(client.run) for client in clients]
             while not all(each.done() for each in running):
@@ -188,7 +188,7 @@ def test_random_clients(server: RunningServer) -> None:
     assert all(counts[name] for name in ("well", "strange", "garbage", "cut", "stop_reading", "pipeline")), counts
     assert counts["status 200"], counts
     assert counts["status 400"], counts
-    for number, texts in enumerate(wanted):
+    for number, texts in enumerate(expected):
         assert ask_well(server.url, draw, number, stream=True) == texts
     assert all(process.is_alive() for process in server.processes)
     assert "Traceback" not in server.log()[log_at:]

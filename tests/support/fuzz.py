@@ -1,4 +1,4 @@
-"""Random requests, most of them bad, and raw connections whose answers are read strictly."""
+"""Random requests, mostly bad ones, and raw connections whose answers are read strictly."""
 
 import json
 import random
@@ -96,13 +96,18 @@ def framed(draw: random.Random, route: str, body: bytes, method: str = "POST") -
 
 
 def garbage(draw: random.Random) -> bytes:
-    """Return bytes that are no request, or one whose framing lies."""
+    """Return bytes that are no request, or one whose framing is wrong."""
     body = random_body(draw, "/v1/completions")
     whole = framed(draw, "/v1/completions", body)
     at = draw.randrange(len(whole))
-    lies = [f"Content-Length: {length}" for length in (-1, 10**30, len(body) // 2, len(body) + 9, "1, 2", "x")]
-    lies += ["Transfer-Encoding: gzip, chunked", "Transfer-Encoding: chunked\r\nContent-Length: 3", "a" * 9000, ": b"]
-    lies += ["Expect: 100-continue\r\nContent-Length: 3", "Upgrade: websocket\r\nConnection: upgrade"]
+    framings = [f"Content-Length: {length}" for length in (-1, 10**30, len(body) // 2, len(body) + 9, "1, 2", "x")]
+    framings += [
+        "Transfer-Encoding: gzip, chunked",
+        "Transfer-Encoding: chunked\r\nContent-Length: 3",
+        "a" * 9000,
+        ": b",
+    ]
+    framings += ["Expect: 100-continue\r\nContent-Length: 3", "Upgrade: websocket\r\nConnection: upgrade"]
     head = f"POST /v1/completions HTTP/1.{draw.choice('0129')}\r\nAuthorization: Bearer {KEY}\r\n"
     chunks = [b"zz\r\n", b"-1\r\n", b"fffffffffffffffff\r\n", b"5\r\nabc", b"3\r\nabcdef\r\n", b"1;" + b"x" * 5000]
     return draw.choice(
@@ -110,7 +115,7 @@ def garbage(draw: random.Random) -> bytes:
             draw.randbytes(draw.randrange(1, 4000)),
             b"GET /health HTTP/1.1\r\n" + draw.randbytes(50) + b"\r\n\r\n",
             whole[:at] + draw.randbytes(8) + whole[at:],
-            f"{head}{draw.choice(lies)}\r\n\r\n".encode() + body,
+            f"{head}{draw.choice(framings)}\r\n\r\n".encode() + body,
             f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + draw.choice(chunks) * draw.choice([1, 300]),
         ]
     )
