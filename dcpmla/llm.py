@@ -103,6 +103,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        cache_salt: str = "",
     ) -> list[Request]:
         """Generate from prompts to the end.
 
@@ -110,7 +111,8 @@ class LLM:
             prompts: one text, one list of token ids, or a list of such.
             sampling_params: one for all prompts, of which each draws from a random stream of its own
                 (`SamplingParams.for_prompt`); or one for each prompt, taken as they are. Default: greedy, 16 tokens.
-            use_tqdm: show a progress bar, on the first rank.
+            use_tqdm: Whether to show a progress bar, on the first rank.
+            cache_salt: Salt of the prompts' blocks: only prompts with the same salt reuse them (`Engine.prompt`).
         Returns:
             The finished requests, in the order of the prompts: `.prompt_token_ids`, `.token_ids`, `.text`,
             `.finish_reason` ("stop" or "length", or "error" with the reason in `.error`), `.metrics()` (seconds).
@@ -118,7 +120,7 @@ class LLM:
             ValueError: a prompt that the model cannot continue, another number of params than of prompts, ranks with
                 different ones.
         """
-        requests = self._add(prompts, sampling_params)
+        requests = self._add(prompts, sampling_params, cache_salt)
         try:
             for _ in run_with_bar(self.engine, "generate", len(requests), use_tqdm and self._job.ranks.is_first):
                 pass
@@ -130,11 +132,13 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
     ) -> Iterator[tuple[Request, str]]:
         """Generate from prompts, token by token. All ranks must take the same number of tokens.
 
         Args:
-            prompts, sampling_params: as in `generate`.
+            prompts, sampling_params, cache_salt: Arguments of `generate`.
         Yields:
             For each new token its request, and the text that became certain with it, maybe empty. The request's
             finish_reason is set with its last one; `request.request_id` is the prompt's number.
@@ -142,7 +146,7 @@ class LLM:
             ValueError: as `generate` does.
         """
         pieces: deque[tuple[Request, str]] = deque()
-        requests = self._add(prompts, sampling_params, lambda request, text: pieces.append((request, text)))
+        requests = self._add(prompts, sampling_params, cache_salt, lambda *piece: pieces.append(piece))
         try:
             while self.engine.has_requests:
                 self.engine.step()
@@ -168,6 +172,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str,
         on_token: Callable[[Request, str], object] | None = None,
     ) -> list[Request]:
         """Queue all prompts, or none."""
@@ -175,12 +180,13 @@ class LLM:
             raise ValueError("this LLM is closed; make another one")
         self._job.watchdog.enter("queueing requests")
         pairs = _pair(prompts, sampling_params)
-        digest = sha256(repr(pairs).encode(errors="backslashreplace")).hexdigest()[:12]
+        digest = sha256(repr((pairs, cache_salt)).encode(errors="backslashreplace")).hexdigest()[:12]
         check_equal_arguments({"prompts and sampling_params (a hash of them)": digest})
         requests: list[Request] = []
         try:
             for index, (prompt, params) in enumerate(pairs):
-                requests.append(self.engine.add(prompt, params, request_id=index, on_token=on_token))
+                checked = self.engine.prompt(prompt, cache_salt)
+                requests.append(self.engine.add(checked, params, request_id=index, on_token=on_token))
         except ValueError as error:
             self._leave(requests)
             raise ValueError(f"prompt {len(requests)}: {error}") from error

@@ -60,6 +60,18 @@ def test_a_stream_gives_each_token_as_it_comes(llm: LLM) -> None:
     assert ends[-2:] == ["length", "length"]
 
 
+def test_salts_part_prompts(llm: LLM) -> None:
+    prompt, params = [1, *range(9, 79)], SamplingParams(max_new_tokens=1)
+    num_cached = [
+        llm.generate([prompt], params, use_tqdm=False, cache_salt=salt)[0].num_cached_tokens > 0
+        for salt in ("a", "b", "", "a")
+    ]
+    ((request, _),) = llm.stream([prompt], params, cache_salt="b")
+    assert [*num_cached, request.num_cached_tokens > 0] == [False, False, False, True, True]
+    with pytest.raises(ValueError, match="cache_salt is 5; it must be text"):
+        llm.generate([prompt], params, cache_salt=5)  # type: ignore[arg-type]
+
+
 def test_a_stream_that_is_left_leaves_nothing_behind(llm: LLM) -> None:
     for _ in llm.stream(QUESTIONS, SamplingParams(max_new_tokens=100)):
         break
