@@ -3,6 +3,7 @@
 import argparse
 import gc
 import os
+import re
 from contextlib import ExitStack
 from functools import partial
 
@@ -26,6 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_port, default=8000, metavar="P", help="0: any that is free")
     add("--served-model-name", metavar="NAME", help="the model's name for clients; default: --model as it is given")
     add("--api-key", metavar="KEY", help=f"that clients must give; default: the variable {_KEY}, else none")
+    add(
+        "--allowed-origins",
+        nargs="+",
+        type=_origin,
+        default=["*"],
+        metavar="ORIGIN",
+        help="origins whose web pages may use the server, such as https://chat.example; *: any",
+    )
     add("--max-waiting", type=positive, default=1024, metavar="N", help="most requests beyond those that run; then 429")
     add("--request-timeout", type=seconds, default=3600, metavar="S", help="seconds that one request may take")
     add("--drain-seconds", type=seconds, default=25, metavar="S", help="seconds for running requests after a SIGTERM")
@@ -77,7 +86,7 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
     except ImportError as error:
         raise ValueError(f"serve needs the extra serve, pip install 'dcpmla[serve]' ({error})") from error
     check_template_sandbox()
-    settings = Settings(args.served_model_name or args.model, api_key, args.request_timeout)
+    settings = Settings(args.served_model_name or args.model, api_key, args.request_timeout, args.allowed_origins)
     listener = listen(args.host, args.port)
     with listener:
         serve = partial(
@@ -88,6 +97,13 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
             drain_seconds=args.drain_seconds,
         )
         return Frontend(serve, listener)
+
+
+def _origin(text: str) -> str:
+    """Read an origin: a scheme, a host and maybe a port."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin; give * or one such as https://chat.example:8443")
+    return text
 
 
 def _port(text: str) -> int:

@@ -3,45 +3,23 @@
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.text import TokenOffsets
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.shown import Json, Shown, Usage
 
+_LEAST = -9999.0
 DONE = "data: [DONE]\n\n"
 _NUM_LAST = 256  # tokens of a prompt, more than the offsets of new ones depend on (`TokenOffsets`)
-
-Json = dict[str, Any]
 
 
 def event(value: Json) -> str:
     """Return an object as a server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-@dataclass
-class Usage:
-    """Tokens of an HTTP request: prompts once each, new tokens of all choices."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    def count(self, output: Output) -> None:
-        """Add an output."""
-        self.completion_tokens += output.num_tokens
-
-    def body(self) -> Json:
-        """Return OpenAI's object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
 
 
 @dataclass
@@ -51,18 +29,14 @@ class Answers:
     Args:
         model: Name of the model for clients.
         prompts: Prompts of the choices. Each has num_choices, one after the other.
-        echo: begin each choice with its prompt.
-        num_logprobs: alternatives of each token, None without log probabilities.
-        drops_new: the answer is the prompt alone (an echo of no new tokens).
+        shown: Parts that the client asks for.
     """
 
     texts: Texts
     model: str
     prompts: list[Prompt]
     num_choices: int
-    echo: bool = False
-    num_logprobs: int | None = None
-    drops_new: bool = False
+    shown: Shown
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
@@ -73,17 +47,56 @@ class Answers:
     kind = chunk_kind = "text_completion"
 
     def __post_init__(self) -> None:
-        self.usage = Usage(sum(len(prompt.token_ids) for prompt in self.prompts))
+        lengths = [len(prompt.token_ids) for prompt in self.prompts]
+        self.usage = Usage(sum(lengths))
+        self._usages = [Usage(length) for length in lengths for _ in range(self.num_choices)]  # of each choice
+        self._prompt_token_ids = [prompt.token_ids for prompt in self.prompts] if self.shown.token_ids else []
 
     def drop_prompts(self) -> None:
         """Keep only the parts of prompts that answers need: they may take minutes."""
         for number, prompt in enumerate(self.prompts):
-            text = prompt.text if self.echo else ""
+            text = prompt.text if self.shown.echo else ""
             self.prompts[number] = replace(prompt, token_ids=prompt.token_ids[-_NUM_LAST:], text=text)
 
-    def body(self, choices: list[Json], is_chunk: bool = False) -> Json:
+    def whole(self, outputs: Sequence[Output]) -> Json:
+        """Return the whole answer, from one output for each choice."""
+        choices = []
+        for index, output in enumerate(outputs):
+            is_first, output = self._counted(index, output)
+            choice = self._choice(index, output, self._logprobs(index, output), is_chunk=False)
+            choices.append({**choice, **self._extras(index, output, is_first)})
+        return {**self._around(choices, self.kind), **self._whole_extras(outputs[0]), "usage": self.usage.body()}
+
+    def first_chunks(self) -> list[Json]:
+        """Return the chunks that come before any token."""
+        return []
+
+    def chunk(self, index: int, output: Output) -> Json | None:
+        """Return the chunk with an output of a choice, None if there is nothing to show yet."""
+        is_first, output = self._counted(index, output)
+        logprobs = self._logprobs(index, output)
+        has_tokens = self.shown.token_ids and output.token_ids
+        if not (output.text or logprobs or output.finish_reason or has_tokens):
+            return None
+        choice = self._choice(index, output, logprobs, is_chunk=True)
+        return self._chunk_of({**choice, **self._extras(index, output, is_first)})
+
+    def last_chunks(self) -> list[Json]:
+        """Return the chunks that come after all tokens."""
+        if not self.shown.usage_at_end:
+            return []
+        return [{**self._around([], self.chunk_kind), "usage": self.usage.body()}]
+
+    def _chunk_of(self, choice: Json) -> Json:
+        chunk = self._around([choice], self.chunk_kind)
+        if self.shown.usage_in_chunks:
+            chunk["usage"] = self._usages[choice["index"]].body()
+        elif self.shown.usage_at_end:
+            chunk["usage"] = None
+        return chunk
+
+    def _around(self, choices: list[Json], kind: str) -> Json:
         """Return the object around choices."""
-        kind = self.chunk_kind if is_chunk else self.kind
         return {
             "id": self.prefix + self.id,
             "object": kind,
@@ -92,55 +105,58 @@ class Answers:
             "choices": choices,
         }
 
-    def first_chunks(self) -> list[Json]:
-        """Return the chunks that come before any token."""
-        return []
+    def _extras(self, index: int, output: Output, is_first: bool) -> Json:
+        """Return fields of a choice beyond OpenAI's."""
+        extras: Json = {}
+        if self.shown.token_ids:
+            extras["token_ids"] = list(output.token_ids)
+            if is_first:
+                extras["prompt_token_ids"] = self._prompt_token_ids[index // self.num_choices]
+        if self.shown.num_prompt_logprobs is not None:
+            extras["prompt_logprobs"] = self._prompt_logprobs(output)
+        return extras
 
-    def chunk(self, index: int, output: Output) -> Json | None:
-        """Return what an output adds to a choice, None for nothing yet."""
-        output = self._counted(index, output)
-        logprobs = self._logprobs(index, output)
-        if not (output.text or logprobs or output.finish_reason):
-            return None
-        return self._choice(index, output, logprobs, is_chunk=True)
+    def _whole_extras(self, output: Output) -> Json:
+        """Return fields of a whole answer beyond OpenAI's, from the first choice's output."""
+        return {}
 
-    def whole(self, index: int, output: Output) -> Json:
-        """Return a choice, all its outputs in one."""
-        output = self._counted(index, output)
-        return self._choice(index, output, self._logprobs(index, output), is_chunk=False)
-
-    def _counted(self, index: int, output: Output) -> Output:
-        """Count an output, and return what of it is shown."""
+    def _counted(self, index: int, output: Output) -> tuple[bool, Output]:
+        """Count an output; return whether it is its choice's first, and the part of it that is shown."""
         is_first = index not in self._begun
         self._begun.add(index)
-        if is_first and index % self.num_choices == 0:
-            self.usage.cached_tokens += output.num_cached_tokens
-        if self.drops_new:
+        if is_first:
+            self._usages[index].cached_tokens = output.num_cached_tokens
+            if index % self.num_choices == 0:
+                self.usage.cached_tokens += output.num_cached_tokens
+        if self.shown.drops_new:
             output = output._replace(text="", token_ids=(), logprobs=())
         self.usage.count(output)
-        if self.echo and is_first:
+        self._usages[index].count(output)
+        if self.shown.echo and is_first:
             output = output._replace(text=self.prompts[index // self.num_choices].text + output.text)
-        return output
+        return is_first, output
 
     def _choice(self, index: int, output: Output, logprobs: Json | None, is_chunk: bool) -> Json:
         return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def _logprobs(self, index: int, output: Output) -> Json | None:
         """Return the log probabilities of an output's tokens, in the shape of completions."""
-        if self.num_logprobs is None:
+        if self.shown.num_logprobs is None:
             return None
-        tokens = [(self.texts.token(entry.token_id), entry) for entry in (*output.prompt_logprobs, *output.logprobs)]
+        echoed = output.prompt_logprobs if self.shown.echo else ()
+        tokens = [(self.texts.token(entry.token_id), entry) for entry in (*echoed, *output.logprobs)]
         prompt = self.prompts[index // self.num_choices]
         if index not in self._offsets:
-            self._offsets[index] = self.texts.offsets(prompt, len(prompt.text) if self.echo else 0)
-        offsets = [*prompt.offsets] if output.prompt_logprobs else []
+            start = len(prompt.text) if self.shown.echo else 0
+            self._offsets[index] = self.texts.offsets(prompt, start, not self.shown.special_tokens)
+        offsets = [*prompt.offsets] if echoed else []
         offsets += [self._offsets[index].push(entry.token_id) for entry in output.logprobs]
         self._lengths[index] = length = self._lengths.get(index, 0) + len(output.text)
         if output.finish_reason:  # a stop string is not in the text, its tokens are here
             offsets = [min(offset, length) for offset in offsets]
         return {
             "tokens": [text for text, _ in tokens],
-            "token_logprobs": [entry.logprob for _, entry in tokens],
+            "token_logprobs": [None if entry.logprob is None else _in_json(entry.logprob) for _, entry in tokens],
             "top_logprobs": [self._alternatives(entry) for _, entry in tokens],
             "text_offset": offsets,
         }
@@ -150,9 +166,27 @@ class Answers:
         if entry.logprob is None:
             return None  # the first token of a prompt
         best: dict[str, float] = {}
-        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            best.setdefault(self.texts.token(token_id), logprob)
+        for token_id, logprob in (*entry.top[: self.shown.num_logprobs], (entry.token_id, entry.logprob)):
+            best.setdefault(self.texts.token(token_id), _in_json(logprob))
         return best
+
+    def _prompt_logprobs(self, output: Output) -> list[Json | None]:
+        """Return the log probabilities of a prompt's tokens in vLLM's shape; only the best tokens have a rank."""
+        return [
+            None if entry.logprob is None else self._ranked(entry, entry.logprob) for entry in output.prompt_logprobs
+        ]
+
+    def _ranked(self, entry: TokenLogprobs, logprob: float) -> Json:
+        top = entry.top[: self.shown.num_prompt_logprobs]
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(top, start=1)}
+        return {
+            str(token_id): {
+                "logprob": _in_json(value),
+                "rank": ranks.get(token_id),
+                "decoded_token": self.texts.token(token_id),
+            }
+            for token_id, value in dict([(entry.token_id, logprob), *top]).items()
+        }
 
 
 class ChatAnswers(Answers):
@@ -164,10 +198,22 @@ class ChatAnswers(Answers):
 
     def first_chunks(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
-        return [
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunks = [
+            self._chunk_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
             for index in range(self.num_choices)
         ]
+        if self.shown.token_ids:
+            chunks[0]["prompt_token_ids"] = self._prompt_token_ids[0]
+        return chunks
+
+    def _extras(self, index: int, output: Output, is_first: bool) -> Json:
+        return {"token_ids": list(output.token_ids)} if self.shown.token_ids else {}
+
+    def _whole_extras(self, output: Output) -> Json:
+        extras: Json = {"prompt_token_ids": self._prompt_token_ids[0]} if self.shown.token_ids else {}
+        if self.shown.num_prompt_logprobs is not None:
+            extras["prompt_logprobs"] = self._prompt_logprobs(output)
+        return extras
 
     def _choice(self, index: int, output: Output, logprobs: Json | None, is_chunk: bool) -> Json:
         message = {"content": output.text} if is_chunk else {"role": "assistant", "content": output.text}
@@ -175,18 +221,23 @@ class ChatAnswers(Answers):
         return {"index": index, key: message, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def _logprobs(self, index: int, output: Output) -> Json | None:
-        if self.num_logprobs is None:
+        if self.shown.num_logprobs is None:
             return None
         content = [
             {
-                **self._token(entry.token_id, entry.logprob),
+                **self._token(entry.token_id, entry.logprob or 0.0),
                 "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
             }
             for entry in output.logprobs
         ]
         return {"content": content}
 
-    def _token(self, token_id: int, logprob: float | None) -> Json:
+    def _token(self, token_id: int, logprob: float) -> Json:
         text = self.texts.token(token_id)
         # A token that is a part of a character has no text; which bytes it is, the tokenizer does not say.
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        return {"token": text, "logprob": _in_json(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _in_json(logprob: float) -> float:
+    """Return a log probability as a number of JSON, which has no infinity, as vLLM does."""
+    return min(logprob, 0.0) if logprob > _LEAST else _LEAST  # also for NaN

@@ -1,30 +1,31 @@
-"""The HTTP API: routes, what guards them, and how an answer follows the engine."""
+"""The HTTP API: its routes over an engine."""
 
 import asyncio
-import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from dcpmla.serving.answers import DONE, Answers, ChatAnswers, event
-from dcpmla.serving.client import Engine, Generation, merged
+import dcpmla
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.access import guarded
+from dcpmla.serving.answers import Answers, ChatAnswers
+from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Texts
 from dcpmla.serving.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from dcpmla.serving.replies import EventStream, collect, events, while_connected
 
-_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-T = TypeVar("T")
+_NUM_NEW = 16  # new tokens of a completion without max_tokens
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,15 @@ class Settings:
 
     Attributes:
         name: Name of the model.
-        api_key: Key that every route except /health requires, None for no key.
+        api_key: Key that every route except /health and /ping requires, None for no key.
         request_timeout: Maximum duration of one request, in seconds.
+        allowed_origins: Origins whose web pages may use the server; "*" is any.
     """
 
     name: str
     api_key: str | None
     request_timeout: float
+    allowed_origins: Sequence[str] = ("*",)
 
 
 class Api:
@@ -53,8 +56,11 @@ class Api:
         """Return the application."""
         routes = [
             Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/version", self.version),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -64,7 +70,7 @@ class Api:
             routes=routes,
             exception_handlers={ApiError: self._refuse, HTTPException: self._refuse, Exception: self._refuse},
         )
-        return app if self._settings.api_key is None else _Guard(app, self._settings.api_key)
+        return guarded(app, self._settings.api_key, self._settings.allowed_origins)
 
     async def health(self, request: Request) -> Response:
         """Return 200 while every rank takes part in steps and new requests are taken."""
@@ -74,11 +80,22 @@ class Api:
         """Return the measurements."""
         return Response(self._engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    async def version(self, request: Request) -> Response:
+        """Return the version of this package."""
+        return JSONResponse({"version": dcpmla.__version__})
+
     async def models(self, request: Request) -> Response:
-        """Return the one model."""
-        model = {"id": self._settings.name, "object": "model", "created": self._created, "owned_by": "dcpmla"}
-        model["max_model_len"] = self._engine.ready().max_model_len
-        return JSONResponse({"object": "list", "data": [model]})
+        """Return a list of the one model."""
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        """Return the model, if it has the name."""
+        self._texts(request.path_params["name"])
+        return JSONResponse(self._model_card())
+
+    def _model_card(self) -> dict[str, Any]:
+        card = {"id": self._settings.name, "object": "model", "created": self._created, "owned_by": "dcpmla"}
+        return {**card, "max_model_len": self._engine.ready().max_model_len}
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
@@ -86,19 +103,15 @@ class Api:
         async with self._body(request, CompletionBody, CompletionBody.check) as body:
             texts = self._texts(body.model)
             self._engine.check_room(len(body.prompts) * body.num_choices)
-            prompts = [await texts.prompt(prompt, wants_text=bool(body.echo)) for prompt in body.prompts]
+            max_tokens = _NUM_NEW if body.most_new_tokens is None else body.most_new_tokens
+            num_new, echo, adds_special = max(1, max_tokens), bool(body.echo), body.add_special_tokens is not False
+            num_kept = body.num_kept_tokens(self._engine.ready().max_model_len, num_new)
+            prompts = [await texts.prompt(prompt, echo, adds_special, num_kept) for prompt in body.prompts]
             body.prompt = ""  # The answer may take minutes.
-        max_tokens = 16 if body.max_tokens is None else body.max_tokens
-        params = body.params(max(1, max_tokens), body.logprobs, body.logprobs if body.echo else None)
-        answers = Answers(
-            texts,
-            self._settings.name,
-            prompts,
-            body.num_choices,
-            echo=bool(body.echo),
-            num_logprobs=body.logprobs,
-            drops_new=max_tokens == 0,
-        )
+        echoed = body.logprobs if echo else None
+        params = body.params(num_new, body.logprobs, _greatest(echoed, body.prompt_logprobs))
+        shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
+        answers = Answers(texts, self._settings.name, prompts, body.num_choices, shown)
         return await self._answer(request, body, answers, params)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -106,22 +119,30 @@ class Api:
         self._engine.check_room(1)
         async with self._body(request, ChatBody, ChatBody.check) as body:
             texts = self._texts(body.model)
-            prompts = [await texts.chat(body.messages, body.chat_template_kwargs)]
+            longest, variables, arguments = (
+                self._engine.ready().max_model_len,
+                body.chat_template_kwargs,
+                body.template(),
+            )
+            num_kept = body.num_kept_tokens(longest, body.most_new_tokens or 1)
+            prompts = [
+                await texts.chat(body.messages, variables, arguments, bool(body.add_special_tokens), num_kept),
+            ]
             body.messages.clear()  # The answer may take minutes.
-        room = self._engine.ready().max_model_len - len(prompts[0].token_ids)
-        max_tokens = body.max_completion_tokens or body.max_tokens or room
-        answers = ChatAnswers(texts, self._settings.name, prompts, body.num_choices, num_logprobs=body.num_logprobs)
-        return await self._answer(request, body, answers, body.params(max_tokens, body.num_logprobs, None))
+        max_tokens = body.most_new_tokens or longest - len(prompts[0].token_ids)
+        shown = body.shown(echo=False, num_logprobs=body.num_logprobs, drops_new=False)
+        answers = ChatAnswers(texts, self._settings.name, prompts, body.num_choices, shown)
+        params = body.params(max_tokens, body.num_logprobs, body.prompt_logprobs)
+        return await self._answer(request, body, answers, params)
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
         self._engine.ready()
-        async with self._body(request, TokenizeBody) as body:
-            texts = self._texts(body.model)
-            if (body.prompt is None) == (body.messages is None):
-                raise ApiError(400, "give either prompt or messages", param="prompt")
+        async with self._body(request, TokenizeBody, TokenizeBody.check) as body:
+            texts, adds_special = self._texts(body.model), bool(body.add_special_tokens)
             if body.messages is not None:
-                tokens = (await texts.chat(body.messages, body.chat_template_kwargs)).token_ids
+                arguments = body.template()
+                tokens = (await texts.chat(body.messages, body.chat_template_kwargs, arguments, adds_special)).token_ids
             else:
                 tokens = await texts.encode(body.prompt or "", body.add_special_tokens is not False)
         return JSONResponse(
@@ -180,21 +201,29 @@ class Api:
         return Texts(model)
 
     async def _answer(
-        self, request: Request, body: CompletionBody | ChatBody, answers: Answers, params: Any
+        self, request: Request, body: CompletionBody | ChatBody, answers: Answers, params: SamplingParams
     ) -> Response:
+        try:
+            params.check_vocabulary(self._engine.ready().vocab_size)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="logit_bias") from error
         generation = self._engine.submit(
             [prompt.token_ids for prompt in answers.prompts],
             params,
             self._settings.request_timeout,
             num_choices=body.num_choices,
+<<<<<<< new/dcpmla/serving/app.py
             cache_salt=body.cache_salt or "",
             num_characters=sum(len(prompt.text) for prompt in answers.prompts) if answers.echo else 0,
+=======
+            num_characters=sum(len(prompt.text) for prompt in answers.prompts) if answers.shown.echo else 0,
+>>>>>>> tree/dcpmla/serving/app.py
         )
         answers.drop_prompts()
         if body.stream:
-            return _EventStream(generation, _events(generation, answers, body.wants_usage))
+            return EventStream(generation, events(generation, answers))
         with generation:
-            value = await _while_connected(request.receive, _collect(generation, answers))
+            value = await while_connected(request.receive, collect(generation, answers))
         return Response(status_code=499) if value is None else JSONResponse(value)
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
@@ -209,78 +238,6 @@ class Api:
         return found.response()
 
 
-async def _collect(generation: Generation, answers: Answers) -> dict[str, Any]:
-    """Return the whole answer."""
-    outputs: list[list[Output]] = [[] for _ in generation.indices]
-    async for index, output in generation.outputs():
-        outputs[index].append(output)
-    choices = [answers.whole(index, merged(parts)[0]) for index, parts in enumerate(outputs)]
-    return {**answers.body(choices), "usage": answers.usage.body()}
-
-
-async def _events(generation: Generation, answers: Answers, wants_usage: bool) -> AsyncIterator[str]:
-    """Yield the answer as events; an error is the last one, if one comes."""
-    usage = {"usage": None} if wants_usage else {}
-    try:
-        for choice in answers.first_chunks():
-            yield event({**answers.body([choice], is_chunk=True), **usage})
-        async for index, output in generation.outputs():
-            chunk = answers.chunk(index, output)
-            if chunk is not None:
-                yield event({**answers.body([chunk], is_chunk=True), **usage})
-    except ApiError as error:
-        yield event(error.body())
-        return
-    if wants_usage:
-        yield event({**answers.body([], is_chunk=True), "usage": answers.usage.body()})
-    yield DONE
-
-
-class _EventStream(Response):
-    """A streamed answer; its requests end with it, or with its client."""
-
-    def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
-        super().__init__()
-        self._generation, self._events = generation, events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation:
-            await _while_connected(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-        async for text in self._events:
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return what work comes to; None, with the work cancelled, if the client goes away first."""
-
-    async def until_gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(until_gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return await tasks[0] if tasks[0].done() else None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Guard:
-    """A wrapper that asks for the API key, except on /health."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app, self._expected = app, f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        token = dict(scope.get("headers", [])).get(b"authorization", b"")
-        if scope["type"] == "http" and scope["path"] != "/health" and not hmac.compare_digest(token, self._expected):
-            error = ApiError(401, "give the server's API key: Authorization: Bearer KEY", code="invalid_api_key")
-            await error.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+def _greatest(*numbers: int | None) -> int | None:
+    """Return the greatest number, None where there is none."""
+    return max((number for number in numbers if number is not None), default=None)

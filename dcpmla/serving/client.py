@@ -253,7 +253,8 @@ def _joined(parts: Sequence[Output]) -> Output:
 def _check(output: Output) -> None:
     """Raise ApiError for an output that ends a request too early."""
     if output.error:
-        raise ApiError(500 if output.finish_reason else 400, output.error)
+        has_failed = output.finish_reason == "error"
+        raise ApiError(500 if has_failed else 400, output.error, code="model_error" if has_failed else None)
     if output.finish_reason == "abort":
         raise ApiError(503, "the server is stopping, and --drain-seconds are over", code="stopping")
     if output.finish_reason == "error":

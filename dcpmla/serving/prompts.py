@@ -2,15 +2,15 @@
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dcpmla.runtime.request import check_prompt
 from dcpmla.runtime.text import TokenOffsets, joins_words, unfinished_end
+from dcpmla.serving.conversation import ChatMessage
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
-from dcpmla.serving.protocol import ChatMessage
 
 _CHARACTERS = 64  # a token's average in the longest text that is encoded
 
@@ -47,35 +47,52 @@ class Texts:
             raise ApiError(400, words, param="prompt")
         return self._model.tokenizer
 
-    async def prompt(self, content: str | list[int], wants_text: bool) -> Prompt:
+    async def prompt(
+        self, content: str | list[int], wants_text: bool, add_special_tokens: bool = True, num_kept: int | None = None
+    ) -> Prompt:
         """Return a prompt of a completion, with its text and offsets if they are wanted.
 
+        Args:
+            num_kept: Number of its last tokens to keep, None for all.
         Raises:
             ApiError: The model cannot continue the prompt.
         """
         if isinstance(content, str):
-            prompt = self._checked(await self.encode(content), content)
+            prompt = self._checked(await self.encode(content, add_special_tokens), content, num_kept)
         else:
-            prompt = self._checked(content, "")
-        return await asyncio.to_thread(self._with_offsets, prompt) if wants_text else prompt
+            prompt = self._checked(content, "", num_kept)
+        return await asyncio.to_thread(self._with_offsets, prompt, add_special_tokens) if wants_text else prompt
 
-    def _with_offsets(self, prompt: Prompt) -> Prompt:
+    def _with_offsets(self, prompt: Prompt, add_special_tokens: bool) -> Prompt:
         """Return a prompt with its text, which it may have, and offsets."""
         token_ids, text = prompt.token_ids, prompt.text
         if text and self._tokenizer.is_fast:
-            return Prompt(token_ids, text, _offsets(self._tokenizer(text, return_offsets_mapping=True)))
+            encoded = self._tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens)
+            return Prompt(token_ids, text, _offsets(encoded))
         if not text:
             text = self._tokenizer.decode(token_ids).removesuffix(unfinished_end(self._tokenizer, token_ids))
         offsets = TokenOffsets(self._tokenizer, skip_special_tokens=False)
         return Prompt(token_ids, text, [min(offsets.push(token), len(text)) for token in token_ids])
 
-    async def chat(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any] | None) -> Prompt:
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        variables: Mapping[str, Any] | None,
+        arguments: Mapping[str, bool],
+        add_special_tokens: bool = False,
+        num_kept: int | None = None,
+    ) -> Prompt:
         """Return a conversation as the chat template writes it.
 
+        Args:
+            variables: Variables of the template.
+            arguments: Arguments of the tokenizer's `apply_chat_template`.
+            add_special_tokens: Whether the tokenizer adds its special tokens to the template's.
+            num_kept: Number of its last tokens to keep, None for all.
         Raises:
             ApiError: No template, a template that refuses the messages, a conversation that is too long.
         """
-        tokenizer, names = self._tokenizer, dict(kwargs or {})
+        tokenizer, names = self._tokenizer, dict(variables or {})
         if not tokenizer.chat_template:
             raise ApiError(400, "the model's tokenizer has no chat template; use /v1/completions", param="messages")
         # They are variables of the template, not arguments of the function that renders it.
@@ -85,11 +102,11 @@ class Texts:
         conversation = [message.for_template(number) for number, message in enumerate(messages)]
         try:
             text = await asyncio.to_thread(
-                tokenizer.apply_chat_template, conversation, tokenize=False, add_generation_prompt=True, **names
+                tokenizer.apply_chat_template, conversation, tokenize=False, **arguments, **names
             )
         except Exception as error:  # whatever a template runs into with this client's messages
             raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from error
-        return self._checked(await self.encode(text, add_special_tokens=False), text)
+        return self._checked(await self.encode(text, add_special_tokens), text, num_kept)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens.
@@ -131,11 +148,13 @@ class Texts:
             self._tokens[token_id] = text
         return self._tokens[token_id]
 
-    def offsets(self, prompt: Prompt, start: int) -> TokenOffsets:
+    def offsets(self, prompt: Prompt, start: int, skip_special_tokens: bool) -> TokenOffsets:
         """Return the offsets of new tokens after a prompt, from `start` on."""
-        return TokenOffsets(self._tokenizer, prompt.token_ids, start)
+        return TokenOffsets(self._tokenizer, prompt.token_ids, start, skip_special_tokens)
 
-    def _checked(self, token_ids: list[int], text: str) -> Prompt:
+    def _checked(self, token_ids: list[int], text: str, num_kept: int | None) -> Prompt:
+        if num_kept is not None and len(token_ids) > num_kept:
+            token_ids, text = token_ids[-num_kept:], ""
         try:
             check_prompt("the prompt", token_ids, self._model.vocab_size, self._model.max_model_len)
         except ValueError as error:

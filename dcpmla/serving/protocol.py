@@ -1,62 +1,25 @@
-"""Bodies of requests in OpenAI's API, checked, and what they ask of the engine.
+"""Bodies of requests in OpenAI's API, checked.
 
 Source: OpenAI's API reference for completions and chat completions; fields beyond it carry vLLM's names.
 """
 
-import secrets
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.conversation import Messages, check_messages
 from dcpmla.serving.errors import ApiError
+from dcpmla.serving.refused import check_fields_of_body, check_stream_options
+from dcpmla.serving.sampling_fields import MAX_LOGPROBS, SamplingFields
+from dcpmla.serving.shown import Shown
 
-MAX_CHOICES = 128  # Answers to one prompt.
-MAX_LOGPROBS = 20  # alternatives of a token
-_MAX_TOKENS = 1 << 31
-_SEEDS = 1 << 64
-_MAX_MESSAGES = 1 << 14
 # pydantic parses 10 million numbers a second, but only 300,000 messages, and holds Python's lock meanwhile. A thread
 # would not keep the event loop free, so bodies have limits.
 _MAX_NUMBERS = 1 << 21  # Constants count as well.
 _MAX_ITEMS = 1 << 18  # Strings (names of fields included), lists and objects.
 
-# Fields that would change the answer and are not served, with the values that change nothing.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1, 1.0),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
-# How far a text reaches back for a stop string is work at every token, for all requests.
-StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Body = TypeVar("Body", bound=BaseModel)
 _Path = tuple[int | str, ...]
 _Mistake = tuple[_Path, str, str]  # Path, type and message of pydantic.
@@ -65,31 +28,18 @@ _Mistake = tuple[_Path, str, str]  # Path, type and message of pydantic.
 class StreamOptions(BaseModel):
     """Options of a streamed answer."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class _Generation(BaseModel):
-    """Fields that both kinds of completions have; null is the default."""
+class _Generation(SamplingFields):
+    """Fields that both kinds of completions have besides those of sampling; null is the default."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, gt=-_SEEDS, lt=_SEEDS)
-    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=256, fail_fast=True)] | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    best_of: int | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+<<<<<<< new/dcpmla/serving/protocol.py
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
 
     @property
@@ -101,6 +51,10 @@ class _Generation(BaseModel):
     def wants_usage(self) -> bool:
         """Return whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+=======
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+>>>>>>> tree/dcpmla/serving/protocol.py
 
     def check(self) -> None:
         """Forget unknown fields.
@@ -110,29 +64,28 @@ class _Generation(BaseModel):
         """
         if self.best_of not in (None, self.num_choices):
             raise ApiError(400, f"best_of is {self.best_of}; it must be n, {self.num_choices}", param="best_of")
-        for name, value in (self.model_extra or {}).items():
-            if name in _UNSUPPORTED and value is not None and value not in _UNSUPPORTED[name]:
-                raise ApiError(400, f"{name} is not supported; leave it out", param=name)
+        if self.stream_options is not None:
+            check_stream_options(self.stream_options.model_extra or {})
+            if not self.stream and (self.stream_options.include_usage or self.stream_options.continuous_usage_stats):
+                raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
+        check_fields_of_body(self.model_extra or {})
         if self.model_extra:
             self.model_extra.clear()  # The answer may take minutes.
 
-    def params(self, max_new_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
-        """Return what one prompt's requests have in common; a request without a seed gets one that nobody knows."""
-        return SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
-            seed=secrets.randbits(32) if self.seed is None else self.seed % _SEEDS,
-            stop=self.stop or (),
-            stop_token_ids=self.stop_token_ids or (),
-            ignore_eos=bool(self.ignore_eos),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+    def shown(self, *, echo: bool, num_logprobs: int | None, drops_new: bool) -> Shown:
+        """Return the parts of the answer that the client asks for."""
+        options = self.stream_options or StreamOptions()
+        return Shown(
+            echo=echo,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=self.prompt_logprobs,
+            drops_new=drops_new,
+            token_ids=bool(self.return_token_ids),
+            special_tokens=self.shows_special_tokens,
+            usage_at_end=bool(options.include_usage),
+            usage_in_chunks=bool(options.continuous_usage_stats),
         )
 
 
@@ -156,67 +109,49 @@ class CompletionBody(_Generation):
         return list(self.prompt)
 
     def check(self) -> None:
-        """Raise ApiError as well where no token is asked for, and no prompt back."""
+        """Raise ApiError as well if neither a new token nor the prompt is wanted."""
         super().check()
-        if self.max_tokens == 0 and not self.echo:
+        if self.most_new_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens is 0; it must be at least 1, except with echo", param="max_tokens")
 
 
-class ContentPart(BaseModel):
-    """A part of a message's content."""
+class TemplateFields(BaseModel):
+    """Fields that say how the chat template is used."""
 
     model_config = ConfigDict(strict=True)
-    type: str
-    text: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
-
-class ChatMessage(BaseModel):
-    """A message of a conversation."""
-
-    model_config = ConfigDict(strict=True)
-    role: str
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-    name: str | None = None
-    tool_calls: Any = None
-
-    def for_template(self, number: int) -> dict[str, str]:
-        """Return what a chat template sees.
+    def template(self) -> dict[str, bool]:
+        """Return arguments of the tokenizer's `apply_chat_template`.
 
         Raises:
-            ApiError: content that is no text, or calls of tools.
+            ApiError: The final message cannot be both continued and followed by a new one.
         """
-        if self.tool_calls:
-            raise ApiError(400, "tool_calls is not supported; leave it out", param=f"messages.{number}.tool_calls")
-        if isinstance(self.content, list):
-            other = next((part.type for part in self.content if part.type != "text" or part.text is None), None)
-            if other is not None:
-                words = f"content of type {other!r} is not supported; give texts"
-                raise ApiError(400, words, param=f"messages.{number}.content")
-            content = "".join(part.text or "" for part in self.content)
-        else:
-            content = self.content or ""
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content, **named}
+        if self.add_generation_prompt and self.continue_final_message:
+            words = "continue_final_message and add_generation_prompt are both true; give one of the two"
+            raise ApiError(400, words, param="continue_final_message")
+        continues = bool(self.continue_final_message)
+        adds = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        return {"add_generation_prompt": adds, "continue_final_message": continues}
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
-
-
-class ChatBody(_Generation):
+class ChatBody(_Generation, TemplateFields):
     """A body of /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Raise ApiError as well for alternatives without log probabilities, and where no token is asked for."""
+        """Raise ApiError as well for alternatives without log probabilities, and if no token is wanted."""
         super().check()
+        check_messages(self.messages)
+        self.template()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.max_tokens == 0:
+        if self.most_new_tokens == 0:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
 
     @property
@@ -225,15 +160,21 @@ class ChatBody(_Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(TemplateFields):
     """A body of /tokenize."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise ApiError if a field would change the tokens and is not served, or for no text or two."""
+        check_fields_of_body(self.model_extra or {})
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        check_messages(self.messages or [])
 
 
 class DetokenizeBody(BaseModel):

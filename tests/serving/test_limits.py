@@ -388,9 +388,12 @@ def test_large_bodies_that_are_not_absurd() -> None:
 
 
 def test_nothing_is_kept_of_unknown_fields() -> None:
-    fields = {"prompt": "a", "messages": [{**MESSAGE, "x": ["y"]}], "x": ["y"] * 1000}
-    for kind in (CompletionBody, ChatBody):
-        body = parse(kind, json.dumps(fields).encode(), kind.check)
+    bodies: list[tuple[Any, dict[str, Any]]] = [
+        (CompletionBody, {"prompt": "a"}),
+        (ChatBody, {"messages": [{**MESSAGE, "x": ["y"]}]}),
+    ]
+    for kind, fields in bodies:
+        body = parse(kind, json.dumps({**fields, "x": ["y"] * 1000}).encode(), kind.check)
         assert not body.model_extra
     assert '"x"' not in body.model_dump_json().replace('"content":"x"', "")
     with pytest.raises(ApiError, match="tools is not supported"):

@@ -10,6 +10,7 @@ from dcpmla.runtime.text import TextStream
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.shown import Shown
 from tests.runtime.test_text import SPECIAL, byte_letter, tokenizer_of
 
 
@@ -29,7 +30,7 @@ def ids_of_bytes(content: bytes) -> list[int]:
 def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a choice, streamed token by token, after a check that it is the same in one piece."""
     stream = TextStream(tokenizer_of(family), stop, prompt.token_ids)
-    answers, whole = (Answers(texts_of(family), "m", [prompt], 1, echo=echo, num_logprobs=0) for _ in range(2))
+    answers, whole = (Answers(texts_of(family), "m", [prompt], 1, Shown(echo=echo, num_logprobs=0)) for _ in range(2))
     scored = tuple(TokenLogprobs(token, -1.0, ()) for token in prompt.token_ids) if echo else ()
     joined: dict[str, Any] = {"text": "", "tokens": [], "text_offset": []}
     for number, token in enumerate(new):
@@ -43,12 +44,13 @@ def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[
             "stop" if is_last else None,
             prompt_logprobs=() if number else scored,
         )
-        chunk: Any = answers.chunk(0, output)
+        (chunk,) = (answers.chunk(0, output) or {})["choices"]
         joined["text"] += chunk["text"]
         joined["tokens"] += chunk["logprobs"]["tokens"]
         joined["text_offset"] += chunk["logprobs"]["text_offset"]
     logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in new)
-    once: Any = whole.whole(0, Output(0, stream.text, tuple(new), logprobs, "stop", prompt_logprobs=scored))
+    output = Output(0, stream.text, tuple(new), logprobs, "stop", prompt_logprobs=scored)
+    (once,) = whole.whole([output])["choices"]
     assert once["text"] == joined["text"]
     length = len(once["text"])
     assert once["logprobs"]["text_offset"] == [min(offset, length) for offset in joined["text_offset"]]

@@ -1,0 +1,76 @@
+"""The ways in which an answer follows the engine: whole, or as a stream of events, while its client is connected."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dcpmla.serving.answers import DONE, Answers, event
+from dcpmla.serving.client import Generation, merged
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Output
+from dcpmla.serving.shown import Json
+
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+T = TypeVar("T")
+
+
+async def collect(generation: Generation, answers: Answers) -> Json:
+    """Return the whole answer."""
+    outputs: list[list[Output]] = [[] for _ in generation.indices]
+    async for index, output in generation.outputs():
+        outputs[index].append(output)
+    return answers.whole([merged(parts)[0] for parts in outputs])
+
+
+async def events(generation: Generation, answers: Answers) -> AsyncIterator[str]:
+    """Yield the answer as events; an error is the last one, if one comes."""
+    try:
+        for chunk in answers.first_chunks():
+            yield event(chunk)
+        async for index, output in generation.outputs():
+            if (new := answers.chunk(index, output)) is not None:
+                yield event(new)
+    except ApiError as error:
+        yield event(error.body())
+        return
+    for chunk in answers.last_chunks():
+        yield event(chunk)
+    yield DONE
+
+
+class EventStream(Response):
+    """A streamed answer; its requests end with it, or with its client."""
+
+    def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
+        super().__init__()
+        self._generation, self._events = generation, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:
+            await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        async for text in self._events:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what work comes to; None, with the work cancelled, if the client goes away first."""
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(until_gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await tasks[0] if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,126 @@
+"""Fields of completions and chats that say how tokens are chosen and when an answer ends."""
+
+import secrets
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.errors import ApiError
+
+MAX_CHOICES = 128  # Answers to one prompt.
+MAX_LOGPROBS = 20  # alternatives of a token
+MAX_TOKENS = 1 << 31
+_SEEDS = 1 << 64
+_MAX_BIASES = 1024
+
+# A stop string's length is work at every token, for all requests.
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Number = Annotated[str, StringConstraints(pattern=r"^-?[0-9]{1,10}$")]
+# Keys of JSON objects are strings.
+TokenBiases = Annotated[
+    dict[Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=_MAX_BIASES),
+]
+
+
+def _kept(value: int | str) -> int:
+    """Return a number of tokens to keep: -1, or at least 1."""
+    number = int(value)
+    if number == 0 or not -1 <= number <= MAX_TOKENS:
+        raise ValueError(f"it must be -1 or a whole number of at least 1, not {number}")
+    return number
+
+
+class SamplingFields(BaseModel):
+    """Fields that both kinds of completions have; null is the default."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    truncate_prompt_tokens: Annotated[int | Number, AfterValidator(_kept)] | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, gt=-_SEEDS, lt=_SEEDS)
+    stop: (
+        Annotated[str, StringConstraints(max_length=256)]
+        | Annotated[list[StopText], Field(max_length=16, fail_fast=True)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=256, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: TokenBiases | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """Limit of new tokens that the client names, if it does."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        """Whether special tokens are in the text of an answer."""
+        return self.skip_special_tokens is False
+
+    def num_kept_tokens(self, max_model_len: int, max_new_tokens: int) -> int | None:
+        """Return how many of its last tokens a prompt keeps at most, None for all.
+
+        Raises:
+            ApiError: The new tokens leave no room for a prompt.
+        """
+        if self.truncate_prompt_tokens is None:
+            return None
+        number = int(self.truncate_prompt_tokens)
+        if number > 0:
+            return number
+        if max_new_tokens >= max_model_len:
+            words = (
+                f"max_tokens is {max_new_tokens}; with truncate_prompt_tokens -1 at most {max_model_len - 1} is allowed"
+            )
+            raise ApiError(400, words, param="max_tokens")
+        return max_model_len - max_new_tokens
+
+    def params(self, max_new_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        """Return the parameters that one prompt's requests have in common; without a seed they get a secret one.
+
+        Raises:
+            ApiError: More tokens must come than may come.
+        """
+        if (self.min_tokens or 0) > max_new_tokens:
+            words = f"min_tokens is {self.min_tokens}; at most max_tokens, {max_new_tokens}, is allowed"
+            raise ApiError(400, words, param="min_tokens")
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_tokens=self.min_tokens or 0,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            seed=secrets.randbits(32) if self.seed is None else self.seed % _SEEDS,
+            stop=self.stop or (),
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=bool(self.ignore_eos),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            logit_bias=[(int(token), bias) for token, bias in (self.logit_bias or {}).items()],
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            skip_special_tokens=not self.shows_special_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
