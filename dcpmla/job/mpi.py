@@ -9,9 +9,10 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 _INSTALL = "install both with: pip install 'dcpmla[mpi]'"
@@ -60,8 +61,8 @@ def meet_over_mpi(host: str | None, wants_open_mpi: bool, rank: str, timeout: ti
     with _deadline(rank, timeout), _initialized(MPI):
         world = MPI.COMM_WORLD
         local = world.Split_type(MPI.COMM_TYPE_SHARED)
-        listener = _listen() if world.rank == 0 else None
         name = host or _own_name(local.size == world.size)
+        listener = _listen(name) if world.rank == 0 else None
         own = (name, listener.getsockname()[1], uuid.uuid4().hex) if listener else None
         host, port, nonce = world.bcast(own)
         meeting = Meeting(world.rank, world.size, local.rank, local.size, host, port, nonce, listener)
@@ -125,12 +126,16 @@ def _deadline(rank: str, timeout: timedelta) -> Iterator[None]:
         guard.wait()
 
 
-def _listen() -> socket.socket:
+def _listen(host: str) -> socket.socket:
+    """Listen on a free port of one address, if the others' name for this host is an address; otherwise of all."""
+    with suppress(ValueError, OSError):  # a name, or an address that a router translates
+        family = socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
+        return socket.create_server((host, 0), family=family)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
 
 
 def _own_name(alone: bool) -> str:
-    """Return the name under which the others reach this host; ranks of one host need none that resolves."""
-    return "localhost" if alone else socket.gethostname()
+    """Return the name under which the others reach this host: for ranks of one host, an address of it alone."""
+    return "127.0.0.1" if alone else socket.gethostname()
