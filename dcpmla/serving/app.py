@@ -212,12 +212,8 @@ class Api:
             params,
             self._settings.request_timeout,
             num_choices=body.num_choices,
-<<<<<<< new/dcpmla/serving/app.py
             cache_salt=body.cache_salt or "",
-            num_characters=sum(len(prompt.text) for prompt in answers.prompts) if answers.echo else 0,
-=======
             num_characters=sum(len(prompt.text) for prompt in answers.prompts) if answers.shown.echo else 0,
->>>>>>> tree/dcpmla/serving/app.py
         )
         answers.drop_prompts()
         if body.stream:

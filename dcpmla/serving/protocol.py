@@ -6,7 +6,7 @@ Source: OpenAI's API reference for completions and chat completions; fields beyo
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from dcpmla.serving.conversation import Messages, check_messages
 from dcpmla.serving.errors import ApiError
@@ -39,22 +39,9 @@ class _Generation(SamplingFields):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-<<<<<<< new/dcpmla/serving/protocol.py
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
-
-    @property
-    def num_choices(self) -> int:
-        """Answers to each prompt."""
-        return self.n or 1
-
-    @property
-    def wants_usage(self) -> bool:
-        """Return whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-=======
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
->>>>>>> tree/dcpmla/serving/protocol.py
 
     def check(self) -> None:
         """Forget unknown fields.
