@@ -5,10 +5,11 @@ parallelism).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode, mla_decode
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.prefill import dcp_mla_prefill
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
@@ -16,7 +17,6 @@ from dcpmla.merge import merge_partials
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ __all__ = [
     "MLAAttention",
     "MLAConfig",
     "SamplingParams",
+    "StepBuilder",
     "StepMetadata",
     "StepRequests",
     "dcp_mla_decode",

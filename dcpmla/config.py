@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, even, number, one_of, option_label, optional, whole
 from dcpmla.ownership import check_block_size
@@ -135,16 +134,6 @@ class MLAConfig:
             )
         return self.num_heads // tensor_parallel_size
 
-    @staticmethod
-    def from_hf(config: Any) -> "MLAConfig":
-        """Read a transformers config of one of `dcpmla.hf_config.MLA_MODEL_TYPES`.
-
-        Raises:
-            ValueError: another architecture, or layers that reuse a selection that no layer makes.
-        """
-        from dcpmla.hf_config import attention_config  # which builds on this file
-
-        return attention_config(config)
 
 
 _DCP_RULES = {

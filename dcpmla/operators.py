@@ -1,45 +1,115 @@
-"""Custom ops (`torch.ops.dcpmla`): one node each in a compiled graph, plain functions elsewhere."""
+"""Custom ops (`torch.ops.dcpmla`), an entry each: one node in a compiled graph, plain functions elsewhere.
 
+An entry is a decorator over the operator's reference: plain torch that specifies it and runs on any device. It gives
+the fake, which makes results without values, the kernel and the condition under which that runs instead, and the
+arguments that are written. An operator without a kernel is made of other operators, or launches a kernel itself.
+"""
+
+import importlib
+import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 Result = TypeVar("Result")
-Fake = TypeVar("Fake", bound=Callable[..., Any])
+
+
+def nothing() -> None:
+    """Return None: the fake of operators that only write into their arguments."""
 
 
 class Operator(Generic[Result]):
-    """A function, and the custom op of it, which has no gradients.
+    """A reference and its kernel, and the custom op of both, which has no gradients.
 
     torch's dispatcher takes a custom op through Python, up to 150 us a call on a slow CPU where arguments are mutated,
     and a layer has a dozen. So calls go through it only where they are traced, where a mode watches what is
     dispatched, or where a gradient must be refused.
 
     Attributes:
-        op: the custom op.
+        op: The custom op.
+        reference: The decorated function.
+        kernel: Name of the kernel's launcher, "package.module:function"; None for none.
     """
 
-    def __init__(self, name: str, function: Callable[..., Result], mutates_args: Sequence[str]) -> None:
-        self.op = torch.library.custom_op(f"dcpmla::{name}", function, mutates_args=mutates_args)
-        self._function = function
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[..., Result],
+        fake: Callable[..., Any],
+        kernel: str | None,
+        runs: Callable[..., bool] | None,
+        mutates_args: Sequence[str],
+    ) -> None:
+        self.reference, self.kernel = reference, kernel
+        self._runs = None if runs is None else _take_named(runs, reference)
+        self.__doc__ = reference.__doc__
+        schema = torch.library.infer_schema(reference, mutates_args=mutates_args)
+        self.op = torch.library.custom_op(f"dcpmla::{name}", self._run, mutates_args=mutates_args, schema=schema)
+        self.op.register_fake(_take_named(fake, reference))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or _get_current_dispatch_mode() is not None:
             return self.op(*args, **kwargs)
-        return self._function(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
-    def register_fake(self, fake: Fake) -> Fake:
-        """Take a function that makes tensors of the shapes and dtypes that come back; return it."""
-        self.op.register_fake(fake)
-        return fake
+    def _run(self, *args: Any, **kwargs: Any) -> Result:
+        if self.kernel is not None and (
+            _is_float_on_gpu(args[0]) if self._runs is None else self._runs(*args, **kwargs)
+        ):
+            return import_kernel(self.kernel)(*args, **kwargs)
+        return self.reference(*args, **kwargs)
 
 
-def operator(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Result]], Operator[Result]]:
-    """Return a decorator that makes a function the `Operator` dcpmla::name.
+def operator(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    kernel: str | None = None,
+    runs: Callable[..., bool] | None = None,
+    mutates_args: Sequence[str] = (),
+) -> Callable[[Callable[..., Result]], Operator[Result]]:
+    """Return a decorator that makes a reference the `Operator` dcpmla::name.
 
     Args:
-        mutates_args: the tensors that it writes into.
+        fake: Function that makes tensors of the shapes, dtypes and strides that come back. Its parameters are those of
+            the operator's that it needs, by name.
+        kernel: Launcher of the kernel, "package.module:function", with the reference's parameters. It is imported when
+            it runs first, since triton is there on Linux only.
+        runs: Condition for the kernel, a function of parameters as `fake`. By default the first argument is on a GPU,
+            in bfloat16, float16 or float32.
+        mutates_args: Names of the tensors that are written.
     """
-    return lambda function: Operator(name, function, mutates_args)
+    return lambda reference: Operator(name, reference, fake, kernel, runs, mutates_args)
+
+
+@cache
+def import_kernel(name: str) -> Callable[..., Any]:
+    """Import the function that "package.module:function" names."""
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _is_float_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _take_named(function: Callable[..., Result], reference: Callable[..., Any]) -> Callable[..., Result]:
+    """Return a function of the reference's parameters that passes on those that `function` has.
+
+    Raises:
+        ValueError: `function` has a parameter that the reference has not.
+    """
+    parameters, names = inspect.signature(reference).parameters, list(inspect.signature(function).parameters)
+    if unknown := set(names) - set(parameters):
+        raise ValueError(f"fake or runs takes {sorted(unknown)}; {reference.__name__} has {', '.join(parameters)}")
+    defaults = {name: parameters[name].default for name in parameters}
+
+    def call(*args: Any, **kwargs: Any) -> Result:
+        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
+        return function(*(given[name] for name in names))
+
+    return call

@@ -13,9 +13,16 @@ import transformers
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
-from dcpmla import DCPConfig, MLAConfig
+from dcpmla import DCPConfig
 from dcpmla.config import IndexerConfig, divisors
-from dcpmla.hf_config import MLA_MODEL_TYPES, check_index_options, num_index_layers, skips_topk, yarn_mscale
+from dcpmla.integrations.hf_config import (
+    MLA_MODEL_TYPES,
+    attention_config,
+    attention_kind,
+    num_index_layers,
+    skips_topk,
+    yarn_mscale,
+)
 from tests.support.models import MLA_FAMILIES, SPARSE_FAMILIES, tiny_config
 
 POSITIONS = torch.tensor([0, 15, 16, 40, 100])
@@ -100,7 +107,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a module multiplies into its query and its scores, together it is scale x the Llama 4 factor."""
     hf_config = make_config(family, rope)
-    module, config = make_module(hf_config), MLAConfig.from_hf(hf_config)
+    module, config = make_module(hf_config), attention_config(hf_config)
     hidden = torch.randn(len(POSITIONS), config.hidden_size)
     seen, *_ = call(module, hidden, monkeypatch)
     if config.q_lora_rank is None:
@@ -122,7 +129,7 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
 @families
 def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_config = make_config(family)
-    module, config = make_module(hf_config), MLAConfig.from_hf(hf_config)
+    module, config = make_module(hf_config), attention_config(hf_config)
     hidden = 1e-3 * torch.randn(len(POSITIONS), config.hidden_size)  # small enough to tell the eps of the norm
     seen, *_ = call(module, hidden, monkeypatch)
     compressed = module.kv_a_proj_with_mqa(hidden)[:, : config.kv_lora_rank]
@@ -138,7 +145,7 @@ def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypat
 @families
 def test_rotary_layout_is_the_one_the_module_calls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_config = make_config(family)
-    config = MLAConfig.from_hf(hf_config)
+    config = attention_config(hf_config)
     _, rotary, _ = call(make_module(hf_config), torch.randn(len(POSITIONS), config.hidden_size), monkeypatch)
     assert len(rotary) == 1
     assert config.rope_interleaved == (rotary != ["apply_rotary_pos_emb"])
@@ -150,8 +157,8 @@ def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
     hf_config = make_config(family, rope)
     module = make_module(hf_config)
     scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
-    assert MLAConfig.from_hf(hf_config).scale == pytest.approx(scale, rel=1e-12)
-    assert MLAConfig.from_hf(hf_config).kv_lora_scale == pytest.approx(
+    assert attention_config(hf_config).scale == pytest.approx(scale, rel=1e-12)
+    assert attention_config(hf_config).kv_lora_scale == pytest.approx(
         getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12
     )
 
@@ -159,7 +166,7 @@ def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
 @families
 def test_geometry_is_that_of_the_weights(family: str) -> None:
     hf_config = make_config(family)
-    module, config = make_module(hf_config), MLAConfig.from_hf(hf_config)
+    module, config = make_module(hf_config), attention_config(hf_config)
     q_proj = module.q_proj if config.q_lora_rank is None else module.q_b_proj
     assert q_proj.out_features == config.num_heads * config.qk_head_dim
     assert q_proj.in_features == (config.q_lora_rank or config.hidden_size)
@@ -178,7 +185,7 @@ def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPa
     module = make_module(hf_config)
     indexer = module.indexer
     _, _, rotary = call(module, torch.randn(len(POSITIONS), hf_config.hidden_size), monkeypatch)
-    config = MLAConfig.from_hf(hf_config)
+    config = attention_config(hf_config)
     assert config.indexer == IndexerConfig(
         num_heads=indexer.weights_proj.out_features,
         head_dim=indexer.wk.out_features,
@@ -203,7 +210,7 @@ def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
         "full"
     )
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        MLAConfig.from_hf(hf_config)
+        attention_config(hf_config)
 
 
 @pytest.mark.parametrize("family", SPARSE_FAMILIES)
@@ -250,7 +257,7 @@ def test_which_layers_select(family: str, fields: dict[str, Any], types: str) ->
 def test_layers_that_neither_select_nor_share(fields: dict[str, Any], message: str) -> None:
     config = transformers.DeepseekV32Config(num_hidden_layers=3, **fields)
     with pytest.raises(ValueError, match="^model: " + re.escape(message)):
-        MLAConfig.from_hf(config)
+        attention_config(config)
 
 
 @pytest.mark.parametrize("interleaved", [True, False, None])
@@ -259,7 +266,7 @@ def test_rope_of_the_indexer_is_the_configs_or_its_familys(interleaved: bool | N
         config = tiny_config(family)
         if interleaved is not None:
             config.indexer_rope_interleave = interleaved
-        indexer = MLAConfig.from_hf(config).indexer
+        indexer = attention_config(config).indexer
         assert indexer is not None
         assert indexer.rope_interleaved == (family == "glm_moe_dsa" if interleaved is None else interleaved)
 
@@ -272,13 +279,13 @@ def test_rope_of_the_indexer_is_the_configs_or_its_familys(interleaved: bool | N
     ],
 )
 def test_a_dense_model_has_no_index_cache(options: dict[str, Any], name: str) -> None:
-    dense, sparse = (MLAConfig.from_hf(make_config(family)) for family in ("deepseek_v3", "deepseek_v32"))
-    assert (dense.indexer, num_index_layers(make_config("deepseek_v3"))) == (None, 0)
-    message = f"{name} goes with sparse MLA (deepseek_v32, glm_moe_dsa); this model's attention is dense"
+    dense, sparse = (attention_kind(make_config(family)) for family in ("deepseek_v3", "deepseek_v32"))
+    assert (dense.config.indexer, num_index_layers(make_config("deepseek_v3"))) == (None, 0)
+    message = f"{name} goes with sparse MLA, whose layers have indexers; this attention is dense"
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        check_index_options(dense, DCPConfig(**options))
-    check_index_options(dense, DCPConfig())
-    check_index_options(sparse, DCPConfig(**options))
+        dense.check_layout(DCPConfig(**options))
+    dense.check_layout(DCPConfig())
+    sparse.check_layout(DCPConfig(**options))
 
 
 def test_scale_of_deepseek_v3_as_published() -> None:
@@ -292,12 +299,12 @@ def test_scale_of_deepseek_v3_as_published() -> None:
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
-    assert MLAConfig.from_hf(hf_config).scale == pytest.approx(0.1352338, abs=1e-7)
+    assert attention_config(hf_config).scale == pytest.approx(0.1352338, abs=1e-7)
 
 
 def test_other_architectures_are_refused() -> None:
     with pytest.raises(ValueError, match="architecture 'llama' is not an MLA model") as error:
-        MLAConfig.from_hf(transformers.LlamaConfig())
+        attention_config(transformers.LlamaConfig())
     assert all(model_type in str(error.value) for model_type in MLA_MODEL_TYPES)
 
 
@@ -314,7 +321,7 @@ def test_divisors() -> None:
 
 
 def test_heads_per_rank() -> None:
-    config = MLAConfig.from_hf(make_config("deepseek_v3"))
+    config = attention_config(make_config("deepseek_v3"))
     assert {size: config.heads_per_rank(size) for size in (1, 3, 8, 24)} == {1: 24, 3: 8, 8: 3, 24: 1}
 
 
@@ -325,4 +332,4 @@ def test_heads_that_do_not_divide(size: int) -> None:
         "choose 1, 2, 3, 4, 6, 8, 12 or 24"
     )
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        MLAConfig.from_hf(make_config("deepseek_v3")).heads_per_rank(size)
+        attention_config(make_config("deepseek_v3")).heads_per_rank(size)

@@ -1,118 +1,162 @@
-"""The layout of a step. Whatever picks a collective or its size comes from global lengths, so all ranks of a DCP group
-build the same sequence of exchanges.
+"""The layout of a step, from numbers on the host to tensors on a device.
+
+Whatever picks a collective or its size comes from global lengths, so all ranks of a DCP group build the same sequence
+of exchanges.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla import ownership
-from dcpmla.attention.calls import Segments, decode_workspace
-from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata, SparseMetadata, StepMetadata
+from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.chunks import ChunkBuilder, chunk_bounds, segments_of
+from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, StepMetadata, StepRequests
 from dcpmla.config import DCPConfig
 from dcpmla.upload import upload
 
 
-@dataclass(frozen=True)
-class StepBuilder:
-    """Steps of one rank over caches of one layout, from numbers on the host to tensors on a device."""
+class HostStep(NamedTuple):
+    """A step on the host. Decodes are the first requests, and their tokens the first tokens.
 
-    dcp: DCPConfig
-    dcp_rank: int
-    device: torch.device | str
+    Attributes:
+        requests: Requests of the step.
+        num_decodes, num_decode_tokens: Number of decodes, and of their new tokens.
+        table: Block ids of each request [num_reqs, max_blocks], int64.
+        request: Request of each token [T], int32.
+        positions: Position of each token in its sequence [T], int64.
+    """
+
+    requests: StepRequests
+    num_decodes: int
+    num_decode_tokens: int
+    table: np.ndarray
+    request: np.ndarray
+    positions: np.ndarray
+
+
+class GraphRows(NamedTuple):
+    """The static tensors of a graph's decodes, all requests with equally many rows.
+
+    Attributes:
+        query_len: Rows of each request.
+        max_seq_len: Upper bound of seq_lens.
+        block_table: Block ids of each request [num_reqs, max_blocks], int32.
+        states: State of each request [num_reqs], int32; -1 for padding.
+        request: Request of each row [rows], int32.
+        positions: Position of each row's token [rows], int64.
+        seq_lens, local_seq_lens: Tokens up to the row's, on all ranks and on this one [rows], int32; 0 for padding.
+    """
+
+    query_len: int
+    max_seq_len: int
+    block_table: Tensor
+    states: Tensor
+    request: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    local_seq_lens: Tensor
+
+
+class StepBuilder:
+    """Builder of one rank's steps of dense MLA. Other kinds of attention derive theirs from it.
+
+    Args:
+        dcp: Layout of the cache over the ranks.
+        dcp_rank: Rank in the DCP group.
+        device: Device of the steps' tensors.
+    Attributes:
+        block_tokens: Positions that a block id covers, over all ranks.
+        num_states: Number of requests' states in the cache; 0 where it has none.
+        has_slots: Whether each token has a slot in the cache's blocks.
+    """
+
+    num_states = 0
+    has_slots = True
+
+    def __init__(self, dcp: DCPConfig, dcp_rank: int, device: torch.device | str = "cpu") -> None:
+        self.dcp, self.dcp_rank, self.device = dcp, dcp_rank, device
+        self.block_tokens = dcp.virtual_block_size
+        self._chunks = ChunkBuilder(dcp, dcp_rank, device, dcp.block_size)
 
     def build(
         self,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        max_decode_query_len: int,
-        num_decodes: int | None,
-        workspace: Tensor | None,
-        is_sparse: bool,
+        requests: StepRequests,
+        max_decode_query_len: int = 1,
+        num_decodes: int | None = None,
+        workspace: Tensor | None = None,
     ) -> StepMetadata:
-        """Lay out a step; `StepMetadata.build` documents arguments and errors."""
-        check_requests(query_lens, seq_lens, block_tables, self.dcp.virtual_block_size)
-        if num_decodes is None:
-            num_decodes = leading_decodes(query_lens, max_decode_query_len)
-        elif not 0 <= num_decodes <= len(query_lens):
-            raise ValueError(f"num_decodes is {num_decodes}; it must be in [0, {len(query_lens)}], of all requests")
-        num_decode_tokens = sum(query_lens[:num_decodes])
-        decode_columns = _num_blocks(max(seq_lens[:num_decodes], default=0), self.dcp)
-        table = pad_table(block_tables, seq_lens, self.dcp.virtual_block_size)
-        request = np.arange(len(query_lens), dtype=np.int32)
-        if max(query_lens) > 1:
-            request = np.repeat(request, query_lens)
-        positions = positions_of(query_lens, seq_lens)
-        # One upload for all: decodes read the front of the arrays that prefills and sparse layers need.
-        slots = self._slots(positions, table[request, positions // self.dcp.virtual_block_size])
-        arrays = [
-            table.astype(np.int32),
-            self._local_seq_lens(positions if is_sparse else positions[:num_decode_tokens]),
-            positions,
-            slots,
+        """Lay out a step, without waiting for the device. A model adds what its layers share (`AttentionKind.prepare`).
+
+        Args:
+            requests: Requests of the step. Those at the front with at most max_decode_query_len new tokens are decodes,
+                all others prefills.
+            num_decodes: Number of requests at the front that are decodes of any length: they attend with absorbed
+                queries, long ones in pieces of max_decode_query_len tokens. None counts as the lengths say.
+            workspace: Memory from `decode_workspace`, shared by consecutive steps on one stream; None allocates it for
+                this step.
+        Raises:
+            ValueError: Lengths do not match, a block table is too short, a block id is negative, num_decodes is
+                outside [0, num_reqs], or states are not the cache's.
+        """
+        self.check(requests)
+        host = self._on_host(requests, max_decode_query_len, num_decodes)
+        columns = [
+            host.table.astype(np.int32),
+            self.local_seq_lens(host.positions[: host.num_decode_tokens]),
+            host.positions,
+            self._slots(host),
+            *self.columns(host),
         ]
-        if is_sparse:
-            arrays += request, (positions + 1).astype(np.int32)
-        block_table, local_seq_lens, positions_there, slot_mapping, *of_sparse = upload(arrays, self.device)
-        decode = prefill = sparse = None
-        if num_decodes:
-            local = block_table[:num_decodes, :decode_columns], local_seq_lens[:num_decode_tokens]
-            decode = self._decode(query_lens[:num_decodes], max_decode_query_len, *local, workspace)
-        if num_decodes < len(query_lens):
-            prefill = self.prefill(query_lens[num_decodes:], seq_lens[num_decodes:], block_table[num_decodes:])
-        if is_sparse:
-            request_there, seen = of_sparse
-            sparse = SparseMetadata(block_table, request_there, seen, local_seq_lens, max(seq_lens))
-        return StepMetadata(
+        block_table, local_seq_lens, positions, slot_mapping, *others = upload(columns, self.device)
+        decode = None
+        if host.num_decodes:
+            decode = self._decode(host, max_decode_query_len, block_table, local_seq_lens, workspace)
+        step = StepMetadata(
             num_tokens=len(positions),
-            num_decode_tokens=num_decode_tokens,
-            num_blocks=int(table.max()) + 1,
-            positions=positions_there,
+            num_decode_tokens=host.num_decode_tokens,
+            num_blocks=int(host.table.max()) + 1,
+            positions=positions,
             slot_mapping=slot_mapping,
             decode=decode,
-            prefill=prefill,
-            sparse=sparse,
+            prefill=self._prefill(host, block_table),
         )
+        return self.share(step, host, block_table, others)
 
-    def _slots(self, positions: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """Return the slot [T] of each token on this rank; blocks [T] holds only each token's block, because whole rows
-        of the table would be [T, max_blocks].
+    def columns(self, host: HostStep) -> list[np.ndarray]:
+        """Return the arrays that this kind of attention adds to the step's one upload."""
+        return []
+
+    def share(self, step: StepMetadata, host: HostStep, block_table: Tensor, columns: Sequence[Tensor]) -> StepMetadata:
+        """Return the step with the numbers that layers of this kind read.
+
+        Args:
+            block_table: Block ids of each request [num_reqs, max_blocks], int32.
+            columns: The uploaded arrays of `columns`.
         """
-        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        offsets = positions % self.dcp.virtual_block_size
-        slots = blocks * self.dcp.block_size + ownership.local_index(offsets, size, interleave)
-        return np.where(ownership.owner_rank(offsets, size, interleave) == self.dcp_rank, slots, -1)
+        return step
 
-    def _local_seq_lens(self, positions: np.ndarray) -> np.ndarray:
+    def share_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
+        """Return the step of a decode graph with the static numbers that layers of this kind read."""
+        return step
+
+    def check(self, requests: StepRequests) -> None:
+        """Raise ValueError if lengths do not match, a block table is too short, or states are not the cache's."""
+        check_requests(requests, self.block_tokens)
+        if self.num_states:
+            check_states(requests.states, len(requests.query_lens), self.num_states)
+
+    def decode_query_len(self, max_decode_query_len: int) -> int:
+        """Return the most new tokens of a decode, of max_decode_query_len."""
+        return max_decode_query_len
+
+    def local_seq_lens(self, positions: np.ndarray) -> np.ndarray:
         """Return how many tokens at each position [T] and before it are this rank's, int32 [T]."""
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         return ownership.local_seq_lens(positions + 1, size, self.dcp_rank, interleave)
-
-    def _decode(
-        self,
-        query_lens: Sequence[int],
-        max_query_len: int,
-        block_table: Tensor,
-        local_seq_lens: Tensor,
-        workspace: Tensor | None,
-    ) -> DecodeMetadata:
-        lens, index = np.asarray(query_lens), None
-        if lens.max() > max_query_len:
-            lens, request = cut_queries(lens, max_query_len)
-            index = self._upload(request)
-        return DecodeMetadata(
-            block_table=block_table,
-            local_seq_lens=local_seq_lens,
-            queries=None if lens.min() == lens.max() else self._segments(lens),
-            max_query_len=int(lens.max()),
-            workspace=decode_workspace(self.device) if workspace is None else workspace,
-            request_index=index,
-        )
 
     def prefill(self, query_lens: Sequence[int], seq_lens: Sequence[int], table: Tensor) -> PrefillMetadata:
         """Lay out a step's prefills, without waiting for the device.
@@ -121,88 +165,73 @@ class StepBuilder:
             query_lens, seq_lens: New tokens of each request, and its tokens after this step, each [num_prefills].
             table: Block ids of each request [num_prefills, max_blocks], integers on the device, enough for seq_lens.
         """
-        new = np.asarray(query_lens)
-        context_lens = np.asarray(seq_lens) - new
-        chunks = [self._chunk(*bounds, table) for bounds in chunk_bounds(context_lens, self.dcp)]
+        context_lens = np.subtract(seq_lens, query_lens)
         return PrefillMetadata(
-            queries=self._segments(query_lens),
-            first_position=self._upload(context_lens.astype(np.int32)),
-            context_chunks=tuple(chunks),
+            queries=segments_of(query_lens, self.device),
+            first_position=upload([context_lens.astype(np.int32)], self.device)[0],
+            context_chunks=tuple(
+                self._chunks.build(begin, end, table) for begin, end in chunk_bounds(context_lens, self.dcp)
+            ),
         )
 
-    def _chunk(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
-        """Return the chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned.
+    def _on_host(self, requests: StepRequests, max_decode_query_len: int, num_decodes: int | None) -> HostStep:
+        query_lens, seq_lens, block_tables, _ = requests
+        if num_decodes is None:
+            num_decodes = leading_decodes(query_lens, self.decode_query_len(max_decode_query_len))
+        elif not 0 <= num_decodes <= len(query_lens):
+            raise ValueError(f"num_decodes is {num_decodes}; it must be in [0, {len(query_lens)}], of all requests")
+        request = np.arange(len(query_lens), dtype=np.int32)
+        if max(query_lens) > 1:
+            request = np.repeat(request, query_lens)
+        return HostStep(
+            requests,
+            num_decodes,
+            sum(query_lens[:num_decodes]),
+            pad_table(block_tables, seq_lens, self.block_tokens),
+            request,
+            positions_of(query_lens, seq_lens),
+        )
 
-        Only numbers per request come from the host; numbers per token are computed on the device.
+    def _slots(self, host: HostStep) -> np.ndarray:
+        """Return the slot [T] of each token on this rank. Only each token's block is looked up, because whole rows of
+        the table would be [T, max_blocks].
         """
+        if not self.has_slots:
+            return np.full(len(host.positions), -1)
+        blocks = host.table[host.request, host.positions // self.block_tokens]
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        lens = end - begin
-        # Rank 0 owns the first group of an aligned chunk, so no rank has more of it: all ranks pad to rank 0's rows.
-        padded_lens = -(-lens // (size * interleave)) * interleave
-        start, padded_start = _starts(lens), _starts(padded_lens)
-        # Offsets from a token's number in the chunk to its position, and from a row to its index among this rank's.
-        before = begin - start[:-1], begin // size - padded_start[:-1]
-        numbers, first_position = upload(
-            [np.stack([lens, padded_lens, end, *before]), begin.astype(np.int32)], self.device
+        offsets = host.positions % self.block_tokens
+        slots = blocks * self.dcp.block_size + ownership.local_index(offsets, size, interleave)
+        return np.where(ownership.owner_rank(offsets, size, interleave) == self.dcp_rank, slots, -1)
+
+    def _decode(
+        self,
+        host: HostStep,
+        max_decode_query_len: int,
+        block_table: Tensor,
+        local_seq_lens: Tensor,
+        workspace: Tensor | None,
+    ) -> DecodeMetadata:
+        lens, index = np.asarray(host.requests.query_lens[: host.num_decodes]), None
+        longest = self.decode_query_len(max_decode_query_len)
+        if lens.max() > longest:
+            lens, request = cut_queries(lens, longest)
+            index = upload([request], self.device)[0]
+        num_columns = -(-max(host.requests.seq_lens[: host.num_decodes]) // self.block_tokens)
+        return DecodeMetadata(
+            block_table=block_table[: host.num_decodes, :num_columns],
+            local_seq_lens=local_seq_lens,
+            queries=None if lens.min() == lens.max() else segments_of(lens, self.device),
+            max_query_len=int(lens.max()),
+            workspace=decode_workspace(self.device) if workspace is None else workspace,
+            request_index=index,
         )
-        num_tokens, num_rows, end_there, before_token, before_row = numbers
 
-        request = torch.repeat_interleave(num_tokens, output_size=start[-1])
-        position = torch.arange(start[-1], device=self.device) + before_token[request]
-        row = ownership.local_index(position, size, interleave) - before_row[request]
-        order = ownership.owner_rank(position, size, interleave) * padded_start[-1] + row
-
-        request = torch.repeat_interleave(num_rows, output_size=padded_start[-1])
-        index = torch.arange(padded_start[-1], device=self.device) + before_row[request]
-        position = ownership.global_position(index, self.dcp_rank, size, interleave)
-        tokens = torch.where(position < end_there[request], position - before_token[request], -1)
-        # Padding reads whatever follows the last token in its block; `order` never points at it.
-        block = table[request, index // self.dcp.block_size].to(torch.int64)
-        slots = block * self.dcp.block_size + index % self.dcp.block_size
-        return ContextChunk(slots, order, tokens, self._segments(lens), first_position)
-
-    def _segments(self, lens: Sequence[int] | np.ndarray) -> Segments:
-        start = _starts(lens)
-        return Segments(start, self._upload(np.asarray(start, dtype=np.int32)))
-
-    def _upload(self, array: np.ndarray) -> Tensor:
-        return upload([array], self.device)[0]
-
-
-def context_workspace_tokens(max_model_len: int, max_num_seqs: int, dcp: DCPConfig) -> int:
-    """Return how many cached tokens to gather and up-project at a time: at least one aligned chunk of every request,
-    and at most 64k tokens beyond that.
-
-    Source: vLLM's chunked-prefill workspace for MLA.
-    """
-    page = dcp.chunk_alignment
-    return max(min(max(8 * max_model_len, 4 * max_num_seqs * page), 65536), max_num_seqs * page)
-
-
-def chunk_bounds(context_lens: np.ndarray, dcp: DCPConfig) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the positions [begin, end) of each request's context in each chunk, two arrays [num_prefills].
-
-    The remaining contexts share a chunk equally; long ones get the space that short ones do not need.
-    """
-    alignment = dcp.chunk_alignment
-    room = dcp.context_workspace_tokens // alignment
-    begin = np.zeros_like(context_lens)
-    while (begin < context_lens).any():
-        shares = _share(-(-(context_lens - begin) // alignment), room)
-        end = np.minimum(context_lens, begin + shares * alignment)
-        yield begin, end
-        begin = end
-
-
-def _share(needs: np.ndarray, room: int) -> np.ndarray:
-    """Share room among needs, integers [N], in equal parts that do not exceed their needs."""
-    shares = np.zeros_like(needs)
-    while room and (is_open := shares < needs).any():
-        more = np.minimum(needs - shares, max(1, room // int(is_open.sum())))
-        more[np.cumsum(more) > room] = 0  # too little room for one each: the first get it
-        shares += more
-        room -= int(more.sum())
-    return shares
+    def _prefill(self, host: HostStep, block_table: Tensor) -> PrefillMetadata | None:
+        first, requests = host.num_decodes, host.requests
+        if first == len(requests.query_lens) or not self.has_slots:
+            return None
+        return self.prefill(requests.query_lens[first:], requests.seq_lens[first:], block_table[first:])
 
 
 def leading_decodes(query_lens: Sequence[int], max_query_len: int) -> int:
@@ -217,15 +246,6 @@ def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.nd
     pieces = np.full(len(request), max_query_len)
     pieces[np.cumsum(num_pieces) - 1] = lens - (num_pieces - 1) * max_query_len
     return pieces, request
-
-
-def _starts(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    """Return the start of each length, and the total."""
-    return (0, *np.cumsum(lens).tolist())
-
-
-def _num_blocks(seq_len: int, dcp: DCPConfig) -> int:
-    return -(-seq_len // dcp.virtual_block_size)
 
 
 def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:
@@ -257,10 +277,9 @@ def pad_table(
     return table
 
 
-def check_requests(
-    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_tokens: int
-) -> None:
+def check_requests(requests: StepRequests, block_tokens: int) -> None:
     """Raise ValueError if lengths do not match or a block table is too short."""
+    query_lens, seq_lens, block_tables, _ = requests
     if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
         raise ValueError(
             f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and {len(block_tables)} "
@@ -276,3 +295,12 @@ def check_requests(
                 f"request {request}: block_tables has {len(blocks)} blocks, room for "
                 f"{len(blocks) * block_tokens} tokens; seq_lens is {seq}"
             )
+
+
+def check_states(states: Sequence[int], num_reqs: int, num_states: int) -> None:
+    """Raise ValueError if a cache does not have a state, or two requests share one."""
+    wrong = [state for state in states if not 0 <= state < num_states]
+    if len(states) != num_reqs or wrong or len(set(states)) != num_reqs:
+        raise ValueError(
+            f"states is {list(states)}; expected one for each of {num_reqs} requests, in [0, {num_states}), none twice"
+        )

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import DCPConfig, MLAConfig
@@ -11,7 +12,7 @@ from dcpmla.config import DCPConfig, MLAConfig
 def check_step(config: MLAConfig, hidden_states: Tensor, step: StepMetadata) -> None:
     """Raise ValueError for inputs that are not the step's, and for positions that the model asks for otherwise."""
     if not isinstance(step, StepMetadata):
-        raise ValueError(f"step is {type(step).__name__}; expected what StepMetadata.build gives")
+        raise ValueError(f"step is {type(step).__name__}; expected what a StepBuilder gives")
     num_tokens, device = step.num_tokens, hidden_states.device
     if hidden_states.ndim != 2 or hidden_states.shape[1] != config.hidden_size or hidden_states.shape[0] < num_tokens:
         shape = tuple(hidden_states.shape)
@@ -56,18 +57,21 @@ def check_cache(
 
 def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
     """Raise ValueError for what a layer of sparse MLA cannot select with, or attend by."""
-    if step.sparse is None:
-        raise ValueError("step has no sparse part, which a layer with config.indexer needs; build it with is_sparse")
+    sparse = step.get(SparseMetadata)
+    if sparse is None:
+        raise ValueError(
+            "step has no sparse part, which a layer with config.indexer needs; build it with a SparseStepBuilder"
+        )
     if kv_cache.stride(0) != kv_cache.shape[1] * kv_cache.stride(1):
         raise ValueError(f"kv_cache has strides {kv_cache.stride()}; sparse attention takes contiguous blocks")
-    if step.selection is None:
-        if step.sparse.max_seq_len > topk:
+    if sparse.selection is None:
+        if sparse.max_seq_len > topk:
             raise ValueError(
-                f"step.selection is None; tokens with more than {topk} before them need step.with_selection({topk})"
+                f"the step has no selection; tokens with more than {topk} before them need with_selection(step, {topk})"
             )
-    elif tuple(step.selection.positions.shape) != (step.num_tokens, topk):
+    elif tuple(sparse.selection.positions.shape) != (step.num_tokens, topk):
         raise ValueError(
-            f"step.selection is {tuple(step.selection.positions.shape)}; expected {(step.num_tokens, topk)}, tokens "
+            f"the step's selection is {tuple(sparse.selection.positions.shape)}; expected {(step.num_tokens, topk)}, tokens "
             f"and topk"
         )
 

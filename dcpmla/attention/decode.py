@@ -2,9 +2,6 @@
 across ranks.
 """
 
-from dataclasses import fields
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,7 +11,7 @@ from dcpmla.attention.decode_checks import Queries
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import Exchange, Mailbox
-from dcpmla.operators import operator
+from dcpmla.operators import import_kernel, operator
 from dcpmla.parallel.quantized import BlockFp8, unpack
 
 NO_MAILBOX = (None, None, None, 0, 0.0, "")
@@ -125,8 +122,13 @@ def run_call(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, 
     return _mla_decode(*call.flat(), *(NO_MAILBOX if mailbox is None else mailbox))
 
 
+def _empty_output(q: Tensor, kv_lora_rank: int, dtype: torch.dtype, addresses: Tensor | None) -> tuple[Tensor, Tensor]:
+    shape = q.shape[0], q.shape[1] // (1 if addresses is None else len(addresses))
+    return q.new_empty(*shape, kv_lora_rank, dtype=dtype), q.new_empty(shape, dtype=torch.float32)
+
+
 # No argument has a default: where mutated ones had, calls without a mailbox failed with torch 2.11 (not with 2.13).
-@operator("mla_decode", mutates_args=("workspace", "state"))
+@operator("mla_decode", fake=_empty_output, mutates_args=("workspace", "state"))
 def _mla_decode(
     q: Tensor,
     q_pe: Tensor | None,
@@ -172,11 +174,6 @@ def _mla_decode(
     if addresses is None or state is None or fault is None:
         return chosen.run(call)
     mailbox = Mailbox(addresses, state, fault, landing_bytes, timeout, group_name)
-    return chosen.run(call, mailbox) if chosen.sends_rows else mailbox.combine(*chosen.run(call))
-
-
-@_mla_decode.register_fake
-def _(*flat: Any) -> tuple[Tensor, Tensor]:
-    num_fields = len(fields(DecodeCall))
-    addresses = flat[num_fields]
-    return DecodeCall(*flat[:num_fields]).new_output(1 if addresses is None else addresses.shape[0])
+    if chosen.sends_rows:
+        return chosen.run(call, mailbox)
+    return import_kernel("dcpmla.comm.direct_ops:combine")(*chosen.run(call), *mailbox, is_fp8=False)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dcpmla.cache import formats, shared_rows
+from dcpmla.cache import formats, shared_format
 
 Queries = Tensor | tuple[Tensor, Tensor]  # [T, H, L + R], or their parts [T, H, L] and [T, H, R]
 _Q_FP8 = "e4m3 queries, and they alone, go with an fp8 cache, q_scale and the output's dtype"
@@ -34,7 +34,7 @@ def split_queries(q: Queries, kv_lora_rank: int) -> tuple[Tensor, Tensor | None]
 def check_cache(kv_cache: Tensor, kv_lora_rank: int, rope_dim: int) -> None:
     """Raise ValueError for a cache whose shape does not go with the queries' widths; rope_dim is 0 for shared keys."""
     if rope_dim == 0 and kv_cache.dtype == torch.uint8:
-        _, *page = shared_rows.rows_shape(0, kv_lora_rank, kv_cache.dtype)
+        _, *page = shared_format.rows_shape(0, kv_lora_rank, kv_cache.dtype)
         if kv_cache.ndim != 3 or [*kv_cache.shape[1:]] != page:
             raise ValueError(
                 f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_pages, {page[0]}, {page[1]}] for "

@@ -18,7 +18,8 @@ from dcpmla.attention.projections import absorb_query, finish_latents, rotate_qu
 from dcpmla.attention.scales import calculate_scale_
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
-from dcpmla.attention.step import PART_ROWS, DecodeMetadata, PrefillMetadata, SelectedTokens, StepMetadata
+from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.step import PART_ROWS, DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import check_device, is_quantized, row_width, storage_dtype
 from dcpmla.cache.latent import LayerCache
@@ -61,7 +62,7 @@ class MLAAttention(AttentionWeights):
     Dims: T tokens, h heads of this rank; P, R, V, L, Lq the nope, rope, value, latent and query-latent widths.
 
     With dcp.calculate_kv_scales the first step with prefills sets the scales. Nothing may be cached before: give
-    prompts of one token as prefills then (`StepMetadata.build` with max_decode_query_len 0), as the engine does.
+    prompts of one token as prefills then (`StepBuilder.build` with max_decode_query_len 0), as the engine does.
 
     With config.indexer, tokens that have more than topk before them attend only to tokens that the indexer selects
     (sparse MLA).
@@ -254,12 +255,13 @@ class MLAAttention(AttentionWeights):
         """Return the tokens that each token attends to; None for all before it, in a dense layer or where no token has
         more than topk. Collective.
         """
-        if self.config.indexer is None or step.sparse is None:
+        sparse = step.get(SparseMetadata)
+        if self.config.indexer is None or sparse is None:
             return None
         if self.indexer is not None:
             assert index_keys is not None
             self.indexer(hidden_states, q_c, index_keys, step)
-        return step.selection if step.sparse.max_seq_len > self.config.indexer.topk else None
+        return sparse.selection if sparse.max_seq_len > self.config.indexer.topk else None
 
     def _project_query(self, tokens: _Tokens, heads: slice) -> Tensor:
         """Return the queries [T, n, P + R] of n of the heads that this rank holds, not rotated."""

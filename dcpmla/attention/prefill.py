@@ -112,7 +112,10 @@ def up_project(
     return k_nope, v
 
 
-@operator("mha_prefill")
+@operator(
+    "mha_prefill",
+    fake=lambda q, v: (q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)),
+)
 def mha_prefill(
     q: Tensor,
     k_nope: Tensor,
@@ -133,12 +136,12 @@ def mha_prefill(
     return select_backend(PREFILL_BACKENDS, call).run(call)
 
 
-@mha_prefill.register_fake
-def _(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-@operator("merge_part")
+@operator(
+    "merge_part",
+    kernel="dcpmla.attention.triton.merge:merge_part",
+    fake=lambda out, lse, dtype: (torch.empty_like(out, dtype=dtype), torch.empty_like(lse)),
+    runs=lambda out: out.is_cuda,
+)
 def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge one more part into (out, lse): `merge_partials` of the two, in float32 at least.
 
@@ -147,15 +150,6 @@ def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: 
         lse, part_lse: [T, h] float32, contiguous.
         dtype: of the merged output.
     """
-    if out.is_cuda:
-        from dcpmla.attention.triton import merge as kernels  # triton is there on Linux only
-
-        return kernels.merge_part(out, lse, part, part_lse, dtype)
     wide = torch.promote_types(out.dtype, torch.float32)
     merged, lse = merge_partials(torch.stack([out.to(wide), part.to(wide)]), torch.stack([lse, part_lse]))
     return merged.to(dtype), lse
-
-
-@merge_part.register_fake
-def _(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(out, dtype=dtype), torch.empty_like(lse)

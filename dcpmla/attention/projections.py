@@ -10,14 +10,25 @@ from torch import Tensor
 from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8, to_fp8
 from dcpmla.cache.rows import write_latents
-from dcpmla.comm.reduce import rms_norm
-from dcpmla.operators import operator
+from dcpmla.comm.norm import rms_norm
+from dcpmla.operators import nothing, operator
 from dcpmla.parallel.fp8 import dequantize_blocks, empty_codes, quantize_rows, runs_fp8
 
-Latents = tuple[Tensor, Tensor, Tensor, Tensor]
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@operator("finish_latents", mutates_args=("kv_cache",))
+def _empty_latents(down: Tensor, q_weight: Tensor | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, q_rank = len(down), 0 if q_weight is None else len(q_weight)
+    q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, down.shape[1] - q_rank)
+    return q_c, latents, *empty_codes(q_c, quantizes)
+
+
+@operator(
+    "finish_latents",
+    kernel="dcpmla.attention.triton.projections:finish_latents",
+    fake=_empty_latents,
+    mutates_args=("kv_cache",),
+)
 def finish_latents(
     down: Tensor,
     kv_cache: Tensor,
@@ -47,11 +58,6 @@ def finish_latents(
         and scales of q_c, without columns unless quantizes.
     Source: DeepSeek-V2, section 2.1; norms with the roundings of transformers' models.
     """
-    if _runs_triton(down):
-        from dcpmla.attention.triton import projections as kernels
-
-        norms, how = (q_weight, kv_weight, eps, kv_lora_scale), (cos_sin, rope_interleaved, kv_scale, quantizes)
-        return kernels.finish_latents(down, kv_cache, slots, *norms, *how)
     q_rank = 0 if q_weight is None else len(q_weight)
     q_c, kv_c, k_pe = down.tensor_split((q_rank, q_rank + len(kv_weight)), -1)
     kv_c = rms_norm(kv_c, kv_weight, eps) * kv_lora_scale
@@ -62,31 +68,14 @@ def finish_latents(
     return q_c, torch.cat([kv_c, k_pe], -1), *(quantize_rows(q_c) if quantizes else empty_codes(q_c, False))
 
 
-@finish_latents.register_fake
-def _(
-    down: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    q_weight: Tensor | None,
-    kv_weight: Tensor,
-    eps: float,
-    kv_lora_scale: float,
-    cos_sin: Tensor | None,
-    rope_interleaved: bool,
-    kv_scale: Tensor | None,
-    quantizes: bool = False,
-) -> Latents:
-    return empty_latents(down, 0 if q_weight is None else q_weight.shape[0], quantizes)
-
-
-def empty_latents(down: Tensor, q_rank: int, quantizes: bool) -> Latents:
-    """Return memory for what `finish_latents` returns."""
-    num_tokens, width = down.shape
-    q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, width - q_rank)
-    return q_c, latents, *empty_codes(q_c, quantizes)
-
-
-@operator("absorb_query")
+@operator(
+    "absorb_query",
+    kernel="dcpmla.attention.triton.projections:absorb_query",
+    fake=lambda q, w_uk, q_scale: q.new_empty(
+        *q.shape[:2], q.shape[2] - w_uk.shape[1] + w_uk.shape[2], dtype=q.dtype if q_scale is None else FP8
+    ),
+    runs=lambda q, w_scales: q.is_cuda and q.dtype in _DTYPES and (w_scales is None or runs_fp8(q.device)),
+)
 def absorb_query(
     q: Tensor,
     w_uk: Tensor,
@@ -107,11 +96,7 @@ def absorb_query(
     Returns:
         [T, h, L + R].
     """
-    if _runs_triton(q) and (w_scales is None or runs_fp8(q.device)):
-        from dcpmla.attention.triton import projections as kernels
-
-        return kernels.absorb_query(q, w_uk, cos_sin, rope_interleaved, q_scale, w_scales)
-    w_uk = values_of(w_uk, w_scales, q.dtype)
+    w_uk = _values_of(w_uk, w_scales, q.dtype)
     q_nope, q_pe = q.tensor_split((w_uk.shape[1],), -1)
     if cos_sin is not None:
         q_pe = apply_rope(q_pe, cos_sin, rope_interleaved)
@@ -119,32 +104,19 @@ def absorb_query(
     return absorbed if q_scale is None else to_fp8(absorbed, q_scale)
 
 
-@absorb_query.register_fake
-def _(
-    q: Tensor,
-    w_uk: Tensor,
-    cos_sin: Tensor | None,
-    rope_interleaved: bool,
-    q_scale: Tensor | None,
-    w_scales: Tensor | None = None,
-) -> Tensor:
-    shape = *q.shape[:2], q.shape[2] - w_uk.shape[1] + w_uk.shape[2]
-    return q.new_empty(shape, dtype=q.dtype if q_scale is None else FP8)
-
-
-@operator("rotate_query_", mutates_args=("q",))
+@operator("rotate_query_", kernel="dcpmla.attention.triton.rope:rotate_query_", fake=nothing, mutates_args=("q",))
 def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
     """Rotate the last R columns of q [T, h, P + R] in place by cos_sin [T, R] (`apply_rope`)."""
     q_pe = q[..., q.shape[-1] - cos_sin.shape[-1] :]
-    if _runs_triton(q):
-        from dcpmla.attention.triton import rope as kernels
-
-        kernels.rotate_(q_pe, cos_sin, rope_interleaved)
-    else:
-        q_pe.copy_(apply_rope(q_pe, cos_sin, rope_interleaved))
+    q_pe.copy_(apply_rope(q_pe, cos_sin, rope_interleaved))
 
 
-@operator("project_values")
+@operator(
+    "project_values",
+    kernel="dcpmla.attention.triton.projections:project_values",
+    fake=lambda out, w_uv: out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1]),
+    runs=lambda out, w_scales: w_scales is not None and out.dtype in _DTYPES and runs_fp8(out.device),
+)
 def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
     """Turn attention over latents, out [T, h, L], into values [T, h V], the input of o_proj, by w_uv [h, V, L].
 
@@ -156,27 +128,13 @@ def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) ->
     return values
 
 
-@project_values.register_fake
-def _(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
-    return out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
-
-
 def project_into(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, values: Tensor) -> None:
-    """Write `project_values(out, w_uv, w_scales)` into values [T, h V], whose columns are contiguous."""
-    if w_scales is not None and _runs_triton(out) and runs_fp8(out.device):
-        from dcpmla.attention.output import kernels
-
-        kernels.project_rows(out, w_uv, 0, values, None, None, False, w_scales)
-        return
-    w_uv = values_of(w_uv, w_scales, out.dtype)
+    """Compute `project_values` by plain torch, into values [T, h V] whose columns are contiguous."""
+    w_uv = _values_of(w_uv, w_scales, out.dtype)
     # A matrix product writes into any result with contiguous columns: no transposition is left to copy.
     torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
 
 
-def values_of(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _values_of(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return a weight as it is, or the values of codes in e4m3 with their scales."""
     return weight if scales is None else dequantize_blocks(weight, scales, dtype)
-
-
-def _runs_triton(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)

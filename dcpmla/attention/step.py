@@ -5,23 +5,33 @@ A batch is flat: first the tokens of decodes (one each, or a few with speculatio
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import Segments
-from dcpmla.config import DCPConfig
-
-if TYPE_CHECKING:
-    from dcpmla.attention.compressed.step import CompressedMetadata
-    from dcpmla.cache.compressed import CompressedPlan
-
 
 PIECE_ROWS = 128  # Query rows, a token's heads each, of a cut request: two tiles, which read the same keys together.
 PART_ROWS = 1 << 16  # Query rows that attend at a time. With DeepSeek's widths they take 75 MB.
+
+
+class StepRequests(NamedTuple):
+    """The requests of a step, as the host knows them.
+
+    Attributes:
+        query_lens: New tokens of each request [num_reqs].
+        seq_lens: Tokens of each request after the step [num_reqs].
+        block_tables: Block ids of each request [num_reqs], enough for seq_lens.
+        states: Index of each request's state in caches with states [num_reqs]; not read for others.
+    """
+
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+    states: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -122,59 +132,14 @@ class PrefillMetadata:
     context_chunks: tuple[ContextChunk, ...]
 
 
-@dataclass(frozen=True)
-class SparseMetadata:
-    """The tokens that each token of a step, decodes and prefills alike, may select from.
+class SharedMetadata(Protocol):
+    """Numbers of a step that only one kind of attention reads."""
 
-    Attributes:
-        block_table: Block ids of all requests of the step [num_reqs, max_blocks], int32.
-        request: Request of each token [num_tokens], int32.
-        seq_lens: Number of its request's tokens at each token's position and before [num_tokens], int32; 0 for padding.
-        local_seq_lens: The same number over this rank's tokens [num_tokens], int32.
-        max_seq_len: Upper bound of seq_lens, the same on all ranks; up to topk, nothing is selected.
-    """
-
-    block_table: Tensor
-    request: Tensor
-    seq_lens: Tensor
-    local_seq_lens: Tensor
-    max_seq_len: int
-
-    def rows(self, tokens: slice) -> "SparseMetadata":
-        """Return the metadata of some of the tokens."""
-        per_token = self.request[tokens], self.seq_lens[tokens], self.local_seq_lens[tokens]
-        return SparseMetadata(self.block_table, *per_token, self.max_seq_len)
+    def of_tokens(self, index: int, size: int) -> Self:
+        """Return the numbers of each request's token of this index, of requests with `size` tokens each."""
 
 
-@dataclass(frozen=True)
-class SelectedTokens:
-    """The tokens that each token of a step attends to: written by a layer with an indexer, read by it and by layers
-    that reuse it.
-
-    Attributes:
-        positions: Positions in the request [T, topk], int32, unordered, -1 after the last; the same on all DCP ranks.
-        slots: Cache slots of the selected tokens that this rank owns [T, N], int32; contiguous columns, undefined
-            after the last.
-        num_slots: Number of slots of each token [T], int32.
-        num_first: Number of slots before the selected ones (rows of a window, in V4), included in num_slots [T], int32;
-            None for none.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    num_slots: Tensor
-    num_first: Tensor | None = None
-
-    @classmethod
-    def empty(cls, num_tokens: int, topk: int, device: torch.device | str) -> "SelectedTokens":
-        """Return uninitialized memory for so many tokens."""
-        positions, slots = (torch.empty(num_tokens, topk, dtype=torch.int32, device=device) for _ in range(2))
-        return cls(positions, slots, torch.empty(num_tokens, dtype=torch.int32, device=device))
-
-    def rows(self, tokens: slice) -> "SelectedTokens":
-        """Return the selection of some of the tokens, in the same memory."""
-        num_first = None if self.num_first is None else self.num_first[tokens]
-        return SelectedTokens(self.positions[tokens], self.slots[tokens], self.num_slots[tokens], num_first)
+Shared = TypeVar("Shared", bound=SharedMetadata)
 
 
 @dataclass(frozen=True)
@@ -185,16 +150,14 @@ class StepMetadata:
         num_tokens, num_decode_tokens: Number of real tokens, and of decode tokens, which come first.
         num_blocks: Smallest number of cache blocks that the step's block ids allow.
         positions: Position of each token in its sequence [num_tokens], int64.
-        slot_mapping: Cache slots [num_tokens], int64, -1 where another rank owns the token; all -1 with `compressed`.
-        decode, prefill: Metadata of decodes and prefills, or None without any. With `compressed`, prefill is None:
-            its context replaces it.
-        sparse: Metadata for layers with an indexer; None for dense models.
+        slot_mapping: Cache slots [num_tokens], int64; -1 where another rank owns the token, and for all tokens of a
+            cache without slots.
+        decode: Metadata of decodes; None without any.
+        prefill: Metadata of prefills with a latent cache; None without any.
         cos_sin: Angles of RoPE (`apply_rope`) [num_tokens, R], float32; None for a model without positions (NoPE).
         query_factor: Factor of queries [num_tokens] in the model's dtype (`dcpmla.attention.rope.query_factor`); None
             without llama_4_scaling.
-        compressed: Metadata for layers with entries (DeepSeek-V4), else None.
-        selection: Memory for the selection of sparse layers: a layer with an indexer writes it, later layers without
-            one read it. None where no token has more than topk before it.
+        shared: Numbers for layers of one kind of attention, by their class (`get`).
     """
 
     num_tokens: int
@@ -203,96 +166,40 @@ class StepMetadata:
     positions: Tensor
     slot_mapping: Tensor
     decode: DecodeMetadata | None
-    prefill: PrefillMetadata | None
-    sparse: SparseMetadata | None = None
+    prefill: PrefillMetadata | None = None
     cos_sin: Tensor | None = None
     query_factor: Tensor | None = None
-    selection: SelectedTokens | None = None
-    compressed: "CompressedMetadata | None" = None
+    shared: Mapping[type, Any] = field(default_factory=dict)
 
-    @classmethod
-    def build(
-        cls,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        dcp: DCPConfig,
-        dcp_rank: int,
-        device: torch.device | str = "cpu",
-        max_decode_query_len: int = 1,
-        num_decodes: int | None = None,
-        workspace: Tensor | None = None,
-        is_sparse: bool = False,
-        plan: "CompressedPlan | None" = None,
-        states: Sequence[int] = (),
-    ) -> "StepMetadata":
-        """Lay out a step; `with_positions` and `with_selection` add fields that a model's layers need.
+    def get(self, kind: type[Shared]) -> Shared | None:
+        """Return the shared numbers of a class; None if the step has none."""
+        return self.shared.get(kind)
 
-        Args:
-            query_lens: New tokens of each request [num_reqs]; requests at the front with at most max_decode_query_len
-                are decodes, all others prefills.
-            num_decodes: Number of requests at the front that are decodes of any length: they attend with absorbed
-                queries, long ones in pieces of max_decode_query_len tokens. None counts as query_lens says.
-            seq_lens: Tokens of each request after this step [num_reqs].
-            block_tables: Block ids of each request [num_reqs], enough for seq_lens.
-            workspace: Memory from `decode_workspace`, shared by consecutive steps on one stream; None allocates it for
-                this step.
-            is_sparse: Whether layers have an indexer over tokens.
-            plan: Plan of the caches of layers with entries (DeepSeek-V4), else None; `with_angles` adds fields that
-                these layers need.
-            states: Index of each request's state in its caches [num_reqs], with a plan.
-        Raises:
-            ValueError: Lengths do not match, a block table is too short, a block id is negative, or num_decodes is
-                outside [0, num_reqs].
-        """
-        from dcpmla.attention.build import StepBuilder  # it builds these classes, so it imports them
-
-        if plan is not None:
-            from dcpmla.attention.compressed.build import CompressedStepBuilder
-
-            compressed = CompressedStepBuilder.of(plan, dcp_rank, device)
-            return compressed.build_compressed(
-                query_lens, seq_lens, block_tables, states, max_decode_query_len, num_decodes, workspace
-            )
-        builder = StepBuilder(dcp, dcp_rank, device)
-        decodes = max_decode_query_len, num_decodes
-        return builder.build(query_lens, seq_lens, block_tables, *decodes, workspace, is_sparse)
+    def share(self, numbers: SharedMetadata) -> "StepMetadata":
+        """Return the step with the shared numbers of one class replaced."""
+        return replace(self, shared={**self.shared, type(numbers): numbers})
 
     def with_positions(self, cos_sin: Tensor | None, query_factor: Tensor | None = None) -> "StepMetadata":
         """Return the step with the angles of its tokens, and their query factor where the model has one."""
         return replace(self, cos_sin=cos_sin, query_factor=query_factor)
 
-    def with_selection(self, topk: int) -> "StepMetadata":
-        """Return the step with memory for topk selected tokens each; unchanged where no token has more before it."""
-        if self.sparse is None or self.sparse.max_seq_len <= topk:
-            return self
-        return replace(self, selection=SelectedTokens.empty(self.num_tokens, topk, self.positions.device))
-
     def of_tokens(self, index: int) -> "StepMetadata":
         """Return the step of only each request's token of this index, for decodes of equal length."""
-        decode, sparse = self.decode, self.sparse
+        decode = self.decode
         assert decode is not None
         assert decode.queries is None
         assert decode.request_index is None
         size = decode.max_query_len
-
-        def tokens(column: Tensor) -> Tensor:
-            # `contiguous` would return a single token unchanged, with its stride.
-            return column[index::size].clone(memory_format=torch.contiguous_format)
-
-        if sparse is not None:
-            lens = tokens(sparse.seq_lens), tokens(sparse.local_seq_lens)
-            sparse = SparseMetadata(sparse.block_table, tokens(sparse.request), *lens, sparse.max_seq_len)
         return StepMetadata(
             num_tokens=len(decode.block_table),
             num_decode_tokens=len(decode.block_table),
             num_blocks=self.num_blocks,
-            positions=tokens(self.positions),
-            slot_mapping=tokens(self.slot_mapping),
-            decode=DecodeMetadata(decode.block_table, tokens(decode.local_seq_lens), None, 1, decode.workspace),
-            prefill=None,
-            sparse=sparse,
-            compressed=None if self.compressed is None else self.compressed.of_tokens(index, size),
+            positions=tokens_of(self.positions, index, size),
+            slot_mapping=tokens_of(self.slot_mapping, index, size),
+            decode=DecodeMetadata(
+                decode.block_table, tokens_of(decode.local_seq_lens, index, size), None, 1, decode.workspace
+            ),
+            shared={kind: numbers.of_tokens(index, size) for kind, numbers in self.shared.items()},
         )
 
     def check_blocks(self, num_blocks: int) -> None:
@@ -301,3 +208,9 @@ class StepMetadata:
             raise ValueError(
                 f"block_tables has block {self.num_blocks - 1}; the cache has {num_blocks} blocks, numbered from 0"
             )
+
+
+def tokens_of(column: Tensor, index: int, size: int) -> Tensor:
+    """Return a column's value of each request's token of this index, of requests with `size` tokens each."""
+    # `contiguous` would return a single token unchanged, with its stride.
+    return column[index::size].clone(memory_format=torch.contiguous_format)

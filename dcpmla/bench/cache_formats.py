@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dcpmla.cache import formats
-from dcpmla.cache.capacity import FORMATS
 from dcpmla.cache.index_keys import write_index_keys
 from dcpmla.cache.shared_rows import write_rows
 from dcpmla.cli.options import format_list, name_list
 from dcpmla.config import DECODE_QUERY_DTYPES
+from dcpmla.planning.capacity import FORMATS
 
 # Largest values are 448 times these, well above normal ones. They differ, so that a kernel that mixes them up is found.
 KV_SCALE, Q_SCALE = 0.04, 0.02

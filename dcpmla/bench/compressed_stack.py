@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.compressed.build import CompressedStepBuilder
+from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
+from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import selects, with_angles
+from dcpmla.attention.compressed.step import CompressedMetadata, selects, with_angles
 from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.sparse.topk import candidate_width
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.sparse.candidates import candidate_width
+from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
 from dcpmla.bench.stack import Stack, draw_weights, num_rotated
-from dcpmla.cache.compressed import CompressedCache, plan_compressed
-from dcpmla.compressed_config import CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.planning.reads import layer_reads
@@ -73,21 +74,13 @@ class CompressedStack(Stack):
                     sums.fill_(1.0)
         blocks = torch.randperm(plan.num_blocks).view(num_sets, batch, -1).tolist()
         states = torch.arange(batch * num_steps).view(num_steps, batch).tolist()
-        layout = dcp, mesh.dcp_rank, device
-        workspace = decode_workspace(device)
-        self.metadata = [
-            with_angles(
-                StepMetadata.build(
-                    [1] * batch,
-                    [context] * batch,
-                    blocks[index % num_sets],
-                    *layout,
-                    workspace=workspace,
-                    **plan.step_layout(states[index]),
-                ),
-                self._draw_angles,
-            )
+        steps, workspace = CompressedStepBuilder(plan, mesh.dcp_rank, device), decode_workspace(device)
+        requests = [
+            StepRequests([1] * batch, [context] * batch, blocks[index % num_sets], states[index])
             for index in range(num_steps)
+        ]
+        self.metadata = [
+            with_angles(steps.build(each, workspace=workspace), self._draw_angles) for each in requests
         ]
         self._draw_inputs(mesh, batch, dtype)
 
@@ -104,8 +97,7 @@ class CompressedStack(Stack):
         self.lse, self.group_lse = (torch.randn(batch, number, device=self.device) for number in (heads, group_heads))
         self.q_c = torch.randn(len(self.metadata), batch, config.q_lora_rank, **new)
         self.down = torch.randn(batch, sum(layer.down_widths), **new).split(layer.down_widths, -1)
-        compressed = self.metadata[0].compressed
-        assert compressed is not None
+        compressed = self._compressed(self.metadata[0])
         if selects(compressed, self.kind):
             num_columns = compressed.block_table.shape[1] * compressed.plan.entries_per_block(self.kind.ratio)
             width = candidate_width(config.indexer.topk, num_columns)
@@ -120,13 +112,12 @@ class CompressedStack(Stack):
     def project(self, index: int = 0) -> None:
         """Run all of a layer's step until it gathers its queries, but for its selection."""
         hidden, metadata = self._inputs(index)
-        compressed, selectors = metadata.compressed, [layer.selector for layer in self.layers]
-        assert compressed is not None
-        unselected = replace(compressed, decode_rows={self.kind.ratio: self._listed(metadata)})
+        selectors = [layer.selector for layer in self.layers]
+        unselected = replace(self._compressed(metadata), decode_rows={self.kind.ratio: self._listed(metadata)})
         try:
             for layer in self.layers:
                 layer.selector = None
-            self._project(hidden, replace(metadata, compressed=unselected))
+            self._project(hidden, metadata.share(unselected))
         finally:
             for layer, selector in zip(self.layers, selectors, strict=True):
                 layer.selector = selector
@@ -136,7 +127,7 @@ class CompressedStack(Stack):
         _, metadata = self._inputs(index)
         q_c = self.q_c[index % len(self.q_c)]
         for layer, cache in zip(self.layers, self.cache, strict=True):
-            layer.select(q_c, self.down, cache, metadata)
+            layer.select(q_c, self.down, cache, self._compressed(metadata))
 
     def gather_candidates(self, _: int = 0) -> None:
         """Gather the ranks' candidates of a selection."""
@@ -162,8 +153,7 @@ class CompressedStack(Stack):
 
     def finish(self, index: int = 0) -> None:
         """Run the sink, RoPE's inverse, the groups' projections, o_b_proj and its all-reduce."""
-        compressed = self._inputs(index)[1].compressed
-        assert compressed is not None
+        compressed = self._compressed(self._inputs(index)[1])
         assert compressed.angles is not None
         cos_sin = compressed.angles.compressed if self.kind.ratio else compressed.angles.window
         for layer in self.layers:
@@ -171,7 +161,12 @@ class CompressedStack(Stack):
 
     def _listed(self, metadata: StepMetadata) -> tuple[Tensor, Tensor]:
         """Return the rows that a step's tokens attend to on this rank, [batch, N] int32, and how many they are."""
-        if metadata.selection is not None:
-            return metadata.selection.slots, metadata.selection.num_slots
-        assert metadata.compressed is not None
-        return metadata.compressed.decode_rows[self.kind.ratio]
+        compressed = self._compressed(metadata)
+        if compressed.selection is not None:
+            return compressed.selection.slots, compressed.selection.num_slots
+        return compressed.decode_rows[self.kind.ratio]
+
+    def _compressed(self, metadata: StepMetadata) -> CompressedMetadata:
+        compressed = metadata.get(CompressedMetadata)
+        assert compressed is not None
+        return compressed

@@ -40,7 +40,7 @@ class DecodeCase:
         batch: Number of requests.
         context: Cached tokens of each request, including the new ones.
         query_len: New tokens of each request.
-        kv_cache_dtype: Format from `dcpmla.cache.capacity.FORMATS`.
+        kv_cache_dtype: Format from `dcpmla.planning.capacity.FORMATS`.
         decode_query_dtype: Format of queries; "fp8" for e4m3, over an fp8 cache.
     """
 
@@ -116,7 +116,7 @@ class Caches:
 
     Args:
         dtype: Dtype of latents before they are quantized, and of plain rows.
-        kv_cache_dtype: Format from `dcpmla.cache.capacity.FORMATS`.
+        kv_cache_dtype: Format from `dcpmla.planning.capacity.FORMATS`.
     Attributes:
         rows: Cached rows [num_sets, num_blocks, block_size, row_width].
         kv_scale: Scale of an fp8 cache, else None.

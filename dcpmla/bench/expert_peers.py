@@ -98,7 +98,7 @@ class Humming:
         tiles = self._tiles_of(num_routes)
         order = sort_routes(expert_ids, self._num_experts, tiles[0]["block_shape"][0])
         given = _empty_rows(num_tokens, hidden, x.device)
-        quantize.quantize_rows(x, *given)
+        quantize.quantize_into(x, *given)
         gated = self._multiply(0, given, tiles[0], order, num_routes, top_k)
         h = gate_rows(gated, None, expert_weights, _empty_rows(num_routes, gated.shape[1] // 2, x.device))
         if tiles[1]["block_shape"][0] != tiles[0]["block_shape"][0]:
@@ -170,7 +170,7 @@ class Vllm:
             routes, experts, ends = sort_routes(expert_ids, num_experts, tile["BLOCK_SIZE_M"])
             order = routes, experts, ends[-1:]
         given = _empty_rows(num_tokens, hidden, x.device)
-        quantize.quantize_rows(x, *given)
+        quantize.quantize_into(x, *given)
         gated = x.new_empty(1, num_routes, 2 * width)
         self._multiply(given, gate_up, gated, order, top_k, tile)
         h = gate_rows(gated[0], None, expert_weights, _empty_rows(num_routes, width, x.device))

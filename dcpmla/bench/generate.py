@@ -21,14 +21,14 @@ from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, step_times
 from dcpmla.bench.timing import is_h200, largest
-from dcpmla.cache.capacity import FORMATS
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
-from dcpmla.hf_config import read_attention
+from dcpmla.integrations.hf_config import read_attention
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
+from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, floor_us
 from dcpmla.planning.weights import ModelSize, read_model

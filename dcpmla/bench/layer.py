@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench.cache_formats import add_cache_arguments, config_name, query_dtypes
 from dcpmla.bench.compressed_stack import CompressedStack
@@ -35,9 +36,8 @@ from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.stack import CANDIDATES, PARTS, Stack
 from dcpmla.cli.options import exchange_list, name_list, positive, positive_list
-from dcpmla.compressed_config import CompressedConfig, LayerKind
 from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig, MLAConfig
-from dcpmla.hf_config import read_attention
+from dcpmla.integrations.hf_config import read_attention
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh

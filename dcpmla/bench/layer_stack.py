@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.rope import query_factor
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step import StepRequests
 from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly
 from dcpmla.bench.stack import PARTS as ALL_PARTS
 from dcpmla.bench.stack import Stack, draw_weights, num_rotated
@@ -65,9 +66,9 @@ class LayerStack(Stack):
         for rows in self.cache.layers:
             fill_randomly(rows, config.kv_lora_rank, dtype)
         ids = torch.randperm(self.cache.sizes.num_blocks).view(num_steps, batch, num_blocks(context, dcp))
-        workspace = decode_workspace(device)
+        workspace, steps = decode_workspace(device), StepBuilder(dcp, mesh.dcp_rank, device)
         self.metadata = [
-            StepMetadata.build([1] * batch, [context] * batch, table, dcp, mesh.dcp_rank, device, workspace=workspace)
+            steps.build(StepRequests([1] * batch, [context] * batch, table), workspace=workspace)
             for table in ids.tolist()
         ]
         heads, group_heads = config.num_heads // mesh.tp_size, config.num_heads // mesh.tp_size * mesh.dcp_size

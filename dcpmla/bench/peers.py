@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, SCALE, DecodeCase, DecodeInputs, Kernel, MakeKernel
-from dcpmla.cache.shared_rows import PAGE_ROWS, SCALE_BYTES, data_bytes
+from dcpmla.cache.shared_format import PAGE_ROWS, SCALE_BYTES, data_bytes
 
 _FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 _SPARSE_TILE = 64  # FlashMLA takes whole tiles of so many indices

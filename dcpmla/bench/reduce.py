@@ -16,7 +16,8 @@ from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, largest, time_operation
 from dcpmla.cli.options import positive, positive_list
-from dcpmla.comm.reduce import CollectiveReduce, add_norm, rms_norm, select_reduce
+from dcpmla.comm.norm import add_norm, rms_norm
+from dcpmla.comm.reduce import CollectiveReduce, select_reduce
 from dcpmla.job.join import Job
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.mesh import init_mesh

@@ -17,13 +17,13 @@ from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
 from dcpmla.bench.timing import Timing, largest, time_operation, time_with_result
-from dcpmla.cache.capacity import FORMATS
 from dcpmla.cli.options import exchange_list, format_list, name_list, positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh
+from dcpmla.planning.capacity import FORMATS
 
 _MADE_UP = "made up"  # the other ranks' candidates, where one process measures one rank of several
 _PEER = "flashmla-sparse"

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
+from dcpmla.attention.sparse.candidates import EMPTY
 from dcpmla.attention.sparse.scores import index_scores
-from dcpmla.attention.sparse.topk import EMPTY, choose_tokens, local_candidates
-from dcpmla.attention.step import SelectedTokens
+from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
 from dcpmla.bench.cache_formats import (
     fill_index_keys,
     fill_randomly,

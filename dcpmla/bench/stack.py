@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dcpmla.attention.step import StepMetadata
 from dcpmla.bench.timing import Timing, time_operation
-from dcpmla.cache.compressed import AnyCache
+from dcpmla.cache.plan import Cache
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
@@ -45,7 +45,7 @@ class Stack:
     """
 
     layers: Sequence[Any]
-    cache: AnyCache
+    cache: Cache
     metadata: list[StepMetadata]
     hidden: Tensor
     q: Tensor

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.bench.timing import time_operation
-from dcpmla.cache.compressed import AnyCache
+from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.model.block import Decoder, DecoderBlock
@@ -39,7 +39,7 @@ class StepTimes(NamedTuple):
 
 
 def step_times(
-    model: ShardedModel, cache: AnyCache, dcp: DCPConfig, mesh: DCPMesh, batch: int, context: int, query_len: int = 1
+    model: ShardedModel, cache: Cache, dcp: DCPConfig, mesh: DCPMesh, batch: int, context: int, query_len: int = 1
 ) -> StepTimes:
     """Time steps of `batch` requests with `context` tokens, the last query_len of which a step computes. Collective
     over the job. The cache's contents do not matter.
@@ -47,16 +47,9 @@ def step_times(
     device, sizes = model.device, cache.sizes
     num_blocks = -(-context // sizes.block_tokens)
     tables = [list(range(index * num_blocks, (index + 1) * num_blocks)) for index in range(batch)]
-    metadata = StepMetadata.build(
-        [query_len] * batch,
-        [context] * batch,
-        tables,
-        dcp,
-        mesh.dcp_rank,
-        device,
-        workspace=decode_workspace(device),
-        **sizes.step_layout(list(range(batch))),
-    )
+    requests = StepRequests([query_len] * batch, [context] * batch, tables, list(range(batch)))
+    steps = model.attention.step_builder(sizes, dcp, mesh.dcp_rank, device)
+    metadata = steps.build(requests, workspace=decode_workspace(device))
     token_ids = torch.arange(batch * query_len, device=device) % model.vocab_size
     last_rows = torch.arange(query_len - 1, batch * query_len, query_len, device=device)
 
@@ -73,7 +66,7 @@ def step_times(
 
 
 def _moe_blocks(
-    model: ShardedModel, hidden: Tensor, token_ids: Tensor, cache: AnyCache, step: StepMetadata
+    model: ShardedModel, hidden: Tensor, token_ids: Tensor, cache: Cache, step: StepMetadata
 ) -> tuple[int, Callable[[int], object]]:
     """Return how many blocks of attention and experts a model has, and a function that runs them, one after the other,
     over hidden states [T, hidden] of tokens [T].

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.routes import RouteCosts
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.bench.cache_formats import add_cache_arguments, config_name
 from dcpmla.bench.geometries import GEOMETRIES, config_of
 from dcpmla.bench.layer_stack import LayerStack
@@ -21,7 +22,7 @@ from dcpmla.bench.timing import time_operation
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.options import positive, positive_list
 from dcpmla.config import MLAConfig
-from dcpmla.hf_config import read_attention
+from dcpmla.integrations.hf_config import read_attention
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
@@ -130,13 +131,9 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
         per_request = num_blocks(max(seq_lens), inputs.dcp)
         tables = torch.randperm(inputs.cache.sizes.num_blocks)[: per_request * len(lens)].view(len(lens), -1).tolist()
         decode = inputs.metadata[0].decode
-        step = StepMetadata.build(
-            lens,
-            seq_lens,
-            tables,
-            inputs.dcp,
-            inputs.layers[0].mesh.dcp_rank,
-            self.device,
+        steps = StepBuilder(inputs.dcp, inputs.layers[0].mesh.dcp_rank, self.device)
+        step = steps.build(
+            StepRequests(lens, seq_lens, tables),
             max_decode_query_len=tokens_per_request,
             num_decodes=len(lens) if route == "absorbed" else case.decodes,
             workspace=None if decode is None else decode.workspace,

@@ -5,16 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.cache import formats, shared_rows
+from dcpmla.cache import formats, shared_format
 
 _COPIED_ROWS, _DEQUANTIZED_ROWS = 4, 8  # of one program
 FP8_MAX = tl.constexpr(formats.FP8_MAX)
 TILE = tl.constexpr(formats.TILE)
-PAGE_ROWS = tl.constexpr(shared_rows.PAGE_ROWS)
-PAGE_ROPE = tl.constexpr(shared_rows.ROPE_DIM)
-PAGE_TILE = tl.constexpr(shared_rows.TILE)
-PAGE_SCALE_BYTES = tl.constexpr(shared_rows.SCALE_BYTES)
-_SMALLEST_AMAX = tl.constexpr(shared_rows.SMALLEST_AMAX)
+PAGE_ROWS = tl.constexpr(shared_format.PAGE_ROWS)
+PAGE_ROPE = tl.constexpr(shared_format.ROPE_DIM)
+PAGE_TILE = tl.constexpr(shared_format.TILE)
+PAGE_SCALE_BYTES = tl.constexpr(shared_format.SCALE_BYTES)
+_SMALLEST_AMAX = tl.constexpr(shared_format.SMALLEST_AMAX)
 _SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -81,7 +81,7 @@ def k_pe_of(row_ptr, RANK: tl.constexpr):
 def store_shared(cache_ptr, stride, slot, x, y, WIDTH: tl.constexpr):
     """Store rows of shared keys, given as pairs [N, PAIRS], at slots [N, 1] int64; those with slot -1 are skipped.
 
-    Returns the pairs as they are read from there (`shared_rows.read_rows`), in their own type.
+    Returns the pairs as they are read from there (`cache.shared_rows.read_rows`), in their own type.
     """
     column, mask = tl.arange(0, 2 * x.shape[1])[None, :], slot >= 0
     if cache_ptr.dtype.element_ty == tl.uint8:
@@ -145,9 +145,9 @@ def read_pages_kernel(
 
 
 def read_shared_rows(cache: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Compute `shared_rows.read_rows` in one kernel."""
+    """Compute `cache.shared_rows.read_rows` in one kernel."""
     if cache.dtype != torch.uint8:
-        return read_rows(cache, slots.flatten()).to(dtype).view(*slots.shape, head_dim)
+        return read_latents(cache, slots.flatten()).to(dtype).view(*slots.shape, head_dim)
     out = torch.empty(*slots.shape, head_dim, dtype=dtype, device=cache.device)
     if slots.numel():
         read_pages_kernel[(triton.cdiv(slots.numel(), _DEQUANTIZED_ROWS),)](
@@ -187,7 +187,7 @@ def read_kernel(
     )
 
 
-def read_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
+def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
     """Compute `cache.rows.read_latents` in one kernel."""
     num_rows, width = len(slots), kv_cache.shape[-1]
     out = torch.empty(num_rows, width, dtype=kv_cache.dtype, device=kv_cache.device)

@@ -4,18 +4,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
 from dcpmla.cache.formats import format_name, row_width, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
+from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.config import DCPConfig, MLAConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class CachePlan:
-    """Sizes of a cache that is not allocated yet. Bytes and tokens are of one DCP group.
+class LatentPlan(CachePlan):
+    """Sizes of a cache of latents: a row for each token in each layer, and index keys in layers with an indexer.
 
     Attributes:
         interleave: tokens of a group that one DCP rank stores.
@@ -26,15 +26,11 @@ class CachePlan:
     """
 
     num_layers: int
-    num_blocks: int
     block_size: int
     row_width: int
-    dtype: torch.dtype
-    dcp_size: int
     interleave: int = 1
     index_layers: tuple[int, ...] = ()
     index_row_width: int = 0
-    index_dtype: torch.dtype = torch.uint8
 
     @property
     def num_index_layers(self) -> int:
@@ -47,19 +43,9 @@ class CachePlan:
         return latents + self.num_index_layers * self.index_row_width * self.index_dtype.itemsize
 
     @property
-    def tokens_per_gb(self) -> int:
-        """Tokens of context that the group holds in 10^9 bytes of each rank."""
-        return 10**9 // self.bytes_per_token * self.dcp_size
-
-    @property
     def block_tokens(self) -> int:
         """Positions that a block id covers, over all ranks."""
         return self.block_size * self.dcp_size
-
-    @property
-    def num_states(self) -> int:
-        """0: all that requests have is in blocks."""
-        return 0
 
     @property
     def bytes_per_state(self) -> int:
@@ -70,26 +56,13 @@ class CachePlan:
         """Bytes of a block in all layers, on one rank."""
         return self.block_size * self.bytes_per_token
 
-    def step_layout(self, states: Sequence[int | None]) -> dict[str, Any]:
-        """Return the arguments of `StepMetadata.build` that say for which caches a step is."""
-        return {"is_sparse": bool(self.index_layers)}
-
-    @property
-    def tokens_per_rank(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
-    def tokens_total(self) -> int:
-        """Tokens of context that the group holds: W times what a rank holds."""
-        return self.tokens_per_rank * self.dcp_size
-
     @property
     def bytes_per_rank(self) -> int:
-        return self.tokens_per_rank * self.bytes_per_token
+        return self.num_blocks * self.bytes_per_block
 
-    @property
-    def bytes_total(self) -> int:
-        return self.bytes_per_rank * self.dcp_size
+    def allocate(self, device: torch.device) -> "LatentCache":
+        """Allocate the caches (`CachePlan.allocate`)."""
+        return LatentCache(self, device)
 
     def __str__(self) -> str:
         index = f", index cache {index_format_name(self.index_dtype)}" if self.num_index_layers else ""
@@ -116,7 +89,7 @@ class LayerCache(NamedTuple):
     index_keys: Tensor | None = None
 
 
-class LatentCache:
+class LatentCache(Cache):
     """The caches of all layers on one rank, `cache[layer]` that of one; block ids mean the same on all DCP ranks.
 
     Attributes:
@@ -125,14 +98,14 @@ class LatentCache:
         index_layers: the index caches of sparse MLA, one for each of sizes.index_layers.
     """
 
-    def __init__(self, plan: CachePlan, device: torch.device) -> None:
+    def __init__(self, plan: LatentPlan, device: torch.device) -> None:
         """Allocate a plan's bytes.
 
         Raises:
             ValueError: the device does not have them.
         """
-        check_fits(plan.bytes_per_rank, str(plan), device)
-        self.sizes = plan
+        plan.check_fits(device)
+        self.sizes, self._plan = plan, plan
         blocks = plan.num_blocks, plan.block_size
         self.layers = [
             torch.empty(*blocks, plan.row_width, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)
@@ -141,7 +114,7 @@ class LatentCache:
         self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in range(plan.num_index_layers)]
 
     def __getitem__(self, layer: int) -> LayerCache:
-        index_layers = self.sizes.index_layers
+        index_layers = self._plan.index_layers
         index_keys = self.index_layers[index_layers.index(layer)] if layer in index_layers else None
         return LayerCache(self.layers[layer], index_keys)
 
@@ -158,10 +131,10 @@ class LatentCache:
         config: MLAConfig,
         dcp: DCPConfig,
         num_layers: int,
-        seq_lens: list[int],
+        seq_lens: Sequence[int],
         dtype: torch.dtype,
         index_layers: Iterable[int] | None = None,
-    ) -> CachePlan:
+    ) -> LatentPlan:
         """Return the sizes of a cache that holds sequences of the given final lengths at once.
 
         Args:
@@ -178,7 +151,7 @@ class LatentCache:
             raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
         storage, indexer = storage_dtype(dcp.kv_cache_dtype, dtype), config.indexer
         index_storage = index_storage_dtype(dcp.index_cache_dtype, dtype)
-        return CachePlan(
+        return LatentPlan(
             num_layers=num_layers,
             num_blocks=max(1, sum(num_blocks(seq_len, dcp) for seq_len in seq_lens)),
             block_size=dcp.block_size,
@@ -195,20 +168,3 @@ class LatentCache:
 def num_blocks(seq_len: int, dcp: DCPConfig) -> int:
     """Return how many blocks a sequence takes: a block id covers block_size positions on each DCP rank."""
     return -(-seq_len // dcp.virtual_block_size)
-
-
-def check_fits(num_bytes: int, plan: str, device: torch.device) -> None:
-    """Raise ValueError where a device has not so many bytes for a rank's cache, planned as the text says."""
-    free = _free_bytes(device)
-    if num_bytes > free:
-        raise ValueError(
-            f"cache: {num_bytes:,} bytes a rank ({plan}) do not fit into the {free:,} bytes free on {device}; "
-            "shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, shard over more ranks "
-            "(-dcp), or keep 8 bits of a value (--kv-cache-dtype)"
-        )
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return int(psutil.virtual_memory().available)

@@ -26,33 +26,25 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
     )
 
 
-@operator("read_latents")
+@operator(
+    "read_latents",
+    kernel="dcpmla.cache.kernels:read_latents",
+    fake=lambda kv_cache, slots: kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1]),
+    runs=lambda kv_cache: kv_cache.is_cuda,
+)
 def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
     """Return rows [N, width] of a layer's cache at slots [N] int64, as they are cached. A custom op."""
-    if not kv_cache.is_cuda:
-        return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
-    from dcpmla.cache.kernels import read_rows  # triton is there on Linux only
-
-    return read_rows(kv_cache, slots)
+    return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
 
 
-@read_latents.register_fake
-def _(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    return kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1])
-
-
-@operator("dequantize_rows")
+@operator(
+    "dequantize_rows",
+    kernel="dcpmla.cache.kernels:dequantize_rows",
+    fake=lambda rows, kv_lora_rank, dtype: rows.new_empty(
+        rows.shape[0], kv_lora_rank + rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank), dtype=dtype
+    ),
+    runs=lambda rows, dtype: rows.is_cuda and dtype != torch.float64,
+)
 def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.dequantize`). A custom op."""
-    if not rows.is_cuda or dtype == torch.float64:
-        return dequantize(rows, kv_lora_rank, kv_scale, dtype)
-    from dcpmla.cache import kernels
-
-    return kernels.dequantize_rows(rows, kv_lora_rank, kv_scale, dtype)
-
-
-@dequantize_rows.register_fake
-def _(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return rows.new_empty(
-        rows.shape[0], kv_lora_rank + rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank), dtype=dtype
-    )
+    return dequantize(rows, kv_lora_rank, kv_scale, dtype)

@@ -11,7 +11,7 @@ def num_states(num_running: int) -> int:
 
 
 class StatePool:
-    """Numbers in [0, num_states), of requests' states in a cache (`dcpmla.cache.compressed`).
+    """Numbers in [0, num_states), of requests' states in a cache (`dcpmla.attention.compressed.cache`).
 
     A state that is remembered is the one after a block: a request that begins with the tokens up to there goes on from
     a copy of it. Those remembered longest ago, and not found since, give way to running requests.

@@ -11,15 +11,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dcpmla.attention.kind import check_no_index
 from dcpmla.bench.plots import check_outputs, new_figure, save_figure
-from dcpmla.cache.capacity import FORMATS, capacity_table
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.index_keys import index_format_name
 from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
-from dcpmla.hf_config import check_index_options
 from dcpmla.integrations.model_files import load_config
+from dcpmla.planning.capacity import FORMATS, capacity_table
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import Row, calibrate, measured_us, predict_row, read_rows
 from dcpmla.planning.predict import Setting
@@ -134,7 +134,8 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
     tp_sizes, dcp_sizes = args.tensor_parallel_size, args.decode_context_parallel_size
     for tp in tp_sizes:
         model.attention.heads_per_rank(tp)  # raises, with the sizes that divide
-    check_index_options(model.attention, DCPConfig(index_cache_dtype=args.index_cache_dtype))
+    if not model.kind.has_indexer:
+        check_no_index(DCPConfig(index_cache_dtype=args.index_cache_dtype))
     for dcp in dcp_sizes or []:
         if not any(tp % dcp == 0 for tp in tp_sizes):
             Setting(tp=tp_sizes[-1], dcp=dcp, kv_cache_dtype=args.kv_cache_dtype[0])  # raises likewise
@@ -275,7 +276,7 @@ def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list
             "tokens a GB": f"{plan.tokens_per_gb:,}",
             f"tokens on {tp} GPUs": f"{plan.tokens_total:,}",
         }
-        for plan in capacity_table(model.caches, gpu_bytes, dcp_sizes, widest.num_states, widest.num_speculative_tokens)
+        for plan in capacity_table(model.kind, gpu_bytes, dcp_sizes, widest.num_states, widest.num_speculative_tokens)
     ]
     caches = f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU"
     states = f", besides the states of {widest.num_states:,} requests" if widest.num_states else ""

@@ -13,7 +13,7 @@ from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.faults import OPERATIONS, peer_fault
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS, combine_kernel, gather_kernel
 from dcpmla.comm.kernels.window import place_kernel
-from dcpmla.operators import operator
+from dcpmla.operators import nothing, operator
 
 CARRIERS = {2: torch.int16, 4: torch.int32}  # kernels move rows as integers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -60,7 +60,11 @@ def choose_tiling(num_rows: int, width: int, size: int, is_fp8: bool) -> Tiling:
     return Tiling(columns, items, -(-num_items // items))
 
 
-@operator("direct_gather", mutates_args=("state",))
+@operator(
+    "direct_gather",
+    fake=lambda q, addresses: q.new_empty(q.shape[0], addresses.shape[0] * q.shape[1], q.shape[2]),
+    mutates_args=("state",),
+)
 def gather(
     q: Tensor,
     addresses: Tensor,
@@ -108,12 +112,12 @@ def gather(
     return gathered
 
 
-@gather.register_fake
-def _(q: Tensor, addresses: Tensor, *_: object) -> Tensor:
-    return q.new_empty(q.shape[0], addresses.shape[0] * q.shape[1], q.shape[2])
+def _empty_merged(out: Tensor, lse: Tensor, addresses: Tensor) -> tuple[Tensor, Tensor]:
+    shape = out.shape[0], out.shape[1] // len(addresses)
+    return out.new_empty(*shape, out.shape[2]), lse.new_empty(shape)
 
 
-@operator("direct_combine", mutates_args=("state",))
+@operator("direct_combine", fake=_empty_merged, mutates_args=("state",))
 def combine(
     out: Tensor,
     lse: Tensor,
@@ -133,22 +137,13 @@ def combine(
         raise ValueError(f"out has {num_heads} heads; the {size} ranks of the group must divide them")
     if lse.dtype != torch.float32 or lse.shape != out.shape[:2]:
         raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}; expected torch.float32 {tuple(out.shape[:2])}")
-    merged, merged_lse = (
-        out.new_empty(num_tokens, num_heads // size, width),
-        lse.new_empty(num_tokens, num_heads // size),
-    )
+    merged, merged_lse = _empty_merged(out, lse, addresses)
     out = out if out.stride(-1) == 1 else out.contiguous()
     token_bytes, token_words = combine_room(num_heads, width, out.element_size())
     for tokens in _turns(num_tokens, token_bytes, token_words, landing_bytes):
         results = merged[tokens], merged_lse[tokens]
         _launch_combine(out[tokens], lse[tokens], *results, mailbox, is_fp8, is_sent=False)
     return merged, merged_lse
-
-
-@combine.register_fake
-def _(out: Tensor, lse: Tensor, addresses: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    shape = out.shape[0], out.shape[1] // addresses.shape[0]
-    return out.new_empty(*shape, out.shape[2]), lse.new_empty(shape)
 
 
 def combine_room(num_heads: int, width: int, element_size: int) -> tuple[int, int]:
@@ -196,7 +191,7 @@ def _launch_combine(
     )
 
 
-@operator("direct_place", mutates_args=("state",))
+@operator("direct_place", fake=nothing, mutates_args=("state",))
 def place(
     rows: Tensor,
     targets: Tensor | None,
@@ -242,11 +237,6 @@ def place(
         SHARE=share(num_programs),
         num_warps=_PLACE_THREADS // 32,
     )
-
-
-@place.register_fake
-def _(*_: object) -> None:
-    return None
 
 
 def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:

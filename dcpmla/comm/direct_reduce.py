@@ -19,7 +19,7 @@ from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.faults import OPERATIONS
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.reduce import one_shot_kernel, two_shot_kernel
-from dcpmla.comm.reduce import Results, check_rows, empty_results
+from dcpmla.comm.norm import check_rows, empty_results
 from dcpmla.comm.symmetric import Allocate, allocate, wait_for_all
 from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
@@ -84,7 +84,7 @@ class DirectReduce:
         raise_fault(self.fault, self.timeout, self._group_name)
 
 
-@operator("direct_all_reduce", mutates_args=("state", "squares"))
+@operator("direct_all_reduce", fake=lambda partial: partial.new_empty(partial.shape), mutates_args=("state", "squares"))
 def all_reduce(
     partial: Tensor,
     addresses: Tensor,
@@ -102,12 +102,7 @@ def all_reduce(
     return sums
 
 
-@all_reduce.register_fake
-def _(partial: Tensor, *_: object) -> Tensor:
-    return partial.new_empty(partial.shape)
-
-
-@operator("direct_add_norm", mutates_args=("state", "squares"))
+@operator("direct_add_norm", fake=empty_results, mutates_args=("state", "squares"))
 def add_norm(
     partial: Tensor,
     residual: Tensor,
@@ -128,11 +123,6 @@ def add_norm(
     wanted = (normed, sums, codes, scales) if quantizes else (normed, sums, None, None)
     _reduce("add_norm", partial, residual.contiguous(), weight, wanted, eps, squares, memory)
     return normed, sums, codes, scales
-
-
-@add_norm.register_fake
-def _(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool, *_: object) -> Results:
-    return empty_results(residual, quantizes)
 
 
 def is_one_shot(num_bytes: int, size: int) -> bool:

@@ -14,8 +14,9 @@ from torch import Tensor
 class Mailbox(NamedTuple):
     """The memory of all ranks' GPUs in which an attention kernel leaves rows itself, at the ranks that own their heads.
 
-    A call takes part in one `combine` of exchange `direct`: `enter` it, store the rows (`comm.kernels.landings`), then
-    `collect` what all ranks' rows merge to. A backend that cannot store them has `combine` do it all.
+    A call takes part in one `combine` of exchange `direct` (`comm/direct_ops.py`): `enter` it, store the rows
+    (`comm.kernels.landings`), then `collect` what all ranks' rows merge to. For a backend that cannot store them,
+    `combine` does it all.
 
     Attributes:
         addresses: [W] int64, where each rank's landings begin, as this rank sees them.
@@ -32,29 +33,6 @@ class Mailbox(NamedTuple):
     landing_bytes: int
     timeout: float
     group_name: str
-
-    def enter(self, merged: Tensor) -> int:
-        """Return this rank in the group, before a kernel sends rows of which `merged` [T, h, D] is to come.
-
-        Raises:
-            PeerFault: an exchange before this one has failed.
-            ValueError: a dtype or a width that direct does not carry.
-        """
-        from dcpmla.comm import direct_ops  # triton is there on Linux only
-
-        return direct_ops.enter("out", merged, self)
-
-    def collect(self, merged: Tensor, merged_lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Await the rows of all ranks and merge them into merged [T, h, D] and merged_lse [T, h], which it returns."""
-        from dcpmla.comm import direct_ops
-
-        return direct_ops.collect(merged, merged_lse, self)
-
-    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `Exchange.combine` of rows that a kernel left in tensors."""
-        from dcpmla.comm import direct_ops
-
-        return direct_ops.combine(out, lse, *self, is_fp8=False)
 
 
 class Exchange(Protocol):
@@ -75,8 +53,8 @@ class Exchange(Protocol):
         """Gather the queries [T, h, D] of each rank's heads: return [T, W h, D], heads in rank order."""
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
-        """Gather candidates [T, k] int64, no 32-bit half of which is -1 (`attention.sparse.topk`): return [T, W, k], in
-        rank order.
+        """Gather candidates [T, k] int64, no 32-bit half of which is -1 (`attention.sparse.candidates`): return
+        [T, W, k], in rank order.
         """
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,18 @@ def _rows(buffer: Tensor, dtype: torch.dtype, width: int) -> Tensor:
     return buffer.view(dtype)[..., :width]
 
 
-@operator("weigh_rows")
+def _empty_shares(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    size, num_tokens, num_heads = len(lse), out.shape[0], out.shape[1] // len(lse)
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    return out.new_empty(size, num_tokens, num_heads, out.shape[2], dtype=dtype), lse.new_empty(num_tokens, num_heads)
+
+
+@operator(
+    "weigh_rows",
+    kernel="dcpmla.comm.kernels.merge:weigh_rows",
+    fake=_empty_shares,
+    runs=lambda out: out.is_cuda,
+)
 def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Weigh one rank's rows, so that their sum over the ranks is the merge.
 
@@ -118,34 +129,17 @@ def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         Rows [W, T, h, D] by owner, times their shares of the merged ones, in float32 (float64 stays); the merged LSE
         [T, h] of this rank's heads.
     """
-    if out.is_cuda:
-        from dcpmla.comm.kernels import merge as kernels  # triton is there on Linux only
-
-        return kernels.weigh_rows(out, lse, rank)
     shares, merged_lse = weigh_partial(out, partial_weights(lse)[rank]), lse.logsumexp(0)
     shares, merged_lse = _by_owner(shares, len(lse)), _by_owner(merged_lse, len(lse))[rank]
     return shares.contiguous(), merged_lse.clone(memory_format=torch.contiguous_format)  # memory of its own, all of it
 
 
-@weigh_rows.register_fake
-def _(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    size, num_tokens, num_heads = len(lse), out.shape[0], out.shape[1] // len(lse)
-    shares = out.new_empty(
-        size, num_tokens, num_heads, out.shape[2], dtype=torch.promote_types(out.dtype, torch.float32)
-    )
-    return shares, lse.new_empty(num_tokens, num_heads)
-
-
-@operator("merge_rows")
+@operator(
+    "merge_rows",
+    kernel="dcpmla.comm.kernels.merge:merge_rows",
+    fake=lambda out, lse: (out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])),
+    runs=lambda out: out.is_cuda,
+)
 def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `merge_partials`, on a GPU in one kernel."""
-    if not out.is_cuda:
-        return merge_partials(out, lse)
-    from dcpmla.comm.kernels import merge as kernels  # triton is there on Linux only
-
-    return kernels.merge_rows(out, lse)
-
-
-@merge_rows.register_fake
-def _(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])
+    return merge_partials(out, lse)

@@ -7,13 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dcpmla.comm.norm import add_norm, check_rows, wide_dtype
+from dcpmla.comm.norm import rms_norm as rms_norm
 from dcpmla.comm.select import direct_where_reached
-from dcpmla.operators import operator
 from dcpmla.parallel.collectives import named
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, empty_codes, quantize_rows
-from dcpmla.parallel.quantized import BLOCK
-
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
+from dcpmla.parallel.fp8 import NormedRows, PlainRows
 
 
 class Reduce(Protocol):
@@ -83,7 +81,7 @@ class CollectiveReduce:
     def _sum(self, partial: Tensor, operation: str) -> Tensor:
         if self.size == 1:
             return partial
-        partial = partial.contiguous() if partial.is_cuda else partial.to(_wide(partial.dtype))
+        partial = partial.contiguous() if partial.is_cuda else partial.to(wide_dtype(partial.dtype))
         with named(operation, self.group):
             dist.all_reduce(partial, group=self.group)
         return partial
@@ -107,62 +105,3 @@ def select_reduce(tp_group: ProcessGroup, device: torch.device, timeout: float =
         return CollectiveReduce(tp_group)
     direct, _ = direct_where_reached(tp_group, device, new_direct)
     return direct or CollectiveReduce(tp_group)
-
-
-def check_rows(partial: Tensor, residual: Tensor, weight: Tensor, quantizes: bool) -> None:
-    """Check the arguments of `Reduce.add_norm`.
-
-    Raises:
-        ValueError: shapes or dtypes that do not belong together.
-    """
-    if partial.dim() != 2 or residual.shape != partial.shape or residual.dtype != partial.dtype:
-        raise ValueError(
-            f"residual is {residual.dtype} {tuple(residual.shape)}; "
-            f"expected [T, N] as partial, {partial.dtype} {tuple(partial.shape)}"
-        )
-    if weight.shape != partial.shape[1:]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; rows of partial have {partial.shape[1]} columns")
-    if quantizes and partial.shape[1] % BLOCK:
-        raise ValueError(f"partial has {partial.shape[1]} columns; rows are quantized in groups of {BLOCK}")
-
-
-@operator("add_norm")
-def add_norm(
-    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add rows [T, N] to the residual [T, N], in float32 at least, and norm that; on a GPU in one kernel.
-
-    Returns:
-        `rms_norm` of the new residual, and the new residual, rounded to its dtype; codes and scales of the first,
-        without columns unless quantizes.
-    """
-    if residual.is_cuda and residual.dtype in (torch.bfloat16, torch.float16, torch.float32):
-        from dcpmla.comm.kernels import reduce as kernels
-
-        return kernels.add_norm(partial.contiguous(), residual.contiguous(), weight, eps, quantizes)
-    new_residual = (residual.to(_wide(residual.dtype)) + partial).to(residual.dtype)
-    normed = rms_norm(new_residual, weight, eps)
-    return normed, new_residual, *(quantize_rows(normed) if quantizes else empty_codes(normed, False))
-
-
-@add_norm.register_fake
-def _(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False) -> Results:
-    return empty_results(residual, quantizes)
-
-
-def empty_results(residual: Tensor, quantizes: bool) -> Results:
-    """Return memory for what `add_norm` returns."""
-    normed, new_residual = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
-    return normed, new_residual, *empty_codes(normed, quantizes)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x [T, N] in float32 at least, rounded where transformers' models round: after the norm, and again after
-    the weight [N].
-    """
-    wide = x.to(_wide(x.dtype))
-    return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).to(x.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

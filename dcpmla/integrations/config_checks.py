@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, even, list_of, number, one_of, optional, whole
-from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
 from dcpmla.hf_quantization import check_quantization
+from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES
 
 _SIZE = whole(1, LARGEST_SIZE)
 _NUM_LAYERS = whole(1, 1024)

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
-from dcpmla.cache.compressed import AnyCache, new_cache
+from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
@@ -42,19 +42,20 @@ class GraphMaker:
         self._max_num_seqs, self._max_model_len, self._max_query_len = max_num_seqs, max_model_len, max_query_len
         self._has_failed = False
 
-    def capture(self, cache: AnyCache) -> DecodeGraph | None:
+    def capture(self, cache: Cache) -> DecodeGraph | None:
         """Capture the graph over a cache; or return None, and the first rank logs why."""
         return self._capture(cache, min(self._max_model_len, cache.sizes.tokens_total))
 
-    def make(self, cache: AnyCache) -> DecodeGraph:
+    def make(self, cache: Cache) -> DecodeGraph:
         """Return the graph over a cache, not captured: it pads its steps, and runs them eagerly."""
         return self._make(cache, min(self._max_model_len, cache.sizes.tokens_total))
 
-    def _make(self, cache: AnyCache, longest: int) -> DecodeGraph:
+    def _make(self, cache: Cache, longest: int) -> DecodeGraph:
         limits = self._max_num_seqs, longest, self._max_query_len
-        return DecodeGraph(self._step, self._input_like, cache, self._mesh, *limits)
+        steps = self._model.attention.step_builder(cache.sizes, self._dcp, self._mesh.dcp_rank, self._model.device)
+        return DecodeGraph(self._step, self._input_like, cache, steps, self._mesh, *limits)
 
-    def _capture(self, cache: AnyCache, longest: int) -> DecodeGraph | None:
+    def _capture(self, cache: Cache, longest: int) -> DecodeGraph | None:
         if self._has_failed:
             return None
         graph = self._make(cache, longest)
@@ -72,9 +73,10 @@ class GraphMaker:
         the graphs over one block are dropped.
         """
         model = self._model
-        plan = model.plan_cache(self._dcp, [1], self._max_num_seqs, self._max_query_len - 1)
+        drafts = self._max_query_len - 1
+        plan = model.attention.plan_cache(self._dcp, [1], model.dtype, self._max_num_seqs, drafts)
         # At the full length: what selects among tokens grows with their number.
-        graph = self._capture(new_cache(plan, model.device), self._max_model_len)
+        graph = self._capture(plan.allocate(model.device), self._max_model_len)
         torch.cuda.empty_cache()
         free_with_graph, _ = torch.cuda.mem_get_info(model.device)
         del graph

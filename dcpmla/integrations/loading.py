@@ -13,15 +13,14 @@ import torch.distributed as dist
 import transformers
 
 from dcpmla.attention.backends import check_backends
-from dcpmla.attention.build import context_workspace_tokens
-from dcpmla.cache.compressed import AnyPlan, new_cache
+from dcpmla.attention.chunks import context_workspace_tokens
+from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import num_states
 from dcpmla.comm.select import ChosenExchange
-from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import MODEL_DTYPES, DCPConfig
 from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, optional, whole
-from dcpmla.hf_config import check_index_options, read_attention
 from dcpmla.integrations.decode_graphs import GraphMaker
+from dcpmla.integrations.hf_config import attention_kind
 from dcpmla.integrations.model_files import find_commit, find_model, load_config
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import (
@@ -181,8 +180,8 @@ def load_engine(
         check_backends(dcp, device)
         check_speculation(files.config, dcp, speculative_method)
     has_mtp = speculative_method == "mtp"
-    in_tokens = replace(dcp, block_size=dcp.block_size * read_attention(files.config).row_tokens)
-    workspace = context_workspace_tokens(files.max_model_len, max_num_seqs, in_tokens)
+    alignment = attention_kind(files.config).chunk_alignment(dcp)
+    workspace = context_workspace_tokens(files.max_model_len, max_num_seqs, alignment)
     dcp = replace(dcp, context_workspace_tokens=workspace)
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
     with agree():
@@ -221,7 +220,7 @@ def load_engine(
     num_running = min(max_num_seqs, len(seq_lens)) if seq_lens else max_num_seqs
     plan = _plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, query_len - 1)
     with agree():
-        cache = new_cache(plan, device)
+        cache = plan.allocate(device)
         costs = _piece_costs(files.config, dcp, enable_expert_parallel, max_num_batched_tokens, max_prefill_ms)
     graph, *of_mtp = [maker.capture(cache) if captures else None for maker in makers]
     mtp = [captured or maker.make(cache) for captured, maker in zip(of_mtp, makers[1:], strict=True)]
@@ -254,11 +253,7 @@ def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
     option, or a backend does not exist.
     """
     check_backends(dcp)
-    attention = read_attention(files.config)
-    attention.heads_per_rank(dcp.tensor_parallel_size)
-    check_index_options(attention, dcp)
-    if isinstance(attention, CompressedConfig):
-        attention.check_layout(dcp)
+    attention_kind(files.config).check_layout(dcp)
 
 
 def _piece_costs(
@@ -289,12 +284,12 @@ def _plan_cache(
     num_bytes: int,
     num_running: int,
     num_drafts: int,
-) -> AnyPlan:
+) -> CachePlan:
     """Plan the blocks that the sequences need together, or that fit on the rank with the least memory, and states, if
     the model has them, of all requests that may run and of some remembered ones.
     """
     lens = list(seq_lens) if seq_lens else [1]
-    plan = model.plan_cache(dcp, lens, num_states(num_running), num_drafts)
+    plan = model.attention.plan_cache(dcp, lens, model.dtype, num_states(num_running), num_drafts)
     block_bytes = plan.bytes_per_block or _EMPTY_BLOCK_BYTES
     state_bytes = plan.num_states * plan.bytes_per_state
     affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)

@@ -10,9 +10,9 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, MODEL_TYPES, check_model_type
 from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.config_checks import check_config, check_raw_config, reason
+from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES, MODEL_TYPES, check_model_type
 
 # transformers' classes for each architecture (MODEL_TYPES); Kimi-K2's checkpoints are DeepSeek-V3's under another
 # name, and so are Sarvam's, whose config has names of its own, too.

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from dcpmla.attention.layer import MLAAttention
 from dcpmla.comm.reduce import Reduce
-from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, SPARSE_MODEL_TYPES, indexer_types
+from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES, SPARSE_MODEL_TYPES, indexer_types
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import DecoderBlock
 from dcpmla.model.mtp import MtpLayer
@@ -122,7 +121,6 @@ def load_mtp(
     config = parts.model.config
     eps = config.rms_norm_eps
     attention, layer = load_attention(f"{names.block}.self_attn")
-    assert isinstance(attention, MLAAttention)
     mlp = parts.dense(names.mlp) if config.model_type == "longcat_flash" else parts.mlp(names.mlp)
     second_norm = read_norm(parts, f"{names.block}.post_attention_layernorm.weight")
     block = DecoderBlock(layer, attention, mlp, second_norm, read_norm(parts, names.output_norm), eps, reduce)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.hf_config import COMPRESSED_MODEL_TYPES
 from dcpmla.integrations.config_checks import has_groups
+from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, HashGate, MoE, TopKGate, load_experts, unstack_experts

@@ -6,23 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import with_angles
-from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.rope import query_factor
-from dcpmla.attention.step import SelectedTokens, StepMetadata
-from dcpmla.cache.compressed import AnyCache, AnyPlan, plan_compressed
-from dcpmla.cache.latent import LatentCache
+from dcpmla.attention.kind import AttentionKind
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.plan import Cache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reduce import Reduce
-from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
-from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.model.stream_decoder import StreamMtpLayer
 from dcpmla.model.streams import Connection
-
-AnyAttention = MLAAttention | CompressedAttention
 
 
 class ShardedModel:
@@ -37,9 +29,7 @@ class ShardedModel:
         to_head: what collapses hidden states [n, width] into what the head takes; None if they are that.
         mtp: the MTP module; None for a model that does not draft with it.
     Attributes:
-        attention_config: of every layer.
-        num_attention_layers: caches that a step needs (two a decoder layer in LongCat).
-        index_layers: those of them that have an index cache: the layers of sparse MLA that select by themselves.
+        attention: Attention of all layers.
         hidden_rows: [N, width] hidden states of the last step, kept for the MTP module; empty without one.
         eos_token_ids, vocab_size, dtype, device: of the model.
     """
@@ -49,9 +39,7 @@ class ShardedModel:
         hidden_states: nn.Module,
         head: VocabHead,
         rotary: Any,
-        attention_config: MLAConfig | CompressedConfig,
-        num_attention_layers: int,
-        index_layers: Sequence[int],
+        attention: AttentionKind,
         exchange: Exchange,
         reduce: Reduce,
         eos_token_ids: frozenset[int],
@@ -64,24 +52,11 @@ class ShardedModel:
         self.hidden_rows = torch.empty(0, device=device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
         self._exchanges = exchange, reduce
-        self.attention_config, self.num_attention_layers = attention_config, num_attention_layers
-        self.index_layers = tuple(index_layers)
+        self.attention = attention
         self.eos_token_ids, self.vocab_size, self.dtype, self.device = eos_token_ids, head.vocab_size, dtype, device
 
-    def plan_cache(self, dcp: DCPConfig, seq_lens: list[int], num_states: int, num_drafts: int = 0) -> AnyPlan:
-        """Return the sizes of a cache for sequences of the given final lengths at once.
-
-        Args:
-            num_states: of requests, where the model's caches have states.
-            num_drafts: most of a request in a step, which such states must go back over.
-        """
-        config = self.attention_config
-        if isinstance(config, CompressedConfig):
-            return plan_compressed(config, dcp, seq_lens, self.dtype, num_states, num_drafts)
-        return LatentCache.plan(config, dcp, self.num_attention_layers, seq_lens, self.dtype, self.index_layers)
-
     @torch.inference_mode()
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor | None) -> Tensor:
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache, logits_at: Tensor | None) -> Tensor:
         """Run one step of a flat batch. Collective over the TP group.
 
         Args:
@@ -94,7 +69,7 @@ class ShardedModel:
         return self._forward(token_ids, metadata, cache, logits_at)
 
     @torch.inference_mode()
-    def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
+    def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
         """Run one step for a `DecodeGraph`: all rows' logits, and no look at results from the host. Collective over the
         TP group.
 
@@ -116,14 +91,14 @@ class ShardedModel:
         return self._mtp.join(token_ids, hidden_states)
 
     @torch.inference_mode()
-    def predict(self, rows: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
+    def predict(self, rows: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
         """Run the MTP module over rows of `join`: return its hidden states [T, width]. Collective over the TP group."""
         assert self._mtp is not None
-        out: Tensor = self._mtp(rows, cache, self.prepare(metadata, (WINDOW_ONLY,)))
+        out: Tensor = self._mtp(rows, cache, self.prepare(metadata, (self.attention.num_layers - 1,)))
         return out
 
     @torch.inference_mode()
-    def draft(self, hidden_states: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor:
+    def draft(self, hidden_states: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
         """Draft tokens in turn, for a `DecodeGraph`: each request's first from a hidden state of the MTP module, each
         other from what the module makes of the one before. Collective over the TP group.
 
@@ -167,15 +142,14 @@ class ShardedModel:
             num_logits: rows whose logits a step may want, one for each request.
         """
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        indexer = self.attention_config.indexer
-        selection = None if indexer is None else SelectedTokens.empty(num_tokens, indexer.topk, self.device)
+        shared = self.attention.claim_step(num_tokens, self.device)
         self._forward(token_ids, None, None, torch.zeros(num_logits, dtype=torch.int64, device=self.device))
         if self._mtp is not None:
             self._mtp(self.join(token_ids, self.hidden_rows[:num_tokens]), None, None)
-        del selection  # a step's own, held during the whole pass
+        del shared  # a step holds it during the whole pass
 
     def _forward(
-        self, token_ids: Tensor, metadata: StepMetadata | None, cache: AnyCache | None, logits_at: Tensor | None
+        self, token_ids: Tensor, metadata: StepMetadata | None, cache: Cache | None, logits_at: Tensor | None
     ) -> Tensor:
         """Return the logits of the rows at logits_at; of all rows without it."""
         if metadata is not None:
@@ -187,27 +161,22 @@ class ShardedModel:
         logits: Tensor = self.head(rows if self._to_head is None else self._to_head.collapse(rows))
         return logits
 
-    def prepare(self, metadata: StepMetadata, kinds: Sequence[LayerKind] | None = None) -> StepMetadata:
-        """Return a step with what all layers share; of DeepSeek-V4's, those of some kinds."""
-        config = self.attention_config
-        if isinstance(config, CompressedConfig):
-            return with_angles(metadata, self._cos_sin_of_layers, kinds)
-        factor = query_factor(metadata.positions, config.llama_4_scaling, self.dtype)
-        metadata = metadata.with_positions(self._cos_sin(metadata.positions), factor)
-        return metadata if config.indexer is None else metadata.with_selection(config.indexer.topk)
+    def prepare(self, metadata: StepMetadata, layers: Sequence[int] | None = None) -> StepMetadata:
+        """Return a step with what its layers share; layers None for all."""
+        return self.attention.prepare(metadata, self._cos_sin, self.dtype, layers)
 
-    def _cos_sin_of_layers(self, positions: Tensor, is_compressed: bool) -> Tensor:
-        """Return `_cos_sin` for one of the two kinds of layers of DeepSeek-V4."""
-        return self._cos_sin(positions, layer_type="compress" if is_compressed else "main")
-
-    def _cos_sin(self, positions: Tensor, **how: str) -> Tensor:
+    def _cos_sin(self, positions: Tensor, layer_type: str) -> Tensor:
         """Return the angles [T, R] float32 of `apply_rope` at positions [T], by the model's own rotary embedding (YaRN
         and all other kinds).
+
+        Args:
+            layer_type: Type of rotary embedding, in a model with several.
         """
         like = torch.empty(0, dtype=torch.float32, device=self.device)
-        rotary: Any = self._rotary(like, positions[None], **how)
+        types = {"layer_type": layer_type} if hasattr(self._rotary, "layer_types") else {}
+        rotary: Any = self._rotary(like, positions[None], **types)
         if isinstance(rotary, Tensor):  # DeepSeek-V2 rotates complex numbers
             return torch.cat([rotary[0].real, rotary[0].imag], -1)
         # Each angle once: most models repeat them for the second half.
-        half = self.attention_config.rope_dim // 2
+        half = self.attention.config.rope_dim // 2
         return torch.cat([part[0, :, :half] for part in rotary], -1)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dcpmla.cache.compressed import AnyCache
+from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.mtp import check_mtp
@@ -36,7 +36,7 @@ def make_drafter(
     method: str,
     num_speculative_tokens: int,
     model: ShardedModel,
-    cache: AnyCache,
+    cache: Cache,
     mesh: DCPMesh,
     graphs: Sequence[DecodeGraph],
 ) -> Drafter | None:

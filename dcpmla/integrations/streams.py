@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.comm.reduce import Reduce
 from dcpmla.integrations.mtp import MtpNames, read_norm, read_projections
 from dcpmla.integrations.parts import Parts
@@ -42,7 +41,6 @@ def load_stream_mtp(
 def _load_block(name: str, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> StreamBlock:
     attention, layer = load_attention(f"{name}.self_attn")
     experts = parts.mlp(f"{name}.mlp")
-    assert isinstance(attention, CompressedAttention)
     assert isinstance(experts, MoE)
     connections = (
         _load_connection(parts, f"{name}.attn_hc.", f"{name}.input_layernorm.weight"),

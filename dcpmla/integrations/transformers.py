@@ -16,22 +16,20 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
-from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.kind import AttentionKind, AttentionLayer
 from dcpmla.attention.scales import missing_scales
 from dcpmla.comm.reduce import Reduce, select_reduce
 from dcpmla.comm.select import ChosenExchange
-from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import DCPConfig
-from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, read_attention, skips_topk
 from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import module_name, text_module_name
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
+from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES, attention_kind
 from dcpmla.integrations.mtp import MtpNames, check_mtp_weights, load_mtp, with_mtp_layer
 from dcpmla.integrations.parts import Parts
-from dcpmla.integrations.sharded_model import AnyAttention, ShardedModel
+from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.skeleton import (
     build_skeleton,
     check_shapes,
@@ -85,8 +83,9 @@ def load_model(
     is_compressed = config.model_type in COMPRESSED_MODEL_TYPES
     if with_mtp:
         config = with_mtp_layer(config)
-    attention_config = read_attention(config)
-    attention_config.heads_per_rank(mesh.tp_size)
+    # LongCat's decoder layers have two layers of attention each, its module one.
+    attention = attention_kind(config, int(with_mtp and config.model_type == "longcat_flash"))
+    attention.check_layout(dcp)
     model = build_skeleton(config)
     mtp_shapes = mtp_names.shapes(config, published_shapes(model)) if with_mtp else {}
     quantization = getattr(config, "quantization_config", None)
@@ -110,7 +109,7 @@ def load_model(
             "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"
         )
     parts = Parts(model, weights, mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1, expert_dtype)
-    layers = _AttentionLayers(config, dcp, mesh, selection, weights, dtype, device)
+    layers = _AttentionLayers(attention, dcp, mesh, selection, weights, dtype, device)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
     hidden_states: Decoder | StreamDecoder
     to_head: Connection | None = None
@@ -130,9 +129,7 @@ def load_model(
         hidden_states.eval(),
         head,
         model.model.rotary_emb.to(device),
-        attention_config,
-        layers.count,
-        layers.with_index,
+        attention,
         selection.exchange,
         reduce,
         _eos_token_ids(directory, config),
@@ -143,7 +140,7 @@ def load_model(
     )
 
 
-LoadAttention = Callable[[str], tuple[AnyAttention, int]]
+LoadAttention = Callable[[str], tuple[AttentionLayer, int]]
 
 
 def _load_decoder(names: list[str], parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> Decoder:
@@ -164,7 +161,6 @@ def _load_block(
     name: str, output_norm: Tensor, parts: Parts, load_attention: LoadAttention, reduce: Reduce
 ) -> DecoderBlock:
     attention, layer = load_attention(f"{name}.self_attn")
-    assert isinstance(attention, MLAAttention)
     norms = parts.vector(f"{name}.post_attention_layernorm.weight"), output_norm
     mlp, eps = parts.mlp(f"{name}.mlp"), parts.model.config.rms_norm_eps
     has_norm = hasattr(parts.model.get_submodule(f"{name}.mlp"), "post_mlp_layernorm")
@@ -177,8 +173,6 @@ def _load_shortcut_block(
 ) -> ShortcutBlock:
     (first, layer), (second, _) = (load_attention(f"{name}.self_attn.{number}") for number in range(2))
     experts = parts.mlp(f"{name}.mlp")
-    assert isinstance(first, MLAAttention)
-    assert isinstance(second, MLAAttention)
     assert isinstance(experts, MoE)
     inner = ("post_attention_layernorm.0", "input_layernorm.1", "post_attention_layernorm.1")
     norms = [*(parts.vector(f"{name}.{norm}.weight") for norm in inner), output_norm]
@@ -196,7 +190,7 @@ class _AttentionLayers:
 
     def __init__(
         self,
-        config: Any,
+        attention: AttentionKind,
         dcp: DCPConfig,
         mesh: DCPMesh,
         selection: ChosenExchange,
@@ -204,33 +198,25 @@ class _AttentionLayers:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._config, self._dcp, self._mesh = config, dcp, mesh
+        self._attention, self._dcp, self._mesh = attention, dcp, mesh
         self._weights = weights
-        self._attention_config = read_attention(config)
         self._where = dcp, mesh, selection.exchange, dtype, device
         self._missing: set[str] = set()
-        self.count = 0
-        self.with_index: list[int] = []
+        self._count = 0
 
-    def load(self, name: str) -> tuple[AnyAttention, int]:
+    def load(self, name: str) -> tuple[AttentionLayer, int]:
         """Load the next layer, and return it with its number."""
         weights = {
             key.removeprefix(f"{name}."): weight for key, weight in self._weights.items() if key.startswith(f"{name}.")
         }
-        layer, config = self.count, self._attention_config
+        layer = self._count
         self._missing |= missing_scales(weights, self._dcp)
-        attention: AnyAttention
-        if isinstance(config, CompressedConfig):
-            attention = CompressedAttention(config, config.layer_kinds[layer], *self._where)
-        else:
-            attention = MLAAttention(config, *self._where, skips_topk(self._config, layer))
+        attention = self._attention.new_layer(layer, *self._where)
         try:
             attention.load_weights(weights)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        if isinstance(attention, MLAAttention) and attention.indexer is not None:
-            self.with_index.append(layer)
-        self.count += 1
+        self._count += 1
         return attention, layer
 
     def warn_of_missing_scales(self) -> None:

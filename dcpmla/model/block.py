@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.kind import AttentionLayer
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
-from dcpmla.comm.reduce import Reduce, add_norm, rms_norm
+from dcpmla.comm.norm import add_norm, rms_norm
+from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.collectives import all_gather
@@ -37,7 +38,7 @@ class DecoderBlock(nn.Module):
     def __init__(
         self,
         layer: int,
-        attention: MLAAttention,
+        attention: AttentionLayer,
         mlp: MLP | MoE,
         attention_norm: Tensor,
         output_norm: Tensor,
@@ -96,7 +97,7 @@ class ShortcutBlock(nn.Module):
     def __init__(
         self,
         layer: int,
-        attentions: tuple[MLAAttention, MLAAttention],
+        attentions: tuple[AttentionLayer, AttentionLayer],
         mlps: tuple[MLP, MLP],
         experts: MoE,
         norms: Sequence[Tensor],

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from dcpmla.cache.formats import FP8
 from dcpmla.operators import operator
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain, runs_fp8
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain, runs_fp8
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -70,7 +70,12 @@ def compute_experts(
     return _compute(rows, *quantized, expert_ids, expert_weights, *codes, swiglu_limit, num_experts or len(codes[0]))
 
 
-@operator("experts")
+@operator(
+    "experts",
+    kernel="dcpmla.model.kernels.experts:compute_experts",
+    fake=lambda x: x.new_empty(x.shape),
+    runs=lambda x, gate_up: x.is_cuda and (gate_up.dtype != FP8 or runs_fp8(x.device)),
+)
 def _compute(
     x: Tensor,
     x_codes: Tensor | None,
@@ -84,12 +89,6 @@ def _compute(
     swiglu_limit: float | None,
     num_experts: int,
 ) -> Tensor:
-    if _runs_triton(x, gate_up):
-        from dcpmla.model.kernels import experts  # triton is there on Linux only
-
-        weights = gate_up, gate_up_scales, down, down_scales
-        quantized = None if x_codes is None or x_scales is None else QuantizedRows(x_codes, x_scales)
-        return experts.compute_experts(x, expert_ids, expert_weights, *weights, swiglu_limit, num_experts, quantized)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
         if 0 <= expert < len(down):
@@ -104,20 +103,11 @@ def _compute(
     return out.to(x.dtype)
 
 
-@_compute.register_fake
-def _(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _values(codes: Tensor, scales: Tensor | None, expert: int) -> Tensor:
     """Return one expert's matrix in float32."""
     if scales is None:
         return codes[expert].float()
     return dequantize(_KINDS[scales.dtype](codes[expert], scales[expert]), torch.float32)
-
-
-def _runs_triton(x: Tensor, weight: Tensor) -> bool:
-    return x.is_cuda and (weight.dtype != FP8 or runs_fp8(x.device))
 
 
 def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertWeights) -> None:

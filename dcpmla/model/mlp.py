@@ -22,28 +22,19 @@ def swiglu(gate_up: Tensor, limit: float | None, quantizes: bool = False) -> Any
     return QuantizedRows(*codes) if quantizes else out
 
 
-@operator("swiglu")
-def _swiglu(gate_up: Tensor, limit: float | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, codes and scales; either the first or the others have no columns."""
-    if gate_up.is_cuda and gate_up.dtype != torch.float64:
-        from dcpmla.model.kernels import swiglu as kernels  # triton is there on Linux only
-
-        out, codes, scales = _empty(gate_up, quantizes)
-        kernels.swiglu(gate_up, limit, codes if quantizes else out, scales if quantizes else None)
-        return out, codes, scales
-    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    out = (functional.silu(gate) * up).to(gate_up.dtype)
-    return (out.new_empty(len(out), 0), *quantize_rows(out)) if quantizes else (out, *empty_codes(out, False))
-
-
 def _empty(gate_up: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     return gate_up.new_empty(num_rows, 0 if quantizes else width), *empty_codes(gate_up[:, :width], quantizes)
 
 
-_swiglu.register_fake(lambda gate_up, limit, quantizes: _empty(gate_up, quantizes))
+@operator("swiglu", kernel="dcpmla.model.kernels.swiglu:swiglu", fake=_empty)
+def _swiglu(gate_up: Tensor, limit: float | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, codes and scales; either the first or the others have no columns."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    out = (functional.silu(gate) * up).to(gate_up.dtype)
+    return (out.new_empty(len(out), 0), *quantize_rows(out)) if quantizes else (out, *empty_codes(out, False))
 
 
 class MLP(nn.Module):

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.compressed import AnyCache
 from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.plan import Cache
 from dcpmla.comm.reduce import rms_norm
 from dcpmla.model.block import DecoderBlock
 from dcpmla.parallel.fp8 import plain
@@ -52,7 +52,7 @@ class MtpLayer(nn.Module):
         """
         return torch.cat([nn.functional.embedding(token_ids, self.embedding), hidden_states], -1)
 
-    def forward(self, rows: Tensor, cache: AnyCache | None, step: StepMetadata | None) -> Tensor:
+    def forward(self, rows: Tensor, cache: Cache | None, step: StepMetadata | None) -> Tensor:
         """Return the normalized hidden states [T, hidden] of rows [T, 2 hidden]. Collective over the TP group."""
         embedding_norm, hidden_norm, input_norm = self.norms
         embedded, hidden_states = (part.contiguous() for part in rows.chunk(2, -1))

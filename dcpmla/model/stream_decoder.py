@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.attention.kind import AttentionLayer
 from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.compressed import CompressedCache
+from dcpmla.cache.plan import Cache
 from dcpmla.comm.reduce import Reduce, rms_norm
 from dcpmla.model.moe import MoE
 from dcpmla.model.streams import Connection, Streams, finish
@@ -27,7 +27,7 @@ class StreamBlock(nn.Module):
     def __init__(
         self,
         layer: int,
-        attention: CompressedAttention,
+        attention: AttentionLayer,
         experts: MoE,
         connections: tuple[Connection, Connection],
         reduce: Reduce,
@@ -37,7 +37,7 @@ class StreamBlock(nn.Module):
         self.to_attention, self.to_experts = connections
 
     def forward(
-        self, streams: Streams, token_ids: Tensor | None, cache: CompressedCache | None, step: StepMetadata | None
+        self, streams: Streams, token_ids: Tensor | None, cache: Cache | None, step: StepMetadata | None
     ) -> Streams:
         """Run one step of a batch. Collective over the TP group.
 
@@ -65,7 +65,7 @@ class StreamDecoder(nn.Module):
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.blocks, self.num_streams = nn.ModuleList(blocks), num_streams
 
-    def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: CompressedCache | None) -> Tensor:
+    def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: Cache | None) -> Tensor:
         """Return all streams [T, streams x hidden] of tokens [T] int64. Collective over the TP group."""
         embedded = nn.functional.embedding(token_ids, self.embedding)
         streams = Streams(embedded[:, None].repeat(1, self.num_streams, 1))
@@ -112,7 +112,7 @@ class StreamMtpLayer(nn.Module):
         """
         return torch.cat([nn.functional.embedding(token_ids, self.embedding), hidden_states], -1)
 
-    def forward(self, rows: Tensor, cache: CompressedCache | None, step: StepMetadata | None) -> Tensor:
+    def forward(self, rows: Tensor, cache: Cache | None, step: StepMetadata | None) -> Tensor:
         """Return the hidden states [T, width] of rows [T, hidden + width]. Collective over the TP group."""
         embedded, streams = rows.split([rows.shape[1] - self.width, self.width], -1)
         embedded = self.of_embedding(rms_norm(embedded.contiguous(), self.embedding_norm, self.eps))

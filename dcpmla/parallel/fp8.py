@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.operators import operator
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize, quantize_groups
+from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize, empty_groups, quantize_groups
 
-# Rows, and numbers of a result, past which cuBLAS fills an H200 and is faster than the Triton kernel.
-SCALED_MM_TOKENS, SCALED_MM_SIZE = 128, 3 << 17
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -36,10 +34,8 @@ class QuantizedRows(NamedTuple):
 
     @classmethod
     def empty_like(cls, x: Tensor) -> "QuantizedRows":
-        """Return memory for x [T, K] in groups of 128; each column of scales begins at a multiple of 16 bytes."""
-        shape, strides = (x.shape[0], x.shape[1] // BLOCK), (1, (x.shape[0] + 3) // 4 * 4)
-        scales = torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
-        return cls(torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), scales)
+        """Return memory for x [T, K] in groups of 128 (`empty_groups`)."""
+        return cls(*empty_groups(x))
 
 
 @dataclass(frozen=True)
@@ -81,18 +77,29 @@ def empty_codes(x: Tensor, quantizes: bool) -> QuantizedRows:
 
 def quantize_rows(x: Tensor) -> QuantizedRows:
     """Quantize rows [T, K] as products with block-quantized weights take them."""
-    rows = QuantizedRows.empty_like(x)
-    if runs_fp8(x.device):
-        from dcpmla.parallel.kernels import quantize  # triton is there on Linux only
+    return QuantizedRows(*_quantize_rows(x))
 
-        quantize.quantize_rows(x, *rows)
-    else:
-        for part, values in zip(rows, quantize_groups(x, BLOCK), strict=True):
-            part.copy_(values)
+
+@operator(
+    "quantize_rows",
+    kernel="dcpmla.parallel.kernels.quantize:quantize_rows",
+    fake=empty_groups,
+    runs=lambda x: runs_fp8(x.device),
+)
+def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows = empty_groups(x)
+    for part, values in zip(rows, quantize_groups(x, BLOCK), strict=True):
+        part.copy_(values)
     return rows
 
 
-@operator("fp8_linear", mutates_args=("arrivals",))
+@operator(
+    "fp8_linear",
+    kernel="dcpmla.parallel.kernels.linear:fp8_linear",
+    fake=lambda x, weight, dtype: x.new_empty(x.shape[0], weight.shape[0], dtype=dtype),
+    runs=lambda x, x_scales: runs_fp8(x.device) and (x_scales is not None or x.dtype in _DTYPES),
+    mutates_args=("arrivals",),
+)
 def fp8_linear(
     x: Tensor,
     x_scales: Tensor | None,
@@ -115,16 +122,6 @@ def fp8_linear(
     Source: DeepSeek-V3's report, section 3.3: tiles of 1 x 128 times blocks of 128 x 128, sums over 128 columns
         promoted to float32.
     """
-    if runs_fp8(x.device) and (x_scales is not None or x.dtype in _DTYPES):
-        from dcpmla.parallel.kernels import linear
-
-        if x_scales is None:
-            x, x_scales = quantize_rows(x)
-        is_large = len(x) > SCALED_MM_TOKENS or len(x) * len(weight) >= SCALED_MM_SIZE
-        is_plain = x.shape[1] == weight.shape[1] and dtype == torch.bfloat16 and len(weight) % 16 == 0
-        if is_large and is_plain and _has_scaled_mm(x.device):
-            return _scaled_mm(x, x_scales, weight, weight_scale)
-        return linear.fp8_linear(x, x_scales, weight, weight_scale, arrivals, dtype)
     if x_scales is not None:
         x = (x.float().unflatten(-1, (-1, BLOCK)) * x_scales[..., None]).flatten(-2).to(dtype)
     values = dequantize(BlockFp8(weight, weight_scale), x.dtype)
@@ -133,66 +130,24 @@ def fp8_linear(
     return multiply_groups(x, values.unflatten(0, (x.shape[1] // weight.shape[1], -1))).to(dtype)
 
 
-@fp8_linear.register_fake
-def _(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    arrivals: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
-
-
 def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply G groups of columns of x [T, G K] each by its weight, of [G, N, K]; returns [T, G N]."""
     out = torch.bmm(x.view(len(x), len(weight), -1).transpose(0, 1), weight.transpose(1, 2))
     return out.transpose(0, 1).flatten(1)
 
 
-@operator("dequantize_blocks")
+@operator(
+    "dequantize_blocks",
+    kernel="dcpmla.parallel.kernels.quantize:dequantize",
+    fake=lambda codes, dtype: codes.new_empty(codes.shape, dtype=dtype),
+    runs=lambda codes: runs_fp8(codes.device),
+)
 def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of a `BlockFp8`: codes [.., N, K], scales [.., ceil(N / 128), ceil(K / 128)]."""
-    if runs_fp8(codes.device):
-        from dcpmla.parallel.kernels import quantize as kernels
-
-        return kernels.dequantize(codes, scales, dtype)
     return dequantize(BlockFp8(codes, scales), dtype)
-
-
-@dequantize_blocks.register_fake
-def _(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(codes.shape, dtype=dtype, device=codes.device)
 
 
 @cache
 def runs_fp8(device: torch.device) -> bool:
     """Return whether a device converts and multiplies e4m3: GPUs of compute capability 8.9 and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-@cache
-def _has_scaled_mm(device: torch.device) -> bool:
-    """Return whether torch multiplies tiles of 1 x 128 by blocks of 128 x 128: by cuBLAS 12.9 and later on Hopper."""
-    version = tuple(map(int, (torch.version.cuda or "0").split(".")))
-    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
-
-
-def _scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """Compute `fp8_linear` in bfloat16 by cuBLAS, which takes whole fours of rows, and scales in columns of them."""
-    num_tokens = len(x)
-    padding = -num_tokens % 4
-    if padding:
-        x = F.pad(x.view(torch.uint8), (0, 0, 0, padding)).view(x.dtype)
-    if padding or x_scales.stride() != (1, len(x)):
-        x_scales = F.pad(x_scales.t(), (0, padding)).contiguous().t()
-    blocks = weight_scale.t()
-    wanted = -(-len(blocks) // 4) * 4  # columns of a block row's scales
-    if blocks.stride(1) != wanted:
-        blocks = F.pad(weight_scale, (0, wanted - len(blocks))).t()
-    else:
-        blocks = blocks.as_strided((wanted, blocks.shape[1]), (1, wanted))
-    recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    out = F.scaled_mm(x, weight.t(), x_scales, recipes[0], blocks, recipes[1], output_dtype=torch.bfloat16)
-    return out[:num_tokens]

@@ -124,6 +124,13 @@ def quantize_groups(x: Tensor, group_size: int, ue8m0: bool = False) -> tuple[Te
     return (groups / s[..., None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).flatten(1), s
 
 
+def empty_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for x [T, K] in e4m3 and its scales in groups of 128, each column at a multiple of 16 bytes."""
+    shape, strides = (x.shape[0], x.shape[1] // BLOCK), (1, (x.shape[0] + 3) // 4 * 4)
+    scales = torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
+    return torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), scales
+
+
 def _spread(scales: Tensor, num_rows: int, num_cols: int, like: Tensor) -> Tensor:
     """Repeat each scale over its rows and columns, as many as another matrix has."""
     rows = scales.repeat_interleave(num_rows, -2)[..., : like.shape[-2], :]

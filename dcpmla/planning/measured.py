@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dcpmla.compressed_config import CompressedConfig
+from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.planning.exchange import exchange_us, has_numbers
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Machine, change_machine, read_json
 from dcpmla.planning.predict import Setting, predict_step

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from math import prod
 
-from dcpmla.cache.capacity import FORMATS
-from dcpmla.compressed_config import CompressedConfig
+from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 from dcpmla.fields import check_fields, number, option_label, whole
+from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.parameter import Parameter

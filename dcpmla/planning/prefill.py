@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
+from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.attention.routes import Rates, RouteCosts
-from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import IndexerConfig, MLAConfig
 from dcpmla.planning.machine import H200X8, Machine
 from dcpmla.planning.predict import Setting, parameter_us

@@ -6,10 +6,10 @@ from math import prod
 
 import torch
 
+from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.cache.shared_rows import PAGE_ROWS, rows_shape
-from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import IndexerConfig, MLAConfig
 
 

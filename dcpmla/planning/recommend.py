@@ -4,9 +4,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dcpmla.cache.capacity import largest_cache
-from dcpmla.cache.compressed import AnyPlan
+from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import num_states
+from dcpmla.planning.capacity import block_of, largest_cache
 from dcpmla.planning.exchange import auto_backend
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.predict import Setting, predict_step
@@ -145,12 +145,12 @@ def _check_load(batch: int, context: int) -> None:
             raise ValueError(f"{name} is {shown}; it must be in [1, {_LARGEST_LOAD:,}]")
 
 
-def _cache(model: ModelSize, setting: Setting, num_bytes: int, num_seqs: int) -> AnyPlan:
+def _cache(model: ModelSize, setting: Setting, num_bytes: int, num_seqs: int) -> CachePlan:
     """Return the largest cache in so many bytes of each rank for num_seqs requests at once, in blocks of the runtime's
     default size.
     """
     sizes = num_states(num_seqs), setting.num_speculative_tokens
-    return largest_cache(model.caches.block(setting.dcp_config, *sizes), num_bytes)
+    return largest_cache(block_of(model.kind, setting.dcp_config, *sizes), num_bytes)
 
 
 def _share(setting: Setting, batch: int) -> int:

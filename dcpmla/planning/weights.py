@@ -13,11 +13,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from dcpmla.cache.capacity import ModelCaches
-from dcpmla.compressed_config import CompressedConfig
+from dcpmla.attention.compressed.config import CompressedConfig
+from dcpmla.attention.kind import AttentionKind
 from dcpmla.config import MLAConfig
-from dcpmla.hf_config import COMPRESSED_MODEL_TYPES, num_index_layers, read_attention
 from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
+from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES, attention_kind, num_index_layers
 from dcpmla.parallel.linear import check_experts
 from dcpmla.parallel.quantized import BLOCK, GROUP
 from dcpmla.planning.parameter import PARTS, Parameter
@@ -43,6 +43,7 @@ class ModelSize:
     """Sizes of a model, as predictions need them.
 
     Attributes:
+        kind: Attention of the model.
         num_attention_layers: caches; LongCat has two in a decoder layer.
         num_index_layers: index caches, of sparse MLA's layers with an indexer of their own.
         num_routed: choices of a router, LongCat's zero experts included; 0 without experts.
@@ -50,6 +51,7 @@ class ModelSize:
         expert_dtype: "auto", or "fp8" for experts in 4 bits that are held in 8 (--expert-dtype).
     """
 
+    kind: AttentionKind
     attention: MLAConfig | CompressedConfig
     num_attention_layers: int
     num_index_layers: int
@@ -58,11 +60,6 @@ class ModelSize:
     experts_per_token: int
     parameters: tuple[Parameter, ...]
     expert_dtype: str = "auto"
-
-    @property
-    def caches(self) -> ModelCaches:
-        """The caches that it needs."""
-        return ModelCaches(self.attention, self.num_attention_layers, self.num_index_layers)
 
     @property
     def num_parameters(self) -> int:
@@ -153,7 +150,8 @@ def read_model(config: Any) -> ModelSize:
     Raises:
         ValueError: an architecture that is not known, or a config that transformers builds no model of.
     """
-    attention = read_attention(config)
+    kind = attention_kind(config)
+    attention = kind.config
     try:
         with torch.device("meta"):
             model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config)
@@ -166,6 +164,7 @@ def read_model(config: Any) -> ModelSize:
         num_layers = sum(hasattr(module, "kv_a_proj_with_mqa") for module in model.modules())
         num_indexers = num_index_layers(config)
     return ModelSize(
+        kind=kind,
         attention=attention,
         num_attention_layers=num_layers,
         num_index_layers=num_indexers,

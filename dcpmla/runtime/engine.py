@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.compressed import AnyCache
+from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.fields import Rule, check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
@@ -58,7 +58,7 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        cache: AnyCache,
+        cache: Cache,
         dcp: DCPConfig,
         mesh: DCPMesh,
         max_model_len: int,
@@ -291,7 +291,7 @@ class Engine:
     def _remember(self, request: Request) -> None:
         copied = self.scheduler.remember(request)
         if copied is not None:
-            self._runner.copy_state(*copied)
+            self.cache.copy_state(*copied)
 
     def _collect(self, pending: PendingStep) -> list[tuple[Request, str]]:
         """Wait for a step and take its tokens; return the requests with new tokens, each with the text that became

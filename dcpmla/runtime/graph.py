@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.compressed import AnyCache
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.cache.plan import Cache
 from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.collectives import gather_values, is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
-from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.padding import Batch, PaddedStep
 
-DecodeStep = Callable[[Tensor, StepMetadata, AnyCache], Tensor]
+DecodeStep = Callable[[Tensor, StepMetadata, Cache], Tensor]
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -44,7 +44,8 @@ class DecodeGraph:
             `MLAAttention` layers. It may not look at results from the host, and its collectives must be the same on all
             ranks.
         input_like: [...], shape, dtype and device of one token's input: its id, or a row of hidden states.
-        cache: written and read by the step; its tensors must keep their addresses.
+        cache: Cache that the step reads and writes; its tensors must keep their addresses.
+        steps: Builder of steps over the cache (`AttentionKind.step_builder`).
         mesh: groups of this rank.
         max_num_seqs: requests of the largest batch.
         max_model_len: longest sequence, which bounds the block table.
@@ -64,7 +65,8 @@ class DecodeGraph:
         self,
         step: DecodeStep,
         input_like: Tensor,
-        cache: AnyCache,
+        cache: Cache,
+        steps: StepBuilder,
         mesh: DCPMesh,
         max_num_seqs: int,
         max_model_len: int,
@@ -82,7 +84,7 @@ class DecodeGraph:
         self._batches = [Batch(size) for size in self.batch_sizes]
         self._batches += [Batch(size, max_query_len) for size in self.wide_sizes]
         self._batches.sort(key=lambda batch: batch.num_rows)
-        self._padded = PaddedStep(input_like, self._batches, max_model_len, cache.sizes, mesh.dcp_rank)
+        self._padded = PaddedStep(input_like, self._batches, max_model_len, cache.sizes, steps)
         self._graphs: dict[Batch, torch.cuda.CUDAGraph] = {}
         self._latest: tuple[Batch, Tensor | None] = self._batches[0], None
         self._out: Tensor | None = None  # of the largest batch, [rows, ...]
@@ -124,7 +126,7 @@ class DecodeGraph:
         return self._padded.rows(self._latest[0])[1]
 
     def run(
-        self, inputs: Tensor, requests: StepRequests, cache: AnyCache, num_rejected: Tensor | None = None
+        self, inputs: Tensor, requests: StepRequests, cache: Cache, num_rejected: Tensor | None = None
     ) -> Tensor:
         """Run a decode step: a replay, or before `capture` the padded step itself. Collective over the TP group.
 
@@ -157,7 +159,7 @@ class DecodeGraph:
         self._padded.take(inputs, leader._padded, batch)
         return self._replay(batch)
 
-    def run_eagerly(self, inputs: Tensor, requests: StepRequests, cache: AnyCache) -> Tensor:
+    def run_eagerly(self, inputs: Tensor, requests: StepRequests, cache: Cache) -> Tensor:
         """Run a decode step without its graphs: a replay equals it bit for bit."""
         batch, rows = self._fill(inputs, requests, cache)
         out = self._compute(batch)
@@ -201,7 +203,7 @@ class DecodeGraph:
         return self._out[: batch.num_rows]
 
     def _fill(
-        self, inputs: Tensor, requests: StepRequests, cache: AnyCache, num_rejected: Tensor | None = None
+        self, inputs: Tensor, requests: StepRequests, cache: Cache, num_rejected: Tensor | None = None
     ) -> tuple[Batch, Tensor | None]:
         """Fill the static memory; return the batch, and the tokens' rows in it where these are not the first."""
         if _addresses(cache) != self._addresses:
@@ -281,7 +283,7 @@ class DecodeGraph:
                 raise CannotCapture(f"{found}, on rank {rank}")
 
 
-def _addresses(cache: AnyCache) -> list[int]:
+def _addresses(cache: Cache) -> list[int]:
     return [tensor.data_ptr() for tensor in cache.tensors]
 
 

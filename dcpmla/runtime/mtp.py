@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.compressed import AnyCache
+from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.cache.plan import Cache
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
@@ -32,7 +31,7 @@ class MtpModel(Protocol):
 
     def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor: ...
 
-    def predict(self, rows: Tensor, metadata: StepMetadata, cache: AnyCache) -> Tensor: ...
+    def predict(self, rows: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor: ...
 
 
 class MtpDrafter(Drafter):
@@ -53,7 +52,7 @@ class MtpDrafter(Drafter):
         self,
         num_speculative_tokens: int,
         model: MtpModel,
-        cache: AnyCache,
+        cache: Cache,
         mesh: DCPMesh,
         graph: DecodeGraph,
         chain: DecodeGraph,

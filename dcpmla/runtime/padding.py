@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import check_requests, pad_table
+from dcpmla.attention.build import GraphRows, StepBuilder, pad_table
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.compressed.build import check_states
-from dcpmla.attention.compressed.step import CompressedMetadata
-from dcpmla.attention.step import DecodeMetadata, SparseMetadata, StepMetadata
-from dcpmla.cache.compressed import AnyPlan, CompressedPlan
-from dcpmla.runtime.layout import Numbers, Rows, StepRequests, lay_out, num_words
+from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
+from dcpmla.cache.plan import CachePlan
+from dcpmla.runtime.layout import lay_out
+from dcpmla.runtime.numbers import Numbers, Rows, num_words
 from dcpmla.upload import upload
 
 
@@ -43,7 +42,7 @@ class PaddedStep:
         batches: Sizes of steps, at least one.
         max_model_len: Number of tokens of the longest request.
         plan: Plan of the cache.
-        dcp_rank: Rank in the DCP group.
+        steps: Builder of steps over the cache.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class PaddedStep:
         input_like: Tensor,
         batches: Sequence[Batch],
         max_model_len: int,
-        plan: AnyPlan,
-        dcp_rank: int,
+        plan: CachePlan,
+        steps: StepBuilder,
     ) -> None:
         device = input_like.device
         num_rows = max(batch.num_rows for batch in batches)
@@ -66,7 +65,7 @@ class PaddedStep:
         num_hidden = 0 if self._has_ids else num_rows
         self._hidden = torch.zeros(num_hidden, *input_like.shape, dtype=input_like.dtype, device=device)
         self._workspace = decode_workspace(device)
-        self._max_model_len, self._plan, self._dcp_rank = max_model_len, plan, dcp_rank
+        self._max_model_len, self._plan, self._steps = max_model_len, plan, steps
         rows = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._request = {query_len: rows // query_len for _, query_len in batches}
 
@@ -106,7 +105,7 @@ class PaddedStep:
         numbers.first_position[:num_reqs] = seq_lens - query_lens
         numbers.num_tokens[:num_reqs] = query_lens
         numbers.block_table[:num_reqs, : table.shape[1]] = table
-        if isinstance(self._plan, CompressedPlan):
+        if self._plan.num_states:
             numbers.states[:num_reqs] = np.array(requests.states) + 1
         comes_along = self._has_ids and inputs.is_cpu
         if comes_along:
@@ -129,31 +128,30 @@ class PaddedStep:
 
     def lay_out(self, batch: Batch) -> None:
         """Write the numbers of a batch's rows."""
-        lay_out(self._numbers[batch], self._rows.front(batch.num_rows), self._plan, self._dcp_rank)
+        lay_out(self._numbers[batch], self._rows.front(batch.num_rows), self._steps)
 
     def rows(self, batch: Batch) -> tuple[Tensor, StepMetadata]:
         """Return a batch's inputs [batch.num_rows, ...] and metadata, which is valid once laid out."""
-        rows, num_rows = self._rows.front(batch.num_rows), batch.num_rows
-        return (
-            self._inputs(batch),
-            StepMetadata(
-                num_tokens=num_rows,
-                num_decode_tokens=num_rows,
-                num_blocks=0,  # checked in `fill` for each replay
-                positions=rows.positions,
-                slot_mapping=rows.slot_mapping,
-                decode=DecodeMetadata(
-                    block_table=self._numbers[batch].block_table,
-                    local_seq_lens=rows.local_seq_lens,
-                    queries=None,
-                    max_query_len=batch.query_len,
-                    workspace=self._workspace,
-                ),
-                prefill=None,
-                sparse=self._sparse(batch),
-                compressed=self._compressed(batch),
-            ),
+        rows, numbers, num_rows = self._rows.front(batch.num_rows), self._numbers[batch], batch.num_rows
+        step = StepMetadata(
+            num_tokens=num_rows,
+            num_decode_tokens=num_rows,
+            num_blocks=0,  # checked in `fill` for each replay
+            positions=rows.positions,
+            slot_mapping=rows.slot_mapping,
+            decode=DecodeMetadata(numbers.block_table, rows.local_seq_lens, None, batch.query_len, self._workspace),
         )
+        static = GraphRows(
+            query_len=batch.query_len,
+            max_seq_len=self._max_model_len,
+            block_table=numbers.block_table,
+            states=numbers.states - 1,
+            request=self._request[batch.query_len][:num_rows],
+            positions=rows.positions,
+            seq_lens=rows.seq_lens,
+            local_seq_lens=rows.local_seq_lens,
+        )
+        return self._inputs(batch), self._steps.share_graph(step, static)
 
     def _cut(self, batch: Batch, memory: Any, int64: Any) -> Numbers:
         return Numbers.of(memory, int64, batch.num_rows, batch.num_reqs, self._max_blocks)
@@ -164,36 +162,10 @@ class PaddedStep:
             return ids
         return self._hidden[: batch.num_rows]
 
-    def _sparse(self, batch: Batch) -> SparseMetadata | None:
-        if isinstance(self._plan, CompressedPlan) or not self._plan.index_layers:
-            return None
-        rows, request = self._rows.front(batch.num_rows), self._request[batch.query_len][: batch.num_rows]
-        table = self._numbers[batch].block_table
-        return SparseMetadata(table, request, rows.seq_lens, rows.local_seq_lens, self._max_model_len)
-
-    def _compressed(self, batch: Batch) -> CompressedMetadata | None:
-        if not isinstance(self._plan, CompressedPlan):
-            return None
-        numbers, rows = self._numbers[batch], self._rows.front(batch.num_rows)
-        seen = rows.seq_lens.view(batch.num_reqs, batch.query_len)  # 0 for padding
-        return CompressedMetadata(
-            plan=self._plan,
-            dcp_rank=self._dcp_rank,
-            positions=rows.positions,
-            request=self._request[batch.query_len][: batch.num_rows],
-            first_position=seen[:, 0] - 1,
-            seq_lens=seen[:, -1].contiguous(),
-            states=numbers.states - 1,
-            block_table=numbers.block_table,
-            max_seq_len=self._max_model_len,
-        )
-
     def _check(self, inputs: Tensor, requests: StepRequests) -> np.ndarray:
         """Return the block table [num_reqs, blocks of the longest]; raise ValueError for invalid arguments."""
-        query_lens, seq_lens, block_tables, states = requests
-        check_requests(query_lens, seq_lens, block_tables, self._plan.block_tokens)
-        if isinstance(self._plan, CompressedPlan):
-            check_states(states, len(query_lens), self._plan.num_states)
+        self._steps.check(requests)
+        query_lens, seq_lens, block_tables, _ = requests
         table = pad_table(block_tables, seq_lens, self._plan.block_tokens)
         if table.shape[1] > self._max_blocks:
             raise ValueError(

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.compressed import AnyCache, CompressedCache
+from dcpmla.attention.kind import AttentionKind
+from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.logprobs import PromptRows
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.pending import Computed, PendingStep, StepInputs
@@ -24,12 +24,13 @@ from dcpmla.upload import upload
 class Model(Protocol):
     """The model that the engine drives; `dcpmla.integrations.transformers.ShardedModel` is one."""
 
+    attention: AttentionKind
     device: torch.device
     dtype: torch.dtype
     vocab_size: int
     eos_token_ids: frozenset[int]
 
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: AnyCache, logits_at: Tensor | None) -> Tensor: ...
+    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache, logits_at: Tensor | None) -> Tensor: ...
 
     @property
     def faults(self) -> Sequence[Tensor]: ...
@@ -41,9 +42,10 @@ class StepRunner:
     """The model over its cache, one step after the other."""
 
     def __init__(
-        self, model: Model, cache: AnyCache, dcp: DCPConfig, dcp_rank: int, tokens_per_request: int = 1
+        self, model: Model, cache: Cache, dcp: DCPConfig, dcp_rank: int, tokens_per_request: int = 1
     ) -> None:
-        self.model, self.cache, self.dcp, self.dcp_rank = model, cache, dcp, dcp_rank
+        self.model, self.cache = model, cache
+        self._steps = model.attention.step_builder(cache.sizes, dcp, dcp_rank, model.device)
         self._tokens_per_request = tokens_per_request
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.
@@ -75,7 +77,7 @@ class StepRunner:
             graph: Graph to replay instead of calling the model.
         """
         for copy in step.copies:
-            self.copy_state(*copy)
+            self.cache.copy_state(*copy)
         requests = StepRequests(
             [piece.num_tokens for piece in step.pieces],
             [request.num_computed_tokens + request.num_tried + num_tokens for request, num_tokens, _ in step.pieces],
@@ -90,18 +92,12 @@ class StepRunner:
             if logits_at is not None:
                 logits = logits[logits_at]
             return inputs, Computed(graph, graph.latest_rows, inputs.logits_at), logits
-        metadata = StepMetadata.build(
-            requests.query_lens,
-            requests.seq_lens,
-            requests.block_tables,
-            self.dcp,
-            self.dcp_rank,
-            self.model.device,
+        metadata = self._steps.build(
+            requests,
             max_decode_query_len=self._decode_width(step),
             # Without scales nothing is a decode, not even a prompt of one token.
             num_decodes=0 if self._lacks_scales else step.num_absorbed,
             workspace=self._workspace,
-            **self.cache.sizes.step_layout(requests.states),
         )
         self._lacks_scales = False
         logits = self.model.step(inputs.on(self.model.device), metadata, self.cache, logits_at)
@@ -113,11 +109,6 @@ class StepRunner:
         """
         is_cut = step.longest_absorbed > step.most_drafts + 1
         return self._tokens_per_request if is_cut else step.most_drafts + 1
-
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy a request's state to a remembered one, or back."""
-        assert isinstance(self.cache, CompressedCache)  # only its plan has states
-        self.cache.copy_state(source, target)
 
 
 def choose_tokens(ready: Sequence[Piece], logits: Tensor, previous: PendingStep | None, penalties: Penalties) -> Tensor:

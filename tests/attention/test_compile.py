@@ -11,8 +11,12 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from dcpmla import DCPConfig, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla import DCPConfig, MLAAttention, MLAConfig, init_mesh
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.rope import query_factor
+from dcpmla.attention.sparse.build import SparseStepBuilder
+from dcpmla.attention.sparse.step import with_selection
+from dcpmla.attention.step import StepRequests
 from dcpmla.cache.formats import is_quantized, quantize
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
@@ -85,15 +89,9 @@ def run_layer(
     totals = [cached + new for cached, new in batch]
     blocks = iter(range(1000))
     tables = [[next(blocks) for _ in range(num_blocks(total, dcp))] for total in totals]
-    layout: dict[str, Any] = {"dcp": dcp, "dcp_rank": layer.mesh.dcp_rank, "device": weight.device}
-    step = StepMetadata.build(
-        [new for _, new in batch],
-        totals,
-        tables,
-        **layout,
-        max_decode_query_len=max_decode_query_len,
-        is_sparse=config.indexer is not None,
-    )
+    builder = StepBuilder if config.indexer is None else SparseStepBuilder
+    steps = builder(dcp, layer.mesh.dcp_rank, weight.device)
+    step = steps.build(StepRequests([new for _, new in batch], totals, tables), max_decode_query_len)
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int, dtype: torch.dtype = weight.dtype) -> Tensor:
@@ -109,7 +107,7 @@ def run_layer(
     index_keys = None
     if config.indexer is not None:
         index_keys = random(len(latents), dcp.block_size, config.indexer.head_dim)
-        step = step.with_selection(config.indexer.topk)
+        step = with_selection(step, config.indexer.topk)
     with torch.inference_mode():
         out = (layer if forward is None else forward)(hidden_states, LayerCache(latents, index_keys), step)
     return out[: step.num_tokens], latents

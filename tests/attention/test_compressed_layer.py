@@ -12,12 +12,15 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Atten
 
 from dcpmla import DCPConfig, StepMetadata, init_mesh
 from dcpmla.attention.compressed import layer as layer_module
+from dcpmla.attention.compressed.build import CompressedStepBuilder
+from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
+from dcpmla.attention.compressed.config import WINDOW_ONLY, LayerKind
 from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import with_angles
-from dcpmla.cache.compressed import CompressedCache, plan_compressed
+from dcpmla.attention.compressed.step import CompressedMetadata, with_angles
+from dcpmla.attention.step import StepRequests
 from dcpmla.comm.select import select_exchange
-from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.integrations.hf_config import compressed_config
 from tests.support.ranks import run_ranks
 
 HIDDEN, WINDOW, RATIOS, PADDING = 48, 8, (4, 16), 2
@@ -117,7 +120,7 @@ class Layers:
     ) -> None:
         self.hf_config, self.dcp = config, dcp
         self.mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-        self.config = CompressedConfig.from_hf(config)
+        self.config = compressed_config(config)
         exchange = select_exchange(dcp, self.mesh.dcp_group, device).exchange
         self.modules = modules_of(config)
         self.layers = []
@@ -138,9 +141,8 @@ class Layers:
 
     def step(self, requests: list[int], query_lens: list[int], seq_lens: list[int]) -> StepMetadata:
         tables, states = [self.tables[i] for i in requests], [i + 1 for i in requests]
-        how = {"device": self.cache.tensors[0].device, "max_decode_query_len": 3, "plan": self.plan, "states": states}
-        step = StepMetadata.build(query_lens, seq_lens, tables, self.dcp, self.mesh.dcp_rank, **how)  # type: ignore[arg-type]
-        return with_angles(step, self.rotary)
+        steps = CompressedStepBuilder(self.plan, self.mesh.dcp_rank, self.cache.tensors[0].device)
+        return with_angles(steps.build(StepRequests(query_lens, seq_lens, tables, states), 3), self.rotary)
 
     def run(self, schedule: tuple[tuple[int, ...], ...], hidden: list[Tensor]) -> list[list[Tensor]]:
         """Return by layer the outputs [length, hidden] of each request."""
@@ -260,17 +262,17 @@ def check_errors() -> None:
     layers = Layers(tiny(), layout(1, 1, 1), [40, 40])
     layer, cache, rows = layers.layers[1], layers.cache[1], torch.zeros(2, HIDDEN)
     step = layers.step([0, 1], [1, 1], [5, 9])
-    assert step.compressed is not None
-    states = {"plan": layers.plan, "dcp": layers.dcp, "dcp_rank": 0}
+    compressed = step.get(CompressedMetadata)
+    assert compressed is not None
 
-    def build(**changes: Any) -> StepMetadata:
-        arguments = {"query_lens": [1], "seq_lens": [1], "block_tables": [[0]], "states": [0], **states, **changes}
-        return StepMetadata.build(**arguments)
+    def build(num_decodes: int | None = None, **changes: Any) -> StepMetadata:
+        requests = StepRequests([1], [1], [[0]], [0])._replace(**changes)
+        return CompressedStepBuilder(layers.plan, 0).build(requests, num_decodes=num_decodes)
 
     other_rows = cache._replace(rows=cache.rows[1:])
     other_dtype = cache._replace(rows=cache.rows.double())
     other_keys = cache._replace(index_keys=None)
-    bare = dataclasses.replace(step.compressed, angles=None)
+    bare = dataclasses.replace(compressed, angles=None)
     many_blocks = dataclasses.replace(step, num_blocks=layers.plan.num_blocks + 1)
     for match, call in (
         ("hidden_states has shape", lambda: layer(rows[:1], cache, step)),
@@ -279,8 +281,8 @@ def check_errors() -> None:
         ("cache.rows has shape", lambda: layer(rows, other_rows, step)),
         ("cache.rows has shape", lambda: layer(rows, other_dtype, step)),
         ("index_cache", lambda: layer(rows, other_keys, step)),
-        ("call with_angles", lambda: layer(rows, cache, dataclasses.replace(step, compressed=bare))),
-        ("call with_angles", lambda: layer(rows, cache, dataclasses.replace(step, compressed=None))),
+        ("call with_angles", lambda: layer(rows, cache, step.share(bare))),
+        ("call with_angles", lambda: layer(rows, cache, dataclasses.replace(step, shared={}))),
         ("the cache has", lambda: layer(rows, cache, many_blocks)),
         ("states is", lambda: build(states=[])),
         ("states is", lambda: build(states=[3])),
@@ -328,13 +330,13 @@ def test_errors() -> None:
     ],
 )
 def test_a_config_says_what_is_wrong(changes: dict[str, Any], match: str) -> None:
-    config = CompressedConfig.from_hf(tiny())
+    config = compressed_config(tiny())
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(config, **changes)
 
 
 def test_groups_of_heads_divide_over_the_ranks() -> None:
-    config = CompressedConfig.from_hf(tiny(o_groups=4))
+    config = compressed_config(tiny(o_groups=4))
     assert [config.heads_per_rank(tp) for tp in (1, 2, 4)] == [24, 12, 6]
     for tp in (0, 3, 8):
         with pytest.raises(ValueError, match="choose 1, 2 or 4"):

@@ -13,16 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla import DCPConfig, StepMetadata
+from dcpmla import DCPConfig
 from dcpmla.attention.compressed import compressor
+from dcpmla.attention.compressed.build import CompressedStepBuilder
+from dcpmla.attention.compressed.cache import CompressedPlan, plan_compressed
+from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.step import CompressedMetadata, Part
-from dcpmla.cache.compressed import CompressedPlan, plan_compressed
+from dcpmla.attention.step import StepRequests
 from dcpmla.cache.shared_rows import ROPE_DIM
-from dcpmla.compressed_config import CompressedConfig, LayerKind
 from dcpmla.config import IndexerConfig
 from tests.attention.test_compressed_kernels import DTYPES, POISON, TYPES, assert_near
 from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
 from tests.support.shared_memory import run_interpreted
+from tests.support.steps import part
 
 EPS = 1e-3
 
@@ -249,18 +252,14 @@ def build(
 ) -> tuple[CompressedMetadata, tuple[Part, ...]]:
     requests = decodes_first(plan, new)
     lens = [new[i] for i in requests]
-    step = StepMetadata.build(
-        lens,
-        [done[i] + new[i] for i in requests],
-        [tables[i] for i in requests],
-        plan.dcp,
-        rank,
+    step = CompressedStepBuilder(plan, rank).build(
+        StepRequests(
+            lens, [done[i] + new[i] for i in requests], [tables[i] for i in requests], [2 - i for i in requests]
+        ),
         max_decode_query_len=1 + plan.num_drafts,
-        plan=plan,
-        states=[2 - i for i in requests],
     )
-    assert step.compressed is not None
-    return step.compressed, step.compressed.parts_of(step.decode)
+    compressed = part(step, CompressedMetadata)
+    return compressed, compressed.parts_of(step.decode)
 
 
 def check_compressor_in_the_interpreter() -> None:

@@ -127,7 +127,7 @@ def check_reading(device: str) -> None:
             :, 1
         ]
         slots = torch.tensor([3, 3, 0, 27, 9, 14, 22, 1, 6, 13, 20])
-        rows, wanted = kernels.read_rows(*on(device, [cache, slots])), read_latents(cache, slots)
+        rows, wanted = kernels.read_latents(*on(device, [cache, slots])), read_latents(cache, slots)
         assert torch.equal(bytes_of(rows), bytes_of(wanted))
         on_device = None if kv_scale is None else kv_scale.to(device)
         for dtype in DTYPES:

@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.backends import Backend
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
+from dcpmla.integrations.hf_config import attention_config
 from tests.attention.test_compile import DEEPSEEK, Batch, make_layer, run_layer
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
@@ -87,8 +90,8 @@ def run_steps(
     def step(
         query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int, num_decodes: int | None
     ) -> Tensor:
-        layout = dcp, layer.mesh.dcp_rank, "cpu", max_decode_query_len, num_decodes
-        metadata = StepMetadata.build(query_lens, seq_lens, [tables[i] for i in requests], *layout)
+        numbers = StepRequests(query_lens, seq_lens, [tables[i] for i in requests])
+        metadata = StepBuilder(dcp, layer.mesh.dcp_rank).build(numbers, max_decode_query_len, num_decodes)
         rows = torch.cat(
             [hidden[i][seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
         )
@@ -111,7 +114,7 @@ def check_layer(
     num_decodes: int | None = None,
 ) -> Mock:
     """Compare with transformers' attention; returns the layer's exchange, which knows its calls."""
-    config = dataclasses.replace(MLAConfig.from_hf(hf_config), use_rope=with_positions)
+    config = dataclasses.replace(attention_config(hf_config), use_rope=with_positions)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
     layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu")
     layer.load_weights(oracle(hf_config).state_dict())
@@ -220,7 +223,7 @@ def claimed(layer: MLAAttention, num_tokens: int) -> int:
 def check_claims(hf_config: Any) -> None:
     dcp, mesh = layout(2, 2), init_mesh(2, 2)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
-    config, num_keys = MLAConfig.from_hf(hf_config), dcp.context_workspace_tokens
+    config, num_keys = attention_config(hf_config), dcp.context_workspace_tokens
 
     def new_layer(config: MLAConfig, **formats: str) -> MLAAttention:
         return MLAAttention(config, dataclasses.replace(dcp, **formats), mesh, exchange, torch.float32, "cpu")
@@ -237,7 +240,7 @@ def check_claims(hf_config: Any) -> None:
     assert claimed(new_layer(config), 10**6) == layer_module.PART_ROWS * 2 * (24 + 16) * 4
     with patch.object(layer_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
         assert claimed(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
-    sparse = new_layer(MLAConfig.from_hf(tiny_config("deepseek_v32")))
+    sparse = new_layer(attention_config(tiny_config("deepseek_v32")))
     assert sparse.indexer is not None
     few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
     assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
@@ -253,10 +256,10 @@ def test_claims_memory() -> None:
 
 def check_mistakes(hf_config: Any) -> None:
     dcp, mesh = layout(1, 1), init_mesh(1, 1)
-    config = MLAConfig.from_hf(hf_config)
+    config = attention_config(hf_config)
     layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
     hidden, cache = torch.zeros(3, 48), LayerCache(torch.zeros(2, 4, 24))
-    bare = StepMetadata.build([3], [3], [[1]], dcp, 0)
+    bare = StepBuilder(dcp, 0).build(StepRequests([3], [3], [[1]]))
     step = bare.with_positions(torch.zeros(3, 8))
 
     def refused(message: str, *arguments: Any) -> None:
@@ -264,7 +267,7 @@ def check_mistakes(hf_config: Any) -> None:
             layer(*arguments)
 
     refused(r"hidden_states has shape \(2, 48\); expected \[at least 3, 48\]", hidden[:2], cache, step)
-    refused("step is str; expected what StepMetadata.build gives", hidden, cache, "decode")
+    refused("step is str; expected what a StepBuilder gives", hidden, cache, "decode")
     refused("cache is Tensor; expected a LayerCache, such as", hidden, cache.latents, step)
     refused("cache is NoneType; expected a LayerCache, such as", hidden, None, step)
     for latents, message in (

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from dcpmla.attention import flashinfer, reference
 from dcpmla.attention.backends import PREFILL_BACKENDS, find_backend
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import PrefillCall
+from dcpmla.attention.step import StepRequests
 from tests.attention.test_prefill_kernel import (
     CASES,
     SCALE,
@@ -127,7 +129,7 @@ def test_dcp_mla_prefill_on_a_gpu(workspace: int) -> None:
     """The whole path in bfloat16, heads of DeepSeek-V3, context in many chunks or one, against the same in float64 on
     the CPU.
     """
-    from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
+    from dcpmla import DCPConfig, dcp_mla_prefill
     from dcpmla.comm.exchange import LocalExchange
 
     query_lens, seq_lens, num_heads = [150, 7, 33], [450, 7, 40], 4
@@ -147,7 +149,7 @@ def test_dcp_mla_prefill_on_a_gpu(workspace: int) -> None:
     )
 
     def run(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        prefill = StepMetadata.build(query_lens, seq_lens, tables, dcp, 0, device).prefill
+        prefill = StepBuilder(dcp, 0, device).build(StepRequests(query_lens, seq_lens, tables)).prefill
         assert prefill is not None
         assert len(prefill.context_chunks) == (10 if workspace == 64 else 1)
         out, lse = dcp_mla_prefill(

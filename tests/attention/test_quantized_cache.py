@@ -16,14 +16,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, init_mesh
 from dcpmla.attention import layer as layer_module
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.scales import KV_SCALE_NAMES, calculate_scale_, missing_scales, read_scale
+from dcpmla.attention.step import StepRequests
 from dcpmla.cache.formats import dequantize, to_fp8
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.checkpoint import Checkpoint
+from dcpmla.integrations.hf_config import attention_config
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 from tests.test_ownership import deal_slots
@@ -40,7 +43,7 @@ def config_of_layer(kv_lora_rank: int = L, qk_rope_head_dim: int = R) -> Any:
 
 
 def without_positions(hf_config: Any) -> MLAConfig:
-    return dataclasses.replace(MLAConfig.from_hf(hf_config), use_rope=False)
+    return dataclasses.replace(attention_config(hf_config), use_rope=False)
 
 
 def layout(tp: int, dcp: int, interleave: int, kv_format: tuple[str, str], **changes: Any) -> DCPConfig:
@@ -97,8 +100,8 @@ def check_layer(
         requests, cached, new = zip(*step, strict=True)
         ends = [start + count for start, count in zip(cached, new, strict=True)]
         routes = {"max_decode_query_len": 3, "num_decodes": len(step)} if absorbs else {}
-        numbers = new, ends, [tables[i] for i in requests], dcp, mesh.dcp_rank, device
-        metadata = StepMetadata.build(*numbers, **routes)
+        numbers = StepRequests(new, ends, [tables[i] for i in requests])
+        metadata = StepBuilder(dcp, mesh.dcp_rank, device).build(numbers, **routes)
         rows = torch.cat([hidden[i][end - count : end] for i, end, count in zip(requests, ends, new, strict=True)])
         with torch.no_grad():
             out = layer(rows.to(device), LayerCache(cache), metadata).cpu().double()
@@ -242,7 +245,7 @@ def check_calculated_scales(weights: dict[str, Tensor], config: MLAConfig) -> No
 
     def run(start: int, end: int) -> list[float]:
         with torch.no_grad():
-            metadata = StepMetadata.build([end - start], [end], tables, dcp, mesh.dcp_rank)
+            metadata = StepBuilder(dcp, mesh.dcp_rank).build(StepRequests([end - start], [end], tables))
             layer(hidden[start:end], LayerCache(cache), metadata)
         assert layer.kv_scale is not None
         assert layer.q_scale is not None

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla import MLAConfig, StepMetadata, dcp_mla_prefill, merge_partials, mla_decode
-from dcpmla.attention.step import PrefillMetadata
+from dcpmla import StepMetadata, dcp_mla_prefill, merge_partials, mla_decode
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step import PrefillMetadata, StepRequests
 from dcpmla.cache.formats import FP8, dequantize, quantize, row_width, storage_dtype, to_fp8
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cache.rows import read_latents
 from dcpmla.comm.exchange import LocalExchange
+from dcpmla.integrations.hf_config import attention_config
 from tests.attention.test_quantized_cache import FORMATS, KV_SCALE, Q_SCALE, L, R, config_of_layer, layout, over_latents
 from tests.test_ownership import deal_slots
 
@@ -35,7 +37,7 @@ class AllRanks(LocalExchange):
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_ranks_in_one_process(size: int, interleave: int) -> None:
     """A decode and two prefills over a context that is dealt to simulated ranks."""
-    config, query_lens, seq_lens, num_heads = MLAConfig.from_hf(config_of_layer()), [1, 6, 3], [37, 75, 3], 2
+    config, query_lens, seq_lens, num_heads = attention_config(config_of_layer()), [1, 6, 3], [37, 75, 3], 2
     generator = torch.Generator().manual_seed(size)
     latents = [torch.randn(seq_len, L + R, generator=generator) for seq_len in seq_lens]
     w_uk, w_uv = (torch.randn(num_heads, width, L, generator=generator) for width in (8, 4))
@@ -58,7 +60,7 @@ def test_ranks_in_one_process(size: int, interleave: int) -> None:
             for row, (rank, slot) in zip(sequence.view(torch.uint8), places, strict=False):
                 caches[rank].flatten(0, 1)[slot] = row
         caches = [cache.view(storage) for cache in caches]
-        steps = [StepMetadata.build(query_lens, seq_lens, tables, dcp, rank) for rank in range(size)]
+        steps = [StepBuilder(dcp, rank).build(StepRequests(query_lens, seq_lens, tables)) for rank in range(size)]
         decoded = [dequantize(sequence, L, kv_scale, torch.float64) for sequence in rows]
 
         decode_q = absorbed[:1] if q_scale is None else to_fp8(absorbed[:1], q_scale)

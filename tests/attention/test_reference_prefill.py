@@ -17,7 +17,9 @@ from torch import Tensor
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention import prefill, reference
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import PrefillCall, Segments
+from dcpmla.attention.step import StepRequests
 from dcpmla.cache.rows import read_latents, write_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
@@ -186,7 +188,7 @@ def test_prefill_over_a_sharded_context(size: int, interleave: int, block_size: 
     q = torch.randn(sum(query_lens), num_heads, P + R, generator=generator)
     w_kv_b = torch.randn(num_heads, P + V, L, generator=generator)
     wanted = naive_context_prefill(q, latents, w_kv_b, query_lens)
-    steps = [StepMetadata.build(query_lens, seq_lens, tables, dcp, rank) for rank in range(size)]
+    steps = [StepBuilder(dcp, rank).build(StepRequests(query_lens, seq_lens, tables)) for rank in range(size)]
     new = torch.cat([sequence[len(sequence) - query :] for sequence, query in zip(latents, query_lens, strict=True)])
     for cache, step in zip(caches, steps, strict=True):
         assert step.prefill is not None
@@ -223,7 +225,7 @@ def test_many_context_chunks_round_once() -> None:
 
     def run(dtype: torch.dtype, workspace: int) -> Tensor:
         dcp = DCPConfig(block_size=16, context_workspace_tokens=workspace)
-        prefill = StepMetadata.build([tokens], [context + tokens], table, dcp, 0).prefill
+        prefill = StepBuilder(dcp, 0).build(StepRequests([tokens], [context + tokens], table)).prefill
         assert prefill is not None
         new = latents[context:].to(dtype)
         out, _ = dcp_mla_prefill(
@@ -263,7 +265,7 @@ class Watched(LocalExchange):
 
 def test_an_up_projection_of_one_s_own() -> None:
     dcp = DCPConfig(block_size=4, context_workspace_tokens=16)
-    step = StepMetadata.build([3], [40], [list(range(10))], dcp, 0).prefill
+    step = StepBuilder(dcp, 0).build(StepRequests([3], [40], [list(range(10))])).prefill
     assert step is not None
     latents, cache, w_kv_b = torch.randn(3, L + R), torch.randn(10, 4, L + R), torch.randn(2, P + V, L)
     rows = torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache
@@ -291,7 +293,7 @@ def test_chunks_begin_ahead_and_none_is_kept(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(prefill, "up_project", watched)
     dcp = DCPConfig(block_size=4, context_workspace_tokens=16)
-    step = StepMetadata.build([3], [40], [list(range(10))], dcp, 0).prefill
+    step = StepBuilder(dcp, 0).build(StepRequests([3], [40], [list(range(10))])).prefill
     assert step is not None
     latents, cache, w_kv_b = torch.randn(3, L + R), torch.randn(10, 4, L + R), torch.randn(2, P + V, L)
     with torch.no_grad():

@@ -103,7 +103,7 @@ def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
 
 def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None:
     from dcpmla.attention.triton import projections as kernels
-    from dcpmla.attention.triton.rope import rotate_
+    from dcpmla.attention.triton.rope import rotate_query_
 
     dtypes = (
         DTYPES if device == "cuda" else (torch.float32, torch.float16)
@@ -112,21 +112,21 @@ def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None
         arguments = query_case(size, num_tokens, dtype, rope, interleaved)
         assert_near(kernels.absorb_query(*on(device, arguments)), projections.absorb_query(*arguments))
         if rope:
-            (q, _, cos_sin, *_), nope = on(device, arguments), size[3]
-            rotate_(q[..., nope:], cos_sin, interleaved)
+            q, _, cos_sin, *_ = on(device, arguments)
+            rotate_query_(q, cos_sin, interleaved)
             projections.rotate_query_(arguments[0], cos_sin.cpu(), interleaved)
             assert_near(q, arguments[0])
 
 
 def check_rows(device: str, width: int) -> None:
-    from dcpmla.cache.kernels import read_rows
+    from dcpmla.cache import kernels
 
     for dtype in (torch.float64, *DTYPES):
         cache = randn(NUM_BLOCKS, 3, BLOCK_SIZE, width, dtype=dtype)[:, 1]
         slots = torch.tensor([3, 3, 0, 27, 9])
         (moved,) = on(device, [cache])
-        assert torch.equal(read_rows(moved, slots.to(device)).cpu(), read_latents(cache, slots))
-        assert read_rows(moved, slots[:0].to(device)).shape == (0, width)
+        assert torch.equal(kernels.read_latents(moved, slots.to(device)).cpu(), read_latents(cache, slots))
+        assert kernels.read_latents(moved, slots[:0].to(device)).shape == (0, width)
 
 
 @pytest.mark.gpu

@@ -109,7 +109,7 @@ def check_projections(device: str, *cases: tuple[int, int, int, int, torch.dtype
             arguments = [keys, cache, slots, *norm, *rotation]
             moved = on(device, arguments)
             projections.finish_index_keys(*arguments)
-            kernels.finish_index_keys(*moved[:5], 1e-6, *moved[5:])
+            kernels.finish_index_keys(*moved)
             assert_same_keys(moved[1].cpu(), cache)
             other_layer = moved[1]._base[:, 0].cpu()
             assert torch.equal(other_layer.view(torch.uint8), cache._base[:, 0].view(torch.uint8))

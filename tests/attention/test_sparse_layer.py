@@ -10,16 +10,21 @@ import torch
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, init_mesh
 from dcpmla.attention import layer as layer_module
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.sparse import scores as scores_module
 from dcpmla.attention.sparse import selector as selector_module
-from dcpmla.attention.step import SelectedTokens
+from dcpmla.attention.sparse.build import SparseStepBuilder
+from dcpmla.attention.sparse.step import SelectedTokens, with_selection
+from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
+from dcpmla.integrations.hf_config import attention_config
 from tests.attention.test_layer import layout
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
+from tests.support.steps import selection_of
 
 TOPK = 24
 PADDING = 3
@@ -64,19 +69,19 @@ def run_layers(
         query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int, num_decodes: int | None
     ) -> tuple[list[Tensor], SelectedTokens]:
         kept = [tables[i] for i in requests]
-        options = {"max_decode_query_len": 3, "num_decodes": num_decodes, "is_sparse": True}
-        metadata = StepMetadata.build(query_lens, seq_lens, kept, dcp, layers[0].mesh.dcp_rank, **options)
+        steps = SparseStepBuilder(dcp, layers[0].mesh.dcp_rank)
+        metadata = steps.build(StepRequests(query_lens, seq_lens, kept), 3, num_decodes)
         rows = [
             hidden_states(total[i], i)[seq - query : seq]
             for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)
         ]
         hidden = torch.cat([*rows, torch.full((padding, 48), torch.nan)])
-        metadata = metadata.with_positions(cos_sin[metadata.positions]).with_selection(TOPK)
-        assert metadata.selection is not None
-        for memory in (metadata.selection.positions, metadata.selection.slots, metadata.selection.num_slots):
+        metadata = with_selection(metadata.with_positions(cos_sin[metadata.positions]), TOPK)
+        selection = selection_of(metadata)
+        for memory in (selection.positions, selection.slots, selection.num_slots):
             memory.fill_(2**31 - 1)
         outputs = [layer(hidden, kv_cache, metadata) for layer, kv_cache in zip(layers, cache, strict=True)]
-        return outputs, metadata.selection
+        return outputs, selection
 
     filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
     step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled, 0, num_decodes and len(filled))
@@ -84,7 +89,7 @@ def run_layers(
 
 
 def new_layer(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, weights: Weights, skip_topk: bool = False) -> MLAAttention:
-    config = MLAConfig.from_hf(hf_config)
+    config = attention_config(hf_config)
     exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
     layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu", skip_topk)
     layer.load_weights(weights)
@@ -210,17 +215,19 @@ def check_mistakes(hf_config: Any) -> None:
     weights: Weights = dict(random_model(hf_config).model.layers[0].self_attn.state_dict())
     layer, reusing = (new_layer(hf_config, dcp, mesh, weights, skip) for skip in (False, True))
     dense, bare = (
-        StepMetadata.build([30], [30], [list(range(8))], dcp, 0, is_sparse=is_sparse).with_positions(torch.zeros(30, 8))
+        (SparseStepBuilder if is_sparse else StepBuilder)(dcp, 0)
+        .build(StepRequests([30], [30], [list(range(8))]))
+        .with_positions(torch.zeros(30, 8))
         for is_sparse in (False, True)
     )
-    step, hidden = bare.with_selection(TOPK), torch.zeros(30, 48)
+    step, hidden = with_selection(bare, TOPK), torch.zeros(30, 48)
     cache = LayerCache(torch.zeros(8, 4, 24), torch.zeros(8, 4, 16))
-    assert dense.with_selection(TOPK) is dense
-    assert bare.with_selection(30) is bare
+    assert with_selection(dense, TOPK) is dense
+    assert with_selection(bare, 30) is bare
     for with_mistake, cache_with_mistake, message in (
-        (dense, cache, "step has no sparse part, .*; build it with is_sparse"),
-        (bare, cache, r"step.selection is None; tokens with more than 24 .* need step.with_selection\(24\)"),
-        (bare.with_selection(23), cache, r"step.selection is \(30, 23\); expected \(30, 24\), tokens and topk"),
+        (dense, cache, "step has no sparse part, .*; build it with a SparseStepBuilder"),
+        (bare, cache, r"the step has no selection; tokens with more than 24 .* need with_selection\(step, 24\)"),
+        (with_selection(bare, 23), cache, r"the step's selection is \(30, 23\); expected \(30, 24\), tokens and topk"),
         (
             step,
             LayerCache(cache.latents),
@@ -239,7 +246,7 @@ def check_mistakes(hf_config: Any) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             layer(hidden, cache_with_mistake, with_mistake)
-    with pytest.raises(ValueError, match="step.selection is None"):
+    with pytest.raises(ValueError, match="the step has no selection"):
         reusing(hidden, LayerCache(cache.latents), bare)
     with pytest.raises(ValueError, match="checkpoint: tensor wk.weight is missing"):
         layer.load_weights({name: weight for name, weight in weights.items() if name != "indexer.wk.weight"})

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
+from dcpmla import DCPConfig, dcp_mla_prefill
 from dcpmla.attention import backends, reference
 from dcpmla.attention import prefill as operators
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import PrefillCall, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
+from dcpmla.attention.step import StepRequests
 from dcpmla.cache.rows import write_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_prefill_kernel import compile_for_hopper, poisoned, segments
@@ -248,7 +250,7 @@ def test_prefill_over_selected_positions(size: int, interleave: int, block_size:
     positions[0], positions[1] = torch.arange(topk) * 15, -1  # context alone, in all chunks; one position of it
     positions[1, topk // 2] = 70
     positions[2] = torch.tensor([139, 137, 138] + [-1] * (topk - 3))  # new tokens alone
-    steps = [StepMetadata.build(query_lens, seq_lens, tables, dcp, rank) for rank in range(size)]
+    steps = [StepBuilder(dcp, rank).build(StepRequests(query_lens, seq_lens, tables)) for rank in range(size)]
     new = torch.cat([sequence[len(sequence) - query :] for sequence, query in zip(latents, query_lens, strict=True)])
     wanted = naive_selected(q, latents, w_kv_b, query_lens, positions)
     for cache, step in zip(caches, steps, strict=True):
@@ -262,7 +264,7 @@ def test_prefill_over_selected_positions(size: int, interleave: int, block_size:
 
 
 def test_positions_of_other_tokens() -> None:
-    prefill = StepMetadata.build([3], [3], [[0]], DCPConfig(block_size=4), 0).prefill
+    prefill = StepBuilder(DCPConfig(block_size=4), 0).build(StepRequests([3], [3], [[0]])).prefill
     assert prefill is not None
     rows = (
         torch.zeros(3, 2, P + R),
@@ -315,7 +317,7 @@ def test_dcp_mla_prefill_over_selected_positions_on_a_gpu(workspace: int, dims: 
     num_tokens = sum(query_lens)
     latents = rows(num_tokens, 512), rows(num_tokens, rope), rows(sum(counts), 64, 512 + rope)
     inputs = rows(num_tokens, num_heads, nope + rope), *latents, rows(num_heads, nope + v_head_dim, 512) / 512**0.5
-    prefill = StepMetadata.build(query_lens, seq_lens, tables, dcp, 0, "cuda").prefill
+    prefill = StepBuilder(dcp, 0, "cuda").build(StepRequests(query_lens, seq_lens, tables)).prefill
     assert prefill is not None
 
     def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:

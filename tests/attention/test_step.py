@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.build import StepBuilder, context_workspace_tokens, pad_table
-from dcpmla.attention.step import ContextChunk, PrefillMetadata
+from dcpmla.attention.build import StepBuilder, pad_table
+from dcpmla.attention.chunks import context_workspace_tokens
+from dcpmla.attention.step import ContextChunk, PrefillMetadata, StepRequests
 from tests.test_ownership import deal, deal_slots
 
 Mark = tuple[int, int]  # (request, position)
@@ -57,11 +58,9 @@ class Batch:
         )
 
     def build(self) -> list[StepMetadata]:
-        numbers = self.query_lens, self.seq_lens, self.block_tables, self.dcp
+        requests = StepRequests(self.query_lens, self.seq_lens, self.block_tables)
         return [
-            StepMetadata.build(
-                *numbers, rank, max_decode_query_len=self.max_decode_query_len, num_decodes=self.num_absorbed
-            )
+            StepBuilder(self.dcp, rank).build(requests, self.max_decode_query_len, self.num_absorbed)
             for rank in range(self.size)
         ]
 
@@ -349,6 +348,6 @@ def test_workspace_has_room_for_every_request(
 ) -> None:
     requests = [(2, max_model_len - 2)] * max_num_seqs
     batch = make_batch(requests, size, interleave, interleave * blocks)
-    workspace = context_workspace_tokens(max_model_len, max_num_seqs, batch.dcp)
+    workspace = context_workspace_tokens(max_model_len, max_num_seqs, batch.dcp.chunk_alignment)
     batch.dcp = DCPConfig(**{**vars(batch.dcp), "context_workspace_tokens": workspace})
     check_chunks(batch, batch.build())

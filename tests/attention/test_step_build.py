@@ -9,15 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.build import context_workspace_tokens
+from dcpmla import DCPConfig
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.chunks import context_workspace_tokens
+from dcpmla.attention.sparse.build import SparseStepBuilder
+from dcpmla.attention.sparse.step import SparseMetadata
+from dcpmla.attention.step import StepRequests
 from tests.attention.test_step import make_batch
+from tests.support.steps import part
 
 
 def test_a_chunk_by_hand() -> None:
     """W = 2, I = 1, blocks of 2: positions 0 1 2 3 fill block 5 on both ranks, position 4 opens block 9 on rank 0."""
     dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=2)
-    even, odd = (StepMetadata.build([3], [8], [[5, 9]], dcp, rank) for rank in range(2))
+    even, odd = (StepBuilder(dcp, rank).build(StepRequests([3], [8], [[5, 9]])) for rank in range(2))
     assert even.positions.tolist() == [5, 6, 7]
     assert even.slot_mapping.tolist() == [-1, 19, -1]
     assert odd.slot_mapping.tolist() == [18, -1, 19]
@@ -37,25 +42,21 @@ def test_a_chunk_by_hand() -> None:
 
 
 def test_sparse_steps_upload_tables_and_lengths_once() -> None:
-    """Decodes see the front of what the indexer sees of all requests; dense steps have no more lengths than decodes."""
+    """Decodes see the same as in a dense step; the indexer sees the lengths of all requests."""
     batch = make_batch([(3, 70), (1, 9), (2, 30), (9, 200)], 3, 2, 4)
-    numbers = batch.query_lens, batch.seq_lens, batch.block_tables, batch.dcp, 1
-    dense, sparse = (
-        StepMetadata.build(*numbers, max_decode_query_len=3, is_sparse=is_sparse) for is_sparse in (False, True)
-    )
+    requests = StepRequests(batch.query_lens, batch.seq_lens, batch.block_tables)
+    dense, sparse = (kind(batch.dcp, 1).build(requests, 3) for kind in (StepBuilder, SparseStepBuilder))
     assert dense.decode is not None
     assert sparse.decode is not None
-    assert sparse.sparse is not None
-    for name, whole in (("block_table", sparse.sparse.block_table), ("local_seq_lens", sparse.sparse.local_seq_lens)):
+    selectable = part(sparse, SparseMetadata)
+    for name in ("block_table", "local_seq_lens"):
         mine, theirs = getattr(sparse.decode, name), getattr(dense.decode, name)
         assert torch.equal(mine, theirs)
-        assert mine.data_ptr() == whole.data_ptr()
-    lens = dense.decode.local_seq_lens
-    assert lens.untyped_storage().nbytes() == lens.nbytes
-    assert sparse.sparse.block_table.tolist() == [table + [0] * (18 - len(table)) for table in batch.block_tables]
-    assert sparse.sparse.request.tolist() == [0] * 3 + [1] + [2] * 2 + [3] * 9
-    assert sparse.sparse.seq_lens.tolist() == [int(position) + 1 for position in sparse.positions]
-    assert sparse.sparse.max_seq_len == 209
+    assert torch.equal(selectable.local_seq_lens[: sparse.num_decode_tokens], sparse.decode.local_seq_lens)
+    assert selectable.block_table.tolist() == [table + [0] * (18 - len(table)) for table in batch.block_tables]
+    assert selectable.request.tolist() == [0] * 3 + [1] + [2] * 2 + [3] * 9
+    assert selectable.seq_lens.tolist() == [int(position) + 1 for position in sparse.positions]
+    assert selectable.max_seq_len == 209
 
 
 @pytest.mark.parametrize(
@@ -92,13 +93,13 @@ def test_mistakes_are_named(arguments: tuple[Any, Any, Any], message: str) -> No
         context_workspace_tokens=20,
     )
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        StepMetadata.build(*arguments, dcp, 0)
+        StepBuilder(dcp, 0).build(StepRequests(*arguments))
 
 
 def test_rank_outside_the_group() -> None:
     dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
     with pytest.raises(ValueError, match=r"dcp_rank is 2; .* must be in \[0, 2\)"):
-        StepMetadata.build([1], [1], [[0]], dcp, 2)
+        StepBuilder(dcp, 2).build(StepRequests([1], [1], [[0]]))
 
 
 @pytest.mark.parametrize(
@@ -121,35 +122,36 @@ def test_workspace_size(max_model_len: int, max_num_seqs: int, layout: tuple[int
         cp_kv_cache_interleave_size=interleave,
         block_size=block_size,
     )
-    assert context_workspace_tokens(max_model_len, max_num_seqs, dcp) == expected
+    assert context_workspace_tokens(max_model_len, max_num_seqs, dcp.chunk_alignment) == expected
 
 
 @pytest.mark.parametrize("num_reqs", [1, 3])
 def test_a_step_of_one_token_of_each_request(num_reqs: int) -> None:
     dcp, seq_lens = DCPConfig(block_size=4), [7 + index for index in range(num_reqs)]
     tables = [[4 * index + block for block in range(4)] for index in range(num_reqs)]
-    layout: dict[str, Any] = {"dcp": dcp, "dcp_rank": 0, "device": "cpu", "max_decode_query_len": 3, "is_sparse": True}
-    step = StepMetadata.build([3] * num_reqs, seq_lens, tables, **layout)
+    steps = SparseStepBuilder(dcp, 0)
+    step = steps.build(StepRequests([3] * num_reqs, seq_lens, tables), 3)
     for index in range(3):
         found = step.of_tokens(index)
-        expected = StepMetadata.build([1] * num_reqs, [each - 2 + index for each in seq_lens], tables, **layout)
+        expected = steps.build(StepRequests([1] * num_reqs, [each - 2 + index for each in seq_lens], tables), 3)
         assert found.decode is not None
         assert expected.decode is not None
-        assert found.sparse is not None
-        assert expected.sparse is not None
         for name in ("positions", "slot_mapping"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist()
         assert found.decode.local_seq_lens.tolist() == expected.decode.local_seq_lens.tolist()
         assert found.decode.local_seq_lens.stride() == (1,)  # what kernels ask for
         for name in ("request", "seq_lens", "local_seq_lens"):
-            assert getattr(found.sparse, name).tolist() == getattr(expected.sparse, name).tolist()
-            assert getattr(found.sparse, name).stride() == (1,)
+            assert (
+                getattr(part(found, SparseMetadata), name).tolist()
+                == getattr(part(expected, SparseMetadata), name).tolist()
+            )
+            assert getattr(part(found, SparseMetadata), name).stride() == (1,)
 
 
 @pytest.mark.parametrize("num_decodes", [-1, 3])
 def test_a_number_of_decodes_that_there_are_not_is_named(num_decodes: int) -> None:
     with pytest.raises(ValueError, match=rf"^num_decodes is {num_decodes}; it must be in \[0, 2\]"):
-        StepMetadata.build([3, 3], [4, 4], [[0], [1]], DCPConfig(), 0, num_decodes=num_decodes)
+        StepBuilder(DCPConfig(), 0).build(StepRequests([3, 3], [4, 4], [[0], [1]]), num_decodes=num_decodes)
 
 
 @settings(max_examples=100, deadline=None)
@@ -162,7 +164,11 @@ def test_parts_of_decodes_are_whole_requests(query_lens: list[int], width: int, 
     """The parts are steps of their own, one after the other, as large as they may be."""
     lens, tables = [length + 5 for length in query_lens], [[index, 10 + index] for index in range(len(query_lens))]
     dcp, count = DCPConfig(block_size=32), len(query_lens)
-    decode = StepMetadata.build(query_lens, lens, tables, dcp, 0, max_decode_query_len=width, num_decodes=count).decode
+    decode = (
+        StepBuilder(dcp, 0)
+        .build(StepRequests(query_lens, lens, tables), max_decode_query_len=width, num_decodes=count)
+        .decode
+    )
     assert decode is not None
     parts = list(decode.parts(max_tokens))
     assert [some.start for some, _ in parts] == [0, *(some.stop for some, _ in parts[:-1])]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.sparse import topk as spec
-from dcpmla.attention.sparse.topk import EMPTY, candidate_width, unpack_positions
-from dcpmla.attention.step import SelectedTokens
+from dcpmla.attention.sparse.candidates import EMPTY, candidate_width, unpack_positions
+from dcpmla.attention.sparse.step import SelectedTokens
 from tests.support.shared_memory import run_interpreted
 
 SCORES = [0.0, -0.0, 1.0, -1.0, 1e-42, -1e-42, 3e38, math.inf, -math.inf, math.nan, 0.5]

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from dcpmla.__main__ import main
+from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.bench import stack as stacks
 from dcpmla.bench.compressed_stack import CompressedStack
 from dcpmla.bench.geometries import config_of
 from dcpmla.bench.results import unknown_fields
-from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
-from dcpmla.hf_config import read_attention
+from dcpmla.integrations.hf_config import read_attention
 from dcpmla.integrations.model_files import load_config
 from dcpmla.parallel.mesh import init_mesh
 from tests.bench.test_bench_layer import CPU, operators_of

@@ -12,7 +12,6 @@ from dcpmla.__main__ import main
 from dcpmla.bench import generate as bench_generate
 from dcpmla.bench import step_times
 from dcpmla.bench.generate import plot_batches
-from dcpmla.cache.compressed import new_cache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import DecodeGraph
 from tests.support.graph_checks import open_model_on
@@ -91,7 +90,9 @@ def test_both_modes_in_one_run(
     def build(*arguments: Any) -> Any:
         engine, selection = build_engine(*arguments)
         token = torch.tensor(0)
-        engine.graph = DecodeGraph(engine.model.decode, token, engine.cache, engine.mesh, 3, engine.max_model_len)
+        model, mesh = engine.model, engine.mesh
+        steps = model.attention.step_builder(engine.cache.sizes, engine.dcp, mesh.dcp_rank, model.device)
+        engine.graph = DecodeGraph(model.decode, token, engine.cache, steps, mesh, 3, engine.max_model_len)
         enter = engine.on_step
         engine.on_step = lambda line: (
             (enter(line), decodes.append((line.partition("(")[2][:10], "graph" in line))) if line[0] == "d" else None
@@ -164,7 +165,7 @@ def test_mistakes(
 def check_times(directory: Path, has_blocks: bool) -> None:
     dcp = DCPConfig(block_size=8)
     model, mesh = open_model_on(directory, dcp, False, "cpu")
-    cache = new_cache(model.plan_cache(dcp, [20] * 3, 3), model.device)
+    cache = model.plan_cache(dcp, [20] * 3, 3).allocate(model.device)
     with patch.object(step_times, "_SECONDS", 0.05):
         times = step_times.step_times(model, cache, dcp, mesh, 3, 17)
     assert times.device_us > 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dcpmla.__main__ import main
-from dcpmla.attention.sparse.topk import EMPTY, unpack_positions
+from dcpmla.attention.sparse.candidates import EMPTY, unpack_positions
 from dcpmla.bench.decode_inputs import Answer, Ours
 from dcpmla.bench.peers import PEERS
 from dcpmla.bench.sparse import is_right

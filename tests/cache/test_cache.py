@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dcpmla import DCPConfig, LatentCache, MLAConfig
+from dcpmla.attention.kind import DenseKind
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.capacity import ModelCaches, capacity_table
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cache.rows import read_latents, write_latents
+from dcpmla.integrations.hf_config import attention_config
+from dcpmla.planning.capacity import capacity_table
 from tests.support.models import tiny_config
 from tests.test_ownership import deal_slots, shuffled_blocks
 
@@ -111,7 +113,7 @@ def make_dcp(size: int = 1, interleave: int = 1, block_size: int = 4) -> DCPConf
 
 @pytest.fixture(scope="module")
 def config() -> MLAConfig:
-    return MLAConfig.from_hf(tiny_config("deepseek_v3"))
+    return attention_config(tiny_config("deepseek_v3"))
 
 
 # kv_cache_dtype, what the model computes in; what its cache holds: dtype, elements and bytes of a row of 128 + 8
@@ -159,7 +161,7 @@ def test_plan_is_what_is_allocated(
 
 def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
     """The table's numbers, next to the bytes of tensors that are there."""
-    plans = capacity_table(ModelCaches(replace(config, kv_lora_rank=128), 2), 10**6, (1, 4))
+    plans = capacity_table(DenseKind(replace(config, kv_lora_rank=128), 2), 10**6, (1, 4))
     assert [(plan.dtype, plan.dcp_size) for plan in plans] == [
         (storage, size) for storage in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8) for size in (1, 4)
     ]
@@ -174,7 +176,7 @@ def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
             < (plan.tokens_total + plan.dcp_size * plan.block_size) * 1000
         )
     assert (
-        len(capacity_table(ModelCaches(config, 2), 10**6, (1, 4))) == 4
+        len(capacity_table(DenseKind(config, 2), 10**6, (1, 4))) == 4
     )  # a latent of 16 does not split into fp8_ds_mla's groups
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.hf_config import read_attention
 from dcpmla.integrations.checkpoint_names import module_name
+from dcpmla.integrations.hf_config import read_attention
 from dcpmla.integrations.loading import load_engine, open_model
 from dcpmla.integrations.model_files import load_config
 from dcpmla.parallel.mesh import init_mesh

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.cache.latent import CachePlan, LatentCache
+from dcpmla.attention.build import StepBuilder
+from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph
@@ -18,7 +19,7 @@ NUM_BLOCKS = 7
 
 
 def make_cache() -> LatentCache:
-    plan = CachePlan(
+    plan = LatentPlan(
         num_layers=1, num_blocks=NUM_BLOCKS, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
     )
     return LatentCache(plan, torch.device("cpu"))
@@ -64,7 +65,7 @@ def test_a_capture_that_fails_leaves_no_graphs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         "torch.distributed.all_gather_object", lambda reasons, reason, group: reasons.__setitem__(0, reason)
     )
-    graph: Any = DecodeGraph(HashModel().decode, torch.tensor(0), make_cache(), MESH, 3, 20)
+    graph: Any = DecodeGraph(HashModel().decode, torch.tensor(0), make_cache(), StepBuilder(DCPConfig(block_size=4), 0), MESH, 3, 20)
     graph._device, graph._warm_up, graph._host_sync = torch.device("cuda"), lambda *_: None, lambda *_: ""
     for without_memory, sizes in ((2, [3, 2]), (0, [3, 2, 1])):
         tried: list[int] = []

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from dcpmla import LLM
-from dcpmla.cache.compressed import new_cache
 from dcpmla.cache.shared_rows import read_rows, rows_shape, write_rows
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
@@ -93,7 +92,7 @@ def generate(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list[
         mesh, cpu = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), torch.device("cpu")
         exchange = select_exchange(dcp, mesh.dcp_group, cpu)
         model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, cpu)
-        cache = new_cache(model.plan_cache(dcp, [80] * 5, num_states=6), cpu)
+        cache = model.plan_cache(dcp, [80] * 5, num_states=6).allocate(cpu)
         for memory in cache.tensors:
             memory.view(torch.uint8).fill_(0xFF)
         engine = Engine(model, cache, dcp, mesh, 80, 33, max_num_seqs=4)

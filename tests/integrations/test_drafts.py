@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_files import load_config
@@ -30,11 +29,24 @@ def serve(
 ) -> tuple[Outcome, int]:
     """Return each prompt's tokens and their logits, and the number of steps."""
     num_drafts = 0 if drafter is None else drafter.num_speculative_tokens
-    plan = model.plan_cache(dcp, [len(prompt) + num_new for prompt in PROMPTS], 8, num_drafts)
-    cache = new_cache(plan, CPU)
+    plan = model.attention.plan_cache(dcp, [len(prompt) + num_new for prompt in PROMPTS], model.dtype, 8, num_drafts)
+    cache = plan.allocate(CPU)
     for memory in cache.tensors:
         memory.fill_(torch.nan)
-    graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, 4, 100, 5) if with_graph else None
+    graph = (
+        DecodeGraph(
+            model.decode,
+            torch.tensor(0),
+            cache,
+            model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device),
+            mesh,
+            4,
+            100,
+            5,
+        )
+        if with_graph
+        else None
+    )
     engine = Engine(model, cache, dcp, mesh, 100, 64, 4, graph=graph, drafter=drafter)
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
     requests = [engine.add(prompt, params, request_id=index, keep_logits=True) for index, prompt in enumerate(PROMPTS)]

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
@@ -68,7 +69,7 @@ def generate(model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh) -> Generated:
     """Run a prefill of all prompts and NUM_DECODES greedy steps, straight through the model."""
     tokens, final_lens = prompts(), [length + NUM_DECODES for length in PROMPT_LENS]
     cache = LatentCache(
-        LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, final_lens, torch.float32),
+        LatentCache.plan(model.attention.config, dcp, model.attention.num_layers, final_lens, torch.float32),
         model.device,
     )
     blocks = iter(range(cache.sizes.num_blocks))
@@ -76,8 +77,8 @@ def generate(model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh) -> Generated:
     new, logits = list(tokens), []
     for _ in range(NUM_DECODES + 1):
         query_lens = [len(ids) for ids in new]
-        metadata = StepMetadata.build(
-            query_lens, [len(ids) for ids in tokens], tables, dcp, mesh.dcp_rank, model.device
+        metadata = StepBuilder(dcp, mesh.dcp_rank, model.device).build(
+            StepRequests(query_lens, [len(ids) for ids in tokens], tables)
         )
         token_ids, last_rows = (torch.tensor(ids, device=model.device) for ids in (sum(new, []), query_lens))
         logits.append(model.step(token_ids, metadata, cache, last_rows.cumsum(0) - 1).cpu())

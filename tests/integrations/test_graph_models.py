@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcpmla.cache.compressed import new_cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.runtime.engine import Engine
@@ -57,10 +56,22 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
     model, mesh = open_model_on(directory, dcp, enable_expert_parallel, "cpu")
     results = []
     for with_graph in (False, True):
-        cache = new_cache(model.plan_cache(dcp, [80] * 5, num_states=7), model.device)
+        cache = model.plan_cache(dcp, [80] * 5, num_states=7).allocate(model.device)
         for memory in cache.tensors:
             memory.fill_(torch.nan)
-        graph = DecodeGraph(watched(model), torch.tensor(0), cache, mesh, 5, 80) if with_graph else None
+        graph = (
+            DecodeGraph(
+                watched(model),
+                torch.tensor(0),
+                cache,
+                model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device),
+                mesh,
+                5,
+                80,
+            )
+            if with_graph
+            else None
+        )
         engine = Engine(model, cache, dcp, mesh, 80, 1000, max_num_seqs=5, graph=graph)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=2 + index), keep_logits=True)

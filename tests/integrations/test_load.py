@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.loading import load_engine, open_model
@@ -65,22 +64,31 @@ def serve(
     selection = select_exchange(dcp, mesh.dcp_group, device)
     model = load_model(directory, load_config(directory), dcp, mesh, selection, torch.float32, device)
     results = []
-    block_tokens = model.plan_cache(dcp, [1], 1).block_tokens
+    block_tokens = model.attention.plan_cache(dcp, [1], model.dtype, 1).block_tokens
     num_drafts = 3 if with_drafts else 0
     recorded: dict[str | int, list[int]] = {}
     for seed, drafts in itertools.product(seeds, (False, True) if with_drafts else (False,)):
         load = make_load(seed, block_tokens)
         largest = max(len(prompt) + num_new - 1 for prompt, num_new, _ in load)
         seq_lens = [largest, block_tokens] if seed % 2 else [largest] * 4  # little room, and more
-        plan = model.plan_cache(dcp, seq_lens, 7, num_drafts)
-        cache = new_cache(plan, device)
+        plan = model.attention.plan_cache(dcp, seq_lens, model.dtype, 7, num_drafts)
+        cache = plan.allocate(device)
         for memory in cache.tensors:
             memory.fill_(torch.nan)
         how: dict[str, Any] = {}
         if drafts:
             how["drafter"] = RecordedDrafter(num_drafts, recorded, 0.8, VOCAB_SIZE)
             like = torch.tensor(0, device=device)
-            how["graph"] = DecodeGraph(model.decode, like, cache, mesh, 5, MAX_MODEL_LEN, 1 + num_drafts)
+            how["graph"] = DecodeGraph(
+                model.decode,
+                like,
+                cache,
+                model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device),
+                mesh,
+                5,
+                MAX_MODEL_LEN,
+                1 + num_drafts,
+            )
         how["costs"] = costs = DrawnCosts(seed, absorbs=plan.num_states == 0)
         engine = Engine(model, cache, dcp, mesh, MAX_MODEL_LEN, (5, 16, 1000)[seed % 3], max_num_seqs=5, **how)
         requests = [

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_files import load_config
@@ -185,12 +184,21 @@ def serve_families(
         model.keep_hidden_states(64)
         for with_graph in (False, True):
             plan = model.plan_cache(dcp, [60] * 4, 4, num_drafts)
-            cache: Any = new_cache(plan, CPU)
+            cache: Any = plan.allocate(CPU)
             for memory in cache.tensors:
                 memory.fill_(torch.nan)
             graph = None
             if with_graph:
-                graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, 4, 100, 1 + num_drafts)
+                graph = DecodeGraph(
+                    model.decode,
+                    torch.tensor(0),
+                    cache,
+                    model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device),
+                    mesh,
+                    4,
+                    100,
+                    1 + num_drafts,
+                )
             graphs = [maker.make(cache) for maker in mtp_graphs(num_drafts, model, dcp, mesh, 4, 100)]
             drafter = Recording(num_drafts, model, cache, mesh, *graphs)
             drafter.record = []

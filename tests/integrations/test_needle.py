@@ -44,7 +44,7 @@ def answer(prompts: list[list[int]], tp: int, dcp_size: int, interleave: int, ma
     model = load_model(MODEL, load_config(MODEL), dcp, mesh, selection, torch.float32, device)
     seq_lens = [max(map(len, prompts))]
     cache = LatentCache(
-        LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, model.dtype), device
+        LatentCache.plan(model.attention.config, dcp, model.attention.num_layers, seq_lens, model.dtype), device
     )
     engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, max_num_batched_tokens, max_num_seqs=1)
     for prompt in prompts:

@@ -58,7 +58,7 @@ def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
     )
     seq_lens = [length + NUM_NEW for length in PROMPT_LENS]
     cache = LatentCache(
-        LatentCache.plan(model.attention_config, dcp, model.num_attention_layers, seq_lens, torch.float32), device
+        LatentCache.plan(model.attention.config, dcp, model.attention.num_layers, seq_lens, torch.float32), device
     )
     for rows in cache.layers:
         rows.view(torch.uint8).fill_(0xFF)

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dcpmla import DCPConfig, StepMetadata
+from dcpmla import DCPConfig
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step import StepRequests
 from dcpmla.integrations import sglang
 from dcpmla.integrations.sglang.metadata import MetadataBuilder
 
@@ -64,7 +66,7 @@ def batch_of(query_lens: tuple[int, ...], device: str = "cpu") -> SimpleNamespac
 @pytest.mark.parametrize("rank", range(W))
 def test_a_batch_is_laid_out_as_ours_are(rank: int) -> None:
     made, ones, several = MetadataBuilder(DCP, rank, SLOTS), batch_of((1, 1, 1)), batch_of((2, 3, 7))
-    expected = StepMetadata.build([1, 1, 1], LENS, PAGES, DCP, rank)
+    expected = StepBuilder(DCP, rank).build(StepRequests([1, 1, 1], LENS, PAGES))
     assert expected.decode is not None
     found = made.decode(ones)
     assert found.local_seq_lens.tolist() == expected.decode.local_seq_lens.tolist()
@@ -72,7 +74,7 @@ def test_a_batch_is_laid_out_as_ours_are(rank: int) -> None:
     assert (found.query_start_loc, found.max_query_len) == (None, 1)
     assert (found.block_table.dtype, found.local_seq_lens.dtype) == (torch.int32, torch.int32)
     assert made.slots(ones).tolist() == expected.slot_mapping.tolist()
-    expected = StepMetadata.build([2, 3, 7], LENS, PAGES, DCP, rank)
+    expected = StepBuilder(DCP, rank).build(StepRequests([2, 3, 7], LENS, PAGES))
     assert str(made.prefill(several)) == str(expected.prefill)
     assert made.slots(several).tolist() == expected.slot_mapping.tolist()
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from dcpmla.attention import layer
-from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, divisors
 from dcpmla.integrations.model_files import load_config
@@ -67,7 +66,7 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
         selection = select_exchange(dcp, mesh.dcp_group, device)
         model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
         seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
-        cache = new_cache(model.plan_cache(dcp, seq_lens, num_states=6), device)
+        cache = model.attention.plan_cache(dcp, seq_lens, model.dtype, num_states=6).allocate(device)
         for memory in cache.tensors:
             memory.fill_(torch.nan)  # no step may read a row that was never written
         engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)

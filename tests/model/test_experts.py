@@ -152,8 +152,8 @@ def compute_by_kernels(
 ) -> Tensor:
     from dcpmla.model.kernels import experts as kernels
 
-    num_experts = len(unpack(down)[0])
-    return kernels.compute_experts(x, ids, weights, *unpack(gate_up), *unpack(down), limit, num_experts, quantized)
+    codes = *unpack(gate_up), *unpack(down)
+    return kernels.compute_experts(x, *(quantized or (None, None)), ids, weights, *codes, limit, len(codes[2]))
 
 
 def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:

@@ -24,8 +24,10 @@ PARAMS = [
 def serve_without_waiting(directory: Path) -> None:
     dcp = DCPConfig(block_size=4, context_workspace_tokens=512)
     model, mesh = open_model_on(directory, dcp, False, "cuda")
-    cache = new_cache(model.attention_config, model.num_attention_layers, dcp, model.dtype, model.device)
-    graph = DecodeGraph(model.decode, torch.zeros((), dtype=torch.int64, device=model.device), cache, mesh, 4, 60)
+    cache = new_cache(model.attention.config, model.attention.num_layers, dcp, model.dtype, model.device)
+    steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
+    token = torch.zeros((), dtype=torch.int64, device=model.device)
+    graph = DecodeGraph(model.decode, token, cache, steps, mesh, 4, 60)
     graph.capture()
     engine = Engine(model, cache, dcp, mesh, 60, 64, 4, graph=graph)
     requests = [engine.add([5, 6, 7 + index], params, keep_logits=True) for index, params in enumerate(PARAMS)]

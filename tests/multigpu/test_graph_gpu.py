@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcpmla.attention.build import StepBuilder
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph
@@ -111,8 +112,9 @@ def fail_to_capture(directory: Path) -> list[str]:
     """Check that a step that cannot be captured says where, and that the next one is captured."""
     dcp = layout(1, 1)
     model, mesh = open_model_on(directory, dcp, False, "cuda")
-    cache = new_cache(model.attention_config, model.num_attention_layers, dcp, torch.float32, model.device)
+    cache = new_cache(model.attention.config, model.attention.num_layers, dcp, torch.float32, model.device)
     token, messages = torch.zeros((), dtype=torch.int64, device=model.device), []
+    steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
 
     def reads_back(inputs: Tensor, *_: object) -> Tensor:
         return inputs[: int(inputs.max()) + len(inputs)].float()
@@ -123,10 +125,10 @@ def fail_to_capture(directory: Path) -> list[str]:
 
     for step in (reads_back, takes_too_much):
         with pytest.raises(CannotCapture) as failure:
-            DecodeGraph(step, token, cache, mesh, 2, 60).capture()
+            DecodeGraph(step, token, cache, steps, mesh, 2, 60).capture()
         messages.append(str(failure.value))
         torch.cuda.empty_cache()  # fails if a capture was aborted
-    graph = DecodeGraph(model.decode, token, cache, mesh, 2, 60)
+    graph = DecodeGraph(model.decode, token, cache, steps, mesh, 2, 60)
     graph.capture()
     torch.randn(3, device=model.device).sum().item()  # random numbers and host syncs work as before
     assert graph.is_captured
@@ -145,7 +147,7 @@ def test_what_cannot_be_captured(tmp_path: Path) -> None:
 
 def break_off() -> list[str]:
     """Check that failures of steps, and those that only a capture meets, are errors and do not disable graphs."""
-    from tests.runtime.test_graph import make_cache
+    from tests.runtime.test_graph import DCP, make_cache
 
     cache, token, messages = make_cache("cuda"), torch.tensor(0, device="cuda"), []
 
@@ -158,7 +160,7 @@ def break_off() -> list[str]:
 
     for step in (takes_too_much, waits):
         with pytest.raises(RuntimeError) as failure:
-            DecodeGraph(step, token, cache, init_mesh(1, 1), 2, 16).capture()
+            DecodeGraph(step, token, cache, StepBuilder(DCP, 0), init_mesh(1, 1), 2, 16).capture()
         assert not isinstance(failure.value, CannotCapture)
         messages.append(f"{type(failure.value).__name__}: {failure.value}")
     return messages
@@ -176,9 +178,9 @@ def one_rank_runs_out() -> str:
     """Run one rank out of memory in its capture, after a collective; then both ranks capture and replay that
     collective.
     """
-    from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, requests_of
+    from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, make_cache, requests_of
 
-    mesh, cache = init_mesh(2, 1), make_cache("cuda")
+    mesh, cache, steps = init_mesh(2, 1), make_cache("cuda"), StepBuilder(DCP, 0, "cuda")
     token, token_ids = torch.tensor(0, device="cuda"), torch.tensor([7, 8, 9], device="cuda")
 
     def adds(inputs: Tensor, *_: object) -> Tensor:
@@ -193,8 +195,8 @@ def one_rank_runs_out() -> str:
         return out
 
     with pytest.raises(CannotCapture) as failure:  # it keeps the frames of the capture alive
-        DecodeGraph(runs_out, token, cache, mesh, 4, MAX_MODEL_LEN).capture()
-    graph = DecodeGraph(adds, token, cache, mesh, 4, MAX_MODEL_LEN)
+        DecodeGraph(runs_out, token, cache, steps, mesh, 4, MAX_MODEL_LEN).capture()
+    graph = DecodeGraph(adds, token, cache, steps, mesh, 4, MAX_MODEL_LEN)
     graph.capture()
     assert graph.run(token_ids, requests_of([1, 2, 3]), cache).tolist() == [14, 16, 18]
     graph.release()
@@ -209,10 +211,12 @@ def test_one_rank_runs_out_of_memory() -> None:
 
 
 def check_refusals(directory: Path) -> None:
-    from tests.runtime.test_graph import MAX_MODEL_LEN, make_cache, requests_of, step_of, sums
+    from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, make_cache, requests_of, step_of, sums
 
     mesh, cache = init_mesh(1, 1), make_cache("cuda")
-    graph = DecodeGraph(sums, torch.tensor(0, device="cuda"), cache, mesh, 6, MAX_MODEL_LEN)
+    graph = DecodeGraph(
+        sums, torch.tensor(0, device="cuda"), cache, StepBuilder(DCP, 0, "cuda"), mesh, 6, MAX_MODEL_LEN
+    )
     graph.capture()
     token_ids, requests = torch.tensor([7, 8, 9], device="cuda"), requests_of([3, 4, 5])
     expected = sums(token_ids, step_of(requests, device="cuda"), cache)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.comm.reduce import CollectiveReduce, add_norm, select_reduce
+from dcpmla.comm.norm import add_norm
+from dcpmla.comm.reduce import CollectiveReduce, select_reduce
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.fp8 import quantize_rows
 from tests.support.ranks import run_ranks

@@ -9,11 +9,15 @@ import transformers
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, StepMetadata, init_mesh
+from dcpmla import DCPConfig, LatentCache, MLAAttention, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.sparse import selector as selector_module
+from dcpmla.attention.sparse.build import SparseStepBuilder
+from dcpmla.attention.sparse.step import SparseMetadata, with_selection
+from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
+from dcpmla.integrations.hf_config import attention_config
 from tests.support.models import random_model
 from tests.support.ranks import run_ranks
 
@@ -61,15 +65,18 @@ def run_layer(
 
     def step(query_lens: list[int], seq_lens: list[int], requests: list[int]) -> tuple[Tensor, Tensor]:
         kept = [tables[i] for i in requests]
-        options = {"num_decodes": num_decodes and len(requests), "is_sparse": True}
-        metadata = StepMetadata.build(query_lens, seq_lens, kept, dcp, layer.mesh.dcp_rank, device, **options)
+        steps = SparseStepBuilder(dcp, layer.mesh.dcp_rank, device)
+        numbers = StepRequests(query_lens, seq_lens, kept)
+        metadata = steps.build(numbers, num_decodes=num_decodes and len(requests))
         rows = torch.cat(
             [draw(i)[seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
         )
-        metadata = metadata.with_positions(cos_sin[metadata.positions]).with_selection(TOPK)
-        assert metadata.selection is not None
+        metadata = with_selection(metadata.with_positions(cos_sin[metadata.positions]), TOPK)
+        sparse = metadata.get(SparseMetadata)
+        assert sparse is not None
+        assert sparse.selection is not None
         out = layer(rows.to(device), cache[0], metadata)
-        return out.cpu(), metadata.selection.positions.sort(1).values.cpu()
+        return out.cpu(), sparse.selection.positions.sort(1).values.cpu()
 
     filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
     step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled)
@@ -128,7 +135,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         for dcp in [alone, *sharded]:
             mesh = init_mesh(tp, dcp.decode_context_parallel_size)
             exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
-            layer = MLAAttention(MLAConfig.from_hf(hf_config), dcp, mesh, exchange, torch.bfloat16, device)
+            layer = MLAAttention(attention_config(hf_config), dcp, mesh, exchange, torch.bfloat16, device)
             layer.load_weights(attention.state_dict())
             with torch.inference_mode():
                 found.append(run_layer(layer, hf_config, device, num_decodes))

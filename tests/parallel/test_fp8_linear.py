@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.attention.output import formats
-from dcpmla.parallel.fp8 import SCALED_MM_TOKENS, QuantizedRows, dequantize_blocks, fp8_linear
+from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, fp8_linear
 from dcpmla.parallel.linear import GroupedLinear, Linear, RowParallelLinear, shard
 from dcpmla.parallel.quantized import BlockFp8, GroupFp4, dequantize
 from tests.support.ranks import run_ranks
@@ -63,16 +63,15 @@ def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int
     from dcpmla.parallel.kernels import linear, quantize
 
     weight, x = blocks(num_rows, width, device=device), rows(num_tokens, groups * width, dtype, device)
-    wanted, got = quantized(x, "tma"), QuantizedRows.empty_like(x)
-    quantize.quantize_rows(x, *got)
+    wanted, got = quantized(x, "tma"), QuantizedRows(*quantize.quantize_rows(x))
     assert torch.equal(got[0].view(torch.uint8), wanted.values.view(torch.uint8))
     assert torch.equal(got[1], wanted.scales)
     assert got[1].stride() == wanted.scales.stride()
     arrivals = torch.zeros(-(-num_rows // 64) * 2, dtype=torch.int32, device=device)
-    out = linear.fp8_linear(*got, *weight, arrivals, dtype)
+    out = linear.multiply(*got, *weight, arrivals, dtype)
     assert (out.dtype, out.shape) == (dtype, (num_tokens, num_rows))
     assert_near(out, exact(wanted, weight, groups))
-    assert torch.equal(linear.fp8_linear(*quantized(x), *weight, arrivals, dtype), out)
+    assert torch.equal(linear.multiply(*quantized(x), *weight, arrivals, dtype), out)
     assert not arrivals.any()
 
 
@@ -109,6 +108,8 @@ def test_kernels() -> None:
 @pytest.mark.gpu
 def test_the_operator_on_a_gpu() -> None:
     """Compare what cuBLAS multiplies, whatever the number of rows and of blocks, and what a graph replays."""
+    from dcpmla.parallel.kernels.linear import SCALED_MM_TOKENS
+
     arrivals = torch.zeros(66, dtype=torch.int32, device="cuda")
     assert len(arrivals) >= 2112 // 32
     for num_rows, width in ((2112, 7168), (576, 384)):

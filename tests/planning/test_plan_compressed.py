@@ -13,12 +13,14 @@ import transformers
 from safetensors import safe_open
 
 from dcpmla.__main__ import main
-from dcpmla.cache.capacity import ModelCaches, capacity_table, largest_cache
-from dcpmla.cache.compressed import CompressedCache, CompressedPlan
+from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan
+from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.attention.compressed.kind import CompressedKind
 from dcpmla.cache.states import num_states
-from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.hf_config import compressed_config
 from dcpmla.integrations.model_files import load_config
+from dcpmla.planning.capacity import block_of, capacity_table, largest_cache
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, predict_step
 from dcpmla.planning.reads import layer_reads
@@ -102,7 +104,7 @@ def test_sharding_keeps_its_gain(name: str) -> None:
     8, and the 21 x 132 / 4 = 693 of its keys by 1: 8 x 3,856 / (3,163 + 8 x 693) = 3.5 times as much.
     """
     model, room = read(name), 40 * 10**9
-    table = capacity_table(model.caches, room, (1, 8), num_states=1)
+    table = capacity_table(model.kind, room, (1, 8), num_states=1)
     assert len(table) == 2 * len(FORMATS)
     for (kv, index), whole, shard in zip(FORMATS, table[::2], table[1::2], strict=True):
         assert shard.tokens_total >= 7.5 * whole.tokens_total > 0
@@ -133,7 +135,7 @@ def test_bytes_are_what_the_cache_allocates(kv_cache_dtype: str, index_cache_dty
         kv_cache_dtype=kv_cache_dtype,
         index_cache_dtype=index_cache_dtype,
     )
-    block = ModelCaches(CompressedConfig.from_hf(tiny_v4()), 4).block(layout, 5)
+    block = block_of(CompressedKind(compressed_config(tiny_v4())), layout, 5)
     plan = largest_cache(block, 10**6)
     assert isinstance(plan, CompressedPlan)
     allocated = CompressedCache(plan, torch.device("cpu"))
@@ -153,7 +155,7 @@ def test_what_fits_is_what_the_cache_takes() -> None:
         room = cache_bytes(H200X8, plan.weight_bytes_per_rank)
 
         def fits(num_requests: int, seq_len: int, setting: Setting = setting, room: int = room) -> bool:
-            block = model.caches.block(setting.dcp_config, num_states(num_requests))
+            block = block_of(model.kind, setting.dcp_config, num_states(num_requests))
             num_blocks = num_requests * -(-seq_len // block.block_tokens)
             return replace(block, num_blocks=num_blocks).bytes_per_rank <= room
 

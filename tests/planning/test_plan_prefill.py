@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.attention.routes import Rates, RouteCosts
 from dcpmla.bench.geometries import config_of
-from dcpmla.compressed_config import CompressedConfig
 from dcpmla.config import MLAConfig
 from dcpmla.integrations.model_files import load_config
 from dcpmla.llm import LLM
@@ -71,7 +71,7 @@ def test_a_token_multiplies_with_every_parameter(
             passes += 3 * parameter.count * parameter.shape[-1] if parameter.is_hyper_connection else 0
     hidden = model.attention.hidden_size
     assert H200X8.direct is not None
-    sums_us = 2 * model.num_attention_layers * 2 * 2 * hidden * (1 - 1 / tp) / H200X8.direct.gb_per_s / 1e3
+    sums_us = 2 * model.attention.num_layers * 2 * 2 * hidden * (1 - 1 / tp) / H200X8.direct.gb_per_s / 1e3
     expected = 2 * products / H200X8.matmul_tflops / 1e6 + sums_us + 2 * passes / H200X8.hbm_gb_per_s / 1e3
     setting = setting_of(tp, 1, enable_expert_parallel=enable_expert_parallel)
     assert token_us(H200X8, model, setting) == pytest.approx(expected)
@@ -88,7 +88,7 @@ def test_a_piece_is_its_tokens_and_the_cheaper_route(
     assert isinstance(attention, MLAConfig)
     routes = RouteCosts(attention, setting.dcp_config)
     layer_us = min(routes.absorbed_us(new, context), routes.mha_us(new, context, routes.num_tiles(new)))
-    expected = new * token_us(H200X8, model, setting) + model.num_attention_layers * layer_us
+    expected = new * token_us(H200X8, model, setting) + model.attention.num_layers * layer_us
     if attention.indexer is not None and context + new > attention.indexer.topk:
         num_scores = sum(range(context + 1, context + new + 1)) * attention.indexer.num_heads / dcp
         score_us = 2 * num_scores * attention.indexer.head_dim / H200X8.attention_tflops / 1e6

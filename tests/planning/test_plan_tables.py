@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcpmla.bench.plots import select
-from dcpmla.cache.capacity import capacity_table
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm import nccl
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_files import load_config
 from dcpmla.parallel import collectives
+from dcpmla.planning.capacity import capacity_table
 from dcpmla.planning.exchange import candidates_us, exchange_us
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine
 from dcpmla.planning.measured import predict_row, read_rows
@@ -238,7 +238,7 @@ def test_what_fits_is_what_the_cache_takes(dcp: int, batch: int, context: int) -
     def fits(num_requests: int, seq_len: int) -> bool:
         layout = DCPConfig(tensor_parallel_size=8, decode_context_parallel_size=dcp)
         cache = LatentCache.plan(
-            model.attention, layout, model.num_attention_layers, [seq_len] * num_requests, torch.bfloat16
+            model.attention, layout, model.attention.num_layers, [seq_len] * num_requests, torch.bfloat16
         )
         return cache.bytes_per_rank <= room
 
@@ -255,8 +255,8 @@ def test_sharding_keeps_its_gain_with_index_caches(read: Callable[[], ModelSize]
     """The capacity table and the plans beside the bytes of a block that is there."""
     model, room, machine = read(), 40 * 10**9, replace(H200X8, memory_bytes=1 << 40)
     (num_indexers,) = (p.count for p in model.parameters if p.name.endswith("indexer.wk.weight"))
-    assert model.num_index_layers == num_indexers == {61: 61, 78: 21}[model.num_attention_layers]
-    table = capacity_table(model.caches, room, (1, 8))
+    assert model.num_index_layers == num_indexers == {61: 61, 78: 21}[model.attention.num_layers]
+    table = capacity_table(model.kind, room, (1, 8))
     formats = [(kv, index) for kv in ("bf16", "fp8", "fp8_ds_mla") for index in ("auto", "fp8")]
     for (kv, index), whole, shard in zip(formats, table[::2], table[1::2], strict=True):
         assert shard.tokens_total >= 7.8 * whole.tokens_total

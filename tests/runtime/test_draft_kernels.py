@@ -9,10 +9,12 @@ from itertools import accumulate
 import pytest
 import torch
 
-from dcpmla.cache.latent import CachePlan
+from dcpmla.attention.build import StepBuilder
+from dcpmla.config import DCPConfig
 from dcpmla.runtime.drafts import NO_DRAFT
-from dcpmla.runtime.layout import Numbers, Rows, lay_out, num_words
+from dcpmla.runtime.layout import lay_out
 from dcpmla.runtime.ngram import Texts, lookup
+from dcpmla.runtime.numbers import Numbers, Rows, num_words
 from dcpmla.runtime.verification import Compared, verify
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
@@ -51,10 +53,12 @@ def check_layout(device: str) -> None:
 
     num_reqs, max_blocks = 50, 30
     for query_len, dcp_size, interleave in ((1, 1, 1), (4, 2, 1), (4, 4, 4), (3, 2, 8)):
-        plan = CachePlan(
-            num_layers=1, num_blocks=99, block_size=8, row_width=2, dtype=torch.float32, dcp_size=dcp_size,
-            interleave=interleave,
-        )  # fmt: skip
+        dcp = DCPConfig(
+            tensor_parallel_size=dcp_size,
+            decode_context_parallel_size=dcp_size,
+            cp_kv_cache_interleave_size=interleave,
+            block_size=8,
+        )
         num_rows = num_reqs * query_len
         memory = torch.zeros(num_words(num_rows, num_reqs, max_blocks), dtype=torch.int32)
         numbers = Numbers.of(memory, torch.int64, num_rows, num_reqs, max_blocks)
@@ -66,8 +70,9 @@ def check_layout(device: str) -> None:
         slots = []
         for rank in range(dcp_size):
             expected, rows = Rows.empty(num_rows, torch.device("cpu")), Rows.empty(num_rows, torch.device(device))
-            lay_out(numbers, expected, plan, rank)
-            layout.lay_out(there, rows, plan, rank)
+            steps = StepBuilder(dcp, rank, device)
+            lay_out(numbers, expected, steps)
+            layout.lay_out(there, rows, steps)
             for column, wanted in zip(rows, expected, strict=True):
                 assert torch.equal(column.cpu(), wanted)
             slots.append(expected.slot_mapping)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.cache.latent import CachePlan, LatentCache
+from dcpmla.attention.build import StepBuilder
+from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
@@ -45,13 +46,13 @@ class Always(MtpDrafter):
 
 def make_mtp_engine(num_drafts: int, num_blocks: int, max_num_batched_tokens: int, max_num_seqs: int) -> Engine:
     model, device = HashModelWithMtp(), torch.device("cpu")
-    plan = CachePlan(
+    plan = LatentPlan(
         num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
     )
     cache = LatentCache(plan, device)
     cache.layers[0].fill_(torch.nan)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * 16)
-    limits = cache, MESH, min(max_num_seqs, max_num_batched_tokens), 100
+    limits = cache, StepBuilder(dcp, 0), MESH, min(max_num_seqs, max_num_batched_tokens), 100
     graph = DecodeGraph(model.decode, torch.tensor(0), *limits, 1 + num_drafts)
     module = DecodeGraph(model.predict, torch.zeros(8), *limits, 1 + num_drafts)
     chain = DecodeGraph(model.draft, torch.zeros(4), *limits, num_drafts)

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.latent import CachePlan, LatentCache
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph, batch_sizes
-from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.padding import Batch, PaddedStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -33,7 +33,7 @@ MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 5 * BLOCK
 
 
 def make_cache(device: str = "cpu") -> LatentCache:
-    plan = CachePlan(num_layers=1, num_blocks=40, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1)
+    plan = LatentPlan(num_layers=1, num_blocks=40, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1)
     return LatentCache(plan, torch.device(device))
 
 
@@ -43,7 +43,7 @@ def requests_of(seq_lens: list[int], query_lens: list[int] | None = None) -> Ste
 
 
 def step_of(requests: StepRequests, **options: Any) -> StepMetadata:
-    return StepMetadata.build(*requests[:3], DCP, 0, **options)
+    return StepBuilder(DCP, 0).build(requests, **options)
 
 
 def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
@@ -60,7 +60,9 @@ def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
 
 
 def make_graph(step: Any = sums, cache: LatentCache | None = None) -> DecodeGraph:
-    return DecodeGraph(step, torch.tensor(0), cache or make_cache(), MESH, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    return DecodeGraph(
+        step, torch.tensor(0), cache or make_cache(), StepBuilder(DCP, 0), MESH, MAX_NUM_SEQS, MAX_MODEL_LEN
+    )
 
 
 def test_sizes_are_those_of_vllm() -> None:
@@ -99,6 +101,7 @@ def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> 
         lambda *numbers: padded.append(sums_of_rows(*numbers)) or padded[-1],  # type: ignore[func-returns-value]
         torch.tensor(0),
         cache,
+        StepBuilder(DCP, 0),
         MESH,
         MAX_NUM_SEQS,
         MAX_MODEL_LEN,
@@ -125,7 +128,9 @@ def sums_of_rows(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> 
 
 
 def test_hidden_rows_are_padded_with_zeros() -> None:
-    padded = PaddedStep(torch.empty(3, dtype=torch.bfloat16), [Batch(2), Batch(4)], 20, make_cache().sizes, 0)
+    padded = PaddedStep(
+        torch.empty(3, dtype=torch.bfloat16), [Batch(2), Batch(4)], 20, make_cache().sizes, StepBuilder(DCP, 0)
+    )
     padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), requests_of([1, 2, 3]), Batch(4))
     padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), requests_of([7]), Batch(2))
     padded.lay_out(Batch(2))
@@ -183,7 +188,7 @@ def test_refuses_other_memory() -> None:
     with pytest.raises(ValueError, match="cache is another one"):
         graph.run(token_ids, requests_of([1]), cache)
     with pytest.raises(ValueError, match="max_num_seqs is 0"):
-        DecodeGraph(sums, token_ids[0], cache, MESH, 0, 1)
+        DecodeGraph(sums, token_ids[0], cache, StepBuilder(DCP, 0), MESH, 0, 1)
     with pytest.raises(ValueError, match="only steps on a GPU can be captured"):
         graph.capture()
     assert not graph.is_captured
@@ -198,7 +203,7 @@ def test_refuses_steps_that_return_other_rows() -> None:
 
 
 def test_static_memory_takes_no_history_of_gradients() -> None:
-    padded = PaddedStep(torch.zeros(3), [Batch(2)], 20, make_cache().sizes, 0)
+    padded = PaddedStep(torch.zeros(3), [Batch(2)], 20, make_cache().sizes, StepBuilder(DCP, 0))
     padded.fill(torch.ones(2, 3, requires_grad=True) * 2, requests_of([1, 1]), Batch(2))
     inputs, _ = padded.rows(Batch(2))
     assert inputs.tolist() == [[2, 2, 2]] * 2
@@ -232,7 +237,7 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def reasons() -> list[str]:
     """Give reasons of the last rank alone, then of all but the first, then of none."""
     graph, rank, found = (
-        DecodeGraph(sums, torch.tensor(0), make_cache(), init_mesh(3, 1), 1, 1),
+        DecodeGraph(sums, torch.tensor(0), make_cache(), StepBuilder(DCP, 0), init_mesh(3, 1), 1, 1),
         dist.get_rank(),
         [],
     )
@@ -299,7 +304,9 @@ def test_engine_says_which_graph_runs() -> None:
 
 def test_batches_beyond_the_largest_run_eagerly() -> None:
     engine = make_engine(num_blocks=20, max_num_seqs=3, with_graph=True)
-    engine.graph = DecodeGraph(HashModel().decode, torch.tensor(0), engine.cache, MESH, 2, 200)
+    engine.graph = DecodeGraph(
+        HashModel().decode, torch.tensor(0), engine.cache, StepBuilder(engine.dcp, 0), MESH, 2, 200
+    )
     sizes = []
     engine.on_step = lambda line: sizes.append("graph" in line)
     requests = [engine.add([1, 2, 3], SamplingParams(max_new_tokens=num_new, ignore_eos=True)) for num_new in (3, 4, 4)]

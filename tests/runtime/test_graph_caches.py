@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcpmla import DCPConfig, MLAAttention, init_mesh
-from dcpmla.cache.compressed import new_cache
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -80,11 +79,19 @@ def capture(graph: DecodeGraph) -> None:
 def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int], Tensor]]:
     """Each prompt's tokens and logits, first alone, then beside the others."""
     plan = model.plan_cache(dcp, [MAX_MODEL_LEN] * MAX_NUM_SEQS, 2 * MAX_NUM_SEQS)
-    cache, mesh = new_cache(plan, model.device), init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    cache, mesh = plan.allocate(model.device), init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
     for memory in cache.tensors:
         memory.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen
     token = torch.zeros((), dtype=torch.int64, device=model.device)
-    graph = DecodeGraph(model.decode, token, cache, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    graph = DecodeGraph(
+        model.decode,
+        token,
+        cache,
+        model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device),
+        mesh,
+        MAX_NUM_SEQS,
+        MAX_MODEL_LEN,
+    )
     if how == "captured":
         graph.capture() if model.device.type == "cuda" else capture(graph)
     engine = Engine(

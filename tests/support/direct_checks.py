@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.sparse.topk import EMPTY, pack_candidates
+from dcpmla.attention.sparse.candidates import EMPTY, pack_candidates
+from dcpmla.comm import direct_ops
 from dcpmla.comm.direct import DirectExchange
 from dcpmla.merge import merge_partials
 from tests.support.shared_memory import send_rows
@@ -112,8 +113,8 @@ def exchange_once(
     if mailbox and exchange.device.type == "cpu" and own.random() < 0.3:  # the others cannot tell
         send_rows(out[rank], lse[rank], exchange._landings, exchange._state, exchange._landing_bytes, rank)
         merged, merged_lse = torch.empty_like(out[rank, :, heads]), torch.empty_like(lse[rank, :, heads])
-        mailbox.enter(merged)
-        mailbox.collect(merged, merged_lse)
+        direct_ops.enter("out", merged, mailbox)
+        direct_ops.collect(merged, merged_lse, mailbox)
     else:
         merged, merged_lse = exchange.combine(lay_out(out[rank], kinds[1]), lay_out(lse[rank], kinds[2]))
     time.sleep(own.choice((0, 0.02)))

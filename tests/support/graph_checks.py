@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.sparse.build import SparseStepBuilder
+from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.cache.formats import is_quantized, quantize
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
@@ -24,7 +26,6 @@ from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.runtime.graph import DecodeGraph, DecodeStep
-from dcpmla.runtime.layout import StepRequests
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import VOCAB_SIZE
 
@@ -55,7 +56,7 @@ def check_model(
     dtype = torch.bfloat16 if in_half else torch.float32
     model, mesh = open_model_on(directory, dcp, enable_expert_parallel, device_type, dtype)
     cache = new_cache(
-        model.attention_config, model.num_attention_layers, dcp, model.dtype, model.device, model.index_layers
+        model.attention.config, model.attention.num_layers, dcp, model.dtype, model.device, model.index_layers
     )
     token = torch.zeros((), dtype=torch.int64, device=model.device)
 
@@ -121,7 +122,8 @@ def check_rows(
     """Replays against the padded step (bit for bit, results and caches) and against the bare one (exact_to), over
     poisoned caches.
     """
-    graph = DecodeGraph(step, input_like, cache, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    builder = new_builder(dcp, mesh, input_like.device, bool(cache.index_layers))
+    graph = DecodeGraph(step, input_like, cache, builder, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
     skew()
     if input_like.is_cuda:
         graph.capture()
@@ -181,7 +183,12 @@ def steps(
         ids = torch.randperm(MAX_NUM_SEQS * blocks, generator=generator).view(MAX_NUM_SEQS, blocks)[:batch]
         seq_lens = torch.randint(1, MAX_MODEL_LEN + 1, (batch,), generator=generator).tolist()
         requests = StepRequests([1] * batch, seq_lens, ids.tolist())
-        yield requests, StepMetadata.build(*requests[:3], dcp, mesh.dcp_rank, device, is_sparse=is_sparse)
+        yield requests, new_builder(dcp, mesh, device, is_sparse).build(requests)
+
+
+def new_builder(dcp: DCPConfig, mesh: DCPMesh, device: torch.device, is_sparse: bool) -> StepBuilder:
+    builder = SparseStepBuilder if is_sparse else StepBuilder
+    return builder(dcp, mesh.dcp_rank, device)
 
 
 def poison(cache: LatentCache, metadata: StepMetadata, dcp: DCPConfig, generator: torch.Generator) -> list[Tensor]:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import dcpmla.runtime.agreement as agreement_module
 import dcpmla.runtime.engine as engine_module
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.step import ContextChunk, StepMetadata
-from dcpmla.cache.latent import CachePlan, LatentCache
+from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
@@ -32,6 +33,7 @@ MESH: Any = SimpleNamespace(tp_size=1, tp_rank=0, dcp_size=1, dcp_rank=0, tp_gro
 class HashModel:
     """A model that continues a sequence by a hash of all of it, as the cache has it."""
 
+    attention: Any = SimpleNamespace(step_builder=lambda plan, *layout: StepBuilder(*layout))
     device = torch.device("cpu")
     dtype = torch.float32
     vocab_size = VOCAB_SIZE
@@ -177,7 +179,7 @@ def make_engine(
     with_graph: bool = False,
     drafter: Drafter | None = None,
 ) -> Engine:
-    plan = CachePlan(
+    plan = LatentPlan(
         num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
     )
     cache = LatentCache(plan, torch.device("cpu"))
@@ -187,7 +189,16 @@ def make_engine(
     graph = None
     if with_graph:
         query_len = 1 if drafter is None else 1 + drafter.num_speculative_tokens
-        graph = DecodeGraph(model.decode, torch.tensor(0), cache, mesh, max_num_seqs, max_model_len, query_len)
+        graph = DecodeGraph(
+            model.decode,
+            torch.tensor(0),
+            cache,
+            StepBuilder(dcp, mesh.dcp_rank),
+            mesh,
+            max_num_seqs,
+            max_model_len,
+            query_len,
+        )
     limits = max_model_len, max_num_batched_tokens, max_num_seqs
     return Engine(model, cache, dcp, mesh, *limits, tokenizer, graph=graph, drafter=drafter)
 

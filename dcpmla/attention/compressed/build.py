@@ -1,96 +1,97 @@
 """The layout of a step over the caches of DeepSeek-V4's attention, from numbers on the host to tensors on a device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder, check_requests, leading_decodes, pad_table, positions_of
+from dcpmla.attention.build import GraphRows, HostStep, StepBuilder
+from dcpmla.attention.chunks import ChunkBuilder
+from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows
-from dcpmla.attention.step import ContextChunk, StepMetadata
-from dcpmla.cache.compressed import CompressedPlan
+from dcpmla.attention.step import ContextChunk, StepMetadata, StepRequests
 from dcpmla.upload import upload
 
 
-@dataclass(frozen=True)
 class CompressedStepBuilder(StepBuilder):
-    """Steps of one rank over caches of one plan; dcp.block_size counts tokens (`of`)."""
+    """Builder of one rank's steps over caches of one plan."""
 
-    plan: CompressedPlan
+    has_slots = False
 
-    @classmethod
-    def of(cls, plan: CompressedPlan, dcp_rank: int, device: torch.device | str) -> "CompressedStepBuilder":
-        """Return the builder for a plan's caches."""
-        tokens_per_block = plan.dcp.block_size * plan.config.row_tokens
-        return cls(replace(plan.dcp, block_size=tokens_per_block), dcp_rank, device, plan)
+    def __init__(self, plan: CompressedPlan, dcp_rank: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(plan.dcp, dcp_rank, device)
+        self.plan, self.block_tokens, self.num_states = plan, plan.block_tokens, plan.num_states
 
-    def build_compressed(
+    def build(
         self,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        states: Sequence[int],
-        max_decode_query_len: int,
-        num_decodes: int | None,
-        workspace: Tensor | None,
+        requests: StepRequests,
+        max_decode_query_len: int = 1,
+        num_decodes: int | None = None,
+        workspace: Tensor | None = None,
     ) -> StepMetadata:
-        """Lay out a step; `StepMetadata.build` documents arguments and errors."""
-        check_requests(query_lens, seq_lens, block_tables, self.dcp.virtual_block_size)
-        check_states(states, len(query_lens), self.plan.num_states)
-        # A decode reads its window after its tokens are written: all but one token need rows besides the window's.
-        most = min(max_decode_query_len, self.plan.ring_rows - self.plan.config.sliding_window + 1)
-        if num_decodes is None:
-            num_decodes = leading_decodes(query_lens, most)
-        elif max(query_lens[:num_decodes], default=0) > most:
+        """Lay out a step as `StepBuilder.build` does.
+
+        Raises:
+            ValueError: A decode has more tokens than the window's ring has rows for, or a reason of `StepBuilder`.
+        """
+        most = self.decode_query_len(max_decode_query_len)
+        if num_decodes is not None and max(requests.query_lens[:num_decodes], default=0) > most:
             raise ValueError(
-                f"num_decodes is {num_decodes}; of {list(query_lens)} new tokens decodes have at most {most}"
+                f"num_decodes is {num_decodes}; of {list(requests.query_lens)} new tokens decodes have at most {most}"
             )
-        num_decode_tokens = sum(query_lens[:num_decodes])
-        table = pad_table(block_tables, seq_lens, self.dcp.virtual_block_size)
-        positions = positions_of(query_lens, seq_lens)
-        request = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
-        # One upload for all.
-        per_request = np.array([np.subtract(seq_lens, query_lens), seq_lens, states], dtype=np.int32)
-        lens, slots = self._local_seq_lens(positions[:num_decode_tokens]), np.full(len(positions), -1)
-        arrays = [table.astype(np.int32), lens, positions, slots, request, per_request]
-        block_table, lens_there, positions_there, slot_mapping, request_there, numbers = upload(arrays, self.device)
-        first_position, seq_lens_there, states_there = numbers
-        decode = None
-        if num_decodes:
-            decode = self._decode(query_lens[:num_decodes], most, block_table[:num_decodes], lens_there, workspace)
-        return StepMetadata(
-            num_tokens=len(positions),
-            num_decode_tokens=num_decode_tokens,
-            num_blocks=int(table.max()) + 1,
-            positions=positions_there,
-            slot_mapping=slot_mapping,
-            decode=decode,
-            prefill=None,
-            compressed=CompressedMetadata(
+        return super().build(requests, max_decode_query_len, num_decodes, workspace)
+
+    def decode_query_len(self, max_decode_query_len: int) -> int:
+        """Return the most new tokens of a decode. It reads its window after its tokens are written, so all but one
+        token need rows besides the window's.
+        """
+        return min(max_decode_query_len, self.plan.ring_rows - self.plan.config.sliding_window + 1)
+
+    def columns(self, host: HostStep) -> list[np.ndarray]:
+        """Return each token's request, and each request's first position, length and state."""
+        query_lens, seq_lens, _, states = host.requests
+        return [host.request, np.array([np.subtract(seq_lens, query_lens), seq_lens, states], dtype=np.int32)]
+
+    def share(self, step: StepMetadata, host: HostStep, block_table: Tensor, columns: Sequence[Tensor]) -> StepMetadata:
+        """Return the step with its requests as layers with entries see them."""
+        request, (first_position, seq_lens, states) = columns
+        return step.share(
+            CompressedMetadata(
                 plan=self.plan,
                 dcp_rank=self.dcp_rank,
-                positions=positions_there,
-                request=request_there,
+                positions=step.positions,
+                request=request,
                 first_position=first_position,
-                seq_lens=seq_lens_there,
-                states=states_there,
+                seq_lens=seq_lens,
+                states=states,
                 block_table=block_table,
-                max_seq_len=max(seq_lens),
-                context=self._context(num_decodes, query_lens, seq_lens, states, block_table),
-            ),
+                max_seq_len=max(host.requests.seq_lens),
+                context=self._context(host, block_table),
+            )
         )
 
-    def _context(
-        self,
-        num_decodes: int,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        states: Sequence[int],
-        table: Tensor,
-    ) -> ContextRows | None:
+    def share_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
+        """Return the step of a decode graph with its requests as layers with entries see them."""
+        seen = rows.seq_lens.view(-1, rows.query_len)  # 0 for padding
+        return step.share(
+            CompressedMetadata(
+                plan=self.plan,
+                dcp_rank=self.dcp_rank,
+                positions=rows.positions,
+                request=rows.request,
+                first_position=seen[:, 0] - 1,
+                seq_lens=seen[:, -1].contiguous(),
+                states=rows.states,
+                block_table=rows.block_table,
+                max_seq_len=rows.max_seq_len,
+            )
+        )
+
+    def _context(self, host: HostStep, table: Tensor) -> ContextRows | None:
         """Return the context of prefills; None without prefills."""
+        query_lens, seq_lens, _, states = host.requests
+        num_decodes = host.num_decodes
         new, end = np.asarray(query_lens[num_decodes:]), np.asarray(seq_lens[num_decodes:])
         if not len(new):
             return None
@@ -105,9 +106,9 @@ class CompressedStepBuilder(StepBuilder):
         per_token = (
             np.repeat(x, new).astype(np.int32) for x in (first, window_start, num_window.sum() + new_start - start)
         )
-        first_position, first_row, new_row = map(self._upload, per_token)
+        first_position, first_row, new_row = upload(list(per_token), self.device)
         return ContextRows(
-            window_slots=self._upload(np.concatenate(slots)),
+            window_slots=upload([np.concatenate(slots)], self.device)[0],
             first_position=first_position,
             first_row=first_row,
             new_row=new_row,
@@ -117,15 +118,5 @@ class CompressedStepBuilder(StepBuilder):
     def _entries(self, ratio: int, end: np.ndarray, table: Tensor) -> ContextChunk:
         """Return all entries of requests that end at positions [num_prefills], as one chunk."""
         per_block = self.plan.entries_per_block(ratio)
-        of_entries = StepBuilder(replace(self.dcp, block_size=per_block), self.dcp_rank, self.device)
-        table = table + self.plan.window_rows // per_block
-        return of_entries._chunk(np.zeros_like(end), end // ratio, table)
-
-
-def check_states(states: Sequence[int], num_reqs: int, num_states: int) -> None:
-    """Raise ValueError if a cache does not have a state, or two requests share one."""
-    wrong = [state for state in states if not 0 <= state < num_states]
-    if len(states) != num_reqs or wrong or len(set(states)) != num_reqs:
-        raise ValueError(
-            f"states is {list(states)}; expected one for each of {num_reqs} requests, in [0, {num_states}), none twice"
-        )
+        chunks = ChunkBuilder(self.dcp, self.dcp_rank, self.device, per_block)
+        return chunks.build(np.zeros_like(end), end // ratio, table + self.plan.window_rows // per_block)

@@ -20,7 +20,7 @@ from dcpmla.attention.rope import apply_rope
 from dcpmla.attention.sparse.projections import hadamard_matrix
 from dcpmla.cache.index_keys import write_index_keys
 from dcpmla.cache.shared_rows import write_rows
-from dcpmla.operators import operator
+from dcpmla.operators import nothing, operator
 
 
 class _Sums(NamedTuple):
@@ -64,7 +64,12 @@ def compress(
         compress_(pairs, bias, norm_weight, eps, sums, cache, *tokens, *where, is_index, hadamard)
 
 
-@operator("compress_", mutates_args=("sums", "cache"))
+@operator(
+    "compress_",
+    kernel="dcpmla.attention.compressed.kernels.compressor:compress_",
+    fake=nothing,
+    mutates_args=("sums", "cache"),
+)
 def compress_(
     pairs: Tensor,
     bias: Tensor,
@@ -91,13 +96,6 @@ def compress_(
 
     The entries' angles cos_sin [T, R] are those of each token's span; block_table is in blocks of the cache.
     """
-    if pairs.is_cuda and pairs.dtype != torch.float64:
-        from dcpmla.attention.compressed.kernels import compressor as kernels  # triton is there on Linux only
-
-        where = block_table, entries_per_block, dcp_rank, dcp_size, interleave
-        requests = positions, request, first_position, end, source, target
-        kernels.compress_(pairs, bias, norm_weight, eps, sums, cache, *requests, cos_sin, *where, is_index, hadamard)
-        return
     ratio, width = bias.shape[0], sums.shape[-1]
     is_first = (positions % ratio == 0) | (positions == first_position[request])
     is_in_part = (positions >= first_position[request]) & (positions < end[request]) & (target[request] >= 0)
@@ -117,11 +115,6 @@ def compress_(
     if hadamard:
         entries = (entries.float() @ hadamard_matrix(width, torch.float32, entries.device)).to(entries.dtype)
     write_index_keys(cache, entries, slots)
-
-
-@compress_.register_fake
-def _(*_: object) -> None:
-    return None
 
 
 def _pool(

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import check_backends
+from dcpmla.attention.compressed.cache import CompressedLayerCache
 from dcpmla.attention.compressed.compressor import compress
+from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.prefill import attend_prefill
 from dcpmla.attention.compressed.projections import GROUP, finish_heads, finish_heads_fp8, finish_query_, finish_rows
@@ -13,12 +15,11 @@ from dcpmla.attention.compressed.weights import CompressedWeights
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.sparse.projections import finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
-from dcpmla.attention.step import DecodeMetadata, SelectedTokens, StepMetadata
-from dcpmla.cache.compressed import CompressedLayerCache
+from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.step import DecodeMetadata, StepMetadata
 from dcpmla.cache.formats import check_device, storage_dtype
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange, LocalExchange
-from dcpmla.compressed_config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows
 from dcpmla.parallel.mesh import DCPMesh
@@ -64,13 +65,18 @@ class CompressedAttention(CompressedWeights):
         self.exchange = LocalExchange() if kind == WINDOW_ONLY else exchange
         self.selector = TokenSelector(config.indexer, dcp, mesh.dcp_rank, exchange) if kind.has_indexer else None
 
+    @property
+    def takes_quantized(self) -> bool:
+        """Return False: one product of hidden states needs their values."""
+        return False
+
     def forward(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run one step of a batch: decodes first, then prefills, then padding. Collective.
 
         Args:
             hidden_states: [T, hidden], the same on all TP ranks; rows from step.num_tokens on are padding.
             cache: this layer's on this rank; written and read.
-            step: from `StepMetadata.build` with a plan, and `with_angles`. None in a profile, which needs no cache:
+            step: Step of a `CompressedStepBuilder`, after `with_angles`. None in a profile, which needs no cache:
                 memory is claimed (`claim_memory`), and attention's output is zeros.
         Returns:
             [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
@@ -108,13 +114,13 @@ class CompressedAttention(CompressedWeights):
         # In decode, kernels too small for a GPU. The exchange is used on one stream at a time.
         with fork(rows.device, self.selector is not None and context is None) as join:
             self._compress_keys(down, cache, compressed)
-            selection = self.select(q_c, down, cache, step)
+            selection = self.select(q_c, down, cache, compressed)
         self._compress_rows(down, cache, compressed)
         parts = []
         if step.decode is not None:
             q = self._project_query(q_c[decodes], cos_sin[decodes], slice(0, self.q_heads.count))
             join()
-            parts.append(self._decode(q, cache, step, selection))
+            parts.append(self._decode(q, cache, step.decode, compressed, selection))
         if window is not None:
             q = self._project_query(q_c[prefills], cos_sin[prefills], self.q_heads.own)
             new = torch.cat([window, rows[prefills]])
@@ -174,7 +180,7 @@ class CompressedAttention(CompressedWeights):
             compress(down[2], *how, step, *caches, is_index=True, hadamard=self.dcp.index_hadamard)
 
     def select(
-        self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: StepMetadata
+        self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, compressed: CompressedMetadata
     ) -> SelectedTokens | None:
         """Return which entries each token attends to, written into the step; None for all that it sees. Collective.
 
@@ -182,11 +188,10 @@ class CompressedAttention(CompressedWeights):
             q_c: [T, Lq] query latents after their norm.
             down: the parts of `down_proj`'s output, [T, ..] each.
         """
-        compressed, config = step.compressed, self.config.indexer
-        assert compressed is not None
+        config = self.config.indexer
         if self.selector is None or not selects(compressed, self.kind):
             return None
-        assert step.selection is not None
+        assert compressed.selection is not None
         assert cache.index_keys is not None
         assert compressed.angles is not None
         q = self.index_q_proj(q_c).unflatten(-1, (config.num_heads, config.head_dim))
@@ -195,8 +200,8 @@ class CompressedAttention(CompressedWeights):
         q, weights = finish_index_queries(q, down[3], *how)
         entries = compressed.entries[self.kind.ratio]
         assert entries.visible is not None
-        self.selector.select(q, weights, cache.index_keys, entries.visible, entries.block_table, step.selection)
-        return step.selection
+        self.selector.select(q, weights, cache.index_keys, entries.visible, entries.block_table, compressed.selection)
+        return compressed.selection
 
     def _project_query(self, q_c: PlainRows, cos_sin: Tensor, heads: slice) -> Tensor:
         """Return the queries [T, n, D] of n of the heads that this rank holds, normalized and rotated."""
@@ -206,19 +211,22 @@ class CompressedAttention(CompressedWeights):
         return q
 
     def _decode(
-        self, q: Tensor, cache: CompressedLayerCache, step: StepMetadata, selection: SelectedTokens | None
+        self,
+        q: Tensor,
+        cache: CompressedLayerCache,
+        decode: DecodeMetadata,
+        compressed: CompressedMetadata,
+        selection: SelectedTokens | None,
     ) -> tuple[Tensor, Tensor]:
         """Return attention of decode tokens over all ranks' rows: out [T, h, D], lse [T, h]. Collective."""
-        assert step.decode is not None
-        assert step.compressed is not None
         if selection is None:
-            slots, num_slots = step.compressed.decode_rows[self.kind.ratio]
+            slots, num_slots = compressed.decode_rows[self.kind.ratio]
         else:
             slots, num_slots = selection.slots[: len(q)], selection.num_slots[: len(q)]
         return dcp_mla_decode(
             q,
             cache.rows,
-            DecodeMetadata(slots, num_slots, None, 1, step.decode.workspace),
+            DecodeMetadata(slots, num_slots, None, 1, decode.workspace),
             self.config.scale,
             self.exchange,
             self.config.head_dim,
@@ -234,9 +242,11 @@ class CompressedAttention(CompressedWeights):
         self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata
     ) -> tuple[CompressedLayerCache, CompressedMetadata, Tensor]:
         """Return the cache, the step's part for this attention, and its angles for this layer."""
-        compressed, width = step.compressed, self.config.hidden_size
+        compressed, width = step.get(CompressedMetadata), self.config.hidden_size
         if compressed is None or compressed.angles is None:
-            raise ValueError("step has no compressed part, or no angles; build it with a plan, and call with_angles")
+            raise ValueError(
+                "step has no compressed part, or no angles; build it with a CompressedStepBuilder, and call with_angles"
+            )
         if hidden_states.ndim != 2 or hidden_states.shape[0] < step.num_tokens or hidden_states.shape[1] != width:
             shape = tuple(hidden_states.shape)
             raise ValueError(f"hidden_states has shape {shape}; expected [at least {step.num_tokens}, {width}]")

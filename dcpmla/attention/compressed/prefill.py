@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows
 from dcpmla.attention.compressed.visible import append_rows
 from dcpmla.attention.decode import mla_decode
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
-from dcpmla.compressed_config import LayerKind
 from dcpmla.config import DCPConfig
 
 _LISTED_ROWS = 1 << 22  # row numbers of a tile of tokens

@@ -12,14 +12,25 @@ from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_to_fp8
 from dcpmla.cache.shared_rows import read_rows, write_rows
-from dcpmla.operators import operator
+from dcpmla.operators import nothing, operator
 from dcpmla.parallel.fp8 import empty_codes, quantize_rows
+from dcpmla.parallel.quantized import BLOCK
 
-GROUP = 128  # columns of an fp8 output that share a scale
+GROUP = BLOCK  # columns of an fp8 output that share a scale
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@operator("finish_rows", mutates_args=("cache",))
+def _empty_rows(down: Tensor, q_weight: Tensor, kv_weight: Tensor, quantizes: bool) -> Rows:
+    q_c, rows = down.new_empty(len(down), len(q_weight)), down.new_empty(len(down), len(kv_weight))
+    return q_c, rows, *empty_codes(q_c, quantizes)
+
+
+@operator(
+    "finish_rows",
+    kernel="dcpmla.attention.compressed.kernels.projections:finish_rows",
+    fake=_empty_rows,
+    mutates_args=("cache",),
+)
 def finish_rows(
     down: Tensor,
     cache: Tensor,
@@ -48,11 +59,6 @@ def finish_rows(
         scales of q_c, without columns unless quantizes.
     Source: DeepSeek-V4's reference code; norms with the roundings of transformers' model.
     """
-    if _runs_triton(down):
-        from dcpmla.attention.compressed.kernels import projections as kernels
-
-        requests = positions, request, seq_lens, states
-        return kernels.finish_rows(down, cache, q_weight, kv_weight, eps, cos_sin, *requests, ring_rows, quantizes)
     q_c, rows = down.split([len(q_weight), len(kv_weight)], -1)
     q_c, rows = rms_norm(q_c, eps, q_weight), rotate(rms_norm(rows, eps, kv_weight), cos_sin)
     state, is_kept = states[request], seq_lens[request] - positions <= ring_rows
@@ -66,42 +72,22 @@ def finish_rows(
     return q_c, rows, *(quantize_rows(q_c) if quantizes else empty_codes(q_c, False))
 
 
-def empty_rows(down: Tensor, q_rank: int, width: int, quantizes: bool) -> Rows:
-    """Return memory for what `finish_rows` returns."""
-    q_c, rows = down.new_empty(len(down), q_rank), down.new_empty(len(down), width)
-    return q_c, rows, *empty_codes(q_c, quantizes)
-
-
-@finish_rows.register_fake
-def _(
-    down: Tensor,
-    cache: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    request: Tensor,
-    seq_lens: Tensor,
-    states: Tensor,
-    ring_rows: int,
-    quantizes: bool = False,
-) -> Rows:
-    return empty_rows(down, len(q_weight), len(kv_weight), quantizes)
-
-
-@operator("finish_query_", mutates_args=("q",))
+@operator(
+    "finish_query_",
+    kernel="dcpmla.attention.compressed.kernels.projections:finish_query_",
+    fake=nothing,
+    mutates_args=("q",),
+)
 def finish_query_(q: Tensor, eps: float, cos_sin: Tensor) -> None:
     """Normalize each head of q [T, h, D], without a weight, and rotate its last columns by cos_sin [T, R], in place."""
-    if _runs_triton(q):
-        from dcpmla.attention.compressed.kernels import projections as kernels
-
-        kernels.finish_query_(q, eps, cos_sin)
-    else:
-        q.copy_(rotate(rms_norm(q, eps), cos_sin))
+    q.copy_(rotate(rms_norm(q, eps), cos_sin))
 
 
-@operator("finish_heads")
+@operator(
+    "finish_heads",
+    kernel="dcpmla.attention.compressed.kernels.projections:finish_heads",
+    fake=lambda out: out.new_empty(out.shape),
+)
 def finish_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> Tensor:
     """Return attention's output with the sink in its denominator, rotated back at the positions of its queries.
 
@@ -112,22 +98,20 @@ def finish_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> Te
         cos_sin: [T, R] float32 as in `apply_rope`.
     Source: DeepSeek-V4's report, section 2.3.3.
     """
-    if _runs_triton(out):
-        from dcpmla.attention.compressed.kernels import projections as kernels
-
-        return kernels.finish_heads(out, lse, sinks, cos_sin)
     wide = out.to(torch.promote_types(out.dtype, torch.float32))
     share = torch.exp(lse - torch.logaddexp(lse, sinks))[..., None]
     cos, sin = cos_sin.chunk(2, -1)
     return rotate((wide * share).where(share > 0, 0.0), torch.cat([cos, -sin], -1)).to(out.dtype)
 
 
-@finish_heads.register_fake
-def _(out: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(out, memory_format=torch.contiguous_format)
-
-
-@operator("finish_heads_fp8")
+@operator(
+    "finish_heads_fp8",
+    kernel="dcpmla.attention.compressed.kernels.projections:finish_heads_fp8",
+    fake=lambda out: (
+        out.new_empty(out.shape, dtype=FP8),
+        out.new_empty(*out.shape[:2], out.shape[2] // GROUP, dtype=torch.float32),
+    ),
+)
 def finish_heads_fp8(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize what `finish_heads` returns to e4m3, for an output projection in fp8.
 
@@ -139,18 +123,8 @@ def finish_heads_fp8(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -
     """
     if out.shape[2] % GROUP:
         raise ValueError(f"out has rows of {out.shape[2]} columns; expected a multiple of {GROUP}")
-    if _runs_triton(out):
-        from dcpmla.attention.compressed.kernels import projections as kernels
-
-        return kernels.finish_heads_fp8(out, lse, sinks, cos_sin)
     codes, scales = index_to_fp8(finish_heads(out, lse, sinks, cos_sin).unflatten(-1, (-1, GROUP)))
     return codes.flatten(-2), scales
-
-
-@finish_heads_fp8.register_fake
-def _(out: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    groups = *out.shape[:2], out.shape[2] // GROUP
-    return out.new_empty(out.shape, dtype=FP8), out.new_empty(groups, dtype=torch.float32)
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
@@ -166,7 +140,3 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotate the last R columns of x [T, .., D] by cos_sin [T, R] as pairs of neighbours."""
     nope, rope = x.tensor_split((x.shape[-1] - cos_sin.shape[-1],), -1)
     return torch.cat([nope, apply_rope(rope, cos_sin, True)], -1)
-
-
-def _runs_triton(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
+from dcpmla.attention.compressed.cache import CompressedPlan
+from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.visible import visible_rows
-from dcpmla.attention.step import ContextChunk, DecodeMetadata, SelectedTokens, SparseMetadata, StepMetadata
-from dcpmla.cache.compressed import CompressedPlan
-from dcpmla.compressed_config import LayerKind
+from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.step import ContextChunk, DecodeMetadata, StepMetadata, tokens_of
 
 
 class Angles(NamedTuple):
@@ -93,6 +94,7 @@ class CompressedMetadata:
         entries: by ratio; empty before `with_angles`.
         parts: one after the other, what the compressors pool; empty before `with_angles`.
         decode_rows: by ratio, `visible_rows` of the decodes where nothing selects; empty before `with_angles`.
+        selection: Memory for the entries that layers with an indexer select; None where they select nothing.
     """
 
     plan: CompressedPlan
@@ -109,6 +111,7 @@ class CompressedMetadata:
     entries: dict[int, Entries] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     decode_rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    selection: SelectedTokens | None = None
 
     @property
     def requests(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -123,11 +126,11 @@ class CompressedMetadata:
 
     def of_tokens(self, index: int, size: int) -> "CompressedMetadata":
         """Return the part of a step of each request's token of this index alone, where each brings size tokens."""
-        positions, request = (column[index::size].clone() for column in (self.positions, self.request))
+        positions, request = (tokens_of(column, index, size) for column in (self.positions, self.request))
         first = positions.to(torch.int32)
         seen = (first + 1).where(self.seq_lens > 0, 0)
         step = replace(self, positions=positions, request=request, first_position=first, seq_lens=seen)
-        return replace(step, angles=None, entries={}, parts=(), decode_rows={})
+        return replace(step, angles=None, entries={}, parts=(), decode_rows={}, selection=None)
 
     def parts_of(self, decode: DecodeMetadata | None) -> tuple[Part, ...]:
         """Return the parts of a step: one, or where tokens may be rejected the decodes' tokens one by one, for each of
@@ -199,7 +202,7 @@ def with_angles(
         rotary: returns cos_sin [T, R] float32 (`apply_rope`) of positions [T]; of layers that compress if told so.
         kinds: of the layers that it is for; all of the plan's if None.
     """
-    compressed = step.compressed
+    compressed = step.get(CompressedMetadata)
     assert compressed is not None
     kinds = dict.fromkeys(compressed.plan.config.layer_kinds if kinds is None else kinds)
     positions, decodes = step.positions, slice(0, step.num_decode_tokens)
@@ -216,16 +219,15 @@ def with_angles(
             is_asked = ratio in selecting or compressed.context is not None
             visible = compressed.visible_entries(ratio) if is_asked else None
             entries[ratio] = Entries(cos_sin, compressed.entry_table(ratio), visible)
-    return replace(
-        step,
-        selection=compressed.new_selection(step.num_decode_tokens) if selecting else None,
-        compressed=replace(
+    return step.share(
+        replace(
             compressed,
             angles=angles,
             entries=entries,
             parts=compressed.parts_of(step.decode) if entries else (),
             decode_rows={ratio: compressed.visible_rows(decodes, ratio) for ratio in seen},
-        ),
+            selection=compressed.new_selection(step.num_decode_tokens) if selecting else None,
+        )
     )
 
 

@@ -7,7 +7,27 @@ from dcpmla import ownership
 from dcpmla.operators import operator
 
 
-@operator("visible_rows")
+def _empty_lists(
+    positions: Tensor,
+    request: Tensor,
+    entry_table: Tensor,
+    ratio: int,
+    entries_per_block: int,
+    window: int,
+    dcp_size: int,
+    interleave: int,
+) -> tuple[Tensor, Tensor]:
+    num_entries = entry_table.shape[1] * entries_per_block if ratio else 0
+    width = ownership.window_bound(window, dcp_size, interleave) + num_entries
+    return request.new_empty(len(positions), width), request.new_empty(len(positions))
+
+
+@operator(
+    "visible_rows",
+    kernel="dcpmla.attention.compressed.kernels.visible:visible_rows",
+    fake=_empty_lists,
+    runs=lambda positions: positions.is_cuda,
+)
 def visible_rows(
     positions: Tensor,
     request: Tensor,
@@ -31,15 +51,9 @@ def visible_rows(
         entry_table: [num_reqs, max_blocks] int32 in blocks of the layer's rows.
         ratio: 0 for windows alone; the table is not read then.
     Returns:
-        [n, N] int32, anything after the last; [n] int32, how many. N is `num_listed`.
+        Rows [n, N] int32, of any value after the last; their number [n] int32. N is the largest number possible.
     """
     layout = dcp_rank, dcp_size, interleave
-    if positions.is_cuda:
-        from dcpmla.attention.compressed.kernels.visible import visible_rows as kernel  # triton is on Linux only
-
-        sizes = ratio, entries_per_block, window, ring_rows
-        width = num_listed(entry_table, ratio, entries_per_block, window, dcp_size, interleave)
-        return kernel(positions, request, states, entry_table, width, *sizes, *layout)
     state = states[request]
     rows, num = _window_rows(positions, state, window, ring_rows, *layout)
     if not ratio:
@@ -50,44 +64,13 @@ def visible_rows(
     return append_rows(rows, num, entries.flatten(1)[request.long()], local)
 
 
-@visible_rows.register_fake
-def _(
-    positions: Tensor,
-    request: Tensor,
-    states: Tensor,
-    entry_table: Tensor,
-    ratio: int,
-    entries_per_block: int,
-    window: int,
-    ring_rows: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
-) -> tuple[Tensor, Tensor]:
-    width = num_listed(entry_table, ratio, entries_per_block, window, dcp_size, interleave)
-    return request.new_empty(len(positions), width), request.new_empty(len(positions))
-
-
-def num_listed(
-    entry_table: Tensor, ratio: int, entries_per_block: int, window: int, dcp_size: int, interleave: int
-) -> int:
-    """Return the columns of `visible_rows`: no fewer than the rows that a token can see."""
-    num_entries = entry_table.shape[1] * entries_per_block if ratio else 0
-    return _num_in_window(window, dcp_size, interleave) + num_entries
-
-
-def _num_in_window(window: int, dcp_size: int, interleave: int) -> int:
-    """Return no fewer than the tokens of a window that count on a rank."""
-    return min(window, (window // (dcp_size * interleave) + 2) * interleave)
-
-
 def _window_rows(
     positions: Tensor, state: Tensor, window: int, ring_rows: int, dcp_rank: int, dcp_size: int, interleave: int
 ) -> tuple[Tensor, Tensor]:
     """Compute `visible_rows` of windows alone, by the states [n] of tokens."""
     first = ownership.local_seq_lens((positions + 1 - window).clamp(min=0), dcp_size, dcp_rank, interleave)
     count = ownership.local_seq_lens(positions + 1, dcp_size, dcp_rank, interleave) - first
-    most = _num_in_window(window, dcp_size, interleave)
+    most = ownership.window_bound(window, dcp_size, interleave)
     index = first[:, None] + torch.arange(most, dtype=torch.int32, device=positions.device)
     rows = ownership.global_position(index, dcp_rank, dcp_size, interleave) % ring_rows + state[:, None] * ring_rows
     return rows.to(torch.int32), count.where(state >= 0, 0).to(torch.int32)

@@ -12,12 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from dcpmla.attention.hopper.outputs import await_parts
 from dcpmla.attention.hopper.producers import PAGE_ROWS, find_keys, find_table, load_queries, point_to, split_row
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, find_request, next_begin
-from dcpmla.cache import shared_rows
+from dcpmla.cache import shared_format
 
 # Words of a quarter of a latent, which share a scale in fp8_ds_mla. In shared keys each half of a quarter has its own
 # scale, and the last half of the last quarter is the rotated part.
 QUARTER = gl.constexpr(32)
-SCALE_WORDS = gl.constexpr(shared_rows.SCALE_BYTES // 4)  # words of a row's scales
+SCALE_WORDS = gl.constexpr(shared_format.SCALE_BYTES // 4)  # words of a row's scales
 # Bytes are loaded as words of four, which take one register, not four. A load brings eight values, 16 bytes to store.
 # Eight threads have 64 columns of a key, so that no two store to the same bank.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))

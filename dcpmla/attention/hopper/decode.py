@@ -28,7 +28,8 @@ from dcpmla.attention.hopper.outputs import Outputs, open_mail
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
 from dcpmla.attention.hopper.producers import Paging, Tiles, produce_rows, produce_tiles
 from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, count_tiles, cut, keep_gaps
-from dcpmla.cache.shared_rows import data_bytes
+from dcpmla.cache.shared_format import data_bytes
+from dcpmla.comm import direct_ops
 from dcpmla.comm.exchange import Mailbox
 
 _SWIZZLE_BYTES = 128  # largest swizzle
@@ -165,12 +166,12 @@ def run(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tenso
         return out, lse
     size = len(mailbox.addresses)
     out, lse = call.new_output(size)
-    rank = mailbox.enter(out)
+    rank = direct_ops.enter("out", out, mailbox)
     if len(out):
         own_heads = out.shape[1]
         mail = mailbox.addresses, mailbox.state, rank, own_heads, len(out) * own_heads, mailbox.landing_bytes
         _launch(call, out, lse, mail)
-        mailbox.collect(out, lse)
+        direct_ops.collect(out, lse, mailbox)
     return out, lse
 
 

@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from dcpmla.attention.hopper.compat import aggregate, barrier, copy_async, tma_load
 from dcpmla.attention.hopper.outputs import await_parts
 from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, find_request, next_begin, uniform
-from dcpmla.cache import shared_rows
+from dcpmla.cache import shared_format
 
-PAGE_ROWS = gl.constexpr(shared_rows.PAGE_ROWS)
+PAGE_ROWS = gl.constexpr(shared_format.PAGE_ROWS)
 COLUMNS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread
 
 

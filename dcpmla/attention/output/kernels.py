@@ -224,7 +224,7 @@ TILINGS = (Tiling(16, 128, 4, 5), Tiling(32, 128, 4, 5), Tiling(64, 64, 4, 4), T
 def quantize_rows(
     x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
 ) -> None:
-    """Compute `ops.quantize_rows_` in one kernel."""
+    """Compute `ops.write_rows_` in one kernel."""
     num_rows, width = x.shape
     if num_rows == 0:
         return

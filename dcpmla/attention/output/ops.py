@@ -12,26 +12,47 @@ from torch import Tensor
 from dcpmla.attention.output import formats
 from dcpmla.attention.projections import project_into, project_values
 from dcpmla.cache.formats import FP8
-from dcpmla.operators import operator
+from dcpmla.operators import nothing, operator
+from dcpmla.parallel.fp8 import runs_fp8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@operator("write_rows_", mutates_args=("values", "scales"))
+@operator(
+    "write_rows_",
+    kernel="dcpmla.attention.output.kernels:quantize_rows",
+    fake=nothing,
+    runs=lambda x, values: values.dtype != x.dtype and runs_fp8(x.device),
+    mutates_args=("values", "scales"),
+)
 def write_rows_(
     x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
 ) -> None:
     """Write x [n, N] into the rows of a result from first_row on.
 
     Args:
-        values, scales: in the format that they tell: values in x's dtype take x as it is; those of
+        values, scales: Result, which determines the format: values in x's dtype take x as it is; those of
             `attention/output/formats.py` are quantized (fp8 has no scales, nvfp4 bytes as values).
-        scale: given to fp8 and nvfp4.
+        scale: Scale of fp8 and nvfp4; None for other formats.
     """
-    _write(x, first_row, values, scales, scale, ue8m0)
+    if values.dtype == x.dtype:
+        values[first_row : first_row + len(x)] = x
+    elif scales is None:
+        assert scale is not None
+        formats.write_fp8(x, first_row, values, scale)
+    elif scale is None:
+        formats.write_fp8_groups(x, first_row, values, scales, ue8m0)
+    else:
+        formats.write_nvfp4(x, first_row, values, scales, scale)
 
 
-@operator("project_rows_", mutates_args=("values", "scales"))
+@operator(
+    "project_rows_",
+    kernel="dcpmla.attention.output.kernels:project_rows",
+    fake=nothing,
+    runs=lambda out, values, w_scales: runs_fp8(out.device) and (values.dtype != out.dtype or w_scales is not None),
+    mutates_args=("values", "scales"),
+)
 def project_rows_(
     out: Tensor,
     w_uv: Tensor,
@@ -43,24 +64,21 @@ def project_rows_(
     w_scales: Tensor | None = None,
 ) -> None:
     """Do what `write_rows_` does with `project_values(out, w_uv, w_scales)`."""
-    _project(out, w_uv, w_scales, first_row, values, scales, scale, ue8m0)
+    if values.dtype == out.dtype:
+        project_into(out, w_uv, w_scales, values[first_row : first_row + len(out)])
+    else:
+        write_rows_(project_values(out, w_uv, w_scales), first_row, values, scales, scale, ue8m0)
 
 
-@operator("empty_rows")
-def empty_rows(num_rows: int, width: int, group: int, scale_layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for quantized rows and their scales, for the operators that write rows into it.
-
-    Args:
-        group: columns that share a scale: 1 for fp8, whose scales are empty, 16 for nvfp4, 64 or 128.
-        scale_layout: of groups of 64 or 128.
-    """
-    return _empty_rows(num_rows, width, group, scale_layout, device)
-
-
-@empty_rows.register_fake
 def _empty_rows(
     num_rows: int, width: int, group: int, scale_layout: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
+    """Return memory for quantized rows and their scales, for the operators that write rows into it.
+
+    Args:
+        group: Columns that share a scale: 1 for fp8, whose scales are empty, 16 for nvfp4, 64 or 128.
+        scale_layout: Layout of the scales of groups of 64 or 128.
+    """
     if group == 1:
         return torch.empty(num_rows, width, dtype=FP8, device=device), torch.empty(0, device=device)
     if group == formats.NVFP4_GROUP:
@@ -69,7 +87,16 @@ def _empty_rows(
     return formats.empty_fp8_groups(num_rows, width, group, scale_layout, device)
 
 
-@operator("quantize_fp8")
+empty_rows = operator("empty_rows", fake=_empty_rows)(_empty_rows)
+
+
+def _empty_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    check_rows(x, 1)
+    check_scale("scale", scale, x.device)
+    return torch.empty(x.shape, dtype=FP8, device=x.device)
+
+
+@operator("quantize_fp8", fake=_empty_fp8)
 def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Quantize x [T, N] to e4m3 [T, N]: x * (1 / scale), saturated.
 
@@ -79,18 +106,17 @@ def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
         ValueError: shapes or dtypes that do not fit.
     """
     values = _empty_fp8(x, scale)
-    _write(x, 0, values, None, scale, False)
+    write_rows_(x, 0, values, None, scale, False)
     return values
 
 
-@quantize_fp8.register_fake
-def _empty_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    check_rows(x, 1)
-    check_scale("scale", scale, x.device)
-    return torch.empty(x.shape, dtype=FP8, device=x.device)
+def _empty_fp8_groups(x: Tensor, group_size: int, scale_layout: str) -> tuple[Tensor, Tensor]:
+    check_groups(group_size, scale_layout)
+    check_rows(x, group_size)
+    return formats.empty_fp8_groups(x.shape[0], x.shape[1], group_size, scale_layout, x.device)
 
 
-@operator("quantize_fp8_groups")
+@operator("quantize_fp8_groups", fake=_empty_fp8_groups)
 def quantize_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """Quantize x [T, N] to e4m3 [T, N] and float32 scales [T, N / G].
 
@@ -101,19 +127,18 @@ def quantize_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bo
     Raises:
         ValueError: shapes or dtypes that do not fit, another group size or layout.
     """
-    values, scales = _empty_fp8_groups(x, group_size, scale_layout, ue8m0)
-    _write(x, 0, values, scales, None, ue8m0)
+    values, scales = _empty_fp8_groups(x, group_size, scale_layout)
+    write_rows_(x, 0, values, scales, None, ue8m0)
     return values, scales
 
 
-@quantize_fp8_groups.register_fake
-def _empty_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    check_groups(group_size, scale_layout)
-    check_rows(x, group_size)
-    return formats.empty_fp8_groups(x.shape[0], x.shape[1], group_size, scale_layout, x.device)
+def _empty_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    check_rows(x, formats.NVFP4_GROUP)
+    check_scale("global_scale", global_scale, x.device)
+    return formats.empty_nvfp4(x.shape[0], x.shape[1], x.device)
 
 
-@operator("quantize_nvfp4")
+@operator("quantize_nvfp4", fake=_empty_nvfp4)
 def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x [T, N] to pairs of e2m1 [T, N / 2] uint8 and their scales, e4m3 [T to the next 128, N / 16 to the
     next 4] in tiles of 128 x 4.
@@ -124,18 +149,17 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: shapes or dtypes that do not fit.
     """
     values, scales = _empty_nvfp4(x, global_scale)
-    _write(x, 0, values, scales, global_scale, False)
+    write_rows_(x, 0, values, scales, global_scale, False)
     return values, scales
 
 
-@quantize_nvfp4.register_fake
-def _empty_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    check_rows(x, formats.NVFP4_GROUP)
-    check_scale("global_scale", global_scale, x.device)
-    return formats.empty_nvfp4(x.shape[0], x.shape[1], x.device)
+def _empty_projected_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tensor | None = None) -> Tensor:
+    check_projection(out, w_uv, w_scales, 1)
+    check_scale("scale", scale, out.device)
+    return torch.empty(out.shape[0], _width(w_uv), dtype=FP8, device=out.device)
 
 
-@operator("project_values_fp8")
+@operator("project_values_fp8", fake=_empty_projected_fp8)
 def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tensor | None = None) -> Tensor:
     """Return `quantize_fp8` of `project_values(out, w_uv, w_scales)`: out [T, h, L], w_uv [h, V, L] -> [T, h V].
 
@@ -143,18 +167,19 @@ def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tenso
         ValueError: shapes or dtypes that do not fit.
     """
     values = _empty_projected_fp8(out, w_uv, scale, w_scales)
-    _project(out, w_uv, w_scales, 0, values, None, scale, False)
+    project_rows_(out, w_uv, 0, values, None, scale, False, w_scales)
     return values
 
 
-@project_values_fp8.register_fake
-def _empty_projected_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tensor | None = None) -> Tensor:
-    check_projection(out, w_uv, w_scales, 1)
-    check_scale("scale", scale, out.device)
-    return torch.empty(out.shape[0], _width(w_uv), dtype=FP8, device=out.device)
+def _empty_projected_fp8_groups(
+    out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, w_scales: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    check_groups(group_size, scale_layout)
+    check_projection(out, w_uv, w_scales, group_size)
+    return formats.empty_fp8_groups(out.shape[0], _width(w_uv), group_size, scale_layout, out.device)
 
 
-@operator("project_values_fp8_groups")
+@operator("project_values_fp8_groups", fake=_empty_projected_fp8_groups)
 def project_values_fp8_groups(
     out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool, w_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -165,21 +190,20 @@ def project_values_fp8_groups(
         ValueError: shapes or dtypes that do not fit, another group size or layout, a group that would cross heads
             (V % G != 0).
     """
-    values, scales = _empty_projected_fp8_groups(out, w_uv, group_size, scale_layout, ue8m0, w_scales)
-    _project(out, w_uv, w_scales, 0, values, scales, None, ue8m0)
+    values, scales = _empty_projected_fp8_groups(out, w_uv, group_size, scale_layout, w_scales)
+    project_rows_(out, w_uv, 0, values, scales, None, ue8m0, w_scales)
     return values, scales
 
 
-@project_values_fp8_groups.register_fake
-def _empty_projected_fp8_groups(
-    out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool, w_scales: Tensor | None = None
+def _empty_projected_nvfp4(
+    out: Tensor, w_uv: Tensor, global_scale: Tensor, w_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    check_groups(group_size, scale_layout)
-    check_projection(out, w_uv, w_scales, group_size)
-    return formats.empty_fp8_groups(out.shape[0], _width(w_uv), group_size, scale_layout, out.device)
+    check_projection(out, w_uv, w_scales, formats.NVFP4_GROUP)
+    check_scale("global_scale", global_scale, out.device)
+    return formats.empty_nvfp4(out.shape[0], _width(w_uv), out.device)
 
 
-@operator("project_values_nvfp4")
+@operator("project_values_nvfp4", fake=_empty_projected_nvfp4)
 def project_values_nvfp4(
     out: Tensor, w_uv: Tensor, global_scale: Tensor, w_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -190,57 +214,8 @@ def project_values_nvfp4(
         ValueError: shapes or dtypes that do not fit, a group of 16 that would cross heads.
     """
     values, scales = _empty_projected_nvfp4(out, w_uv, global_scale, w_scales)
-    _project(out, w_uv, w_scales, 0, values, scales, global_scale, False)
+    project_rows_(out, w_uv, 0, values, scales, global_scale, False, w_scales)
     return values, scales
-
-
-@project_values_nvfp4.register_fake
-def _empty_projected_nvfp4(
-    out: Tensor, w_uv: Tensor, global_scale: Tensor, w_scales: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    check_projection(out, w_uv, w_scales, formats.NVFP4_GROUP)
-    check_scale("global_scale", global_scale, out.device)
-    return formats.empty_nvfp4(out.shape[0], _width(w_uv), out.device)
-
-
-def _write(x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool) -> None:
-    if values.dtype == x.dtype:
-        values[first_row : first_row + len(x)] = x
-    elif _runs_triton(x):
-        from dcpmla.attention.output import kernels  # triton is there on Linux only
-
-        kernels.quantize_rows(x, first_row, values, scales, scale, ue8m0)
-    elif scales is None:
-        assert scale is not None
-        formats.write_fp8(x, first_row, values, scale)
-    elif scale is None:
-        formats.write_fp8_groups(x, first_row, values, scales, ue8m0)
-    else:
-        formats.write_nvfp4(x, first_row, values, scales, scale)
-
-
-def _project(
-    out: Tensor,
-    w_uv: Tensor,
-    w_scales: Tensor | None,
-    first_row: int,
-    values: Tensor,
-    scales: Tensor | None,
-    scale: Tensor | None,
-    ue8m0: bool,
-) -> None:
-    if values.dtype == out.dtype:
-        project_into(out, w_uv, w_scales, values[first_row : first_row + len(out)])
-    elif _runs_triton(out):
-        from dcpmla.attention.output import kernels
-
-        kernels.project_rows(out, w_uv, first_row, values, scales, scale, ue8m0, w_scales)
-    else:
-        _write(project_values(out, w_uv, w_scales), first_row, values, scales, scale, ue8m0)
-
-
-def _runs_triton(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)  # older GPUs have no conversion to e4m3
 
 
 def _width(w_uv: Tensor) -> int:

@@ -8,6 +8,7 @@ from torch.nn.utils import skip_init
 
 from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
+from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepMetadata
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
@@ -57,7 +58,7 @@ class Indexer(nn.Module):
         self.k_norm = skip_init(nn.LayerNorm, width, dtype=dtype, device=device)
 
     def forward(self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor, step: StepMetadata) -> None:
-        """Cache the tokens' keys, and write step.selection where some token has more than topk. Collective.
+        """Cache the tokens' keys, and write the step's selection where some token has more than topk. Collective.
 
         Args:
             hidden_states: [T, hidden].
@@ -65,18 +66,18 @@ class Indexer(nn.Module):
             index_keys: [num_blocks, block_size, width] of this layer (`dcpmla.cache.index_keys`); written and read.
             step: of these T tokens, with a sparse part.
         """
-        config, dcp, cos_sin, sparse = self.config, self.dcp, step.cos_sin, step.sparse
+        config, dcp, cos_sin, sparse = self.config, self.dcp, step.cos_sin, step.get(SparseMetadata)
         assert sparse is not None
         keys, weights = self.fused_wk_weights_proj(hidden_states).tensor_split((config.head_dim,), -1)
         norm, rope = (self.k_norm.weight, self.k_norm.bias), (cos_sin, config.rope_interleaved)
         finish_index_keys(keys, index_keys, step.slot_mapping, *norm, *rope, dcp.index_hadamard)
         if sparse.max_seq_len <= config.topk:
             return
-        assert step.selection is not None
+        assert sparse.selection is not None
         q = self.wq_b(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = dcp.index_cache_dtype == "fp8"
         q, weights = finish_index_queries(q, weights, *rope, dcp.index_hadamard, is_fp8)
-        self.selector.select(q, weights, index_keys, sparse, sparse.block_table, step.selection)
+        self.selector.select(q, weights, index_keys, sparse, sparse.block_table, sparse.selection)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Read every parameter, whole. weights_proj is published in bfloat16, so wk is dequantized beside it.

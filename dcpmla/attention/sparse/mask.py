@@ -12,7 +12,12 @@ from dcpmla.operators import operator
 _WORD = 32  # bits of a word
 
 
-@operator("selection_mask")
+@operator(
+    "selection_mask",
+    kernel="dcpmla.attention.sparse.kernels.mask:selection_mask",
+    fake=lambda positions, num_keys: positions.new_empty(positions.shape[0], -(-num_keys // _WORD)),
+    runs=lambda positions: positions.is_cuda,
+)
 def selection_mask(positions: Tensor, query_start_loc: Tensor, first_position: Tensor, num_keys: int) -> Tensor:
     """Return which keys of a segment each token selects: of the new tokens or of a chunk of context, consecutive tokens
     of each request.
@@ -27,10 +32,6 @@ def selection_mask(positions: Tensor, query_start_loc: Tensor, first_position: T
         [T, ceil(num_keys / 32)] int32: bit j % 32 of word j // 32 is set if first_position + j is selected. After a
         request's own keys, where it has fewer than others, bits mean nothing.
     """
-    if positions.is_cuda:
-        from dcpmla.attention.sparse.kernels import mask as kernels  # triton is there on Linux only
-
-        return kernels.selection_mask(positions, query_start_loc, first_position, num_keys)
     num_tokens = positions.shape[0]
     request = torch.searchsorted(query_start_loc[1:], torch.arange(num_tokens), right=True)
     key = positions - first_position[request, None]
@@ -39,11 +40,6 @@ def selection_mask(positions: Tensor, query_start_loc: Tensor, first_position: T
     bits = torch.where(is_here, 1 << key % _WORD, 0).to(torch.int32)
     words = positions.new_zeros(num_tokens, -(-num_keys // _WORD))
     return words.scatter_add_(1, (key // _WORD).long(), bits)  # no bit comes twice: the sum is their union
-
-
-@selection_mask.register_fake
-def _(positions: Tensor, query_start_loc: Tensor, first_position: Tensor, num_keys: int) -> Tensor:
-    return positions.new_empty(positions.shape[0], -(-num_keys // _WORD))
 
 
 def unpack_mask(words: Tensor, num_keys: int) -> Tensor:

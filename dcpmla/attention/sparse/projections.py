@@ -11,13 +11,16 @@ from torch.nn import functional as F
 
 from dcpmla.attention.rope import apply_rope
 from dcpmla.cache.formats import FP8
-from dcpmla.cache.index_keys import index_to_fp8, write_index_keys
-from dcpmla.operators import operator
-
-_NORM_EPS = 1e-6
+from dcpmla.cache.index_keys import NORM_EPS, index_to_fp8, write_index_keys
+from dcpmla.operators import nothing, operator
 
 
-@operator("finish_index_keys", mutates_args=("index_cache",))
+@operator(
+    "finish_index_keys",
+    kernel="dcpmla.attention.sparse.kernels.projections:finish_index_keys",
+    fake=nothing,
+    mutates_args=("index_cache",),
+)
 def finish_index_keys(
     keys: Tensor,
     index_cache: Tensor,
@@ -41,26 +44,20 @@ def finish_index_keys(
             more even values.
     Source: DeepSeek-V3.2's indexer; rounded to the dtype of keys where transformers' models round.
     """
-    if _runs_triton(keys):
-        from dcpmla.attention.sparse.kernels import projections as kernels
-
-        kernels.finish_index_keys(
-            keys, index_cache, slots, norm_weight, norm_bias, _NORM_EPS, cos_sin, rope_interleaved, hadamard
-        )
-        return
     wide = torch.promote_types(keys.dtype, torch.float32)
-    normed = F.layer_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), norm_bias.to(wide), _NORM_EPS).to(
-        keys.dtype
-    )
-    write_index_keys(index_cache, _transform(_rotate(normed, cos_sin, rope_interleaved), hadamard), slots)
+    normed = F.layer_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), norm_bias.to(wide), NORM_EPS)
+    rotated = _rotate(normed.to(keys.dtype), cos_sin, rope_interleaved)
+    write_index_keys(index_cache, _transform(rotated, hadamard), slots)
 
 
-@finish_index_keys.register_fake
-def _(*_: object) -> None:
-    return None
-
-
-@operator("finish_index_queries")
+@operator(
+    "finish_index_queries",
+    kernel="dcpmla.attention.sparse.kernels.projections:finish_index_queries",
+    fake=lambda q, weights, is_fp8: (
+        q.new_empty(q.shape, dtype=FP8 if is_fp8 else q.dtype),
+        weights.new_empty(weights.shape, dtype=torch.float32),
+    ),
+)
 def finish_index_queries(
     q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
 ) -> tuple[Tensor, Tensor]:
@@ -75,23 +72,12 @@ def finish_index_queries(
         q [T, H, D] in the dtype given, or e4m3; weights [T, H] float32, times 1 / sqrt(H D) and the queries' scales.
     Source: DeepSeek-V3.2's indexer.
     """
-    if _runs_triton(q):
-        from dcpmla.attention.sparse.kernels import projections as kernels
-
-        return kernels.finish_index_queries(q, weights, cos_sin, rope_interleaved, hadamard, is_fp8)
     factors = weights.float() * (q.shape[1] ** -0.5 * q.shape[2] ** -0.5)
     q = _transform(_rotate(q, cos_sin, rope_interleaved), hadamard)
     if not is_fp8:
         return q.clone(), factors
     codes, scales = index_to_fp8(q)
     return codes, factors * scales
-
-
-@finish_index_queries.register_fake
-def _(
-    q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape, dtype=FP8 if is_fp8 else q.dtype), weights.new_empty(weights.shape, dtype=torch.float32)
 
 
 def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -117,7 +103,3 @@ def _transform(x: Tensor, hadamard: bool) -> Tensor:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) @ hadamard_matrix(x.shape[-1], wide, x.device)).to(x.dtype)
-
-
-def _runs_triton(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -13,7 +13,14 @@ from dcpmla.operators import operator
 _MAX_PRODUCTS = 1 << 25  # products of heads and keys that are held at a time
 
 
-@operator("index_scores")
+@operator(
+    "index_scores",
+    kernel="dcpmla.attention.sparse.kernels.index_scores:index_scores",
+    fake=lambda q, index_cache, block_table: q.new_empty(
+        q.shape[0], block_table.shape[1] * index_cache.shape[1], dtype=torch.float32
+    ),
+    runs=lambda q: q.is_cuda and q.element_size() <= 2,
+)
 def index_scores(
     q: Tensor,
     weights: Tensor,
@@ -40,10 +47,6 @@ def index_scores(
         rows that are not scored.
     Source: DeepSeek-V3.2, equation 1.
     """
-    if q.is_cuda and q.element_size() <= 2:
-        from dcpmla.attention.sparse.kernels import index_scores as kernels  # triton is there on Linux only
-
-        return kernels.index_scores(q, weights, index_cache, block_table, request, seq_lens, local_seq_lens, topk)
     num_columns = block_table.shape[1] * index_cache.shape[1]
     scores = q.new_zeros(q.shape[0], num_columns, dtype=torch.float32)
     tile = max(1, _MAX_PRODUCTS // max(1, num_columns * q.shape[1]))
@@ -58,8 +61,3 @@ def index_scores(
         wide = torch.einsum("tsh,th->ts", products, weights[rows].double())
         scores[rows] = (wide if scales is None else wide * scales.flatten(1).double()).float()
     return scores
-
-
-@index_scores.register_fake
-def _(q: Tensor, weights: Tensor, index_cache: Tensor, block_table: Tensor, *_: object) -> Tensor:
-    return q.new_empty(q.shape[0], block_table.shape[1] * index_cache.shape[1], dtype=torch.float32)

@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
+from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.sparse.scores import index_scores
-from dcpmla.attention.sparse.topk import candidate_width, choose_tokens, local_candidates
-from dcpmla.attention.step import DecodeMetadata, SelectedTokens, SparseMetadata
+from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
+from dcpmla.attention.step import DecodeMetadata
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, IndexerConfig

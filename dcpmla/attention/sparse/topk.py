@@ -1,10 +1,5 @@
 """From scores to selected tokens: candidates of this rank, and the choice among those of all ranks.
 
-A candidate is a token's score and position in one int64, so that comparing two of them is the total order of selection:
-score descending, then position ascending. Whatever the number of ranks, and in whatever order candidates come together,
-the same ones are selected. Layout: the score's bits, made comparable as an integer, over 2^31 - 1 - position. No 32-bit
-half is ever -1, which marks memory that `direct` waits for.
-
 Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs; GPUs run the kernels of
 `attention/sparse/kernels/topk.py`.
 """
@@ -14,40 +9,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla import ownership
-from dcpmla.operators import operator
-
-EMPTY = -(2**63)  # no candidate: less than any
-LAST_POSITION = 2**31 - 1
-_ALL_BUT_SIGN = 0x7FFFFFFF
-_LOW_HALF = 0xFFFFFFFF
+from dcpmla.attention.sparse.candidates import EMPTY, candidate_width, pack_candidates, unpack_positions
+from dcpmla.operators import nothing, operator
 
 
-def pack_candidates(scores: Tensor, positions: Tensor) -> Tensor:
-    """Return candidates int64 of scores float32 and positions (integers in [0, 2^31)) that broadcast; NaN counts as
-    -inf.
-    """
-    scores = scores.masked_fill(scores.isnan(), -torch.inf)
-    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
-    order = torch.where(bits < 0, bits ^ _ALL_BUT_SIGN, bits)
-    return (order.to(torch.int64) << 32) | (LAST_POSITION - positions)
-
-
-def unpack_positions(candidates: Tensor) -> Tensor:
-    """Return the int32 positions of candidates int64, -1 for EMPTY."""
-    positions = LAST_POSITION - (candidates & _LOW_HALF)
-    return positions.masked_fill(candidates == EMPTY, -1).to(torch.int32)
-
-
-def candidate_width(topk: int, num_columns: int) -> int:
-    """Return how many candidates a rank sends for a token, which may have num_columns tokens there: topk at most.
-
-    A multiple of an eighth of topk: kernels are compiled for each width, and num_columns grows with every context.
-    """
-    step = max(1, topk // 8)
-    return min(topk, -(-num_columns // step) * step)
-
-
-@operator("local_candidates")
+@operator(
+    "local_candidates",
+    kernel="dcpmla.attention.sparse.kernels.topk:local_candidates",
+    fake=lambda scores, topk: scores.new_empty(
+        scores.shape[0], candidate_width(topk, scores.shape[1]), dtype=torch.int64
+    ),
+    runs=lambda scores: scores.is_cuda,
+)
 def local_candidates(
     scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, dcp_rank: int, dcp_size: int, interleave: int
 ) -> Tensor:
@@ -59,10 +32,6 @@ def local_candidates(
     Returns:
         [T, candidate_width(topk, N)] int64 candidates, positions ascending, EMPTY after the last.
     """
-    if scores.is_cuda:
-        from dcpmla.attention.sparse.kernels import topk as kernels  # triton is there on Linux only
-
-        return kernels.local_candidates(scores, seq_lens, local_seq_lens, topk, dcp_rank, dcp_size, interleave)
     index = torch.arange(scores.shape[1], device=scores.device)
     positions = ownership.global_position(index, dcp_rank, dcp_size, interleave)
     scores = scores.masked_fill((seq_lens <= topk)[:, None], 0.0)
@@ -71,12 +40,13 @@ def local_candidates(
     return _best(F.pad(candidates, (0, max(0, width - scores.shape[1])), value=EMPTY), width)
 
 
-@local_candidates.register_fake
-def _(scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, *_: object) -> Tensor:
-    return scores.new_empty(scores.shape[0], candidate_width(topk, scores.shape[1]), dtype=torch.int64)
-
-
-@operator("choose_tokens", mutates_args=("positions", "slots", "num_slots"))
+@operator(
+    "choose_tokens",
+    kernel="dcpmla.attention.sparse.kernels.topk:choose_tokens",
+    fake=nothing,
+    runs=lambda candidates: candidates.is_cuda,
+    mutates_args=("positions", "slots", "num_slots"),
+)
 def choose_tokens(
     candidates: Tensor,
     block_table: Tensor,
@@ -98,12 +68,6 @@ def choose_tokens(
         num_first: [T] int32, slots of each token that are there already, and stay; None for none.
         positions, slots, num_slots: written, as in `SelectedTokens`; topk is the width of positions.
     """
-    if candidates.is_cuda:
-        from dcpmla.attention.sparse.kernels import topk as kernels
-
-        where = block_size, dcp_rank, dcp_size, interleave
-        kernels.choose_tokens(candidates, block_table, request, *where, num_first, positions, slots, num_slots)
-        return
     topk = positions.shape[1]
     best = _best(candidates, min(topk, candidates.shape[1]))
     positions.fill_(-1)
@@ -119,11 +83,6 @@ def choose_tokens(
         index = index + num_first[:, None]
     slots.scatter_(1, index, owned.gather(1, first).to(slots.dtype))
     num_slots.copy_(is_mine.sum(1) + (0 if num_first is None else num_first))
-
-
-@choose_tokens.register_fake
-def _(*_: object) -> None:
-    return None
 
 
 def _best(candidates: Tensor, num: int) -> Tensor:

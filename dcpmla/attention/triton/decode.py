@@ -12,15 +12,15 @@ from torch import Tensor
 
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs
 from dcpmla.attention.triton.device import shared_memory
-from dcpmla.cache import formats, shared_rows
+from dcpmla.cache import formats, shared_format
 
 _LOG2E = 1.4426950408889634
 _BYTES_OF_64_ROWS = 114_688  # shared memory that they take with DeepSeek's widths
 LN2 = tl.constexpr(0.6931471805599453)
 TILE = tl.constexpr(formats.TILE)
-SHARED_TILE = tl.constexpr(shared_rows.TILE)  # width of the part of a shared key that is not quantized, too
-PAGE_ROWS = tl.constexpr(shared_rows.PAGE_ROWS)
-SCALE_BYTES = tl.constexpr(shared_rows.SCALE_BYTES)
+SHARED_TILE = tl.constexpr(shared_format.TILE)  # width of the part of a shared key that is not quantized, too
+PAGE_ROWS = tl.constexpr(shared_format.PAGE_ROWS)
+SCALE_BYTES = tl.constexpr(shared_format.SCALE_BYTES)
 # Smallest part: the last one to arrive merges them all, so many short ones would cost more than they save.
 MIN_TILES = tl.constexpr(8)
 
@@ -73,7 +73,7 @@ def _load_keys(row_ptr, is_key, dtype: tl.constexpr, KEYS: tl.constexpr, LATENT:
 
 @triton.jit
 def _load_planar(cache_ptr, page_stride, row, is_key, dtype: tl.constexpr, LATENT: tl.constexpr):
-    """Load rows of `cache.shared_rows`' fp8_ds_mla, given their numbers [KEYS] int64, as [KEYS, LATENT]."""
+    """Load rows of `cache.shared_format`' fp8_ds_mla, given their numbers [KEYS] int64, as [KEYS, LATENT]."""
     page_ptr = cache_ptr + row // PAGE_ROWS * page_stride
     row = row % PAGE_ROWS
     row_ptr = page_ptr + row * (LATENT + SHARED_TILE)
@@ -165,7 +165,7 @@ def decode_kernel(
 ):
     """Compute decode attention; programs are (parts, lines of tiles of query rows). scale includes log2(e).
 
-    ROPE is 0 where keys are shared, and q_pe_ptr None; uint8 rows then have the format of `cache.shared_rows`.
+    ROPE is 0 where keys are shared, and q_pe_ptr None; uint8 rows then have the format of `cache.shared_format`.
 
     e4m3 values are exact in 16 bits and are multiplied without their scales, which go into the scores' scale; kv_scale
     also goes into the output.

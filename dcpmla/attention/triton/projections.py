@@ -4,10 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.projections import Latents, empty_latents
+from dcpmla.attention.output.kernels import project_rows
 from dcpmla.attention.triton.rope import rotate, store_pairs
 from dcpmla.cache.formats import FP8, check_kv_scale, row_width
 from dcpmla.cache.kernels import k_pe_of, quantize, store_kv_c
+from dcpmla.parallel.fp8 import empty_codes
 from dcpmla.parallel.kernels.quantize import store_codes
 from dcpmla.parallel.quantized import BLOCK
 
@@ -97,7 +98,7 @@ def finish_latents(
     rope_interleaved: bool,
     kv_scale: Tensor | None,
     quantizes: bool = False,
-) -> Latents:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `projections.finish_latents` in one kernel."""
     num_tokens, kv_rank = len(down), len(kv_weight)
     q_rank = 0 if q_weight is None else len(q_weight)
@@ -108,7 +109,8 @@ def finish_latents(
         raise ValueError(
             f"kv_cache has rows of {kv_cache.shape[-1]} {kv_cache.dtype}; latents of {kv_rank} + {rope} take {width}"
         )
-    q_c, latents, codes, scales = results = empty_latents(down, q_rank, quantizes)
+    q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, kv_rank + rope)
+    codes, scales = empty_codes(q_c, quantizes)
     latents_kernel[(num_tokens, 1 if q_weight is None else 2)](
         down,
         q_weight,
@@ -135,7 +137,7 @@ def finish_latents(
         PAIRS=triton.next_power_of_2(rope // 2),
         INTERLEAVED=rope_interleaved,
     )
-    return results
+    return q_c, latents, codes, scales
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -232,3 +234,10 @@ def absorb_query(
         INTERLEAVED=rope_interleaved,
     )
     return out
+
+
+def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
+    """Compute `projections.project_values` in one kernel."""
+    values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
+    project_rows(out, w_uv, 0, values, None, None, False, w_scales)
+    return values

@@ -72,14 +72,15 @@ def rotate_kernel(
     store_pairs(x_ptr, x, y, token < num_tokens, ROPE, PAIRS, INTERLEAVED)
 
 
-def rotate_(x: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
-    """Compute `projections.rotate_query_` for the rope part [T, h, R] in one kernel."""
-    num_tokens, num_heads, rope = x.shape
+def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
+    """Compute `projections.rotate_query_` in one kernel."""
+    num_tokens, num_heads, width = q.shape
+    rope = cos_sin.shape[1]
     rotate_kernel[(triton.cdiv(num_tokens, 16), num_heads)](
-        x,
+        q[..., width - rope :],
         cos_sin.contiguous(),
         num_tokens,
-        *x.stride()[:2],
+        *q.stride()[:2],
         ROPE=rope,
         PAIRS=triton.next_power_of_2(rope // 2),
         TOKENS=16,

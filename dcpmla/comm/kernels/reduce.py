@@ -12,6 +12,7 @@ programs in order, so those of a row that is awaited run, or will when rows befo
 go on after their own deadline.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,7 +29,7 @@ from dcpmla.comm.kernels.landings import (
     peer_addresses,
     read_words,
 )
-from dcpmla.comm.reduce import Results, empty_results
+from dcpmla.parallel.fp8 import empty_codes
 from dcpmla.parallel.kernels.quantize import store_codes
 
 
@@ -84,7 +85,7 @@ def _store_sums(sums, item, is_item, epoch, sums_ptr, weight_ptr, squares_ptr, W
 
 @triton.jit
 def _normalize(x, squares, weight, eps, WIDTH: tl.constexpr):
-    """Return the norm of items whose row has that sum of squares, rounded as `comm.reduce.rms_norm` does."""
+    """Return the norm of items whose row has that sum of squares, rounded as `comm.norm.rms_norm` does."""
     normed = (x.to(tl.float32) * tl.rsqrt(squares / WIDTH + eps)).to(x.dtype)
     return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
@@ -308,9 +309,13 @@ def add_norm_kernel(
         store_codes(normed, row, 0, codes_ptr, scales_ptr, scales_stride, WIDTH)
 
 
-def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool) -> Results:
-    """Compute `comm.reduce.add_norm` of contiguous rows in one kernel."""
-    normed, sums, codes, scales = results = empty_results(residual, quantizes)
+def add_norm(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `comm.norm.add_norm` in one kernel."""
+    partial, residual = partial.contiguous(), residual.contiguous()
+    normed, sums = torch.empty_like(residual), torch.empty_like(residual)
+    codes, scales = empty_codes(normed, quantizes)
     num_tokens, width = residual.shape
     columns = triton.next_power_of_2(width)
     if num_tokens:
@@ -328,4 +333,4 @@ def add_norm(partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quan
             COLUMNS=columns,
             num_warps=min(max(1, columns // 512), 16),
         )
-    return results
+    return normed, sums, codes, scales

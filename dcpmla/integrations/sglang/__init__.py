@@ -8,7 +8,8 @@ import logging
 from importlib.metadata import version
 from typing import Any
 
-NAME = "dcpmla"  # of the attention backend, as the option takes it
+from dcpmla.integrations.sglang.names import NAME
+
 SUPPORTED = ("0.5.23",)  # releases that tests ran with; SGLang moves what is named below between others
 
 logger = logging.getLogger(__name__)

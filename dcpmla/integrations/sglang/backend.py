@@ -17,9 +17,9 @@ from dcpmla.cache.rows import write_latents
 from dcpmla.comm.faults import StepFaults
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.sglang import NAME
 from dcpmla.integrations.sglang.faults import guard
 from dcpmla.integrations.sglang.metadata import MetadataBuilder
+from dcpmla.integrations.sglang.names import NAME
 
 FP8 = torch.float8_e4m3fn
 

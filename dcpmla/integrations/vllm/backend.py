@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder, context_workspace_tokens
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.chunks import context_workspace_tokens
 from dcpmla.cache.formats import FP8
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCPConfig
@@ -92,7 +93,8 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True)
         scheduler = vllm_config.scheduler_config
         dcp = _dcp_config(vllm_config.parallel_config, kv_cache_spec.block_size)
-        num_tokens = context_workspace_tokens(vllm_config.model_config.max_model_len, scheduler.max_num_seqs, dcp)
+        longest = vllm_config.model_config.max_model_len
+        num_tokens = context_workspace_tokens(longest, scheduler.max_num_seqs, dcp.chunk_alignment)
         self.dcp = replace(dcp, context_workspace_tokens=num_tokens)
         self.exchange: Exchange = LocalExchange()
         rank = 0

@@ -75,6 +75,8 @@ _TILINGS = {
 
 def compute_experts(
     x: Tensor,
+    x_codes: Tensor | None,
+    x_scales: Tensor | None,
     expert_ids: Tensor,
     expert_weights: Tensor,
     gate_up: Tensor,
@@ -82,38 +84,33 @@ def compute_experts(
     down: Tensor,
     down_scales: Tensor | None,
     swiglu_limit: float | None,
-    num_sharing: int,
-    quantized: QuantizedRows | None = None,
+    num_experts: int,
 ) -> Tensor:
-    """Compute `model.experts.compute_experts` of at least one token and one route.
-
-    Args:
-        num_sharing: experts that share the routes, those of other ranks included.
-        quantized: of x, where it has been quantized before.
-    """
+    """Compute `model.experts.compute_experts` of at least one token and one route, from its operator's arguments."""
+    quantized = None if x_codes is None or x_scales is None else QuantizedRows(x_codes, x_scales)
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
     (num_tokens, top_k), num_routes = ids.shape, ids.numel()
     if gate_up_scales is not None and down_scales is not None:
         gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
-    num_experts, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
+    num_own, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
     weights = gate_up, down, gate_up_scales, down_scales
-    if num_routes > _MANY_ROWS * num_sharing and product.takes(x, *weights):
-        blocks = assign_blocks(ids, num_experts, BLOCK_ROWS)
+    if num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
+        blocks = assign_blocks(ids, num_own, BLOCK_ROWS)
         rows: Tensor | QuantizedRows = x
         if gate_up.dtype == FP8:
             rows = quantize_rows(x) if quantized is None else quantized
         elif gate_up.dtype == torch.uint8:
             rows = product.interleave(x)
         h = product.multiply_gated(rows, gate_up, gate_up_scales, blocks, expert_weights, swiglu_limit, x.dtype)
-        return sum_routes(product.multiply(h, down, down_scales, blocks, x.dtype), ids, num_experts)
+        return sum_routes(product.multiply(h, down, down_scales, blocks, x.dtype), ids, num_own)
     kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
-    is_sparse = num_tokens <= _MORE_TOKENS and num_routes * _EXPERTS_PER_ROUTE <= num_sharing
+    is_sparse = num_tokens <= _MORE_TOKENS and num_routes * _EXPERTS_PER_ROUTE <= num_experts
     is_few = num_tokens <= _FEW_TOKENS or is_sparse
     if is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
-        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.most_rows * num_sharing)
-        experts, routes, _ = assign_blocks(ids, num_experts, max(tiling.gate_up.rows, tiling.down.rows))
+        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.most_rows * num_experts)
+        experts, routes, _ = assign_blocks(ids, num_own, max(tiling.gate_up.rows, tiling.down.rows))
 
     h = x.new_empty(num_routes, width)
     codes = gate_up.unflatten(1, (2, width))
@@ -121,7 +118,7 @@ def compute_experts(
     _multiply(given, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, swiglu_limit)
     rows = x.new_empty(num_tokens if is_few else num_routes, hidden)
     _multiply(h, down.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k)
-    return rows if is_few else sum_routes(rows, ids, num_experts)
+    return rows if is_few else sum_routes(rows, ids, num_own)
 
 
 def _multiply(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.model.streams import Streams
+from dcpmla.model.mixing import Streams
 
 # Measured on H200s.
 PART = 64  # columns of a program at least

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.model.kernels.mix import PART, mix_and_multiply
-from dcpmla.model.streams import Constants, Mixing, Projection, Streams
+from dcpmla.model.mixing import Constants, Mixing, Projection, Streams
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows
 from dcpmla.parallel.kernels.quantize import store_codes
 

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.model.kernels.grouped import swiglu as activate
+from dcpmla.parallel.fp8 import empty_codes
 from dcpmla.parallel.kernels.quantize import store_codes
 
 _COLUMNS = 1024
@@ -26,10 +27,13 @@ def swiglu_kernel(gate_up_ptr, out_ptr, scales_ptr, scales_stride, limit, WIDTH:
         tl.store(out_ptr + row * WIDTH + column, out, mask=mask)
 
 
-def swiglu(gate_up: Tensor, limit: float | None, out: Tensor, scales: Tensor | None) -> None:
-    """Compute `model.mlp.swiglu` of contiguous rows, into rows of its dtype, or into codes and their scales."""
+def swiglu(gate_up: Tensor, limit: float | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `model.mlp.swiglu` of contiguous rows in one kernel."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, 0 if quantizes else width)
+    codes, scales = empty_codes(gate_up[:, :width], quantizes)
     if num_rows:
         grid = num_rows, triton.cdiv(width, _COLUMNS)
-        stride = 0 if scales is None else scales.stride(1)
-        swiglu_kernel[grid](gate_up, out, scales, stride, limit, WIDTH=width, COLUMNS=_COLUMNS)
+        written = (codes, scales, scales.stride(1)) if quantizes else (out, None, 0)
+        swiglu_kernel[grid](gate_up, *written, limit, WIDTH=width, COLUMNS=_COLUMNS)
+    return out, codes, scales

@@ -1,16 +1,21 @@
 """Triton kernel of products with block-quantized weights, with its launcher; `parallel/fp8.py` specifies it."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dcpmla.parallel.kernels.quantize import quantize_rows
 from dcpmla.parallel.quantized import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
+# Rows, and numbers of a result, past which cuBLAS fills an H200 and is faster than the Triton kernel.
+SCALED_MM_TOKENS, SCALED_MM_SIZE = 128, 3 << 17
 
 
 @triton.jit(do_not_specialize=["num_tokens", "x_scales_stride_block"])
@@ -107,9 +112,27 @@ def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
 
 
 def fp8_linear(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    arrivals: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute `fp8.fp8_linear`: large products by cuBLAS, others in one kernel."""
+    if x_scales is None:
+        x, x_scales = quantize_rows(x)
+    is_large = len(x) > SCALED_MM_TOKENS or len(x) * len(weight) >= SCALED_MM_SIZE
+    is_plain = x.shape[1] == weight.shape[1] and dtype == torch.bfloat16 and len(weight) % 16 == 0
+    if is_large and is_plain and _has_scaled_mm(x.device):
+        return _scaled_mm(x, x_scales, weight, weight_scale)
+    return multiply(x, x_scales, weight, weight_scale, arrivals, dtype)
+
+
+def multiply(
     x: Tensor, x_scales: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Compute `fp8.fp8_linear` of quantized rows in one kernel."""
+    """Compute `fp8.fp8_linear` of quantized rows by the Triton kernel."""
     num_tokens, (num_rows, width) = len(x), weight.shape
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
     if num_tokens == 0:
@@ -141,3 +164,29 @@ def fp8_linear(
 def _describe(rows: Tensor, num_rows: int) -> TensorDescriptor:
     """Describe contiguous rows for loads by TMA of so many rows of one block."""
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [num_rows, BLOCK])
+
+
+@cache
+def _has_scaled_mm(device: torch.device) -> bool:
+    """Return whether torch multiplies tiles of 1 x 128 by blocks of 128 x 128: by cuBLAS 12.9 and later on Hopper."""
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
+
+
+def _scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """Compute `fp8_linear` in bfloat16 by cuBLAS, which takes whole fours of rows, and scales in columns of them."""
+    num_tokens = len(x)
+    padding = -num_tokens % 4
+    if padding:
+        x = F.pad(x.view(torch.uint8), (0, 0, 0, padding)).view(x.dtype)
+    if padding or x_scales.stride() != (1, len(x)):
+        x_scales = F.pad(x_scales.t(), (0, padding)).contiguous().t()
+    blocks = weight_scale.t()
+    wanted = -(-len(blocks) // 4) * 4  # columns of a block row's scales
+    if blocks.stride(1) != wanted:
+        blocks = F.pad(weight_scale, (0, wanted - len(blocks))).t()
+    else:
+        blocks = blocks.as_strided((wanted, blocks.shape[1]), (1, wanted))
+    recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    out = F.scaled_mm(x, weight.t(), x_scales, recipes[0], blocks, recipes[1], output_dtype=torch.bfloat16)
+    return out[:num_tokens]

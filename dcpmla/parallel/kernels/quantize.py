@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.parallel.quantized import BLOCK, SMALLEST_AMAX
+from dcpmla.parallel.quantized import BLOCK, SMALLEST_AMAX, empty_groups
 
 _FP8_MAX = tl.constexpr(448.0)
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
@@ -83,8 +83,15 @@ def quantize_kernel(
     tl.store(scales_ptr + at, s.reshape(ROWS, GROUPS), mask=is_row & (group * _BLOCK < width))
 
 
-def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Compute `fp8.quantize_rows` of x [T, K] into codes [T, K] and scales [T, K / 128]."""
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `fp8.quantize_rows` in one kernel."""
+    codes, scales = empty_groups(x)
+    quantize_into(x, codes, scales)
+    return codes, scales
+
+
+def quantize_into(x: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Quantize x [T, K] into codes [T, K] and scales [T, K / 128] of any strides."""
     num_rows, width = x.shape
     if num_rows:
         x = x if x.stride(1) == 1 else x.contiguous()

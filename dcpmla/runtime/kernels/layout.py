@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from dcpmla.cache.compressed import AnyPlan, CompressedPlan
-from dcpmla.runtime.layout import Numbers, Rows
+from dcpmla.attention.build import StepBuilder
+from dcpmla.runtime.numbers import Numbers, Rows
 
 _ROWS = 128
 
@@ -55,7 +55,7 @@ def layout_kernel(
     tl.store(seq_lens_ptr + row, seen.to(tl.int32), mask=is_row)
 
 
-def lay_out(numbers: Numbers, rows: Rows, plan: AnyPlan, dcp_rank: int) -> None:
+def lay_out(numbers: Numbers, rows: Rows, steps: StepBuilder) -> None:
     """Write a batch's rows, as `runtime/layout.py: lay_out` documents it."""
     num_rows = len(rows.positions)
     layout_kernel[(triton.cdiv(num_rows, _ROWS),)](
@@ -66,11 +66,11 @@ def lay_out(numbers: Numbers, rows: Rows, plan: AnyPlan, dcp_rank: int) -> None:
         numbers.block_table,
         numbers.block_table.stride(0),
         num_rows,
-        dcp_rank,
+        steps.dcp_rank,
         QUERY_LEN=num_rows // len(numbers.num_tokens),
-        BLOCK_SIZE=plan.block_tokens // plan.dcp_size,
-        DCP_SIZE=plan.dcp_size,
-        INTERLEAVE=plan.interleave,
-        HAS_SLOTS=not isinstance(plan, CompressedPlan),
+        BLOCK_SIZE=steps.block_tokens // steps.dcp.decode_context_parallel_size,
+        DCP_SIZE=steps.dcp.decode_context_parallel_size,
+        INTERLEAVE=steps.dcp.cp_kv_cache_interleave_size,
+        HAS_SLOTS=steps.has_slots,
         ROWS=_ROWS,
     )

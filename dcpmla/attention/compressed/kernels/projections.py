@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.compressed.projections import GROUP, Rows, empty_rows
 from dcpmla.attention.triton.rope import load_pairs, store_pairs
 from dcpmla.cache import index_keys
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.kernels import quantize_pairs, store_shared
+from dcpmla.parallel.fp8 import empty_codes
 from dcpmla.parallel.kernels.quantize import store_codes
+from dcpmla.parallel.quantized import BLOCK
 
-_GROUP_PAIRS = tl.constexpr(GROUP // 2)
+_GROUP_PAIRS = tl.constexpr(BLOCK // 2)
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
 _MANY_ROWS = 4096  # of which a warp takes more than one
 
@@ -110,10 +111,11 @@ def finish_rows(
     states: Tensor,
     ring_rows: int,
     quantizes: bool = False,
-) -> Rows:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `projections.finish_rows` in one kernel."""
     num_tokens, q_rank, width = len(down), len(q_weight), len(kv_weight)
-    q_c, rows, codes, scales = empty_rows(down, q_rank, width, quantizes)
+    q_c, rows = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, width)
+    codes, scales = empty_codes(q_c, quantizes)
     if num_tokens:
         rows_kernel[(num_tokens, 2)](
             down,
@@ -237,8 +239,10 @@ def finish_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> Te
 
 def finish_heads_fp8(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `projections.finish_heads_fp8` in one kernel."""
+    if out.shape[2] % BLOCK:
+        raise ValueError(f"out has rows of {out.shape[2]} columns; expected a multiple of {BLOCK}")
     codes = torch.empty(out.shape, dtype=FP8, device=out.device)
-    scales = torch.empty(*out.shape[:2], out.shape[2] // GROUP, dtype=torch.float32, device=out.device)
+    scales = torch.empty(*out.shape[:2], out.shape[2] // BLOCK, dtype=torch.float32, device=out.device)
     _finish_heads(out, lse, sinks, cos_sin, codes, scales)
     return codes, scales
 

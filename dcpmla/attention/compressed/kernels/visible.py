@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.ownership import window_bound
+
 _COLUMNS = 1024  # of one program
 
 
@@ -64,7 +66,6 @@ def visible_rows(
     request: Tensor,
     states: Tensor,
     entry_table: Tensor,
-    width: int,
     ratio: int,
     entries_per_block: int,
     window: int,
@@ -73,8 +74,9 @@ def visible_rows(
     dcp_size: int,
     interleave: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `visible.visible_rows` in one kernel, into rows of `width` columns."""
-    num_tokens = len(positions)
+    """Compute `visible.visible_rows` in one kernel."""
+    num_tokens, num_entries = len(positions), entry_table.shape[1] * entries_per_block if ratio else 0
+    width = window_bound(window, dcp_size, interleave) + num_entries
     rows, num = request.new_empty(num_tokens, width), request.new_empty(num_tokens)
     if num_tokens:
         visible_kernel[(num_tokens, triton.cdiv(width, _COLUMNS))](

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.sparse import topk as packing
+from dcpmla.attention.sparse import candidates as packing
 from dcpmla.attention.sparse.kernels.compaction import compact, fill
 from dcpmla.attention.sparse.kernels.threshold import (
     BEYOND,

@@ -6,25 +6,25 @@ does not is a request's state, the same on every rank: its window, and the sums 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
-from dcpmla.cache.latent import CachePlan, LatentCache, check_fits
+from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.shared_rows import PAGE_ROWS, rows_shape
-from dcpmla.compressed_config import CompressedConfig, LayerKind
 from dcpmla.config import DCPConfig
 
 NUM_SUMS = 3  # of an entry in progress, for each column: the peak of its gates, their softmax's sum, the weighed values
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedPlan:
+class CompressedPlan(CachePlan):
     """Sizes of caches that are not allocated yet.
 
     Attributes:
@@ -36,23 +36,7 @@ class CompressedPlan:
 
     config: CompressedConfig
     dcp: DCPConfig
-    num_blocks: int
-    num_states: int
-    dtype: torch.dtype
-    index_dtype: torch.dtype
     num_drafts: int = 0
-
-    def step_layout(self, states: Sequence[int | None]) -> dict[str, Any]:
-        """Return the arguments of `StepMetadata.build` that say for which caches a step is."""
-        return {"plan": self, "states": states}
-
-    @property
-    def dcp_size(self) -> int:
-        return self.dcp.decode_context_parallel_size
-
-    @property
-    def interleave(self) -> int:
-        return self.dcp.cp_kv_cache_interleave_size
 
     @property
     def block_tokens(self) -> int:
@@ -116,30 +100,9 @@ class CompressedPlan:
                 total += math.prod(self.index_shape(kind.ratio)) * self.index_dtype.itemsize
         return total
 
-    @property
-    def bytes_total(self) -> int:
-        return self.bytes_per_rank * self.dcp_size
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token of context in all layers, on the rank that owns it, states left out."""
-        return -(-self.bytes_per_block * self.dcp_size // self.block_tokens)
-
-    @property
-    def tokens_per_gb(self) -> int:
-        """Tokens of context that the group holds in 10^9 bytes of each rank, states left out; with windows alone, a
-        block is taken for a byte.
-        """
-        return 10**9 // max(1, self.bytes_per_block) * self.block_tokens
-
-    @property
-    def tokens_total(self) -> int:
-        """Tokens of context that the group holds."""
-        return self.num_blocks * self.block_tokens
-
-    @property
-    def tokens_per_rank(self) -> int:
-        return self.tokens_total // self.dcp_size
+    def allocate(self, device: torch.device) -> "CompressedCache":
+        """Allocate the caches (`CachePlan.allocate`)."""
+        return CompressedCache(self, device)
 
     def __str__(self) -> str:
         return (
@@ -168,7 +131,7 @@ class CompressedLayerCache(NamedTuple):
     index_sums: Tensor | None
 
 
-class CompressedCache:
+class CompressedCache(Cache):
     """The caches of all layers on one rank, `cache[layer]` that of one.
 
     Attributes:
@@ -181,8 +144,8 @@ class CompressedCache:
         Raises:
             ValueError: the device does not have them.
         """
-        check_fits(plan.bytes_per_rank, str(plan), device)
-        self.sizes = plan
+        plan.check_fits(device)
+        self.sizes, self._plan = plan, plan
         self._layers = [_allocate(plan, kind, device) for kind in plan.config.layer_kinds]
 
     def __getitem__(self, layer: int) -> CompressedLayerCache:
@@ -202,7 +165,7 @@ class CompressedCache:
 
     def _state(self, state: int) -> list[Tensor]:
         """Return views of one state in all layers."""
-        ring, num_sums = self.sizes.ring_rows, 1 + self.sizes.num_drafts
+        ring, num_sums = self._plan.ring_rows, 1 + self._plan.num_drafts
         if self.sizes.dtype == torch.uint8:
             ring //= PAGE_ROWS
         views = []
@@ -211,19 +174,6 @@ class CompressedCache:
             of_state = slice(state * num_sums, (state + 1) * num_sums)
             views += [sums[of_state] for sums in (layer.sums, layer.index_sums) if sums is not None]
         return views
-
-
-AnyPlan = CachePlan | CompressedPlan
-AnyCache = LatentCache | CompressedCache
-
-
-def new_cache(plan: AnyPlan, device: torch.device) -> AnyCache:
-    """Allocate a plan's cache.
-
-    Raises:
-        ValueError: the device does not have the bytes.
-    """
-    return CompressedCache(plan, device) if isinstance(plan, CompressedPlan) else LatentCache(plan, device)
 
 
 def plan_compressed(
@@ -252,6 +202,7 @@ def plan_compressed(
         config=config,
         dcp=dcp,
         num_blocks=1,
+        dcp_size=dcp.decode_context_parallel_size,
         num_states=len(seq_lens) if num_states is None else num_states,
         dtype=storage_dtype(dcp.kv_cache_dtype, dtype),
         index_dtype=index_storage_dtype(dcp.index_cache_dtype, dtype),

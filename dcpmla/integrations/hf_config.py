@@ -3,8 +3,11 @@
 import math
 from typing import Any
 
-from dcpmla.compressed_config import CompressedConfig
-from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig, choices
+from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.attention.compressed.kind import CompressedKind
+from dcpmla.attention.kind import AttentionKind, DenseKind
+from dcpmla.attention.sparse.kind import SparseKind
+from dcpmla.config import IndexerConfig, MLAConfig, choices
 
 # Hugging Face model types whose self-attention is MLA: DeepSeek-V2/V3's, or the sparse kind of DeepSeek-V3.2 and GLM-5.
 SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
@@ -32,10 +35,28 @@ def read_attention(config: Any) -> MLAConfig | CompressedConfig:
     """Return the attention of a transformers config of one of MODEL_TYPES.
 
     Raises:
-        ValueError: as `attention_config` and `CompressedConfig.from_hf`.
+        ValueError: as `attention_config` and `compressed_config`.
     """
     is_compressed = config.model_type in COMPRESSED_MODEL_TYPES
-    return CompressedConfig.from_hf(config) if is_compressed else attention_config(config)
+    return compressed_config(config) if is_compressed else attention_config(config)
+
+
+def attention_kind(config: Any, num_more_layers: int = 0) -> AttentionKind:
+    """Return the kind of attention, with all its layers, of a transformers config of one of MODEL_TYPES.
+
+    Args:
+        num_more_layers: Number of dense layers after the config's.
+    Raises:
+        ValueError: A field that no attention can have.
+    """
+    attention = read_attention(config)
+    if isinstance(attention, CompressedConfig):
+        return CompressedKind(attention)
+    num_layers = config.num_hidden_layers + num_more_layers
+    if attention.indexer is None:
+        return DenseKind(attention, num_layers)
+    layers = range(num_layers)
+    return SparseKind(attention, num_layers, tuple(layer for layer in layers if not skips_topk(config, layer)))
 
 
 def attention_config(config: Any) -> MLAConfig:
@@ -74,6 +95,37 @@ def attention_config(config: Any) -> MLAConfig:
         kv_lora_scale=kv_lora_scale,
         llama_4_scaling=llama_4_scaling,
         indexer=_indexer_config(config) if config.model_type in SPARSE_MODEL_TYPES else None,
+    )
+
+
+def compressed_config(config: Any) -> CompressedConfig:
+    """Return the attention of a transformers config of model type deepseek_v4.
+
+    Raises:
+        ValueError: a field that no such attention can have.
+    """
+    kinds = {
+        "sliding_attention": WINDOW_ONLY,
+        "compressed_sparse_attention": LayerKind(config.compress_rates["compressed_sparse_attention"], True),
+        "heavily_compressed_attention": LayerKind(config.compress_rates["heavily_compressed_attention"], False),
+    }
+    return CompressedConfig(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        q_lora_rank=config.q_lora_rank,
+        o_groups=config.o_groups,
+        o_lora_rank=config.o_lora_rank,
+        sliding_window=config.sliding_window,
+        rms_norm_eps=config.rms_norm_eps,
+        indexer=IndexerConfig(
+            num_heads=config.index_n_heads,
+            head_dim=config.index_head_dim,
+            topk=config.index_topk,
+            rope_interleaved=True,
+        ),
+        layer_kinds=tuple(kinds[name] for name in config.layer_types),
     )
 
 
@@ -127,19 +179,6 @@ def num_index_layers(config: Any) -> int:
     if config.model_type not in SPARSE_MODEL_TYPES:
         return 0
     return sum(not skips_topk(config, layer) for layer in range(config.num_hidden_layers))
-
-
-def check_index_options(attention: MLAConfig | CompressedConfig, dcp: DCPConfig) -> None:
-    """Raise ValueError for options of an index cache in a model that has none."""
-    asked = (
-        (f"index_cache_dtype (--index-cache-dtype) {dcp.index_cache_dtype}", dcp.index_cache_dtype != "auto"),
-        ("index_hadamard (--index-hadamard)", dcp.index_hadamard),
-    )
-    for name, is_asked in asked:
-        if is_asked and attention.indexer is None:
-            raise ValueError(
-                f"{name} goes with sparse MLA ({', '.join(SPARSE_MODEL_TYPES)}); this model's attention is dense"
-            )
 
 
 def check_model_type(model_type: str, known: tuple[str, ...] = MODEL_TYPES) -> None:

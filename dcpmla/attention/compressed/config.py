@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dcpmla.config import LARGEST_SIZE, DCPConfig, IndexerConfig, choices, divisors
 from dcpmla.fields import Rule, check_fields, number, whole
@@ -142,34 +142,3 @@ class CompressedConfig:
     def entries_per_block(self, ratio: int, block_size: int) -> int:
         """Return how many entries of that ratio a block holds on one rank."""
         return block_size * self.row_tokens // ratio
-
-    @staticmethod
-    def from_hf(config: Any) -> "CompressedConfig":
-        """Read a transformers config of model type deepseek_v4.
-
-        Raises:
-            ValueError: a field that no such attention can have.
-        """
-        kinds = {
-            "sliding_attention": WINDOW_ONLY,
-            "compressed_sparse_attention": LayerKind(config.compress_rates["compressed_sparse_attention"], True),
-            "heavily_compressed_attention": LayerKind(config.compress_rates["heavily_compressed_attention"], False),
-        }
-        return CompressedConfig(
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            rope_dim=config.qk_rope_head_dim,
-            q_lora_rank=config.q_lora_rank,
-            o_groups=config.o_groups,
-            o_lora_rank=config.o_lora_rank,
-            sliding_window=config.sliding_window,
-            rms_norm_eps=config.rms_norm_eps,
-            indexer=IndexerConfig(
-                num_heads=config.index_n_heads,
-                head_dim=config.index_head_dim,
-                topk=config.index_topk,
-                rope_interleaved=True,
-            ),
-            layer_kinds=tuple(kinds[name] for name in config.layer_types),
-        )

@@ -1,0 +1,113 @@
+"""Chunks of cached context: which rows each rank brings to a gather, and the order in which tokens are read from it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcpmla import ownership
+from dcpmla.attention.calls import Segments
+from dcpmla.attention.step import ContextChunk
+from dcpmla.config import DCPConfig
+from dcpmla.upload import upload
+
+
+@dataclass(frozen=True)
+class ChunkBuilder:
+    """Chunks of one rank's cache.
+
+    Attributes:
+        dcp: Layout of the cache over the ranks.
+        dcp_rank: Rank in the DCP group.
+        device: Device of the chunks' tensors.
+        rows_per_block: Rows of a block on one rank.
+    """
+
+    dcp: DCPConfig
+    dcp_rank: int
+    device: torch.device | str
+    rows_per_block: int
+
+    def build(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
+        """Return the chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned.
+
+        Only numbers per request come from the host; numbers per token are computed on the device.
+
+        Args:
+            table: Block ids of each request [num_reqs, max_blocks], integers on the device.
+        """
+        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
+        lens = end - begin
+        # Rank 0 owns the first group of an aligned chunk, so no rank has more of it: all ranks pad to rank 0's rows.
+        padded_lens = -(-lens // (size * interleave)) * interleave
+        start, padded_start = starts_of(lens), starts_of(padded_lens)
+        # Offsets from a token's number in the chunk to its position, and from a row to its index among this rank's.
+        before = begin - start[:-1], begin // size - padded_start[:-1]
+        numbers, first_position = upload(
+            [np.stack([lens, padded_lens, end, *before]), begin.astype(np.int32)], self.device
+        )
+        num_tokens, num_rows, end_there, before_token, before_row = numbers
+
+        request = torch.repeat_interleave(num_tokens, output_size=start[-1])
+        position = torch.arange(start[-1], device=self.device) + before_token[request]
+        row = ownership.local_index(position, size, interleave) - before_row[request]
+        order = ownership.owner_rank(position, size, interleave) * padded_start[-1] + row
+
+        request = torch.repeat_interleave(num_rows, output_size=padded_start[-1])
+        index = torch.arange(padded_start[-1], device=self.device) + before_row[request]
+        position = ownership.global_position(index, self.dcp_rank, size, interleave)
+        tokens = torch.where(position < end_there[request], position - before_token[request], -1)
+        # Padding reads whatever follows the last token in its block; `order` never points at it.
+        block = table[request, index // self.rows_per_block].to(torch.int64)
+        slots = block * self.rows_per_block + index % self.rows_per_block
+        return ContextChunk(slots, order, tokens, segments_of(lens, self.device), first_position)
+
+
+def context_workspace_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> int:
+    """Return how many cached tokens to gather and up-project at a time: at least one aligned chunk of every request,
+    and at most 64k tokens beyond that.
+
+    Args:
+        alignment: Tokens that a chunk is a multiple of (`DCPConfig.chunk_alignment`).
+    Source: vLLM's chunked-prefill workspace for MLA.
+    """
+    return max(min(max(8 * max_model_len, 4 * max_num_seqs * alignment), 65536), max_num_seqs * alignment)
+
+
+def chunk_bounds(context_lens: np.ndarray, dcp: DCPConfig) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the positions [begin, end) of each request's context in each chunk, two arrays [num_prefills].
+
+    The remaining contexts share a chunk equally; long ones get the space that short ones do not need.
+    """
+    alignment = dcp.chunk_alignment
+    room = dcp.context_workspace_tokens // alignment
+    begin = np.zeros_like(context_lens)
+    while (begin < context_lens).any():
+        shares = _share(-(-(context_lens - begin) // alignment), room)
+        end = np.minimum(context_lens, begin + shares * alignment)
+        yield begin, end
+        begin = end
+
+
+def _share(needs: np.ndarray, room: int) -> np.ndarray:
+    """Share room among needs, integers [N], in equal parts that do not exceed their needs."""
+    shares = np.zeros_like(needs)
+    while room and (is_open := shares < needs).any():
+        more = np.minimum(needs - shares, max(1, room // int(is_open.sum())))
+        more[np.cumsum(more) > room] = 0  # too little room for one each: the first get it
+        shares += more
+        room -= int(more.sum())
+    return shares
+
+
+def segments_of(lens: Sequence[int] | np.ndarray, device: torch.device | str) -> Segments:
+    """Return segments of these lengths, one after the other."""
+    start = starts_of(lens)
+    return Segments(start, upload([np.asarray(start, dtype=np.int32)], device)[0])
+
+
+def starts_of(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+    """Return the start of each length, and the total."""
+    return (0, *np.cumsum(lens).tolist())

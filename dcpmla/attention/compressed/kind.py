@@ -1,0 +1,83 @@
+"""DeepSeek-V4's attention, windows and compressed entries, as a kind of attention."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.compressed.build import CompressedStepBuilder
+from dcpmla.attention.compressed.cache import CompressedPlan, plan_compressed
+from dcpmla.attention.compressed.config import CompressedConfig
+from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.attention.compressed.step import with_angles
+from dcpmla.attention.kind import MAIN_ROTARY, Rotary
+from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.plan import CachePlan
+from dcpmla.comm.exchange import Exchange
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.mesh import DCPMesh
+
+
+@dataclass(frozen=True)
+class CompressedKind:
+    """DeepSeek-V4's attention: layers of windows alone, and two kinds of layers with entries."""
+
+    config: CompressedConfig
+    has_indexer = True
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers, each with a cache."""
+        return len(self.config.layer_kinds)
+
+    def check_layout(self, dcp: DCPConfig) -> None:
+        """Raise ValueError for sizes and options that the layers do not support."""
+        self.config.heads_per_rank(dcp.tensor_parallel_size)
+        self.config.check_layout(dcp)
+
+    def chunk_alignment(self, dcp: DCPConfig) -> int:
+        """Return how many tokens a context chunk is a multiple of."""
+        ranks = dcp.decode_context_parallel_size * dcp.cp_kv_cache_interleave_size
+        return math.lcm(dcp.block_size * self.config.row_tokens, ranks)
+
+    def plan_cache(
+        self, dcp: DCPConfig, seq_lens: Sequence[int], dtype: torch.dtype, num_states: int = 1, num_drafts: int = 0
+    ) -> CachePlan:
+        """Return the sizes of a cache of windows, entries and states."""
+        return plan_compressed(self.config, dcp, list(seq_lens), dtype, num_states, num_drafts)
+
+    def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
+        """Return the builder of steps over windows and entries."""
+        assert isinstance(plan, CompressedPlan)
+        return CompressedStepBuilder(plan, dcp_rank, device)
+
+    def prepare(
+        self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None
+    ) -> StepMetadata:
+        """Return a step with the angles of tokens and entries, and memory for a selection."""
+        kinds = None if layers is None else [self.config.layer_kinds[layer] for layer in layers]
+
+        def of_layers(positions: Tensor, is_compressed: bool) -> Tensor:
+            return rotary(positions, "compress" if is_compressed else MAIN_ROTARY)
+
+        return with_angles(step, of_layers, kinds)
+
+    def new_layer(
+        self,
+        layer: int,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> CompressedAttention:
+        """Return the layer of a number, of the config's kind for it."""
+        return CompressedAttention(self.config, self.config.layer_kinds[layer], dcp, mesh, exchange, dtype, device)
+
+    def claim_step(self, num_tokens: int, device: torch.device | str) -> SelectedTokens:
+        """Return memory for a selection of num_tokens."""
+        return SelectedTokens.empty(num_tokens, self.config.indexer.topk, device)

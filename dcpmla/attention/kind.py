@@ -1,0 +1,179 @@
+"""A kind of attention: how a model plans its caches, builds its steps and makes its layers (`AttentionKind`).
+
+Dense MLA is `DenseKind` here; `attention/sparse/kind.py` and `attention/compressed/kind.py` have the others. Code
+outside a kind's folder uses the protocol and never asks which kind it has.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.rope import query_factor
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.plan import CachePlan
+from dcpmla.comm.exchange import Exchange
+from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.parallel.linear import Weight
+from dcpmla.parallel.mesh import DCPMesh
+
+# Angles [T, R] float32 (`apply_rope`) of positions [T], for one of a model's types of rotary embedding.
+Rotary = Callable[[Tensor, str], Tensor]
+MAIN_ROTARY = "main"
+
+
+class AttentionLayer(Protocol):
+    """A layer of attention, an nn.Module.
+
+    Attributes:
+        takes_quantized: Whether hidden states may come quantized.
+    """
+
+    @property
+    def takes_quantized(self) -> bool: ...
+
+    def load_weights(self, weights: Mapping[str, Weight]) -> None:
+        """Load the layer's weights, by their names in a checkpoint."""
+
+    def partial(self, hidden_states: Any, cache: Any, step: StepMetadata | None) -> Tensor:
+        """Return this rank's part of the layer's output [T, hidden], before the sum over the TP ranks. Collective.
+
+        Args:
+            hidden_states: Hidden states [T, hidden].
+            cache: The layer's part of a `Cache`; None, like step, in a profile.
+        """
+
+
+class AttentionKind(Protocol):
+    """The attention of a model, all its layers.
+
+    Attributes:
+        config: Geometry of the layers, before they are sharded.
+        num_layers: Number of layers of attention, each with a cache.
+        has_indexer: Whether layers have an index cache.
+    """
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def has_indexer(self) -> bool: ...
+
+    def check_layout(self, dcp: DCPConfig) -> None:
+        """Raise ValueError if heads do not divide by the TP size, or the layers do not support an option."""
+
+    def chunk_alignment(self, dcp: DCPConfig) -> int:
+        """Return how many tokens a context chunk is a multiple of."""
+
+    def plan_cache(
+        self, dcp: DCPConfig, seq_lens: Sequence[int], dtype: torch.dtype, num_states: int = 1, num_drafts: int = 0
+    ) -> CachePlan:
+        """Return the sizes of a cache that holds sequences of the given final lengths at once.
+
+        Args:
+            dcp: Layout of the cache; its kv_cache_dtype and index_cache_dtype are the formats.
+            seq_lens: Tokens of each sequence, prompt and answer; each starts on a block of its own.
+            dtype: Dtype of the model.
+            num_states: Number of requests' states, in a cache with states.
+            num_drafts: Most drafts of a request in a step, over which a state can go back.
+        Raises:
+            ValueError: No sequences, a negative length, options or a format that the layers do not support.
+        """
+
+    def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
+        """Return the builder of one rank's steps over the caches of a plan."""
+
+    def prepare(
+        self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None
+    ) -> StepMetadata:
+        """Return a step with what its layers share: angles of positions, memory for a selection.
+
+        Args:
+            rotary: Function of positions [T] and a type of rotary embedding.
+            dtype: Dtype of the model.
+            layers: Numbers of the layers that the step runs; None for all.
+        """
+
+    def new_layer(
+        self,
+        layer: int,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> AttentionLayer:
+        """Return the layer of a number, its parameters uninitialized."""
+
+    def claim_step(self, num_tokens: int, device: torch.device | str) -> Any:
+        """Return memory as large as what layers share in a step of num_tokens, for a profile."""
+
+
+@dataclass(frozen=True)
+class DenseKind:
+    """Dense MLA."""
+
+    config: MLAConfig
+    num_layers: int
+    has_indexer = False
+
+    def check_layout(self, dcp: DCPConfig) -> None:
+        """Raise ValueError if heads do not divide by the TP size, or for options of an index cache."""
+        self.config.heads_per_rank(dcp.tensor_parallel_size)
+        check_no_index(dcp)
+
+    def chunk_alignment(self, dcp: DCPConfig) -> int:
+        """Return how many tokens a context chunk is a multiple of."""
+        return dcp.chunk_alignment
+
+    def plan_cache(
+        self, dcp: DCPConfig, seq_lens: Sequence[int], dtype: torch.dtype, num_states: int = 1, num_drafts: int = 0
+    ) -> CachePlan:
+        """Return the sizes of a cache of latents."""
+        return LatentCache.plan(self.config, dcp, self.num_layers, seq_lens, dtype, ())
+
+    def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
+        """Return the builder of steps of latents."""
+        return StepBuilder(dcp, dcp_rank, device)
+
+    def prepare(
+        self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None
+    ) -> StepMetadata:
+        """Return a step with its positions' angles and query factor."""
+        factor = query_factor(step.positions, self.config.llama_4_scaling, dtype)
+        return step.with_positions(rotary(step.positions, MAIN_ROTARY), factor)
+
+    def new_layer(
+        self,
+        layer: int,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> MLAAttention:
+        """Return a layer of dense MLA."""
+        return MLAAttention(self.config, dcp, mesh, exchange, dtype, device)
+
+    def claim_step(self, num_tokens: int, device: torch.device | str) -> Any:
+        """Return nothing, for the layers share no large memory."""
+        return None
+
+
+def check_no_index(dcp: DCPConfig) -> None:
+    """Raise ValueError for options of an index cache."""
+    asked = (
+        (f"index_cache_dtype (--index-cache-dtype) {dcp.index_cache_dtype}", dcp.index_cache_dtype != "auto"),
+        ("index_hadamard (--index-hadamard)", dcp.index_hadamard),
+    )
+    for name, is_asked in asked:
+        if is_asked:
+            raise ValueError(f"{name} goes with sparse MLA, whose layers have indexers; this attention is dense")

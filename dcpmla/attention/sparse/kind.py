@@ -1,0 +1,70 @@
+"""Sparse MLA (DeepSeek-V3.2, GLM-5) as a kind of attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.kind import DenseKind, Rotary
+from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.sparse.build import SparseStepBuilder
+from dcpmla.attention.sparse.step import SelectedTokens, with_selection
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.plan import CachePlan
+from dcpmla.comm.exchange import Exchange
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.mesh import DCPMesh
+
+
+@dataclass(frozen=True)
+class SparseKind(DenseKind):
+    """Sparse MLA.
+
+    Attributes:
+        index_layers: Numbers of the layers with an indexer, ascending; the others attend to the selection of the layer
+            before.
+    """
+
+    index_layers: tuple[int, ...]
+    has_indexer = True
+
+    def check_layout(self, dcp: DCPConfig) -> None:
+        """Raise ValueError if heads do not divide by the TP size."""
+        self.config.heads_per_rank(dcp.tensor_parallel_size)
+
+    def plan_cache(
+        self, dcp: DCPConfig, seq_lens: Sequence[int], dtype: torch.dtype, num_states: int = 1, num_drafts: int = 0
+    ) -> CachePlan:
+        """Return the sizes of a cache of latents and index keys."""
+        return LatentCache.plan(self.config, dcp, self.num_layers, seq_lens, dtype, self.index_layers)
+
+    def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
+        """Return the builder of steps whose tokens may select."""
+        return SparseStepBuilder(dcp, dcp_rank, device)
+
+    def prepare(
+        self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None
+    ) -> StepMetadata:
+        """Return a step with its positions' angles and memory for a selection."""
+        assert self.config.indexer is not None
+        return with_selection(super().prepare(step, rotary, dtype, layers), self.config.indexer.topk)
+
+    def new_layer(
+        self,
+        layer: int,
+        dcp: DCPConfig,
+        mesh: DCPMesh,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> MLAAttention:
+        """Return a layer of sparse MLA, with an indexer of its own if it is among index_layers."""
+        skips_topk = layer not in self.index_layers
+        return MLAAttention(self.config, dcp, mesh, exchange, dtype, device, skips_topk)
+
+    def claim_step(self, num_tokens: int, device: torch.device | str) -> SelectedTokens:
+        """Return memory for a selection of num_tokens."""
+        assert self.config.indexer is not None
+        return SelectedTokens.empty(num_tokens, self.config.indexer.topk, device)

@@ -1,0 +1,80 @@
+"""The part of a step that layers of sparse MLA read: the tokens that each token may select from, and its selection."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.step import StepMetadata, tokens_of
+
+
+@dataclass(frozen=True)
+class SparseMetadata:
+    """The tokens that each token of a step, decodes and prefills alike, may select from.
+
+    Attributes:
+        block_table: Block ids of all requests of the step [num_reqs, max_blocks], int32.
+        request: Request of each token [num_tokens], int32.
+        seq_lens: Number of its request's tokens at each token's position and before [num_tokens], int32; 0 for padding.
+        local_seq_lens: The same number over this rank's tokens [num_tokens], int32.
+        max_seq_len: Upper bound of seq_lens, the same on all ranks; up to topk, nothing is selected.
+        selection: Memory for the selection: a layer with an indexer writes it, later layers without one read it. None
+            where no token has more than topk before it.
+    """
+
+    block_table: Tensor
+    request: Tensor
+    seq_lens: Tensor
+    local_seq_lens: Tensor
+    max_seq_len: int
+    selection: "SelectedTokens | None" = None
+
+    def rows(self, tokens: slice) -> "SparseMetadata":
+        """Return the metadata of some of the tokens."""
+        per_token = self.request[tokens], self.seq_lens[tokens], self.local_seq_lens[tokens]
+        return SparseMetadata(self.block_table, *per_token, self.max_seq_len)
+
+    def of_tokens(self, index: int, size: int) -> "SparseMetadata":
+        """Return the metadata of each request's token of this index, of requests with `size` tokens each."""
+        columns = self.request, self.seq_lens, self.local_seq_lens
+        request, seq_lens, local_seq_lens = (tokens_of(column, index, size) for column in columns)
+        return SparseMetadata(self.block_table, request, seq_lens, local_seq_lens, self.max_seq_len)
+
+
+@dataclass(frozen=True)
+class SelectedTokens:
+    """The tokens that each token of a step attends to: written by a layer with an indexer, read by it and by layers
+    that reuse it.
+
+    Attributes:
+        positions: Positions in the request [T, topk], int32, unordered, -1 after the last; the same on all DCP ranks.
+        slots: Cache slots of the selected tokens that this rank owns [T, N], int32; contiguous columns, undefined
+            after the last.
+        num_slots: Number of slots of each token [T], int32.
+        num_first: Number of slots before the selected ones (rows of a window, in V4), included in num_slots [T], int32;
+            None for none.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    num_slots: Tensor
+    num_first: Tensor | None = None
+
+    @classmethod
+    def empty(cls, num_tokens: int, topk: int, device: torch.device | str) -> "SelectedTokens":
+        """Return uninitialized memory for so many tokens."""
+        positions, slots = (torch.empty(num_tokens, topk, dtype=torch.int32, device=device) for _ in range(2))
+        return cls(positions, slots, torch.empty(num_tokens, dtype=torch.int32, device=device))
+
+    def rows(self, tokens: slice) -> "SelectedTokens":
+        """Return the selection of some of the tokens, in the same memory."""
+        num_first = None if self.num_first is None else self.num_first[tokens]
+        return SelectedTokens(self.positions[tokens], self.slots[tokens], self.num_slots[tokens], num_first)
+
+
+def with_selection(step: StepMetadata, topk: int) -> StepMetadata:
+    """Return the step with memory for topk selected tokens each; unchanged where no token has more before it."""
+    sparse = step.get(SparseMetadata)
+    if sparse is None or sparse.max_seq_len <= topk:
+        return step
+    return step.share(replace(sparse, selection=SelectedTokens.empty(step.num_tokens, topk, step.positions.device)))

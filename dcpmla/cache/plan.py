@@ -1,0 +1,123 @@
+"""The sizes of a model's caches before they are allocated (`CachePlan`), and the caches of all layers (`Cache`)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlan(ABC):
+    """Sizes of caches that are not allocated yet. Bytes and tokens are those of one DCP group.
+
+    Attributes:
+        num_blocks: Number of blocks that requests share; a block id is the same on all DCP ranks.
+        dcp_size: Number of ranks that share the cache.
+        dtype, index_dtype: Dtypes of the tensors of cached rows and of index keys, which name their formats
+            (`dcpmla.cache.formats`, `dcpmla.cache.index_keys`).
+        num_states: Number of requests' states, memory of fixed size; 0 where blocks hold all that requests have.
+    """
+
+    num_blocks: int
+    dcp_size: int
+    dtype: torch.dtype
+    index_dtype: torch.dtype = torch.uint8
+    num_states: int = 0
+
+    @property
+    @abstractmethod
+    def block_tokens(self) -> int:
+        """Return how many positions a block id covers, over all ranks."""
+
+    @property
+    @abstractmethod
+    def bytes_per_block(self) -> int:
+        """Return the bytes of a block in all layers, on one rank."""
+
+    @property
+    @abstractmethod
+    def bytes_per_state(self) -> int:
+        """Return the bytes of a request's state in all layers, on each rank."""
+
+    @property
+    @abstractmethod
+    def bytes_per_rank(self) -> int: ...
+
+    @property
+    def bytes_total(self) -> int:
+        return self.bytes_per_rank * self.dcp_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Return the bytes of a token of context in all layers, on the rank that owns it; states are left out."""
+        return -(-self.bytes_per_block * self.dcp_size // self.block_tokens)
+
+    @property
+    def tokens_total(self) -> int:
+        """Return how many tokens of context the group holds: W times what a rank holds."""
+        return self.num_blocks * self.block_tokens
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.tokens_total // self.dcp_size
+
+    @property
+    def tokens_per_gb(self) -> int:
+        """Return how many tokens of context the group holds in 10^9 bytes of each rank, states left out. A model with
+        windows alone has blocks without bytes; each counts as one byte.
+        """
+        return 10**9 // max(1, self.bytes_per_block) * self.block_tokens
+
+    @abstractmethod
+    def allocate(self, device: torch.device) -> "Cache":
+        """Allocate the caches.
+
+        Raises:
+            ValueError: The device does not have the bytes.
+        """
+
+    def check_fits(self, device: torch.device) -> None:
+        """Raise ValueError if a device does not have a rank's bytes."""
+        free = _free_bytes(device)
+        if self.bytes_per_rank > free:
+            raise ValueError(
+                f"cache: {self.bytes_per_rank:,} bytes a rank ({self}) do not fit into the {free:,} bytes free on "
+                f"{device}; shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, shard over "
+                "more ranks (-dcp), or keep 8 bits of a value (--kv-cache-dtype)"
+            )
+
+
+class Cache(ABC):
+    """The caches of all layers on one rank; `cache[layer]` is that of one layer.
+
+    Attributes:
+        sizes: Plan of the cache.
+    """
+
+    sizes: CachePlan
+
+    @abstractmethod
+    def __getitem__(self, layer: int) -> Any: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+    @property
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Return all memory of the cache."""
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy a request's state: what a computation needs besides the blocks to continue from there."""
+        raise NotImplementedError("the cache has no states")
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -1,0 +1,63 @@
+"""What follows a sum over ranks in a decoder block: the residual is added, and RMSNorm.
+
+A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on CPUs and in float64; GPUs run the kernel
+of `comm/kernels/reduce.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from dcpmla.operators import operator
+from dcpmla.parallel.fp8 import empty_codes, quantize_rows
+from dcpmla.parallel.quantized import BLOCK
+
+
+def check_rows(partial: Tensor, residual: Tensor, weight: Tensor, quantizes: bool) -> None:
+    """Check the arguments of `Reduce.add_norm`.
+
+    Raises:
+        ValueError: shapes or dtypes that do not belong together.
+    """
+    if partial.dim() != 2 or residual.shape != partial.shape or residual.dtype != partial.dtype:
+        raise ValueError(
+            f"residual is {residual.dtype} {tuple(residual.shape)}; "
+            f"expected [T, N] as partial, {partial.dtype} {tuple(partial.shape)}"
+        )
+    if weight.shape != partial.shape[1:]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; rows of partial have {partial.shape[1]} columns")
+    if quantizes and partial.shape[1] % BLOCK:
+        raise ValueError(f"partial has {partial.shape[1]} columns; rows are quantized in groups of {BLOCK}")
+
+
+def empty_results(residual: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return memory for what `add_norm` returns."""
+    normed, new_residual = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    return normed, new_residual, *empty_codes(normed, quantizes)
+
+
+@operator("add_norm", kernel="dcpmla.comm.kernels.reduce:add_norm", fake=empty_results)
+def add_norm(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add rows [T, N] to the residual [T, N], in float32 at least, and norm that; on a GPU in one kernel.
+
+    Returns:
+        `rms_norm` of the new residual, and the new residual, rounded to its dtype; codes and scales of the first,
+        without columns unless quantizes.
+    """
+    new_residual = (residual.to(wide_dtype(residual.dtype)) + partial).to(residual.dtype)
+    normed = rms_norm(new_residual, weight, eps)
+    return normed, new_residual, *(quantize_rows(normed) if quantizes else empty_codes(normed, False))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize x [T, N] in float32 at least, rounded where transformers' models round: after the norm, and again after
+    the weight [N].
+    """
+    wide = x.to(wide_dtype(x.dtype))
+    return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).to(x.dtype)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums: float32, or float64 of float64."""
+    return torch.promote_types(dtype, torch.float32)

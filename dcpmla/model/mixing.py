@@ -1,0 +1,59 @@
+"""The values of hyper-connections: streams, the weights that mix them, and a model's parameters and constants."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Mixing(NamedTuple):
+    """The way of a part's output into S streams: stream s becomes post[s] out + the sum over j of comb[j, s] stream j.
+
+    Attributes:
+        post: float32 [T, S].
+        comb: float32 [T, S, S], doubly stochastic.
+    """
+
+    post: Tensor
+    comb: Tensor
+
+
+class Streams(NamedTuple):
+    """The residual, and what is still to be mixed into it.
+
+    Attributes:
+        values: [T, S, hidden].
+        mixing: None where there is nothing to mix.
+        out: [T, hidden], of the part that `mixing` is for.
+    """
+
+    values: Tensor
+    mixing: Mixing | None = None
+    out: Tensor | None = None
+
+
+class Projection(NamedTuple):
+    """The weights of a hyper-connection, float32.
+
+    Attributes:
+        fn: [N, S hidden], from all streams to N numbers: (2 + S) S before a part, S before the head.
+        base: [N].
+        scale: [3], or [1] before the head.
+    """
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+
+
+class Constants(NamedTuple):
+    """The constants of a model's hyper-connections.
+
+    Attributes:
+        eps: of norms.
+        stream_eps: of the streams' weights, and of their iterations.
+        num_iters: of Sinkhorn and Knopp's, which make comb doubly stochastic.
+    """
+
+    eps: float
+    stream_eps: float
+    num_iters: int

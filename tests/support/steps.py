@@ -1,0 +1,19 @@
+"""The parts of a step that one kind of attention reads."""
+
+from typing import TypeVar
+
+from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.step import StepMetadata
+
+Shared = TypeVar("Shared")
+
+
+def part(step: StepMetadata, kind: type[Shared]) -> Shared:
+    numbers: Shared = step.shared[kind]
+    return numbers
+
+
+def selection_of(step: StepMetadata) -> SelectedTokens:
+    selection = part(step, SparseMetadata).selection
+    assert selection is not None
+    return selection
