@@ -1,15 +1,20 @@
 """The HTTP process's end of the engine, without one: deadlines, silence, limits, outputs that wait together."""
 
 import asyncio
+import gc
+import json
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 import dcpmla.serving.client as client_module
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.app import Api, Settings
 from dcpmla.serving.client import Engine, merged
+from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Abort, Output, Report, Started, Submit, unpack_commands
 from dcpmla.serving.metrics import Metrics
@@ -149,6 +154,43 @@ def test_many_outputs_are_joined_in_one_pass() -> None:
     (whole,) = merged(outputs)
     assert (len(whole.text), whole.token_ids) == (2000, tuple(range(2000)))
     assert Entries.num_copied <= 2000  # in pairs it would be two millions
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 2}, {"stream": True}])
+def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any]) -> None:
+    """Once it is sent: its answer may take minutes."""
+    engine, wire = make_engine(max_num_seqs=5, max_model_len=50_000, num_cache_tokens=50_000)
+    app = Api(engine, Settings("model", None, 30), Limits()).app()
+    body = json.dumps({"prompt": [7] * 40_000, **fields}).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+
+    async def receive() -> Any:
+        message = next(messages, None)
+        return await asyncio.Event().wait() if message is None else message
+
+    async def ask() -> tuple[int, int]:
+        num_before = num_long_lists(40_000)
+        request = asyncio.create_task(app(scope, receive, AsyncMock()))
+        while not wire.sent:
+            await asyncio.sleep(0.01)
+        (submitted,) = wire.sent
+        num_tokens = len(submitted.prompt_token_ids)
+        wire.sent.clear()
+        del submitted
+        await asyncio.sleep(0.1)
+        assert engine.num_open == fields.get("n", 1)
+        num_held = num_long_lists(40_000) - num_before
+        request.cancel()
+        await asyncio.wait([request])
+        return num_tokens, num_held
+
+    assert asyncio.run(ask()) == (40_000, 0)
+
+
+def num_long_lists(length: int) -> int:
+    gc.collect()
+    return sum(type(each) is list and len(each) == length for each in gc.get_objects())
 
 
 def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
