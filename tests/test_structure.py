@@ -177,6 +177,7 @@ def test_options_of_generate() -> None:
     assert options == [
         ("-h", "--help"),
         ("--model",),
+        ("--revision",),
         ("-tp", "--tensor-parallel-size"),
         ("-dcp", "--decode-context-parallel-size"),
         ("--cp-kv-cache-interleave-size",),
@@ -228,7 +229,7 @@ def test_options_of_generate() -> None:
 
 
 def test_importing_leaves_the_process_as_it_was() -> None:
-    """torch comes first: what it does to a process is not ours."""
+    """torch comes first: its effects on a process are not this package's."""
     script = """
 import json, logging, os, sys, threading, torch, torch.distributed
 def state():

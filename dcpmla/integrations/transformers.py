@@ -1,4 +1,4 @@
-"""From a transformers config and a checkpoint to a sharded model (tested with transformers 5.17, 5.23 and 5.24).
+"""From a transformers config and a checkpoint to a sharded model (launch/tested_versions.txt: versions that passed).
 
 transformers gives configs, shapes and rotary embeddings (skeleton.py); whatever has matrices is computed by this
 package, and reads its own slices of the checkpoint (parts.py). Decoder layers of norm, attention, norm and MLP run as
@@ -181,7 +181,7 @@ def _load_shortcut_block(
 
 
 def _progress(names: list[Any], mesh: DCPMesh) -> Any:
-    """Return the names with a bar for the first rank, where somebody is watching."""
+    """Return the names with a bar for the first rank, if it has a terminal."""
     return tqdm(names, desc="loading weights", unit="layer", disable=None if mesh.tp_rank == 0 else True)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a step's layout: what comes of some, and which are refused."""
+"""The arguments of a step's layout: results, and refused values."""
 
 import itertools
 import re
@@ -109,6 +109,7 @@ def test_rank_outside_the_group() -> None:
         (100, 8, (1, 1, 64), 2048),  # four blocks a request
         (163840, 4, (1, 1, 64), 65536),  # the cap
         (163840, 2000, (1, 1, 64), 128000),  # the cap gives way: a block for every request
+        (163840, 256, (8, 64, 64), 131072),  # the example of docs/plugging_in.md
         (100, 8, (8, 1, 64), 2048),  # lcm(64, 8) = 64
         (100, 8, (6, 16, 64), 4 * 8 * 192),  # lcm(64, 96) = 192
         (1, 400, (5, 16, 64), 128000),  # lcm(64, 80) = 320
