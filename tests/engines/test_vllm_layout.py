@@ -5,7 +5,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import ownership
@@ -59,6 +59,7 @@ def count_seen(decodes: DecodeLayout, requests: Requests) -> list[int]:
     return counts
 
 
+@settings(deadline=None)
 @given(requests=REQUESTS, sizes=LAYOUTS, rows=st.integers(16, 1 << 12))
 def test_each_token_sees_what_is_before_it(requests: Requests, sizes: tuple[int, int, int], rows: int) -> None:
     """Pieces cover all tokens in order, with their request's row of the table; parts are bounded and alike on ranks."""
@@ -90,6 +91,7 @@ def test_each_token_sees_what_is_before_it(requests: Requests, sizes: tuple[int,
     assert all(each == ranges[0] for each in ranges)
 
 
+@settings(deadline=None)
 @given(
     contexts=st.lists(st.integers(0, 60), min_size=1, max_size=6),
     sizes=LAYOUTS,
@@ -129,6 +131,7 @@ def test_pieces_attend_as_whole_requests(rows: int, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(torch.cat(outs)[token].double(), expected, atol=1e-5, rtol=0)
 
 
+@settings(deadline=None)
 @given(
     num_heads=st.sampled_from([1, 3, 16, 128]),
     lens=st.lists(st.integers(1, 128), min_size=1, max_size=20),
