@@ -135,6 +135,11 @@ def slot_mapping(
     return (blocks * block_size + index % block_size).where(mine, -1)
 
 
+def window_bound(window: int, dcp_size: int, interleave: int) -> int:
+    """Return an upper bound of the tokens of any `window` consecutive positions that one rank owns."""
+    return min(window, (window // (dcp_size * interleave) + 2) * interleave)
+
+
 def check_block_size(block_size: int, interleave: int) -> None:
     """Raise ValueError unless each group of interleaved tokens lies within one block."""
     if block_size < 1:

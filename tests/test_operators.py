@@ -1,11 +1,26 @@
-"""Operators: when torch's dispatcher sees a call."""
+"""Operators: when torch's dispatcher sees a call, when a kernel runs, and the entries of the package."""
+
+import ast
+import inspect
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcpmla.operators import operator
+import dcpmla
+from dcpmla.operators import Operator, import_kernel, nothing, operator
+
+PACKAGE = Path(dcpmla.__file__).parent
+FILES = [
+    path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.name != "operators.py" and "dcpmla.operators import" in path.read_text()
+]
 
 
 class Dispatched(TorchDispatchMode):
@@ -21,16 +36,11 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@operator("add_of_tests_", mutates_args=("total",))
+@operator("add_of_tests_", fake=lambda x: torch.empty_like(x), mutates_args=("total",))
 def add_(total: Tensor, x: Tensor) -> Tensor:
     """Add x to total; return their product."""
     total += x
     return total * x
-
-
-@add_.register_fake
-def _(total: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_like(x)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +84,89 @@ def test_a_graph_has_one_node() -> None:
     (graph,) = graphs
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert [name for name in called if "dcpmla" in name] == ["dcpmla.add_of_tests_.default"]
+
+
+def test_the_kernel_runs_where_the_entry_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    kernels = SimpleNamespace(scale=lambda *args, **kwargs: calls.append((*args, kwargs)) or "from the kernel")
+    monkeypatch.setitem(sys.modules, "kernels_of_tests", kernels)
+
+    def scale(x: Tensor, factor: float, offset: float = 1.0) -> Tensor:
+        return x * factor + offset
+
+    entry = {"fake": lambda x: torch.empty_like(x), "kernel": "kernels_of_tests:scale"}
+    scaled = operator("scale_of_tests", **entry, runs=lambda offset, x: x.dtype == torch.half and offset == 1.0)(scale)
+    x = torch.ones(2)
+    with torch.no_grad():
+        assert scaled(x, 3.0).tolist() == [4.0, 4.0]
+        assert scaled(x.half(), 3.0, 2.0).tolist() == scaled(x.half(), 3.0, offset=2.0).tolist() == [5.0, 5.0]
+        assert not calls
+        assert scaled(x.half(), factor=3.0) == "from the kernel"
+        assert [call[1:] for call in calls] == [({"factor": 3.0},)]
+        by_default = operator("scale_of_tests_by_default", **entry)(scale)
+        assert by_default(x, 3.0).tolist() == [4.0, 4.0]  # on a CPU
+    torch.library.opcheck(by_default.op, (x, 3.0))
+    torch.library.opcheck(by_default.op, (x, 3.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "is_kernel"),
+    [
+        (torch.bfloat16, "cuda", True),
+        (torch.float16, "cuda", True),
+        (torch.float32, "cuda", True),
+        (torch.float64, "cuda", False),
+        (torch.int32, "cuda", False),
+        (torch.float32, "cpu", False),
+    ],
+)
+def test_the_shared_condition(
+    dtype: torch.dtype, device: str, is_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "kernels_of_tests", SimpleNamespace(double=lambda x: "kernel"))
+    name = f"double_of_tests_{str(dtype)[6:]}_{device}"
+    double = operator(name, fake=nothing, kernel="kernels_of_tests:double")(_reference)
+    x = SimpleNamespace(dtype=dtype, is_cuda=device == "cuda")
+    with torch.no_grad():
+        assert double(x) == ("kernel" if is_kernel else "reference")
+
+
+def _reference(x: Tensor) -> Tensor:
+    return "reference"  # type: ignore[return-value]
+
+
+def test_a_fake_of_unknown_arguments_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes \['y'\]; _reference has x"):
+        operator("wrong_of_tests", fake=lambda x, y: x)(_reference)
+
+
+def calls_in(tree: ast.Module) -> list[ast.Call]:
+    """Return the calls of `operator` in a file, which are its entries."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func) == "operator"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_entries(path: Path) -> None:
+    """A kernel takes what the reference takes. Fakes and questions for a GPU are in entries alone."""
+    if "import triton" in path.read_text():
+        pytest.importorskip("triton")
+    tree = ast.parse(path.read_text())
+    calls = calls_in(tree)
+    names = [ast.literal_eval(call.args[0]) for call in calls]
+    module = import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+    found = {value.op._name: value for value in vars(module).values() if isinstance(value, Operator)}
+    for name in names:
+        if (kernel := found[name].kernel) is not None:
+            pytest.importorskip("triton")
+            wanted, got = inspect.signature(found[name].reference), inspect.signature(import_kernel(kernel))
+            assert [*got.parameters.values()] == [*wanted.parameters.values()], name
+            assert got.return_annotation == wanted.return_annotation, name
+    inside = {id(node) for call in calls for node in ast.walk(call)}
+    outside = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in inside}
+    assert "register_fake" not in outside
+    assert not calls or "is_cuda" not in outside
+
+
+def test_there_are_entries() -> None:
+    assert sum(len(calls_in(ast.parse(path.read_text()))) for path in FILES) >= 40

@@ -75,6 +75,12 @@ def empty_codes(x: Tensor, quantizes: bool) -> QuantizedRows:
     return QuantizedRows.empty_like(x if quantizes else x[:, :0])
 
 
+@cache
+def runs_fp8(device: torch.device) -> bool:
+    """Return whether a device converts and multiplies e4m3: GPUs of compute capability 8.9 and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def quantize_rows(x: Tensor) -> QuantizedRows:
     """Quantize rows [T, K] as products with block-quantized weights take them."""
     return QuantizedRows(*_quantize_rows(x))
@@ -145,9 +151,3 @@ def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
 def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of a `BlockFp8`: codes [.., N, K], scales [.., ceil(N / 128), ceil(K / 128)]."""
     return dequantize(BlockFp8(codes, scales), dtype)
-
-
-@cache
-def runs_fp8(device: torch.device) -> bool:
-    """Return whether a device converts and multiplies e4m3: GPUs of compute capability 8.9 and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
