@@ -145,7 +145,7 @@ class DecodeCall:
 
     @property
     def is_planar(self) -> bool:
-        """Return whether the cache has pages of fp8_ds_mla for shared keys (`cache.shared_rows`)."""
+        """Return whether the cache has pages of fp8_ds_mla for shared keys (`cache.shared_format`)."""
         return self.keys_are_shared and self.kv_cache.dtype == torch.uint8
 
     @property

@@ -41,7 +41,7 @@ def mla_decode(
             Without a rope part, keys are shared (DeepSeek-V4): a row of the cache is key and value at once.
         kv_cache: Cached rows [num_blocks, block_size, kv_lora_rank + rope] in q's dtype, or in an 8-bit format
             (`cache/formats.py`). Shared keys are in q's dtype, or in pages [num_pages, 64, row_width] of fp8_ds_mla
-            (`cache/shared_rows.py`), which are addressed row by row.
+            (`cache/shared_format.py`), which are addressed row by row.
         block_table: Block ids of each request [num_reqs, max_blocks], int32, or row numbers where the cache is
             addressed by row; entries after its last block are not read.
         seq_lens: Number of its request's first tokens in this cache that each query token sees [T], int32. Under DCP

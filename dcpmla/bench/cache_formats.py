@@ -81,7 +81,7 @@ def fill_randomly(kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> No
 
 
 def fill_shared_rows(rows: Tensor, head_dim: int, dtype: torch.dtype) -> None:
-    """Fill a cache of shared keys (`dcpmla.cache.shared_rows`) with normal rows of `dtype`, in its format."""
+    """Fill a cache of shared keys (`dcpmla.cache.shared_format`) with normal rows of `dtype`, in its format."""
     if rows.dtype == dtype:
         rows.normal_()
         return

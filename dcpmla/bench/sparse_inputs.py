@@ -22,7 +22,7 @@ from dcpmla.bench.cache_formats import (
 )
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, Caches, DecodeCase, DecodeInputs
 from dcpmla.bench.timing import Operation
-from dcpmla.cache import formats, shared_rows
+from dcpmla.cache import formats, shared_format
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8
 from dcpmla.comm.exchange import Exchange, LocalExchange
 
@@ -230,12 +230,12 @@ class SelectedRows(Caches):
         page: tuple[int, ...] = BLOCK_SIZE, formats.row_width(storage, LATENT_DIM, ROPE_DIM)
         if case.is_shared:
             self.head_dim = LATENT_DIM
-            page = shared_rows.rows_shape(BLOCK_SIZE, LATENT_DIM, storage)
+            page = shared_format.rows_shape(BLOCK_SIZE, LATENT_DIM, storage)
         row_bytes = math.prod(page) // BLOCK_SIZE * storage.itemsize
         num_caches = _num_sets(num_blocks * BLOCK_SIZE * row_bytes, device)
         num_sets = _num_sets(-(-case.batch * case.topk // case.dcp_size) * row_bytes, device)
         if case.is_shared:
-            shape = shared_rows.rows_shape(num_caches * num_blocks * BLOCK_SIZE, LATENT_DIM, storage)
+            shape = shared_format.rows_shape(num_caches * num_blocks * BLOCK_SIZE, LATENT_DIM, storage)
             self.blocks = torch.empty(shape, dtype=storage, device=device)
             fill_shared_rows(self.blocks, LATENT_DIM, dtype)
             self.rows = self.blocks.expand(num_sets, -1, -1, -1)

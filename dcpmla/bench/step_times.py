@@ -13,9 +13,9 @@ from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.model.block import Decoder, DecoderBlock
+from dcpmla.model.mixing import Streams
 from dcpmla.model.moe import MoE
 from dcpmla.model.stream_decoder import StreamDecoder
-from dcpmla.model.streams import Streams
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import DCPMesh
 

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from dcpmla.cache.formats import FP8, FP8_MAX
 from dcpmla.cache.shared_format import EXPONENT_BIAS, PAGE_ROWS, ROPE_DIM, SCALE_BYTES, SMALLEST_AMAX, TILE, data_bytes
-from dcpmla.cache.shared_format import rows_shape as rows_shape
 from dcpmla.operators import operator
 
 

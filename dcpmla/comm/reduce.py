@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.comm.norm import add_norm, check_rows, wide_dtype
-from dcpmla.comm.norm import rms_norm as rms_norm
 from dcpmla.comm.select import direct_where_reached
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fp8 import NormedRows, PlainRows

@@ -8,9 +8,10 @@ from torch import Tensor
 from dcpmla.comm.reduce import Reduce
 from dcpmla.integrations.mtp import MtpNames, read_norm, read_projections
 from dcpmla.integrations.parts import Parts
+from dcpmla.model.mixing import Constants, Projection
 from dcpmla.model.moe import MoE
 from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder, StreamMtpLayer
-from dcpmla.model.streams import Connection, Constants, Projection
+from dcpmla.model.streams import Connection
 from dcpmla.parallel.linear import read_weight
 
 LoadAttention = Callable[[str], tuple[Any, int]]

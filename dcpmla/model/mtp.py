@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import Cache
-from dcpmla.comm.reduce import rms_norm
+from dcpmla.comm.norm import rms_norm
 from dcpmla.model.block import DecoderBlock
 from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear

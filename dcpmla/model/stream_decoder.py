@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from dcpmla.attention.kind import AttentionLayer
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import Cache
-from dcpmla.comm.reduce import Reduce, rms_norm
+from dcpmla.comm.norm import rms_norm
+from dcpmla.comm.reduce import Reduce
+from dcpmla.model.mixing import Streams
 from dcpmla.model.moe import MoE
-from dcpmla.model.streams import Connection, Streams, finish
+from dcpmla.model.streams import Connection, finish
 from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dcpmla.attention.compressed import projections
 from dcpmla.attention.compressed.visible import visible_rows
-from dcpmla.cache.shared_rows import ROPE_DIM, read_rows, rows_shape, write_rows
+from dcpmla.cache.shared_format import ROPE_DIM, rows_shape
+from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.parallel.quantized import quantize_groups
 from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
 from tests.support.shared_memory import run_interpreted

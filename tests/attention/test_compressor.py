@@ -20,7 +20,7 @@ from dcpmla.attention.compressed.cache import CompressedPlan, plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.step import CompressedMetadata, Part
 from dcpmla.attention.step import StepRequests
-from dcpmla.cache.shared_rows import ROPE_DIM
+from dcpmla.cache.shared_format import ROPE_DIM
 from dcpmla.config import IndexerConfig
 from tests.attention.test_compressed_kernels import DTYPES, POISON, TYPES, assert_near
 from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn

@@ -19,7 +19,8 @@ from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_back
 from dcpmla.attention.calls import DecodeCall
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.step import DecodeMetadata
-from dcpmla.cache.shared_rows import read_rows, rows_shape, write_rows
+from dcpmla.cache.shared_format import rows_shape
+from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_decode_kernel import NOWHERE, Case, check, compare
 from tests.attention.test_reference import attend

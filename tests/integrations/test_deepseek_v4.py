@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from dcpmla import LLM
-from dcpmla.cache.shared_rows import read_rows, rows_shape, write_rows
+from dcpmla.cache.shared_format import rows_shape
+from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.checkpoint_names import module_name

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.model.streams import Connection, Constants, Mixing, Projection, Streams, enter, finish, mix
+from dcpmla.model.mixing import Constants, Mixing, Projection, Streams
+from dcpmla.model.streams import Connection, enter, finish, mix
 from dcpmla.parallel.fp8 import AnyRows, NormedRows, plain
 from dcpmla.parallel.quantized import quantize_groups
 from tests.attention.test_decode_compile import compile_for_hopper

@@ -12,7 +12,8 @@ from torch import Tensor
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.step import DecodeMetadata
-from dcpmla.cache.shared_rows import rows_shape, write_rows
+from dcpmla.cache.shared_format import rows_shape
+from dcpmla.cache.shared_rows import write_rows
 from dcpmla.comm.direct import DirectExchange
 from dcpmla.comm.nccl import AllToAll
 from tests.support.ranks import run_ranks

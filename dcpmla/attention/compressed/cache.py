@@ -1,6 +1,6 @@
 """The caches of a model with DeepSeek-V4's attention on one rank: entries under block ids, and one state a request.
 
-A layer's rows (`cache/shared_rows.py`) are those of all requests' windows, then entries, so that one call of attention
+A layer's rows (`cache/shared_format.py`) are those of all requests' windows, then entries, so that one call of attention
 reads both. What grows with the context is sharded over the DCP ranks by entry: entries, and an indexer's keys. What
 does not is a request's state, the same on every rank: its window, and the sums of the entries in progress.
 """
@@ -17,7 +17,7 @@ from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
 from dcpmla.cache.plan import Cache, CachePlan
-from dcpmla.cache.shared_rows import PAGE_ROWS, rows_shape
+from dcpmla.cache.shared_format import PAGE_ROWS, rows_shape
 from dcpmla.config import DCPConfig
 
 NUM_SUMS = 3  # of an entry in progress, for each column: the peak of its gates, their softmax's sum, the weighed values
@@ -31,7 +31,7 @@ class CompressedPlan(CachePlan):
         num_states: requests whose states there is room for at the same time, remembered ones among them.
         num_drafts: most tokens of a request in a step that may be rejected. A state goes back over them: its window has
             as many rows more, and its sums are kept for as many tokens before the last.
-        dtype, index_dtype: formats of the rows (`dcpmla.cache.shared_rows`) and of the indexers' keys.
+        dtype, index_dtype: formats of the rows (`dcpmla.cache.shared_format`) and of the indexers' keys.
     """
 
     config: CompressedConfig
@@ -118,7 +118,7 @@ class CompressedLayerCache(NamedTuple):
     """The cache of one layer on one rank.
 
     Attributes:
-        rows: windows, then entries (`dcpmla.cache.shared_rows`).
+        rows: windows, then entries (`dcpmla.cache.shared_format`).
         sums: float32 [num_states (1 + num_drafts), 1 or 2, 3, D] of the entries in progress; None in a layer without
             entries.
         index_keys: [num_blocks, entries_per_block, width] of a layer with an indexer (`dcpmla.cache.index_keys`).

@@ -30,7 +30,7 @@ def attend_prefill(
     Args:
         q: [T, h, D] of this rank's heads.
         new_rows: [C + T, D], the windows' rows from earlier steps, then the new tokens'.
-        rows: of this layer (`cache/shared_rows.py`), this rank's entries of this step's tokens among them.
+        rows: of this layer (`cache/shared_format.py`), this rank's entries of this step's tokens among them.
         selected: [T, topk] int32, entries that each token attends to, -1 after the last; None for all that it sees.
     Returns:
         out [T, h, D], lse [T, h] float32, without the sink.

@@ -49,7 +49,7 @@ def finish_rows(
 
     Args:
         down: [T, Lq + D], projected from the hidden states; contiguous columns.
-        cache: rows of a layer (`cache/shared_rows.py`); of each request's tokens the last ring_rows are written.
+        cache: rows of a layer (`cache/shared_format.py`); of each request's tokens the last ring_rows are written.
         q_weight, kv_weight: [Lq], [D] float32, of the norms.
         cos_sin: [T, R] float32 as in `apply_rope`.
         positions, request, seq_lens, states: as in `CompressedMetadata`.
