@@ -12,7 +12,7 @@ _OPEN = ("/health", "/ping")
 
 
 def guarded(app: ASGIApp, api_key: str | None, allowed_origins: Sequence[str]) -> ASGIApp:
-    """Return an application that asks for the key, if there is one, and that pages of these origins may use.
+    """Return an application that requires the key, None for no key, and sends answers to web pages of allowed origins.
 
     A browser's preflight request has no key and needs none.
     """

@@ -1,4 +1,4 @@
-"""Messages of conversations in OpenAI's API, and what a chat template sees of them."""
+"""Messages of conversations in OpenAI's API, as chat templates take them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any

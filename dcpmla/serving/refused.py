@@ -1,6 +1,6 @@
 """Fields of completions and chats that would change an answer, and are not served.
 
-Sources: OpenAI's API reference; the protocols of vLLM's and SGLang's servers. Other servers' fields are unknown here.
+Sources: OpenAI's API reference; the protocols of vLLM's and SGLang's servers. Other names are ignored.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Fields of completions and chats that say how tokens are chosen and when an answer ends."""
+"""Fields of completions and chats that decide which tokens are chosen and when an answer ends."""
 
 import secrets
 from typing import Annotated

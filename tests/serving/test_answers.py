@@ -1,0 +1,82 @@
+"""Numbers in answers that JSON does not have, errors of the model, and what conversations become, without a server."""
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import pytest
+
+from dcpmla.cli.serve import _origin
+from dcpmla.runtime.request import TokenLogprobs
+from dcpmla.serving.answers import Answers, ChatAnswers, event
+from dcpmla.serving.client import _check
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Output
+from dcpmla.serving.prompts import Prompt
+from dcpmla.serving.protocol import ChatBody, parse
+from dcpmla.serving.shown import Shown
+from tests.serving.test_texts import texts_of
+
+SHOWN = Shown(echo=True, num_logprobs=2, num_prompt_logprobs=2, token_ids=True, usage_in_chunks=True)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.reasoning_content %}!{% endif %};{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize("kind", [Answers, ChatAnswers])
+@pytest.mark.parametrize("value", [-math.inf, math.nan, -1e300, math.inf])
+def test_no_number_is_outside_of_json(kind: type[Answers], value: float) -> None:
+    """As vLLM sends it; and json.dumps cannot raise in the middle of a stream."""
+    entry = TokenLogprobs(5, value, ((5, value), (6, -0.5)))
+    output = Output(0, "a", (5,), (entry,), "stop", prompt_logprobs=(TokenLogprobs(5, None, ()), entry))
+
+    def answers() -> Answers:
+        return kind(texts_of("straddling"), "m", [Prompt([5, 5], "ab", [0, 1])], 1, SHOWN)
+
+    expected = 0.0 if value == math.inf else -9999.0
+    chunk, whole = answers().chunk(0, output), answers().whole([output])
+    for sent in (json.loads(event(chunk or {}).removeprefix("data: ")), json.loads(json.dumps(whole, allow_nan=False))):
+        numbers = json.dumps(sent["choices"][0]["logprobs"])
+        assert str(expected) in numbers
+        assert "-0.5" in numbers
+    with pytest.raises(ValueError, match="JSON"):
+        event({"x": math.nan})
+
+
+def test_errors_of_the_model_are_named() -> None:
+    outputs = {
+        Output(0, finish_reason="error", error="logits are NaN"): (500, "logits are NaN", "model_error"),
+        Output(0, finish_reason="error"): (500, "a rank of the server has failed", "rank_failed"),
+        Output(0, error="prompt is empty"): (400, "prompt is empty", None),
+    }
+    for output, (status, words, code) in outputs.items():
+        with pytest.raises(ApiError, match=words) as raised:
+            _check(output)
+        assert (raised.value.status, raised.value.code) == (status, code)
+
+
+def rendered(**fields: Any) -> str:
+    """Return the text of the tokens that a chat begins with."""
+    texts = texts_of("straddling")
+    texts._tokenizer.chat_template = TEMPLATE
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    body = parse(ChatBody, json.dumps({"messages": messages, **fields}).encode(), ChatBody.check)
+    prompt = asyncio.run(texts.chat(body.messages, None, body.template()))
+    return str(texts._tokenizer.decode(prompt.token_ids))
+
+
+def test_generation_prompts_and_continued_messages() -> None:
+    answered, continued = "<user>ab;<assistant>cd;", "<user>ab;<assistant>cd"
+    assert rendered() == rendered(add_generation_prompt=True) == answered + "<assistant>"
+    assert rendered(add_generation_prompt=False) == answered
+    assert rendered(continue_final_message=True) == continued
+    assert rendered(continue_final_message=True, add_generation_prompt=False) == continued
+    messages = [{"role": "assistant", "content": "cd", "reasoning_content": "x"}]
+    assert rendered(messages=messages, add_generation_prompt=False) == "<assistant>cd!;"
+
+
+def test_origins() -> None:
+    assert [_origin(text) for text in ("*", "https://a.example:8443")] == ["*", "https://a.example:8443"]
+    for text in ("a.example", "https://a.example/", "https://"):
+        with pytest.raises(Exception, match="is no origin"):
+            _origin(text)
