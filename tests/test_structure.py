@@ -12,7 +12,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,7 @@ from dcpmla.__main__ import build_parser
 PACKAGE = Path(dcpmla.__file__).parent
 ROOMS = {  # first part of a module's name under dcpmla -> floor
     "config": 0,
-    "compressed_config": 0,
     "fields": 0,
-    "hf_config": 0,
     "hf_quantization": 0,
     "ownership": 0,
     "merge": 0,
@@ -50,6 +49,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "__main__": 7,
 }
 GROUND_FLOOR = 0  # its files are one room: pure math may use pure math
+CORE = ROOMS["attention"]  # the last floor of the core
 
 
 def module_name(path: Path) -> str:
@@ -68,18 +68,37 @@ def resolve(name: str) -> str:
     return name
 
 
-def imports_of(module: str) -> Iterator[str]:
-    """Modules of the package that a file imports, wherever in the file, absolute or relative."""
+def imported_names(module: str, nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Dotted names that nodes of a file import: statements, absolute or relative, and calls of `import_module`."""
     package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
-        names: list[str] = []
+    for node in nodes:
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package.rsplit(".", node.level - 1)[0] if node.level else ""
             source = ".".join(filter(None, [base, node.module]))
-            names = [f"{source}.{alias.name}" for alias in node.names]
-        yield from (resolve(name) for name in names if name.split(".")[0] == "dcpmla")
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """Modules of the package that a file imports, wherever in the file."""
+    names = imported_names(module, ast.walk(ast.parse(FILES[module].read_text())))
+    yield from (resolve(name) for name in names if name.split(".")[0] == "dcpmla")
+
+
+def uses_of(module: str) -> set[str]:
+    """Modules that a file imports when it runs, not for types alone, and those whose functions it names for `operator`
+    and `import_kernel`.
+    """
+    nodes = [*ast.walk(ast.parse(FILES[module].read_text()))]
+    blocks = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    for_types = {id(node) for block in blocks for child in block.body for node in ast.walk(child)}
+    nodes = [node for node in nodes if id(node) not in for_types]
+    names = {resolve(name) for name in imported_names(module, nodes) if name.split(".")[0] == "dcpmla"}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return names | {text.split(":")[0] for text in texts if re.fullmatch(r"dcpmla(\.\w+)+:\w+", text)}
 
 
 def room(module: str) -> str:
@@ -114,6 +133,37 @@ def test_the_reader_of_imports_sees_them_all() -> None:
     assert may_import("dcpmla.attention.decode", "dcpmla.comm.exchange")
 
 
+def circle_in(uses: Mapping[str, set[str]]) -> list[str]:
+    """Modules of a circle, each of which uses the next."""
+    try:
+        TopologicalSorter(uses).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def test_imports_have_no_circle() -> None:
+    """Imports inside functions count, and so do kernels by name: no kernel imports what specifies or launches it."""
+    assert not circle_in({module: uses_of(module) for module in FILES})
+
+
+def test_circles_are_found() -> None:
+    uses = {module: uses_of(module) for module in FILES}
+    assert "dcpmla.attention.triton.projections" in uses["dcpmla.attention.projections"]
+    assert "dcpmla.comm.direct_reduce" in uses["dcpmla.comm.reduce"]  # inside a function
+    assert "dcpmla.model.router" in set(imports_of("dcpmla.model.kernels.router")) - uses["dcpmla.model.kernels.router"]
+    uses["dcpmla.attention.triton.projections"].add("dcpmla.attention.projections")
+    assert set(circle_in(uses)) == {"dcpmla.attention.triton.projections", "dcpmla.attention.projections"}
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if module != "dcpmla" and ROOMS[room(module)] <= CORE])
+def test_the_core_needs_torch_triton_and_numpy_alone(module: str) -> None:
+    names = imported_names(module, ast.walk(ast.parse(FILES[module].read_text())))
+    found = {name.split(".")[0] for name in names} - {"dcpmla"} - sys.stdlib_module_names
+    optional = {"dcpmla.attention.flashinfer": {"flashinfer"}, "dcpmla.comm.reach": {"pynvml"}}  # used if installed
+    assert found <= {"torch", "triton", "numpy"} | optional.get(module, set())
+
+
 def test_public_names() -> None:
     assert dcpmla.__all__ == [
         "LLM",
@@ -126,6 +176,7 @@ def test_public_names() -> None:
         "MLAAttention",
         "MLAConfig",
         "SamplingParams",
+        "StepBuilder",
         "StepMetadata",
         "StepRequests",
         "dcp_mla_decode",
