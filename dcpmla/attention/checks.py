@@ -71,8 +71,8 @@ def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
             )
     elif tuple(sparse.selection.positions.shape) != (step.num_tokens, topk):
         raise ValueError(
-            f"the step's selection is {tuple(sparse.selection.positions.shape)}; expected {(step.num_tokens, topk)}, tokens "
-            f"and topk"
+            f"the step's selection is {tuple(sparse.selection.positions.shape)}; expected "
+            f"{(step.num_tokens, topk)}, tokens and topk"
         )
 
 

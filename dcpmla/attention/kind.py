@@ -5,16 +5,20 @@ outside a kind's folder uses the protocol and never asks which kind it has.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.costs import AttentionCosts, LatentCosts
 from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.rope import query_factor
+from dcpmla.attention.routes import Rates
 from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import CachePlan
 from dcpmla.comm.exchange import Exchange
@@ -55,7 +59,7 @@ class AttentionKind(Protocol):
     Attributes:
         config: Geometry of the layers, before they are sharded.
         num_layers: Number of layers of attention, each with a cache.
-        has_indexer: Whether layers have an index cache.
+        num_index_layers: Number of layers with an indexer of their own, and so an index cache.
     """
 
     @property
@@ -65,7 +69,7 @@ class AttentionKind(Protocol):
     def num_layers(self) -> int: ...
 
     @property
-    def has_indexer(self) -> bool: ...
+    def num_index_layers(self) -> int: ...
 
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError if heads do not divide by the TP size, or the layers do not support an option."""
@@ -116,6 +120,22 @@ class AttentionKind(Protocol):
     def claim_step(self, num_tokens: int, device: torch.device | str) -> Any:
         """Return memory as large as what layers share in a step of num_tokens, for a profile."""
 
+    def reads(self, context: int) -> list[LayerReads]:
+        """Return what one new token reads over a context, those layers that read alike together."""
+
+    def row_bytes(self, kv_cache_dtype: str) -> int:
+        """Return the bytes of a cached row in one layer.
+
+        Raises:
+            ValueError: A format that the rows cannot have.
+        """
+
+    def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
+        """Return the modelled time of pieces of prompts in all layers."""
+
+    def dense_stack(self) -> "AttentionKind | None":
+        """Return the same layers of dense MLA, as benchmarks of layers measure them; None for other layers."""
+
 
 @dataclass(frozen=True)
 class DenseKind:
@@ -123,7 +143,11 @@ class DenseKind:
 
     config: MLAConfig
     num_layers: int
-    has_indexer = False
+
+    @property
+    def num_index_layers(self) -> int:
+        """Return 0: all layers attend to all tokens."""
+        return 0
 
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError if heads do not divide by the TP size, or for options of an index cache."""
@@ -166,6 +190,23 @@ class DenseKind:
     def claim_step(self, num_tokens: int, device: torch.device | str) -> Any:
         """Return nothing, for the layers share no large memory."""
         return None
+
+    def reads(self, context: int) -> list[LayerReads]:
+        """Return that all layers read all tokens."""
+        return [LayerReads(self.num_layers, context, self.config.latent_dim, self.config.kv_lora_rank)]
+
+    def row_bytes(self, kv_cache_dtype: str) -> int:
+        """Return the bytes of a token's latent in one layer (`dcpmla.cache.formats`)."""
+        storage = storage_dtype(kv_cache_dtype, torch.bfloat16)
+        return row_width(storage, self.config.kv_lora_rank, self.config.qk_rope_head_dim) * storage.itemsize
+
+    def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
+        """Return the modelled time of pieces of prompts, each by the cheaper route."""
+        return LatentCosts(self.config, self.num_layers, self.num_index_layers, dcp, rates)
+
+    def dense_stack(self) -> AttentionKind | None:
+        """Return the layers without indexers."""
+        return DenseKind(replace(self.config, indexer=None), self.num_layers)
 
 
 def check_no_index(dcp: DCPConfig) -> None:

@@ -29,6 +29,7 @@ class Rates:
         absorbed_tflops, selected_tflops: Rate of absorbed attention to all tokens, and to selected ones.
         gb_per_s: Memory bandwidth.
         link_gb_per_s: Bandwidth of the exchange into one rank.
+        decode_tflops, decode_gb_per_s: Rates of a decode kernel, which reads a cache row by row.
         num_processors: Multiprocessors of the GPU.
         call_us: Time of the kernels that a route launches besides, of a piece without and with a context alike.
     """
@@ -40,6 +41,8 @@ class Rates:
     selected_tflops: float = 450
     gb_per_s: float = 2700
     link_gb_per_s: float = 275
+    decode_tflops: float = 650
+    decode_gb_per_s: float = 4460
     num_processors: int = 132
     call_us: float = 10
 
@@ -122,7 +125,7 @@ class RouteCosts:
 
     @cached_property
     def tokens_per_request(self) -> int:
-        """Return how many tokens absorbed attention takes at a time (`StepMetadata.build`, max_decode_query_len)."""
+        """Return how many tokens absorbed attention takes at a time (`StepBuilder.build`, max_decode_query_len)."""
         return max(1, PIECE_ROWS // (self._num_heads * self.dcp.decode_context_parallel_size))
 
     @cached_property

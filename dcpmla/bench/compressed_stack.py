@@ -10,6 +10,7 @@ from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.compressed.costs import layer_reads
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.step import CompressedMetadata, selects, with_angles
 from dcpmla.attention.decode import mla_decode
@@ -19,7 +20,6 @@ from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
 from dcpmla.bench.stack import Stack, draw_weights, num_rotated
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.planning.reads import layer_reads
 
 
 class CompressedStack(Stack):
@@ -50,7 +50,7 @@ class CompressedStack(Stack):
         config.check_layout(dcp)
         # A block covers as many tokens as in the model, where the least ratio is another one.
         dcp = replace(dcp, block_size=dcp.block_size * config.row_tokens // alike.row_tokens)
-        (reads,) = layer_reads(alike, num_layers, 0, context)
+        (reads,) = layer_reads(alike, context)
         super().__init__(mesh, dcp, reads, device)
         self.config, self.kind = alike, kind
         if not kind.ratio:  # each rank has all windows

@@ -7,6 +7,7 @@ import torch
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.kind import DenseKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.rope import query_factor
@@ -19,7 +20,6 @@ from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import unpack
-from dcpmla.planning.reads import layer_reads
 
 PARTS = tuple(part for part in ALL_PARTS if part != "selection")
 
@@ -51,7 +51,7 @@ class LayerStack(Stack):
         kv_scale = KV_SCALE if options.get("kv_cache_dtype") == "fp8" else None
         options = {"kv_cache_scale": kv_scale, **options}
         dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, **options)
-        (reads,) = layer_reads(config, num_layers, 0, context)
+        (reads,) = DenseKind(config, num_layers).reads(context)
         super().__init__(mesh, dcp, reads, device)
         self.config = config
         self.projects_first = dcp.dcp_project_before_merge and batch >= PROJECT_FIRST_TOKENS

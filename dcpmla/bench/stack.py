@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.step import StepMetadata
 from dcpmla.bench.timing import Timing, time_operation
 from dcpmla.cache.plan import Cache
@@ -13,7 +14,6 @@ from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.planning.reads import LayerReads
 
 PARTS = ("projections", "selection", "gather", "attention", "combine", "output")
 CANDIDATES = "candidates"  # of the selection, what it exchanges: timed alone, too

@@ -133,8 +133,8 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
     """Return all combinations in which dcp divides tp; a dcp that divides no tp is a mistake."""
     tp_sizes, dcp_sizes = args.tensor_parallel_size, args.decode_context_parallel_size
     for tp in tp_sizes:
-        model.attention.heads_per_rank(tp)  # raises, with the sizes that divide
-    if not model.kind.has_indexer:
+        model.attention.config.heads_per_rank(tp)  # raises, with the sizes that divide
+    if not model.attention.num_index_layers:
         check_no_index(DCPConfig(index_cache_dtype=args.index_cache_dtype))
     for dcp in dcp_sizes or []:
         if not any(tp % dcp == 0 for tp in tp_sizes):
@@ -269,14 +269,16 @@ def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list
     rows = [
         {
             "cache": format_name(plan.dtype),
-            **({"index cache": index_format_name(plan.index_dtype)} if model.num_index_layers else {}),
+            **({"index cache": index_format_name(plan.index_dtype)} if model.attention.num_index_layers else {}),
             "dcp": str(plan.dcp_size),
             "bytes a token": f"{plan.bytes_per_token:,}",
             **({"bytes a request": f"{plan.bytes_per_state:,}"} if plan.num_states else {}),
             "tokens a GB": f"{plan.tokens_per_gb:,}",
             f"tokens on {tp} GPUs": f"{plan.tokens_total:,}",
         }
-        for plan in capacity_table(model.kind, gpu_bytes, dcp_sizes, widest.num_states, widest.num_speculative_tokens)
+        for plan in capacity_table(
+            model.attention, gpu_bytes, dcp_sizes, widest.num_states, widest.num_speculative_tokens
+        )
     ]
     caches = f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU"
     states = f", besides the states of {widest.num_states:,} requests" if widest.num_states else ""

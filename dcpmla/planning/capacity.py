@@ -53,7 +53,7 @@ def capacity_table(
             index cache.
     """
     formats = [name for name in FORMATS if has_format(kind, name)]
-    index_formats = INDEX_CACHE_DTYPES if kind.has_indexer else INDEX_CACHE_DTYPES[:1]
+    index_formats = INDEX_CACHE_DTYPES if kind.num_index_layers else INDEX_CACHE_DTYPES[:1]
 
     def largest(kv_cache_dtype: str, index_cache_dtype: str, dcp_size: int) -> CachePlan:
         dcp = DCPConfig(

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.planning.exchange import exchange_us, has_numbers
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Machine, change_machine, read_json
 from dcpmla.planning.predict import Setting, predict_step
@@ -39,16 +38,16 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
         return _predict_step(machine, model, row)
     if row.get("part") not in _PARTS or row["variant"] or row.get("decode_query_dtype") == "fp8":
         return None
-    attention = model.attention
-    if isinstance(attention, CompressedConfig) or row.get("layer_kind", "mla") != "mla":
+    attention = model.attention.dense_stack()
+    if attention is None or row.get("layer_kind", "mla") != "mla":
         return None
     stack = model.attention_stack
-    is_of_model = (attention.num_heads, attention.latent_dim) == (row["heads"], row["query_dim"])
+    is_of_model = (attention.config.num_heads, attention.config.latent_dim) == (row["heads"], row["query_dim"])
     if not is_of_model or (row["dcp"] > 1 and not has_numbers(machine, row["exchange"])):
         return None
     setting = Setting(tp=row["tp"], dcp=row["dcp"], kv_cache_dtype=row["kv_cache_dtype"])
     step = predict_step(machine, stack, setting, row["batch"], row["context"], row["exchange"])
-    return step[row["part"]] * row["num_layers"] / stack.num_attention_layers
+    return step[row["part"]] * row["num_layers"] / stack.attention.num_layers
 
 
 def measured_us(row: Row) -> float:

@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from math import prod
 
-from dcpmla.attention.compressed.config import CompressedConfig
-from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.attention.kind import AttentionKind
+from dcpmla.attention.reads import LayerReads
+from dcpmla.config import DCPConfig, IndexerConfig
 from dcpmla.fields import check_fields, number, option_label, whole
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.parameter import Parameter
-from dcpmla.planning.reads import LayerReads, index_row_bytes, kv_row_bytes, layer_reads
+from dcpmla.planning.reads import index_row_bytes
 from dcpmla.planning.weights import ModelSize
 
 PARTS = ("projections", "gather", "attention", "combine", "rest")
@@ -99,19 +100,18 @@ def predict_step(
         backend: Name of the exchange (`exchange_us`).
     """
     attention, num_tokens = model.attention, batch * setting.query_len
-    parts = dict.fromkeys(PARTS if attention.indexer is None else SPARSE_PARTS, 0.0)
+    parts = dict.fromkeys(SPARSE_PARTS if attention.num_index_layers else PARTS, 0.0)
     for parameter in model.parameters:
         for part, time in parameter_us(machine, model, parameter, setting, num_tokens).items():
             parts[part] += parameter.count * time
-    for reads in layer_reads(attention, model.num_attention_layers, model.num_index_layers, context):
+    for reads in attention.reads(context):
         times = _exchange_and_attention_us(machine, attention, reads, setting, batch, backend)
         for part, time in times.items():
             parts[part] += reads.num_layers * time
         if reads.num_keys:
-            assert attention.indexer is not None
-            for part, time in _selection_us(machine, attention.indexer, reads, setting, batch, backend).items():
+            for part, time in _selection_us(machine, attention.config.indexer, reads, setting, batch, backend).items():
                 parts[part] += reads.num_layers * time
-    parts["projections"] += model.num_attention_layers * machine.layer_us
+    parts["projections"] += attention.num_layers * machine.layer_us
     return {"total": sum(parts.values()), **parts}
 
 
@@ -124,10 +124,9 @@ def floor_us(machine: Machine, model: ModelSize, setting: Setting, batch: int, c
 
 def attention_us(
     machine: Machine,
-    attention: MLAConfig | CompressedConfig,
     reads: LayerReads,
+    row_bytes: int,
     num_heads: int,
-    kv_cache_dtype: str,
     batch: int,
     dcp: int = 1,
     query_len: int = 1,
@@ -140,7 +139,7 @@ def attention_us(
     """
     num_rows = batch * -(-reads.num_rows // dcp)
     flops = 2 * query_len * num_rows * num_heads * (reads.query_dim + reads.out_dim)
-    num_bytes = num_rows * kv_row_bytes(attention, kv_cache_dtype) * (query_len if reads.num_keys else 1)
+    num_bytes = num_rows * row_bytes * (query_len if reads.num_keys else 1)
     return machine.attention_overhead_us + _cache_us(machine, num_bytes, flops)
 
 
@@ -151,20 +150,19 @@ def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -
 
 def _exchange_and_attention_us(
     machine: Machine,
-    attention: MLAConfig | CompressedConfig,
+    attention: AttentionKind,
     reads: LayerReads,
     setting: Setting,
     batch: int,
     backend: str,
 ) -> dict[str, float]:
     """Return the times of one layer."""
-    num_heads, num_tokens = attention.heads_per_rank(setting.tp) * setting.dcp, batch * setting.query_len
+    num_heads, num_tokens = attention.config.heads_per_rank(setting.tp) * setting.dcp, batch * setting.query_len
+    row_bytes = attention.row_bytes(setting.kv_cache_dtype)
     where = setting.dcp, machine.num_nodes(setting.dcp, setting.num_ranks), backend
     return {
         "gather": exchange_us(machine, "gather_heads", num_tokens, num_heads, reads.query_dim, *where),
-        "attention": attention_us(
-            machine, attention, reads, num_heads, setting.kv_cache_dtype, batch, setting.dcp, setting.query_len
-        ),
+        "attention": attention_us(machine, reads, row_bytes, num_heads, batch, setting.dcp, setting.query_len),
         "combine": exchange_us(machine, "combine", num_tokens, num_heads, reads.out_dim, *where),
     }
 

@@ -150,7 +150,7 @@ def _cache(model: ModelSize, setting: Setting, num_bytes: int, num_seqs: int) ->
     default size.
     """
     sizes = num_states(num_seqs), setting.num_speculative_tokens
-    return largest_cache(block_of(model.kind, setting.dcp_config, *sizes), num_bytes)
+    return largest_cache(block_of(model.attention, setting.dcp_config, *sizes), num_bytes)
 
 
 def _share(setting: Setting, batch: int) -> int:

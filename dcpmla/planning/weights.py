@@ -13,11 +13,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.attention.kind import AttentionKind
-from dcpmla.config import MLAConfig
 from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
-from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES, attention_kind, num_index_layers
+from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES, attention_kind
 from dcpmla.parallel.linear import check_experts
 from dcpmla.parallel.quantized import BLOCK, GROUP
 from dcpmla.planning.parameter import PARTS, Parameter
@@ -43,18 +41,13 @@ class ModelSize:
     """Sizes of a model, as predictions need them.
 
     Attributes:
-        kind: Attention of the model.
-        num_attention_layers: caches; LongCat has two in a decoder layer.
-        num_index_layers: index caches, of sparse MLA's layers with an indexer of their own.
+        attention: Attention of the model.
         num_routed: choices of a router, LongCat's zero experts included; 0 without experts.
         experts_per_token: choices that a token takes.
         expert_dtype: "auto", or "fp8" for experts in 4 bits that are held in 8 (--expert-dtype).
     """
 
-    kind: AttentionKind
-    attention: MLAConfig | CompressedConfig
-    num_attention_layers: int
-    num_index_layers: int
+    attention: AttentionKind
     max_position_embeddings: int
     num_routed: int
     experts_per_token: int
@@ -84,7 +77,7 @@ class ModelSize:
         Raises:
             ValueError: heads or experts that the runtime cannot divide so.
         """
-        self.attention.heads_per_rank(tensor_parallel_size)
+        self.attention.config.heads_per_rank(tensor_parallel_size)
         self._check_experts(tensor_parallel_size, expert_parallel)
         parts = dict.fromkeys(PARTS, 0)
         for parameter in self.parameters:
@@ -140,8 +133,9 @@ class ModelSize:
         layers = tuple(
             parameter.widened() for parameter in self.parameters if parameter.is_attention and not parameter.is_indexer
         )
-        assert isinstance(self.attention, MLAConfig)
-        return replace(self, attention=replace(self.attention, indexer=None), num_index_layers=0, parameters=layers)
+        attention = self.attention.dense_stack()
+        assert attention is not None
+        return replace(self, attention=attention, parameters=layers)
 
 
 def read_model(config: Any) -> ModelSize:
@@ -150,24 +144,15 @@ def read_model(config: Any) -> ModelSize:
     Raises:
         ValueError: an architecture that is not known, or a config that transformers builds no model of.
     """
-    kind = attention_kind(config)
-    attention = kind.config
+    attention = attention_kind(config)
     try:
         with torch.device("meta"):
             model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config)
     except Exception as error:  # of many kinds
         raise ValueError(f"model (--model): transformers builds no model of this config: {error}") from error
     num_routed, experts_per_token = _routing(config)
-    if isinstance(attention, CompressedConfig):
-        num_layers, num_indexers = len(attention.layer_kinds), sum(kind.has_indexer for kind in attention.layer_kinds)
-    else:
-        num_layers = sum(hasattr(module, "kv_a_proj_with_mqa") for module in model.modules())
-        num_indexers = num_index_layers(config)
     return ModelSize(
-        kind=kind,
         attention=attention,
-        num_attention_layers=num_layers,
-        num_index_layers=num_indexers,
         max_position_embeddings=config.max_position_embeddings,
         num_routed=num_routed,
         experts_per_token=experts_per_token,

@@ -119,7 +119,7 @@ def test_command_plans_sparse_models(tmp_path: Path, capfd: pytest.CaptureFixtur
         (["--kv-cache-dtype", "fp8_ds_mla"], "fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 16"),
         (
             ["--index-cache-dtype", "fp8"],
-            "index_cache_dtype (--index-cache-dtype) fp8 goes with sparse MLA (deepseek_v32, glm_moe_dsa)",
+            "index_cache_dtype (--index-cache-dtype) fp8 goes with sparse MLA, whose layers have indexers",
         ),
         (["--machine", "h100x8"], "choose a preset (h200x8) or a JSON file"),
         (["--measured", "nowhere.json"], "--measured is nowhere.json"),
@@ -270,5 +270,5 @@ def test_a_plot_without_matplotlib_names_the_extra(
 
 
 def test_geometry_is_read_once(v3: ModelSize) -> None:
-    assert v3.attention == attention_config(transformers.DeepseekV3Config())
-    assert (v3.num_attention_layers, v3.num_routed, v3.experts_per_token) == (61, 256, 8)
+    assert v3.attention.config == attention_config(transformers.DeepseekV3Config())
+    assert (v3.attention.num_layers, v3.num_routed, v3.experts_per_token) == (61, 256, 8)

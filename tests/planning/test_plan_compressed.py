@@ -23,7 +23,6 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.planning.capacity import block_of, capacity_table, largest_cache
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, predict_step
-from dcpmla.planning.reads import layer_reads
 from dcpmla.planning.recommend import cache_bytes, make_plan
 from dcpmla.planning.weights import ModelSize, read_model
 from tests.support.models import random_model
@@ -54,11 +53,11 @@ def tiny_v4(**changes: Any) -> Any:
 
 def test_layers_are_those_of_the_config() -> None:
     for name, kinds in (("flash", {WINDOW_ONLY: 2, CSA: 21, HCA: 20}), ("pro", {CSA: 30, HCA: 31})):
-        attention = read(name).attention
+        attention = read(name).attention.config
         assert isinstance(attention, CompressedConfig)
         assert Counter(attention.layer_kinds) == kinds
-        assert read(name).num_attention_layers == sum(kinds.values())
-        assert read(name).num_index_layers == kinds[CSA]
+        assert read(name).attention.num_layers == sum(kinds.values())
+        assert read(name).attention.num_index_layers == kinds[CSA]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("flash", 284), ("pro", 1600)])
@@ -104,7 +103,7 @@ def test_sharding_keeps_its_gain(name: str) -> None:
     8, and the 21 x 132 / 4 = 693 of its keys by 1: 8 x 3,856 / (3,163 + 8 x 693) = 3.5 times as much.
     """
     model, room = read(name), 40 * 10**9
-    table = capacity_table(model.kind, room, (1, 8), num_states=1)
+    table = capacity_table(model.attention, room, (1, 8), num_states=1)
     assert len(table) == 2 * len(FORMATS)
     for (kv, index), whole, shard in zip(FORMATS, table[::2], table[1::2], strict=True):
         assert shard.tokens_total >= 7.5 * whole.tokens_total > 0
@@ -155,7 +154,7 @@ def test_what_fits_is_what_the_cache_takes() -> None:
         room = cache_bytes(H200X8, plan.weight_bytes_per_rank)
 
         def fits(num_requests: int, seq_len: int, setting: Setting = setting, room: int = room) -> bool:
-            block = block_of(model.kind, setting.dcp_config, num_states(num_requests))
+            block = block_of(model.attention, setting.dcp_config, num_states(num_requests))
             num_blocks = num_requests * -(-seq_len // block.block_tokens)
             return replace(block, num_blocks=num_blocks).bytes_per_rank <= room
 
@@ -171,7 +170,7 @@ def test_a_step_reads_windows_and_entries() -> None:
     attention = read("flash").attention
     for context, csa, keys, hca in ((100, 25, 0, 0), (2048, 512, 0, 16), (1 << 20, 512, 1 << 18, 1 << 13)):
         window = min(context, 128)
-        reads = layer_reads(attention, 43, 21, context)
+        reads = attention.reads(context)
         assert [(r.num_layers, r.num_rows, r.num_keys) for r in reads] == [
             (2, window, 0),
             (21, window + csa, keys),

@@ -21,7 +21,6 @@ from dcpmla.llm import LLM
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting
 from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
-from dcpmla.planning.reads import layer_reads
 from dcpmla.planning.weights import ModelSize, read_model
 from tests.support.models import FAMILIES, tiny_config
 from tests.support.plan_cases import RESULTS, read_glm5, read_v3, read_v32, within
@@ -69,7 +68,7 @@ def test_a_token_multiplies_with_every_parameter(
             share = model.experts_per_token / model.num_routed if parameter.is_expert else 1.0
             products += share * parameter.count * prod(parameter.shard_shape(tp, enable_expert_parallel))
             passes += 3 * parameter.count * parameter.shape[-1] if parameter.is_hyper_connection else 0
-    hidden = model.attention.hidden_size
+    hidden = model.attention.config.hidden_size
     assert H200X8.direct is not None
     sums_us = 2 * model.attention.num_layers * 2 * 2 * hidden * (1 - 1 / tp) / H200X8.direct.gb_per_s / 1e3
     expected = 2 * products / H200X8.matmul_tflops / 1e6 + sums_us + 2 * passes / H200X8.hbm_gb_per_s / 1e3
@@ -84,7 +83,7 @@ def test_a_piece_is_its_tokens_and_the_cheaper_route(
     read: Callable[[], ModelSize], tp: int, dcp: int, new: int, context: int
 ) -> None:
     model, setting = read(), setting_of(tp, dcp, "fp8_ds_mla")
-    attention = model.attention
+    attention = model.attention.config
     assert isinstance(attention, MLAConfig)
     routes = RouteCosts(attention, setting.dcp_config)
     layer_us = min(routes.absorbed_us(new, context), routes.mha_us(new, context, routes.num_tiles(new)))
@@ -92,7 +91,7 @@ def test_a_piece_is_its_tokens_and_the_cheaper_route(
     if attention.indexer is not None and context + new > attention.indexer.topk:
         num_scores = sum(range(context + 1, context + new + 1)) * attention.indexer.num_heads / dcp
         score_us = 2 * num_scores * attention.indexer.head_dim / H200X8.attention_tflops / 1e6
-        expected += model.num_index_layers * score_us
+        expected += model.attention.num_index_layers * score_us
     costs = PrefillCosts(H200X8, model, setting, 8192)
     assert costs.piece_us(new, context) == pytest.approx(expected)
     assert costs.tokens_per_request == routes.tokens_per_request
@@ -105,14 +104,14 @@ def test_a_piece_is_its_tokens_and_the_cheaper_route(
 def test_a_piece_of_v4_is_a_sum_over_its_tokens(tp: int, dcp: int, new: int, context: int) -> None:
     """Of the rows that each token reads in each layer, of scores where a layer selects, and of entries gathered."""
     model, setting, end = read_v4(), setting_of(tp, dcp), context + new
-    attention = model.attention
+    attention = model.attention.config
     assert isinstance(attention, CompressedConfig)
     read_us = 2 * attention.head_dim / H200X8.hbm_gb_per_s / 1e3
     row_us = max(read_us, 4 * attention.heads_per_rank(tp) * attention.head_dim / H200X8.attention_tflops / 1e6)
     num_rows = sum(
         reads.num_layers * reads.num_rows
         for position in range(context, end)
-        for reads in layer_reads(attention, 0, 0, position + 1)
+        for reads in model.attention.reads(position + 1)
     )
     num_entries, num_scores = 0.0, 0.0
     for kind in attention.layer_kinds:

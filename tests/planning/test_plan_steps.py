@@ -273,7 +273,7 @@ def test_a_sparse_step_attends_to_what_it_selects(read: Callable[[], ModelSize])
     scores grow.
     """
     sparse = read()
-    dense = replace(sparse, attention=replace(sparse.attention, indexer=None), num_index_layers=0)
+    dense = replace(sparse, attention=sparse.attention.dense_stack())
     for dcp in (1, 8):
         setting = Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16", index_cache_dtype="fp8")
         plain, few, more = (
@@ -282,9 +282,9 @@ def test_a_sparse_step_attends_to_what_it_selects(read: Callable[[], ModelSize])
         assert {**plain, "selection": 0} == few
         assert list(few) == ["total", "projections", "selection", "gather", "attention", "combine", "rest"]
         assert more["attention"] == few["attention"]
-        assert 0 < 4 * H200X8.kernel_us < more["selection"] / sparse.num_index_layers
+        assert 0 < 4 * H200X8.kernel_us < more["selection"] / sparse.attention.num_index_layers
         sent = candidates_us(H200X8, 32, min(2048, -(-2049 // dcp)), dcp, backend="auto")
-        assert more["gather"] - few["gather"] == pytest.approx(sparse.num_index_layers * sent)
+        assert more["gather"] - few["gather"] == pytest.approx(sparse.attention.num_index_layers * sent)
         assert (sent > 0) == (dcp > 1)
         assert more["total"] == pytest.approx(sum(time for part, time in more.items() if part != "total"))
 

@@ -28,7 +28,6 @@ from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine
 from dcpmla.planning.measured import predict_row, read_rows
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.predict import Setting, attention_us
-from dcpmla.planning.reads import kv_row_bytes, layer_reads
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.weights import ModelSize, read_model
 from tests.support.models import save_tiny, tiny_config
@@ -133,8 +132,8 @@ def test_exchange_counts_what_the_code_does(
 
 def test_attention_is_near_the_best_kernels(v3: ModelSize) -> None:
     for (batch, context, num_heads), time in BEST_ATTENTION.items():
-        (reads,) = layer_reads(v3.attention, 61, 0, context)
-        predicted = attention_us(H200X8, v3.attention, reads, num_heads, "bf16", batch)
+        (reads,) = v3.attention.reads(context)
+        predicted = attention_us(H200X8, reads, v3.attention.row_bytes("bf16"), num_heads, batch)
         assert within(predicted, time, 1.4), (
             f"{batch} x {context}, {num_heads} heads: predicted {predicted:.1f} us, measured {time} us"
         )
@@ -203,7 +202,8 @@ def test_cuts_through_fp8_blocks_are_weighed_as_bfloat16(v3: ModelSize) -> None:
         assert parts["mlp"] < 0.7 * wide_parts["mlp"]  # of 64 ranks some have three blocks, most have two
         spread = v3.weight_bytes(tp, expert_parallel=True)
         assert spread["experts"] < 0.51 * wide.weight_bytes(tp, expert_parallel=True)["experts"]
-    many_heads = replace(v3, attention=replace(v3.attention, num_heads=384))
+    attention = replace(v3.attention, config=replace(v3.attention.config, num_heads=384))
+    many_heads = replace(v3, attention=attention)
     with pytest.raises(ValueError, match=r"enable_expert_parallel .* must be one of 1, 2, 4"):
         many_heads.weight_bytes(384, expert_parallel=True)
 
@@ -218,12 +218,12 @@ def test_an_uneven_cut_counts_the_fullest_rank() -> None:
 
 def test_longcat_has_two_caches_a_layer() -> None:
     config = tiny_config("longcat_flash")
-    assert read_model(config).num_attention_layers == 2 * config.num_layers
+    assert read_model(config).attention.num_layers == 2 * config.num_layers
 
 
 @pytest.mark.parametrize(("kv_cache_dtype", "num_bytes"), [("bf16", 1152), ("fp8", 576), ("fp8_ds_mla", 656)])
 def test_bytes_of_a_cache_row(kv_cache_dtype: str, num_bytes: int, v3: ModelSize) -> None:
-    assert kv_row_bytes(v3.attention, kv_cache_dtype) == num_bytes
+    assert v3.attention.row_bytes(kv_cache_dtype) == num_bytes
     plan = make_plan(H200X8, v3, Setting(tp=8, dcp=1, kv_cache_dtype=kv_cache_dtype), 1, 4096)
     assert plan.kv_bytes_per_token == 61 * num_bytes
 
@@ -237,9 +237,7 @@ def test_what_fits_is_what_the_cache_takes(dcp: int, batch: int, context: int) -
 
     def fits(num_requests: int, seq_len: int) -> bool:
         layout = DCPConfig(tensor_parallel_size=8, decode_context_parallel_size=dcp)
-        cache = LatentCache.plan(
-            model.attention, layout, model.attention.num_layers, [seq_len] * num_requests, torch.bfloat16
-        )
+        cache = model.attention.plan_cache(layout, [seq_len] * num_requests, torch.bfloat16)
         return cache.bytes_per_rank <= room
 
     assert plan.fits == fits(batch, context)
@@ -255,8 +253,8 @@ def test_sharding_keeps_its_gain_with_index_caches(read: Callable[[], ModelSize]
     """The capacity table and the plans beside the bytes of a block that is there."""
     model, room, machine = read(), 40 * 10**9, replace(H200X8, memory_bytes=1 << 40)
     (num_indexers,) = (p.count for p in model.parameters if p.name.endswith("indexer.wk.weight"))
-    assert model.num_index_layers == num_indexers == {61: 61, 78: 21}[model.attention.num_layers]
-    table = capacity_table(model.kind, room, (1, 8))
+    assert model.attention.num_index_layers == num_indexers == {61: 61, 78: 21}[model.attention.num_layers]
+    table = capacity_table(model.attention, room, (1, 8))
     formats = [(kv, index) for kv in ("bf16", "fp8", "fp8_ds_mla") for index in ("auto", "fp8")]
     for (kv, index), whole, shard in zip(formats, table[::2], table[1::2], strict=True):
         assert shard.tokens_total >= 7.8 * whole.tokens_total

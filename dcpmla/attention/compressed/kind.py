@@ -11,9 +11,13 @@ from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.cache import CompressedPlan, plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig
+from dcpmla.attention.compressed.costs import CompressedCosts, layer_reads, row_bytes
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.step import with_angles
-from dcpmla.attention.kind import MAIN_ROTARY, Rotary
+from dcpmla.attention.costs import AttentionCosts
+from dcpmla.attention.kind import MAIN_ROTARY, AttentionKind, Rotary
+from dcpmla.attention.reads import LayerReads
+from dcpmla.attention.routes import Rates
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import CachePlan
@@ -27,7 +31,11 @@ class CompressedKind:
     """DeepSeek-V4's attention: layers of windows alone, and two kinds of layers with entries."""
 
     config: CompressedConfig
-    has_indexer = True
+
+    @property
+    def num_index_layers(self) -> int:
+        """Return the number of layers with an indexer."""
+        return sum(kind.has_indexer for kind in self.config.layer_kinds)
 
     @property
     def num_layers(self) -> int:
@@ -81,3 +89,19 @@ class CompressedKind:
     def claim_step(self, num_tokens: int, device: torch.device | str) -> SelectedTokens:
         """Return memory for a selection of num_tokens."""
         return SelectedTokens.empty(num_tokens, self.config.indexer.topk, device)
+
+    def reads(self, context: int) -> list[LayerReads]:
+        """Return that layers read windows, entries and keys of entries."""
+        return layer_reads(self.config, context)
+
+    def row_bytes(self, kv_cache_dtype: str) -> int:
+        """Return the bytes of a row, of a token in a window or of an entry."""
+        return row_bytes(self.config, kv_cache_dtype)
+
+    def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
+        """Return the modelled time of pieces of prompts."""
+        return CompressedCosts(self.config, dcp, rates)
+
+    def dense_stack(self) -> AttentionKind | None:
+        """Return None: no layer is MLA."""
+        return None

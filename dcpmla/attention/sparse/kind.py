@@ -8,6 +8,7 @@ import torch
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.kind import DenseKind, Rotary
 from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SelectedTokens, with_selection
 from dcpmla.attention.step import StepMetadata
@@ -28,7 +29,11 @@ class SparseKind(DenseKind):
     """
 
     index_layers: tuple[int, ...]
-    has_indexer = True
+
+    @property
+    def num_index_layers(self) -> int:
+        """Return the number of layers with an indexer of their own."""
+        return len(self.index_layers)
 
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError if heads do not divide by the TP size."""
@@ -68,3 +73,14 @@ class SparseKind(DenseKind):
         """Return memory for a selection of num_tokens."""
         assert self.config.indexer is not None
         return SelectedTokens.empty(num_tokens, self.config.indexer.topk, device)
+
+    def reads(self, context: int) -> list[LayerReads]:
+        """Return that layers read the selected tokens, and those with an indexer the keys of all tokens."""
+        assert self.config.indexer is not None
+        topk, widths = self.config.indexer.topk, (self.config.latent_dim, self.config.kv_lora_rank)
+        if context <= topk:
+            return super().reads(context)
+        return [
+            LayerReads(self.num_index_layers, topk, *widths, num_keys=context, num_candidates=topk),
+            LayerReads(self.num_layers - self.num_index_layers, topk, *widths),
+        ]

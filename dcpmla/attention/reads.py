@@ -1,0 +1,23 @@
+"""Rows and keys that one new token reads in the caches of a model's layers, for predictions of a step's time."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerReads:
+    """The rows and keys that one new token reads in a layer's caches, on all ranks of a DCP group together.
+
+    Attributes:
+        num_layers: Number of layers that read so much.
+        num_rows: Rows that the token attends to: tokens, or entries and those of its window.
+        query_dim, out_dim: Columns of queries and rows, and of partial outputs.
+        num_keys: Index keys that are scored, where there are more than are selected; else 0.
+        num_candidates: Most of these that a rank offers.
+    """
+
+    num_layers: int
+    num_rows: int
+    query_dim: int
+    out_dim: int
+    num_keys: int = 0
+    num_candidates: int = 0
