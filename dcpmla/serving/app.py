@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-import dcpmla
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.access import guarded
 from dcpmla.serving.answers import Answers, ChatAnswers
@@ -82,7 +82,7 @@ class Api:
 
     async def version(self, request: Request) -> Response:
         """Return the version of this package."""
-        return JSONResponse({"version": dcpmla.__version__})
+        return JSONResponse({"version": metadata.version("dcpmla")})
 
     async def models(self, request: Request) -> Response:
         """Return a list of the one model."""
