@@ -129,7 +129,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         def add(option: str, choices: Sequence[str], what: str) -> None:
-            kind, every = partial(name_list, choices=choices, what=f"a {what}"), ",".join(choices)
+            kind, every = partial(name_list, choices=choices, kind=f"a {what}"), ",".join(choices)
             parser.add_argument(option, type=kind, default=every, metavar="NAME,...", help=f"{what}s of {every}")
 
         add("--shape", tuple(SHAPES), "shape")

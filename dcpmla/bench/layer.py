@@ -103,7 +103,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         variants = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
         add("--variants", type=_variant_list, default="", metavar="NAME,...", help=variants)
         add_cache_arguments(parser)
-        index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, what="an index cache's format")
+        index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, kind="an index cache's format")
         names = f"of DeepSeek-V4's indexers: of {', '.join(INDEX_CACHE_DTYPES)}; auto: rows as they are"
         add("--index-cache-dtype", type=index_names, default="auto", metavar="NAME,...", help=names)
         add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")

@@ -93,7 +93,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         add("--heads", type=positive_list, default="128", metavar="H,...", help=heads)
         add("--topk", type=positive, default=2048, metavar="K", help="tokens that each new token selects")
         add("--index-heads", type=positive, default=64, metavar="H", help="of the indexer")
-        index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, what="an index cache's format")
+        index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, kind="an index cache's format")
         names = f"of {', '.join(INDEX_CACHE_DTYPES)}; auto: the model's dtype"
         add("--index-cache-dtype", type=index_names, default="auto,fp8", metavar="NAME,...", help=names)
         names = f"of {', '.join(FORMATS)}; bf16: rows that are not quantized"

@@ -105,6 +105,16 @@ def run(args: argparse.Namespace) -> None:
         job.watchdog.enter("writing the results", LOAD_TIMEOUT)
         if job.ranks.is_first:
             _report(args, files, engine, requests, chosen)
+        _check_errors(requests)
+
+
+def _check_errors(requests: Sequence[Request]) -> None:
+    """Raise ValueError if a request ended with an error, on every rank alike."""
+    failed = [request for request in requests if request.error is not None]
+    if failed:
+        raise ValueError(
+            f"{len(failed)} of {len(requests)} prompts failed; {failed[0].request_id!r}: {failed[0].error}"
+        )
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -140,9 +150,14 @@ def _output_line(request: Request) -> dict[str, object]:
         "token_ids": request.token_ids,
         "text": request.text,
         "finish_reason": request.finish_reason,
+        **_error(request),
         **_logprobs(request),
         **request.metrics(),
     }
+
+
+def _error(request: Request) -> dict[str, object]:
+    return {} if request.error is None else {"error": str(request.error)}
 
 
 def _logprobs(request: Request) -> dict[str, object]:
@@ -163,6 +178,7 @@ def _report(
                 "token_ids": request.token_ids,
                 "text": request.text,
                 "finish_reason": request.finish_reason,
+                **_error(request),
             }
             for request in requests
         ]

@@ -7,7 +7,6 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dcpmla.cache.capacity import FORMATS
 from dcpmla.config import (
     DCP_COMM_BACKENDS,
     DCP_EXCHANGE_DTYPES,
@@ -20,6 +19,7 @@ from dcpmla.config import (
 from dcpmla.job.bootstrap import DEVICES
 from dcpmla.job.join import TIMEOUT, Job, check_num_ranks, join_ranks
 from dcpmla.job.launcher import LaunchInfo
+from dcpmla.planning.capacity import FORMATS
 
 if TYPE_CHECKING:  # these import transformers, which only commands that run a model need
     from dcpmla.comm.select import ChosenExchange

@@ -1,5 +1,6 @@
 """Logits that are NaN or infinite end their request with an error, and no other."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla import LLM, SamplingParams
+from dcpmla.__main__ import main
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.runtime.sampling import NOT_FINITE, sample
@@ -130,3 +132,16 @@ def test_float16_is_right_where_it_has_the_range(tmp_path: Path) -> None:
             with LLM(str(tmp_path / family), dtype=dtype, **SMALL) as llm:
                 found.append(llm.generate([prompt], params, use_tqdm=False)[0].logprobs[0])
         assert found[0].logprob == pytest.approx(found[1].logprob, abs=0.05), family
+
+
+def test_generate_names_the_first_prompt_that_failed(
+    overflowing: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--model", str(overflowing), "--prompt-ids", "5,6,7,8", "--device", "cpu", "--json", str(out)]
+    options = ["--dtype", "float16", "--kv-cache-memory-bytes", str(1 << 22)]
+    assert main(["generate", *arguments, *options]) == 2
+    assert "1 of 1 prompts failed; 0: logits are NaN or infinite after 0 new tokens" in capfd.readouterr().err
+    (output,) = json.loads(out.read_text())["outputs"]
+    assert (output["finish_reason"], output["token_ids"]) == ("error", [])
+    assert "float16" in output["error"]
