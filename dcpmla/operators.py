@@ -26,8 +26,8 @@ class Operator(Generic[Result]):
     """A reference and its kernel, and the custom op of both, which has no gradients.
 
     torch's dispatcher takes a custom op through Python, up to 150 us a call on a slow CPU where arguments are mutated,
-    and a layer has a dozen. So calls go through it only where they are traced, where a mode watches what is
-    dispatched, or where a gradient must be refused.
+    and a layer has a dozen. So calls go through it only where they are traced, where a dispatch mode is
+    active, or where a gradient must be refused.
 
     Attributes:
         op: The custom op.
@@ -75,10 +75,10 @@ def operator(
     """Return a decorator that makes a reference the `Operator` dcpmla::name.
 
     Args:
-        fake: Function that makes tensors of the shapes, dtypes and strides that come back. Its parameters are those of
-            the operator's that it needs, by name.
+        fake: Function that returns tensors of the result's shapes, dtypes and strides. It has some of the operator's
+            parameters, by name.
         kernel: Launcher of the kernel, "package.module:function", with the reference's parameters. It is imported when
-            it runs first, since triton is there on Linux only.
+            it runs first, because triton is installed on Linux only.
         runs: Condition for the kernel, a function of parameters as `fake`. By default the first argument is on a GPU,
             in bfloat16, float16 or float32.
         mutates_args: Names of the tensors that are written.
@@ -98,7 +98,7 @@ def _is_float_on_gpu(x: Tensor) -> bool:
 
 
 def _take_named(function: Callable[..., Result], reference: Callable[..., Any]) -> Callable[..., Result]:
-    """Return a function of the reference's parameters that passes on those that `function` has.
+    """Wrap `function`, which has some of the reference's parameters, as a function of all of them.
 
     Raises:
         ValueError: `function` has a parameter that the reference has not.
@@ -109,7 +109,7 @@ def _take_named(function: Callable[..., Result], reference: Callable[..., Any]) 
     defaults = {name: parameters[name].default for name in parameters}
 
     def call(*args: Any, **kwargs: Any) -> Result:
-        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
-        return function(*(given[name] for name in names))
+        values = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
+        return function(*(values[name] for name in names))
 
     return call

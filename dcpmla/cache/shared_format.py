@@ -16,9 +16,9 @@ import torch
 PAGE_ROWS = 64
 ROPE_DIM = 64  # columns that stay in bfloat16
 TILE = 64  # values that share a scale
-SCALE_BYTES = 8  # of a row
-SMALLEST_AMAX = 1e-4  # so that zeros have a scale, too
-EXPONENT_BIAS = 127  # of an exponent in a byte
+SCALE_BYTES = 8  # bytes of scales that a row takes
+SMALLEST_AMAX = 1e-4  # zeros have a scale, too
+EXPONENT_BIAS = 127  # a byte holds an exponent plus this
 
 
 def rows_shape(num_rows: int, head_dim: int, storage: torch.dtype) -> tuple[int, int, int]:
@@ -29,8 +29,8 @@ def rows_shape(num_rows: int, head_dim: int, storage: torch.dtype) -> tuple[int,
     """
     if storage != torch.uint8:
         return num_rows, 1, head_dim
-    num_tiles, rest = divmod(head_dim - ROPE_DIM, TILE)
-    if rest or not 0 < num_tiles <= SCALE_BYTES:
+    num_tiles, remainder = divmod(head_dim - ROPE_DIM, TILE)
+    if remainder or not 0 < num_tiles <= SCALE_BYTES:
         raise ValueError(
             f"kv_cache_dtype (--kv-cache-dtype) fp8_ds_mla takes rows of {ROPE_DIM} rotated values after 1 to "
             f"{SCALE_BYTES} times {TILE}; head_dim is {head_dim}"

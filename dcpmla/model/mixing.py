@@ -18,7 +18,7 @@ class Mixing(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """The residual, and what is still to be mixed into it.
+    """The residual, and the output that is not mixed into it yet.
 
     Attributes:
         values: [T, S, hidden].
@@ -49,9 +49,9 @@ class Constants(NamedTuple):
     """The constants of a model's hyper-connections.
 
     Attributes:
-        eps: of norms.
-        stream_eps: of the streams' weights, and of their iterations.
-        num_iters: of Sinkhorn and Knopp's, which make comb doubly stochastic.
+        eps: Epsilon of norms.
+        stream_eps: Epsilon of the streams' weights, and of their iterations.
+        num_iters: Iterations of Sinkhorn and Knopp, which make comb doubly stochastic.
     """
 
     eps: float

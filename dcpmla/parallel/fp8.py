@@ -24,7 +24,7 @@ class QuantizedRows(NamedTuple):
 
     Attributes:
         values: e4m3 [T, K]; nvfp4: uint8 [T, K / 2].
-        scales: for a block-quantized weight float32 [T, K / 128], any strides. Attention's output
+        scales: Scales, float32 [T, K / 128] of any strides for a block-quantized weight. Attention's output
             (`dcpmla.attention.output.quant`) also comes with other scales: fp8: the one given; fp8_groups: float32
             [T, K / G] in the layout asked for; nvfp4: e4m3 in the order of `formats.empty_nvfp4`.
     """
@@ -44,7 +44,7 @@ class NormedRows:
 
     Attributes:
         plain: [T, K].
-        quantized: of the same, in groups of 128.
+        quantized: Quantized rows, in groups of 128.
     """
 
     plain: Tensor

@@ -31,8 +31,8 @@ def write_rows_(
     """Write x [n, N] into the rows of a result from first_row on.
 
     Args:
-        values, scales: Result, which determines the format: values in x's dtype take x as it is; those of
-            `attention/output/formats.py` are quantized (fp8 has no scales, nvfp4 bytes as values).
+        values, scales: Result, which determines the format: values in x's dtype take x as it is, others are
+            quantized as in `attention/output/formats.py` (fp8 has no scales, nvfp4 bytes as values).
         scale: Scale of fp8 and nvfp4; None for other formats.
     """
     if values.dtype == x.dtype:

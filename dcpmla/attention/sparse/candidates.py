@@ -1,7 +1,7 @@
 """Candidates for selection: a token's score and position in one int64.
 
-Comparing two of them is the total order of selection: score descending, then position ascending. Whatever the number of
-ranks, and in whatever order candidates come together, the same ones are selected. Layout: the score's bits, made
+Their order as integers is the total order of selection: score descending, then position ascending. The same candidates
+are selected for every number of ranks, and in every order of arrival. Layout: the score's bits, made
 comparable as an integer, over 2^31 - 1 - position. No 32-bit half is ever -1, which marks memory that `direct` waits
 for.
 """
