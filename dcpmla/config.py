@@ -135,7 +135,6 @@ class MLAConfig:
         return self.num_heads // tensor_parallel_size
 
 
-
 _DCP_RULES = {
     "tensor_parallel_size": whole(1, _MOST_RANKS),
     "decode_context_parallel_size": whole(1, _MOST_RANKS),

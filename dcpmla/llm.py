@@ -1,7 +1,6 @@
 """`LLM`, the front door: the job, its exchange and its engine in one object; and what it shares with the commands."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from difflib import get_close_matches
@@ -145,14 +144,12 @@ class LLM:
         Raises:
             ValueError: as `generate` does.
         """
-        pieces: deque[tuple[Request, str]] = deque()
-        requests = self._add(prompts, sampling_params, cache_salt, lambda *piece: pieces.append(piece))
+        requests = self._add(prompts, sampling_params, cache_salt)
         try:
             while self.engine.has_requests:
-                self.engine.step()
+                tokens = self.engine.step().tokens
                 self._pause()
-                while pieces:
-                    yield pieces.popleft()
+                yield from tokens
         finally:  # also where the caller has enough of it
             self._leave(requests)
 
@@ -173,7 +170,6 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str,
-        on_token: Callable[[Request, str], object] | None = None,
     ) -> list[Request]:
         """Queue all prompts, or none."""
         if not dist.is_initialized():
@@ -186,7 +182,7 @@ class LLM:
         try:
             for index, (prompt, params) in enumerate(pairs):
                 checked = self.engine.prompt(prompt, cache_salt)
-                requests.append(self.engine.add(checked, params, request_id=index, on_token=on_token))
+                requests.append(self.engine.add(checked, params, request_id=index))
         except ValueError as error:
             self._leave(requests)
             raise ValueError(f"prompt {len(requests)}: {error}") from error
@@ -228,7 +224,7 @@ def run_with_bar(engine: Engine, name: str, num_requests: int, is_shown: bool) -
     with tqdm(total=num_requests, desc=name, unit="request", disable=not is_shown) as bar:
         while engine.has_requests:
             try:
-                finished = engine.step()
+                finished = engine.step().finished
             except ValueError as error:
                 raise RuntimeError(f"{name} failed") from error
             yield finished

@@ -35,9 +35,7 @@ class LatentCosts:
         rates: Speeds of the GPU.
     """
 
-    def __init__(
-        self, config: MLAConfig, num_layers: int, num_index_layers: int, dcp: DCPConfig, rates: Rates
-    ) -> None:
+    def __init__(self, config: MLAConfig, num_layers: int, num_index_layers: int, dcp: DCPConfig, rates: Rates) -> None:
         self._routes, self._num_layers = RouteCosts(config, dcp, rates), num_layers
         self._topk, self._score_us = inf, 0.0  # time of a key's scores in all layers with an indexer
         if config.indexer is not None:

@@ -79,9 +79,7 @@ class CompressedStack(Stack):
             StepRequests([1] * batch, [context] * batch, blocks[index % num_sets], states[index])
             for index in range(num_steps)
         ]
-        self.metadata = [
-            with_angles(steps.build(each, workspace=workspace), self._draw_angles) for each in requests
-        ]
+        self.metadata = [with_angles(steps.build(each, workspace=workspace), self._draw_angles) for each in requests]
         self._draw_inputs(mesh, batch, dtype)
 
     def _draw_angles(self, positions: Tensor, _: bool) -> Tensor:

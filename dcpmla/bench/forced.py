@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter, Drafts
-from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.verification import Compared
 
@@ -36,7 +36,7 @@ class ForcedDrafter(Drafter):
         self._marks = (torch.rand(_NUM_RANDOM, generator=rng) < share).long().to(device)
         self._random = torch.randint(vocab_size, (_NUM_RANDOM,), generator=rng).to(device)
 
-    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
         """Return the other's drafts, or random tokens."""
         drafts, nums = self._drafter.draft(wanted, previous), [num for _, num in wanted]
         others = self._some(self._random, sum(nums))

@@ -33,7 +33,7 @@ from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, floor_us
 from dcpmla.planning.weights import ModelSize, read_model
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
-from dcpmla.runtime.drafts import Drafter
+from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.speculation import Speculation
 
 _OPTIONS = (
@@ -117,7 +117,7 @@ class Generate(Benchmark[Batch, None]):
         for size in dict.fromkeys(self.args.batch):
             yield from (Batch(size, mode) for mode in (["graph"] if self.graph else []) + ["eager"])
             drafter = self.speculation.drafter
-            if drafter is not None and size * (1 + drafter.num_speculative_tokens) <= MAX_DRAFT_ROWS:
+            if drafter.num_speculative_tokens and size * (1 + drafter.num_speculative_tokens) <= MAX_DRAFT_ROWS:
                 mode = "graph" if self.graph else "eager"
                 for acceptance in self.args.acceptance:
                     yield from (Batch(size, mode, acceptance, is_adaptive) for is_adaptive in (False, True))
@@ -192,11 +192,11 @@ class Generate(Benchmark[Batch, None]):
         us = floor_us(H200X8, self.size, setting, batch, args.input_len)
         return {"floor_us": round(us, 2), "floor_share": round(us / device_us, 4)}
 
-    def _drafter(self, case: Batch) -> Drafter | None:
+    def _drafter(self, case: Batch) -> Drafter:
         """Return the drafter of a case, with its forced acceptance."""
         engine, drafter = self.engine, self.speculation.drafter
-        if case.acceptance is None or drafter is None:
-            return None
+        if case.acceptance is None:
+            return NoDrafter()
         model = engine.model
         return ForcedDrafter(drafter, case.acceptance, model.vocab_size, model.device, not case.is_adaptive)
 
@@ -209,7 +209,7 @@ class Generate(Benchmark[Batch, None]):
         vocab_size = engine.model.vocab_size
         add_load(engine, make_load(batch, math.inf, [args.input_len], [args.output_len], vocab_size, args.seed))
         steps, drafter = [], engine.speculation.drafter
-        num_drafts = drafter.num_speculative_tokens if drafter is not None and drafter.drafts_always else 0
+        num_drafts = drafter.num_speculative_tokens if drafter.drafts_always else 0
         while engine.has_requests:
             before, started = replace(engine.stats), time.perf_counter()
             num_running = len(engine.scheduler.running)

@@ -12,7 +12,7 @@ from dcpmla.integrations.mtp import check_mtp
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
-from dcpmla.runtime.drafts import Drafter
+from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter
@@ -39,14 +39,14 @@ def make_drafter(
     cache: Cache,
     mesh: DCPMesh,
     graphs: Sequence[DecodeGraph],
-) -> Drafter | None:
-    """Return the drafter of a method; None for "none".
+) -> Drafter:
+    """Return the drafter of a method.
 
     Args:
         graphs: of `mtp_graphs`, made or captured over the cache.
     """
     if method == "none":
-        return None
+        return NoDrafter()
     if method == "ngram":
         return NgramDrafter(num_speculative_tokens, model.device)
     return MtpDrafter(num_speculative_tokens, model, cache, mesh, *graphs)

@@ -1,9 +1,9 @@
-"""Agreement of all ranks on a step: on the first rank's tokens, clock and news, on failed callbacks and exchanges."""
+"""Agreement of all ranks on a step: the first rank's tokens, clock and news, and whether an exchange failed."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,14 +19,14 @@ from dcpmla.upload import upload
 
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
-_HEAD = 4  # words before the flags: clock, bytes of news, ranks that are told to stop, a step's time
+_HEAD = 4  # words before the faults: clock, bytes of news, ranks that are told to stop, a step's time
 # One for each TP group, for good: torch gives a second group of the same ranks the name of the first, if that has been
 # destroyed, and so the addresses that it left in the job's store.
 _groups_of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 class News(NamedTuple):
-    """News of a rank from outside the job.
+    """News from outside the job, which one step's message brings to all ranks.
 
     Attributes:
         content: of the first rank; other ranks' is empty.
@@ -36,15 +36,9 @@ class News(NamedTuple):
     content: bytes = b""
     is_told: bool = False
 
-
-class Feed(Protocol):
-    """The source of a server's requests, which only the first rank hears: they travel with a step's message."""
-
-    def give(self) -> News:
-        """Return what this rank has heard since the last call."""
-
-    def take(self, news: News) -> None:
-        """Hear, on every rank at the same step, what the first rank gave, and whether any rank is told to stop."""
+    def joined(self, other: "News") -> "News":
+        """Return this news followed by other news."""
+        return News(self.content + other.content, self.is_told or other.is_told)
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,6 @@ class Agreed:
         now: seconds on the first rank's clock when the step was launched.
         num_bytes: of the first rank's news, which `Agreement.share` brings.
         is_told: whether any rank is told to stop.
-        failed: which of the flags that each rank gave were set on any.
         step_time: of a step before, on the first rank's clock.
         tokens: the first rank's.
     """
@@ -63,7 +56,6 @@ class Agreed:
     now: float
     num_bytes: int
     is_told: bool
-    failed: list[bool]
     step_time: StepTime | None
     tokens: list[int]
 
@@ -73,8 +65,8 @@ class Message:
     """A step's one message, summed over the ranks.
 
     Attributes:
-        words: [4 + num_flags + num_faults + n] int64 on the device: the first rank's clock, bytes of news, ranks that
-            are told to stop, the first rank's time of a step, flags, faults, and the first rank's tokens.
+        words: [4 + num_faults + n] int64 on the device: the first rank's clock, bytes of news, ranks that are told to
+            stop, the first rank's time of a step, faults, and the first rank's tokens.
         tokens: Tokens [n] int64 on the device, for the next step; 0 in place of NOT_FINITE.
         memory: [len(words) + room] int64, of the words and of what else goes to the host with them.
         content: this rank's news.
@@ -85,7 +77,6 @@ class Message:
     tokens: Tensor
     memory: Tensor
     content: bytes
-    num_flags: int
     num_faults: int
     step_time: StepTime | None
 
@@ -95,13 +86,11 @@ class Message:
         Raises:
             PeerFault: an exchange of the step, or of one before it, failed on some rank.
         """
-        faults_at = _HEAD + self.num_flags
-        tokens_at = faults_at + self.num_faults
-        if any(words[faults_at:tokens_at]):
+        tokens_at = _HEAD + self.num_faults
+        if any(words[_HEAD:tokens_at]):
             raise PeerFault("an exchange of this step failed on another rank, which says what it waited for")
-        failed = [count > 0 for count in words[_HEAD:faults_at]]
         step_time = self.step_time and self.step_time._replace(seconds=words[3] * _MICROSECOND)
-        return Agreed(words[0] * _MICROSECOND, words[1], words[2] > 0, failed, step_time, list(words[tokens_at:]))
+        return Agreed(words[0] * _MICROSECOND, words[1], words[2] > 0, step_time, list(words[tokens_at:]))
 
 
 class Agreement:
@@ -125,7 +114,6 @@ class Agreement:
     def start(
         self,
         tokens: Tensor,
-        failed: Sequence[bool],
         faults: Sequence[Tensor],
         news: News,
         step_time: StepTime | None = None,
@@ -135,14 +123,13 @@ class Agreement:
 
         Args:
             tokens: Tokens [n] int64, chosen on this rank; NOT_FINITE ends a request.
-            failed: flags that any rank may set.
             faults: [1] int64 each, in pinned memory, not 0 once a kernel of this rank has waited in vain; read in the
                 order of the device's work.
             news: of this rank.
             step_time: of the last step, as this rank has taken it; of the same step on every rank.
             room: words of memory past the message.
         """
-        head = [*self._head(news, step_time), *failed]
+        head = self._head(news, step_time)
         num_words = len(head) + len(faults) + len(tokens)
         numbers = np.zeros(num_words + room, dtype=np.int64)
         numbers[: len(head)] = head
@@ -157,7 +144,7 @@ class Agreement:
             with named(_OPERATION, self._mesh.tp_group):
                 dist.all_reduce(words, group=self._mesh.tp_group)
         safe = agreed.clamp(min=0)  # The next step is launched before a request with NOT_FINITE ends.
-        return Message(words, safe, memory, news.content, len(failed), len(faults), step_time)
+        return Message(words, safe, memory, news.content, len(faults), step_time)
 
     def meet(self, news: News) -> tuple[float, News]:
         """Return seconds on the first rank's clock, its news, and whether any rank is told to stop. Collective over the

@@ -11,7 +11,7 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.verification import Compared
 
 if TYPE_CHECKING:
-    from dcpmla.runtime.pending import PendingStep
+    from dcpmla.runtime.in_flight import InFlightStep
 
 NO_DRAFT = -1  # in place of a draft's id where a drafter finds none: the model computes token 0, and it is rejected
 
@@ -54,7 +54,7 @@ class Drafter(ABC):
         self.num_speculative_tokens = num_speculative_tokens
 
     @abstractmethod
-    def draft(self, wanted: Sequence[tuple[Request, int]], previous: "PendingStep | None") -> Drafts:
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: "InFlightStep | None") -> Drafts:
         """Guess what follows all tokens of some requests. Called for each step, before it is launched.
 
         Args:
@@ -78,3 +78,20 @@ class Drafter(ABC):
 
     def close(self) -> None:  # noqa: B027 -- most hold nothing
         """Free what it holds."""
+
+
+class NoDrafter(Drafter):
+    """A drafter without drafts: steps have one token of each decode."""
+
+    reads_tokens = False
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: "InFlightStep | None") -> Drafts:
+        """Return no drafts."""
+        return Drafts.of([])
+
+    def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return no request."""
+        return []

@@ -3,20 +3,20 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.fields import Rule, check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.agreement import Agreement, Feed, News
-from dcpmla.runtime.callbacks import Callbacks
+from dcpmla.runtime.agreement import Agreement, News
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts
-from dcpmla.runtime.drafts import Drafter
+from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
 from dcpmla.runtime.penalties import Penalties
-from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Prompt, Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.runner import Model, StepRunner, choose_tokens
 from dcpmla.runtime.sampling import NOT_FINITE, SamplingParams
@@ -28,11 +28,26 @@ from dcpmla.runtime.text import TextStream, Tokenizer
 _MAX_SLEEP = 1.0  # longest seconds between calls of on_step in an idle engine
 
 
+class StepEvents(NamedTuple):
+    """The outcome of a call of `Engine.step`.
+
+    Attributes:
+        tokens: Requests with new tokens, in the order of the batch, and the text that became certain with them, maybe
+            empty. A request that failed is among them.
+        finished: Requests that ended, by themselves or with an error.
+        news: News that all ranks have now (`Engine.post`), to be followed before the next step.
+    """
+
+    tokens: list[tuple[Request, str]]
+    finished: list[Request]
+    news: News = News()
+
+
 class Engine:
     """Continuous batching over one sharded cache. Every rank of the TP group makes the same calls, in the same order.
 
-    Ranks decide alike from one message a step: the first rank's choice of tokens and its clock, the failed callbacks,
-    and whether an exchange failed (`Agreement`).
+    Ranks decide alike from one message a step: the first rank's choice of tokens and its clock, and whether an exchange
+    failed (`Agreement`). A server's commands travel with it (`post`).
 
     A step is launched before the tokens of the previous step are on the host. So a new request joins the next step but
     one, and a request that ends before its last possible token is computed once too often; the extra token is
@@ -49,7 +64,7 @@ class Engine:
         on_step: Function that is called before each step with a line on it.
         graph: Graph of the model's decode step over the cache, for steps of only decodes up to its largest batch.
         enable_prefix_caching: Whether to reuse blocks of earlier requests that begin with the same tokens.
-        drafter: Source of drafts, which steps verify; None for one token a request and step.
+        drafter: Source of drafts, which steps verify.
         costs: Model of the time that pieces of prompts take, which decides how they attend and bounds them.
     Raises:
         ValueError: A limit is too low.
@@ -79,19 +94,20 @@ class Engine:
         limits = max_num_batched_tokens, max_num_seqs, enable_prefix_caching
         self.scheduler = Scheduler(self.allocator, *limits, costs)
         self.stats = Stats()
-        self.speculation = Speculation(drafter)
+        self.speculation = Speculation(drafter or NoDrafter())
         self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, costs.tokens_per_request)
         self._penalties = Penalties(model.eos_token_ids)
         self._agreement = Agreement(mesh)
         self.now = 0.0  # seconds on this rank's clock when the last step ended
         self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served
-        self._pending: PendingStep | None = None  # launched, its tokens not yet taken
-        self._latest: PendingStep | None = None  # the last launched step, even after its tokens are taken
+        self._in_flight: InFlightStep | None = None  # launched, its tokens not yet taken
+        self._latest: InFlightStep | None = None  # the last launched step, even after its tokens are taken
         self._last_end = 0.0  # `time.perf_counter` when tokens were last taken
-        self._callbacks = Callbacks()
         self._arrivals = Arrivals()
-        self.feed: Feed | None = None  # the feed of a server
-        self._finished: deque[Request] = deque()  # not yet returned to the caller
+        self._outgoing, self._heard = News(), News()  # of this rank, for the next message; and of all ranks
+        self._has_met = False  # the ranks have just met, and the caller has followed their news
+        self._finished: list[Request] = []  # in this step
+        self._unread: deque[Request] = deque()  # finished, not yet read from `run`
 
     def prompt(self, content: str | Sequence[int], cache_salt: str = "") -> Prompt:
         """Check a prompt, a text or token ids, that several requests may share.
@@ -113,7 +129,6 @@ class Engine:
         *,
         request_id: str | int = 0,
         arrival_time: float | None = None,
-        on_token: Callable[[Request, str], object] | None = None,
         keep_logits: bool = False,
         keep_logprobs: bool = True,
     ) -> Request:
@@ -123,16 +138,13 @@ class Engine:
         Args:
             params: Sampling parameters, by default greedy, 16 tokens; max_model_len bounds max_new_tokens.
             arrival_time: Seconds on the engine's clock before which the request is ignored; default now.
-            on_token: Function that is called at each new token with the request and the text that became certain; may
-                add and abort requests, on every rank alike. If it raises on any rank, the request ends as "error" on
-                all ranks (`Request.error`), with at most one more token and no more calls; other requests continue.
             keep_logits: Whether to keep the logits that each token was chosen from.
             keep_logprobs: Whether this rank keeps the log probabilities that params ask for.
         Raises:
             ValueError: An argument has another type, the model cannot continue the prompt, the whole cache has no room
                 for it, a text or a stop string has no tokenizer, or arrival_time is not finite.
         """
-        check_arguments(params, request_id, arrival_time, on_token, keep_logits, keep_logprobs)
+        check_arguments(params, request_id, arrival_time, keep_logits, keep_logprobs)
         params = params or SamplingParams()
         if params.stop and self.tokenizer is None:
             raise ValueError("stop has strings, but the engine has no tokenizer; give stop_token_ids")
@@ -148,7 +160,6 @@ class Engine:
             prompt_keys=keys,
             keep_logits=keep_logits,
             keep_logprobs=keep_logprobs,
-            on_token=on_token,
             text_stream=text_stream,
         )
         self.scheduler.check_fits(request)
@@ -167,34 +178,55 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Return whether any request is still to be served or to be returned to the caller."""
-        return bool(self._arrivals or self.scheduler.waiting or self.scheduler.running or self._finished)
+        """Return whether any request is still to be served, or to be read from `run`."""
+        return bool(self._arrivals or self.scheduler.waiting or self.scheduler.running or self._unread)
+
+    def post(self, news: News) -> None:
+        """Queue news of this rank, which the next message brings to all ranks (`StepEvents.news`)."""
+        self._outgoing = self._outgoing.joined(news)
 
     def run(self) -> Iterator[Request]:
         """Step until no request is left, and yield each one as it finishes.
 
-        Requests may be added meanwhile, on every rank alike.
+        Requests may be added and aborted meanwhile, on every rank alike.
         """
         while self.has_requests:
-            if not self._finished:
-                self._advance()
-            while self._finished:
-                yield self._finished.popleft()
+            if not self._unread:
+                self._unread += self.step().finished
+            while self._unread:
+                yield self._unread.popleft()
 
-    def step(self) -> list[Request]:
-        """Take the tokens of one step, launch the next, and return the requests that are finished. Collective over the
-        TP group.
+    def step(self) -> StepEvents:
+        """Take the tokens of one step, and launch the next. Collective over the TP group.
+
+        With news the step may end before anything is launched, so that the caller can follow them first.
         """
-        self._advance()
-        finished = list(self._finished)
-        self._finished.clear()
-        return finished
+        self._finished, self._heard = [], News()
+        if self._in_flight is None:
+            if not self._meet():
+                return StepEvents([], [], self._heard)
+            self._in_flight = self._launch()
+        if self._in_flight is None:
+            self._wait_for_arrival()
+            return StepEvents([], [])
+        step = self._in_flight
+        if self.speculation.waits_for(step, self.scheduler.running, self._can_move):
+            self._in_flight = None
+            tokens = self._collect(step)
+            self._in_flight = self._launch()
+        else:
+            self._in_flight = self._launch()
+            tokens = self._collect(step)
+        if self._in_flight is not None and not (self.scheduler.running or self.scheduler.waiting):
+            tokens += self._collect(self._in_flight)  # its requests have ended, and no step follows
+            self._in_flight = None
+        return StepEvents(tokens, self._finished, self._heard)
 
     def close(self) -> None:
         """Free the decode graph. To be called before the process groups are destroyed (see `DecodeGraph.release`)."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self._in_flight is not None:
+            self._in_flight.wait()
+            self._in_flight = None
         if self.graph is not None:
             self.graph.release()
         self.speculation.close()
@@ -204,28 +236,6 @@ class Engine:
         self._agreement.restart_clock()
         self.now = self._first_now = 0.0
 
-    def _advance(self) -> None:
-        if self._pending is None:
-            # The clock advanced while nothing was computed.
-            self._first_now, commands = self._agreement.meet(self._news())
-            self._hear(commands)
-            self._pending = self._launch()
-        if self._pending is None:
-            self._wait_for_arrival()
-            return
-        pending = self._pending
-        if self.speculation.waits_for(pending, self.scheduler.running, self._can_move):
-            self._pending = None
-            texts = self._collect(pending)
-            self._pending = self._launch()
-        else:
-            self._pending = self._launch()
-            texts = self._collect(pending)
-        self._callbacks.tell(texts)
-        if self._pending is not None and not (self.scheduler.running or self.scheduler.waiting):
-            self._callbacks.tell(self._collect(self._pending))  # its requests have ended, and no step follows
-            self._pending = None
-
     def cache_use(self) -> float:
         """Return the part of the cache's blocks that running requests hold, in [0, 1]."""
         return 1 - self.allocator.num_free / self.allocator.num_blocks
@@ -234,6 +244,19 @@ class Engine:
         if self.tokenizer is None:
             raise ValueError("prompt is a text, but the engine has no tokenizer; give token ids")
         return list(self.tokenizer(prompt)["input_ids"])
+
+    def _meet(self) -> bool:
+        """Agree on the clock, which advanced while nothing was computed; return whether a step may be launched now."""
+        if not self._has_met:
+            self._first_now, self._heard = self._agreement.meet(self._take_outgoing())
+            self._has_met = any(self._heard)
+            return not self._has_met
+        self._has_met = False
+        return True
+
+    def _take_outgoing(self) -> News:
+        news, self._outgoing = self._outgoing, News()
+        return news
 
     def _wait_for_arrival(self) -> None:
         self.on_step("waiting for the next request")
@@ -245,7 +268,7 @@ class Engine:
         decode graph.
         """
         running, graph, drafter = self.scheduler.running, self.graph, self.speculation.drafter
-        if graph is None or drafter is None or self.scheduler.waiting:
+        if graph is None or self.scheduler.waiting:
             return False
         if self._arrivals and self._arrivals.next_time <= self._first_now:
             return False
@@ -253,39 +276,38 @@ class Engine:
             return False
         return all(graph.takes(len(running), query_len) for query_len in (1, 1 + drafter.num_speculative_tokens))
 
-    def _launch(self) -> PendingStep | None:
+    def _launch(self) -> InFlightStep | None:
         """Schedule a step and start it after the one in flight; return None if there is nothing to compute."""
         self.scheduler.waiting += self._arrivals.take(self._first_now)
-        is_ahead = self._pending is not None
+        is_ahead = self._in_flight is not None
         num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
-        step = self.scheduler.schedule(self._agreement.clock(), num_drafts)
-        if not step.pieces:
+        batch = self.scheduler.schedule(self._agreement.clock(), num_drafts)
+        if not batch.pieces:
             return None
-        drafts = self.speculation.draft(step, self._latest)
+        drafts = self.speculation.draft(batch, self._latest)
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started = time.perf_counter()
-        graph = self._runner.graph_of(step, self.graph)
-        batch = graph.batch(len(step.pieces), step.most_drafts + 1) if graph else None
-        as_graph = f"; decode graph of {batch}" if batch else ""
+        graph = self._runner.graph_of(batch, self.graph)
+        size = graph.batch(len(batch.pieces), batch.most_drafts + 1) if graph else None
+        as_graph = f"; decode graph of {size}" if size else ""
         self.on_step(
-            f"{'prefill' if step.has_prompts else 'decode'} step {self.stats.num_steps + is_ahead} "
-            f"({step.words}{as_graph})"
+            f"{'prefill' if batch.has_prompts else 'decode'} step {self.stats.num_steps + is_ahead} "
+            f"({batch.words}{as_graph})"
         )
-        prompts = PromptRows.of(step)
-        inputs, computed, logits = self._runner.run(step, self._pending, drafts, graph, prompts)
-        for piece in step.pieces:
+        prompts = PromptRows.of(batch)
+        inputs, computed, logits = self._runner.run(batch, self._in_flight, drafts, graph, prompts)
+        batch.advance()
+        for piece in batch.pieces:
             self._remember(piece.request)
-        tokens = choose_tokens(inputs.ready, logits, self._pending, self._penalties)
+        tokens = choose_tokens(inputs.ready, logits, self._in_flight, self._penalties)
         tokens = prompts.reject_not_finite(tokens, logits, inputs.ready)
-        called, failed = self._callbacks.take()
         num_verified = 0 if drafts is None else len(inputs.ready) + len(drafts)
         step_time = self.speculation.step_time
-        message = self._agreement.start(tokens, failed, self.model.faults, self._news(), step_time, num_verified)
+        message = self._agreement.start(tokens, self.model.faults, self._take_outgoing(), step_time, num_verified)
         verified = self.speculation.verify(drafts, inputs.ready, message)
         logprobs = Logprobs(logits, inputs.ready, message.tokens, prompts)
-        self._latest = PendingStep(
-            step, inputs.ready, computed, message, drafts, verified, called, logits, logprobs, started
-        )
+        self._latest = InFlightStep(batch, inputs.ready, computed, message, drafts, verified, logits, logprobs, started)
+        self._latest.begin()
         return self._latest
 
     def _remember(self, request: Request) -> None:
@@ -293,34 +315,34 @@ class Engine:
         if copied is not None:
             self.cache.copy_state(*copied)
 
-    def _collect(self, pending: PendingStep) -> list[tuple[Request, str]]:
+    def _collect(self, step: InFlightStep) -> list[tuple[Request, str]]:
         """Wait for a step and take its tokens; return the requests with new tokens, each with the text that became
         certain.
         """
-        words = pending.wait()
+        words = step.wait()
         self.model.check()
-        agreed = pending.message.read(words)
+        agreed = step.message.read(words)
         self.now, self._first_now = self._agreement.clock(), agreed.now
-        self._end_failed(pending.called, agreed.failed)
-        self._hear(News(self._agreement.share(pending.message.content, agreed.num_bytes), agreed.is_told))
-        pending.logprobs.give()
+        content = self._agreement.share(step.message.content, agreed.num_bytes)
+        self._heard = self._heard.joined(News(content, agreed.is_told))
+        step.logprobs.give()
         texts, num_rejected = [], 0
-        for piece, drafts, tokens in pending.results(agreed.tokens):
+        for piece, drafts, tokens in step.results(agreed.tokens):
             if piece.request.finish_reason:
                 continue
             num_drafts = self.speculation.accept(piece, drafts, len(tokens) - 1)
             num_rejected += len(drafts) + 1 - len(tokens)
             self.stats.count_drafts(num_drafts, len(tokens) - 1)
-            texts.append((piece.request, self._append(piece.request, tokens, pending)))
+            texts.append((piece.request, self._append(piece.request, tokens, step)))
         ended = time.perf_counter()
         self.speculation.learn(agreed.step_time)
-        self.speculation.end(pending, ended - self._last_end)
-        num_tokens = sum(piece.num_tokens for piece in pending.pieces) - num_rejected
-        self.stats.count_step(pending.is_prefill, num_tokens, ended - max(pending.started, self._last_end))
+        self.speculation.end(step, ended - self._last_end)
+        num_tokens = sum(piece.num_tokens for piece in step.pieces) - num_rejected
+        self.stats.count_step(step.is_prefill, num_tokens, ended - max(step.started, self._last_end))
         self._last_end = ended
         return texts
 
-    def _append(self, request: Request, tokens: Sequence[int], pending: PendingStep) -> str:
+    def _append(self, request: Request, tokens: Sequence[int], step: InFlightStep) -> str:
         """Append a request's tokens, finish it at one that ends it, and return the text that became certain."""
         text = ""
         if request.first_token_time is None:
@@ -330,7 +352,7 @@ class Engine:
                 self._fail(request, self._not_finite(len(request.token_ids)))
                 return text
             if request.keep_logits:
-                request.logits.append(pending.logits[request][index])
+                request.logits.append(step.logits[request][index])
             text += request.append(token_id, self.model.eos_token_ids)
             self.stats.num_new_tokens += 1
             if request.finish_reason:
@@ -344,19 +366,6 @@ class Engine:
         self.scheduler.remove(request)
         self._finished.append(request)
         self.stats.count_finished(request)
-
-    def _news(self) -> News:
-        return News() if self.feed is None else self.feed.give()
-
-    def _hear(self, news: News) -> None:
-        if self.feed is not None and any(news):
-            self.feed.take(news)
-
-    def _end_failed(self, called: Sequence[Request], failed: Sequence[bool]) -> None:
-        """End requests whose callbacks failed on any rank."""
-        for request, has_failed in zip(called, failed, strict=True):
-            if has_failed and not request.finish_reason:
-                self._fail(request, RuntimeError("on_token failed on another rank"))
 
     def _fail(self, request: Request, error: Exception) -> None:
         request.error = request.error or error

@@ -20,7 +20,7 @@ from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.collectives import gather_values, is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
-from dcpmla.runtime.padding import Batch, PaddedStep
+from dcpmla.runtime.graph_inputs import GraphInputs, GraphSize
 
 DecodeStep = Callable[[Tensor, StepMetadata, Cache], Tensor]
 _TORCH = str(Path(torch.__file__).parent)
@@ -81,12 +81,12 @@ class DecodeGraph:
         if max_query_len > 1 and most:
             self.wide_sizes = batch_sizes(most)
         self._max_query_len = max_query_len
-        self._batches = [Batch(size) for size in self.batch_sizes]
-        self._batches += [Batch(size, max_query_len) for size in self.wide_sizes]
+        self._batches = [GraphSize(size) for size in self.batch_sizes]
+        self._batches += [GraphSize(size, max_query_len) for size in self.wide_sizes]
         self._batches.sort(key=lambda batch: batch.num_rows)
-        self._padded = PaddedStep(input_like, self._batches, max_model_len, cache.sizes, steps)
-        self._graphs: dict[Batch, torch.cuda.CUDAGraph] = {}
-        self._latest: tuple[Batch, Tensor | None] = self._batches[0], None
+        self._padded = GraphInputs(input_like, self._batches, max_model_len, cache.sizes, steps)
+        self._graphs: dict[GraphSize, torch.cuda.CUDAGraph] = {}
+        self._latest: tuple[GraphSize, Tensor | None] = self._batches[0], None
         self._out: Tensor | None = None  # of the largest batch, [rows, ...]
 
     @property
@@ -99,7 +99,7 @@ class DecodeGraph:
         sizes = self.batch_sizes if query_len == 1 else self.wide_sizes
         return bool(sizes) and 1 <= num_reqs <= sizes[-1] and query_len <= self._max_query_len
 
-    def batch(self, num_reqs: int, query_len: int = 1) -> Batch:
+    def batch(self, num_reqs: int, query_len: int = 1) -> GraphSize:
         """Return the batch that so many requests of at most query_len tokens each are padded to.
 
         Raises:
@@ -112,8 +112,8 @@ class DecodeGraph:
                 f"token each of 1 to {self.batch_sizes[-1]} requests (max_num_seqs){wide}"
             )
         if query_len == 1:
-            return Batch(self.batch_sizes[bisect_left(self.batch_sizes, num_reqs)])
-        return Batch(self.wide_sizes[bisect_left(self.wide_sizes, num_reqs)], self._max_query_len)
+            return GraphSize(self.batch_sizes[bisect_left(self.batch_sizes, num_reqs)])
+        return GraphSize(self.wide_sizes[bisect_left(self.wide_sizes, num_reqs)], self._max_query_len)
 
     @property
     def latest_rows(self) -> Tensor | None:
@@ -125,9 +125,7 @@ class DecodeGraph:
         """Return how the latest step is laid out, in static memory."""
         return self._padded.rows(self._latest[0])[1]
 
-    def run(
-        self, inputs: Tensor, requests: StepRequests, cache: Cache, num_rejected: Tensor | None = None
-    ) -> Tensor:
+    def run(self, inputs: Tensor, requests: StepRequests, cache: Cache, num_rejected: Tensor | None = None) -> Tensor:
         """Run a decode step: a replay, or before `capture` the padded step itself. Collective over the TP group.
 
         Args:
@@ -194,7 +192,7 @@ class DecodeGraph:
         """
         self._graphs = {}
 
-    def _replay(self, batch: Batch) -> Tensor:
+    def _replay(self, batch: GraphSize) -> Tensor:
         if batch not in self._graphs:
             return self._compute(batch)
         assert self._out is not None
@@ -204,7 +202,7 @@ class DecodeGraph:
 
     def _fill(
         self, inputs: Tensor, requests: StepRequests, cache: Cache, num_rejected: Tensor | None = None
-    ) -> tuple[Batch, Tensor | None]:
+    ) -> tuple[GraphSize, Tensor | None]:
         """Fill the static memory; return the batch, and the tokens' rows in it where these are not the first."""
         if _addresses(cache) != self._addresses:
             raise ValueError(
@@ -215,7 +213,7 @@ class DecodeGraph:
         return self._latest
 
     @torch.inference_mode()
-    def _compute(self, batch: Batch) -> Tensor:
+    def _compute(self, batch: GraphSize) -> Tensor:
         self._padded.lay_out(batch)
         out, num_rows = self._step(*self._padded.rows(batch), self._cache), batch.num_rows
         if self._out is None:
@@ -237,14 +235,14 @@ class DecodeGraph:
             self._graphs[batch] = torch.cuda.CUDAGraph()
             self._agree(self._capture(self._graphs[batch], batch, stream, pool))
 
-    def _warm_up(self, batch: Batch, stream: torch.cuda.Stream) -> None:
+    def _warm_up(self, batch: GraphSize, stream: torch.cuda.Stream) -> None:
         """Make the first call, whose compiling, loading and allocating may not be part of a graph."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._compute(batch)
         torch.cuda.synchronize()
 
-    def _host_sync(self, batch: Batch, stream: torch.cuda.Stream) -> str:
+    def _host_sync(self, batch: GraphSize, stream: torch.cuda.Stream) -> str:
         """Return where the step waits for the GPU, "" for nowhere: found here, for a capture would break off there."""
         try:
             with torch.cuda.stream(stream), error_on_host_sync():
@@ -257,7 +255,7 @@ class DecodeGraph:
             torch.cuda.synchronize()
         return ""
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, batch: Batch, stream: torch.cuda.Stream, pool: Any) -> str:
+    def _capture(self, graph: torch.cuda.CUDAGraph, batch: GraphSize, stream: torch.cuda.Stream, pool: Any) -> str:
         """Capture a size; return where it ran out of memory, or "": other errors leave no orderly end."""
         try:
             # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.runtime.sampling import NOT_FINITE
-from dcpmla.runtime.step import Piece, Step
 from dcpmla.upload import upload
 
 _MAX_ROWS = 64  # at once: what is made of the logits stays small compared with those of a large batch
@@ -33,10 +33,10 @@ class PromptRows(NamedTuple):
     targets: list[int]
 
     @classmethod
-    def of(cls, step: Step) -> "PromptRows":
-        """Find the tokens of a step, before they count as computed."""
+    def of(cls, batch: Batch) -> "PromptRows":
+        """Find the tokens of a batch, before they count as computed (`Batch.advance`)."""
         found, row = cls([], [], []), 0
-        for request, num_tokens, _ in step.pieces:
+        for request, num_tokens, _ in batch.pieces:
             start = max(request.num_computed_tokens, request.num_scored_tokens)
             end = min(request.num_computed_tokens + num_tokens, len(request.prompt_token_ids) - 1)
             if request.is_scored and start < end:
@@ -44,7 +44,6 @@ class PromptRows(NamedTuple):
                 found.counts.append((request, end - start))
                 found.rows.extend(range(first + start, first + end))
                 found.targets.extend(request.prompt_token_ids[start + 1 : end + 1])
-                request.num_scored_tokens = end
             row += num_tokens
         return found
 

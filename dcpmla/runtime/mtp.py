@@ -14,7 +14,7 @@ from dcpmla.parallel.collectives import named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
@@ -61,7 +61,7 @@ class MtpDrafter(Drafter):
         self._model, self._cache, self._mesh = model, cache, mesh
         self._graph, self._chain = graph, chain
 
-    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
         """Guess with the module. Collective over the TP group, whose first rank's drafts all take."""
         rows = {} if previous is None else previous.rows
         nums = [num if request in rows else 0 for request, num in wanted]
@@ -88,7 +88,7 @@ class MtpDrafter(Drafter):
         self._graph.release()
         self._chain.release()
 
-    def _predict(self, previous: PendingStep, at: Tensor) -> Tensor:
+    def _predict(self, previous: InFlightStep, at: Tensor) -> Tensor:
         """Run the module over a step, laid out as it was: return its hidden states, a row for each of the model's.
 
         Args:
@@ -120,7 +120,7 @@ def _requests_of(drafting: Sequence[tuple[Request, int]]) -> StepRequests:
     )
 
 
-def _following(previous: PendingStep) -> list[int]:
+def _following(previous: InFlightStep) -> list[int]:
     """Return the tokens that follow a step's, 0 for those that are not known."""
     token_ids: list[int] = []
     for (request, num_tokens, _), position in zip(previous.pieces, previous.positions, strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter, Drafts
-from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload, upload_once
 
@@ -33,7 +33,7 @@ class NgramDrafter(Drafter):
         self._texts_there = Texts.empty(0, 0, device)  # a row for each request that drafts
         self._nothing = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
         """Guess that the longest match of the last tokens, the latest of the longest, goes on as it did."""
         nums = [num for _, num in wanted]
         drafting = [request for request, num in wanted if num]
@@ -133,7 +133,7 @@ class _Text:
         has_match: whether the last three of those occurred before.
         row, num_written: of the device's texts, -1 for none, and how many tokens are there.
         under_way: of the step whose tokens were written besides when it was under way: what it accepted
-            (`PendingStep.num_accepted`), and the request's row there. The step itself would hold the request, for good.
+            (`InFlightStep.num_accepted`), and the request's row there. The step itself would keep the request alive.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class _Text:
                 self._trigrams.add(self._trigram)
 
 
-def _order(request: Request, text: _Text, previous: PendingStep | None) -> tuple[int, ...]:
+def _order(request: Request, text: _Text, previous: InFlightStep | None) -> tuple[int, ...]:
     """Return a request's numbers for `lookup`, which writes its tokens under way."""
     if previous is None or not request.num_in_flight:
         return text.row, 0, 0, -1

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
@@ -37,7 +37,7 @@ class Penalties:
         self._rows: dict[Request, int] = {}
         self._num_counted: dict[Request, int] = {}  # request -> new tokens that its row includes
 
-    def shape_logits(self, logits: Tensor, requests: Sequence[Request], previous: PendingStep | None) -> Tensor:
+    def shape_logits(self, logits: Tensor, requests: Sequence[Request], previous: InFlightStep | None) -> Tensor:
         """Return the logits to choose tokens from: the same tensor if no request changes them, else a copy.
 
         Args:

@@ -1,7 +1,7 @@
 """A request on its way through the engine."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
@@ -47,17 +47,14 @@ class Request:
         cache_salt, prompt_keys: Salt and keys of the prompt's blocks (`Prompt`).
         keep_logits: Whether to keep the logits of its tokens.
         keep_logprobs: Whether this rank keeps log probabilities, if params ask for them.
-        on_token: Function that is called with the request and the text, maybe empty, that its new token made certain,
-            after all requests have the step's tokens.
         text_stream: Text of the new tokens; None without a tokenizer.
         token_ids: New tokens so far, including a stop token.
         logits: Logits that each new token was chosen from [vocab], float32, if they are to be kept.
         logprobs: Log probabilities of new tokens, if params ask for them.
         prompt_logprobs: Log probabilities of the prompt's tokens, complete with the first new token.
         finish_reason: Reason of the end: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at
-            max_new_tokens, "abort" by the caller, "error" if on_token failed before the last token, or logits are not
-            finite; None before.
-        error: Exception of on_token on this rank, a RuntimeError if it failed on another, or a FloatingPointError.
+            max_new_tokens, "abort" by the caller, "error" if logits are not finite; None before.
+        error: FloatingPointError of an end as "error".
         state: Index of its state in a cache with states; None while it does not run.
         num_in_flight: New tokens that steps in flight sample. They count, but are not yet on the host.
         num_tried: Drafts that the step in flight verifies; each may become a token.
@@ -78,7 +75,6 @@ class Request:
     prompt_keys: list[bytes] = field(default_factory=list)
     keep_logits: bool = False
     keep_logprobs: bool = True
-    on_token: "Callable[[Request, str], object] | None" = None
     text_stream: TextStream | None = None
 
     token_ids: list[int] = field(default_factory=list)
@@ -246,7 +242,6 @@ _ARGUMENTS = {
     "params": optional(Rule("SamplingParams", lambda value: isinstance(value, SamplingParams))),
     "request_id": Rule("text or a whole number", lambda value: isinstance(value, str) or is_whole(value)),
     "arrival_time": optional(Rule("a finite number of seconds", is_number)),
-    "on_token": optional(Rule("a function of a request and a text", callable)),
     "keep_logits": FLAG,
     "keep_logprobs": FLAG,
 }
@@ -256,7 +251,6 @@ def check_arguments(
     params: object,
     request_id: object,
     arrival_time: object,
-    on_token: object,
     keep_logits: object,
     keep_logprobs: object,
 ) -> None:

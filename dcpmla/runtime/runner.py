@@ -12,12 +12,12 @@ from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
+from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.in_flight import Computed, InFlightStep, StepInputs
 from dcpmla.runtime.logprobs import PromptRows
 from dcpmla.runtime.penalties import Penalties
-from dcpmla.runtime.pending import Computed, PendingStep, StepInputs
 from dcpmla.runtime.sampling import sample
-from dcpmla.runtime.step import Piece, Step
 from dcpmla.upload import upload
 
 
@@ -41,9 +41,7 @@ class Model(Protocol):
 class StepRunner:
     """The model over its cache, one step after the other."""
 
-    def __init__(
-        self, model: Model, cache: Cache, dcp: DCPConfig, dcp_rank: int, tokens_per_request: int = 1
-    ) -> None:
+    def __init__(self, model: Model, cache: Cache, dcp: DCPConfig, dcp_rank: int, tokens_per_request: int = 1) -> None:
         self.model, self.cache = model, cache
         self._steps = model.attention.step_builder(cache.sizes, dcp, dcp_rank, model.device)
         self._tokens_per_request = tokens_per_request
@@ -51,19 +49,19 @@ class StepRunner:
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
 
-    def graph_of(self, step: Step, graph: DecodeGraph | None) -> DecodeGraph | None:
+    def graph_of(self, batch: Batch, graph: DecodeGraph | None) -> DecodeGraph | None:
         """Return the decode graph if it can run the step."""
         if graph is None or self._lacks_scales:
             return None
-        query_len = step.most_drafts + 1
-        if any(piece.num_tokens > query_len for piece in step.pieces):
+        query_len = batch.most_drafts + 1
+        if any(piece.num_tokens > query_len for piece in batch.pieces):
             return None
-        return graph if graph.takes(len(step.pieces), query_len) else None
+        return graph if graph.takes(len(batch.pieces), query_len) else None
 
     def run(
         self,
-        step: Step,
-        previous: PendingStep | None,
+        batch: Batch,
+        previous: InFlightStep | None,
         drafts: Tensor | None,
         graph: DecodeGraph | None,
         prompts: PromptRows,
@@ -76,49 +74,53 @@ class StepRunner:
             drafts: Tokens to verify (`Drafts.token_ids`).
             graph: Graph to replay instead of calling the model.
         """
-        for copy in step.copies:
+        for copy in batch.copies:
             self.cache.copy_state(*copy)
         requests = StepRequests(
-            [piece.num_tokens for piece in step.pieces],
-            [request.num_computed_tokens + request.num_tried + num_tokens for request, num_tokens, _ in step.pieces],
-            [piece.request.block_ids for piece in step.pieces],
-            [piece.request.state for piece in step.pieces],
+            [piece.num_tokens for piece in batch.pieces],
+            [request.num_computed_tokens + request.num_tried + num_tokens for request, num_tokens, _ in batch.pieces],
+            [piece.request.block_ids for piece in batch.pieces],
+            [piece.request.state for piece in batch.pieces],
         )
-        inputs = StepInputs.of(step, previous, drafts, self.model.device)
+        inputs = StepInputs.of(batch, previous, drafts, self.model.device)
         logits_at = prompts.join(inputs.logits_at)
         if graph is not None:
-            num_rejected = None if previous is None else previous.num_rejected([piece.request for piece in step.pieces])
+            num_rejected = (
+                None if previous is None else previous.num_rejected([piece.request for piece in batch.pieces])
+            )
             logits = graph.run(inputs.token_ids, requests, self.cache, num_rejected)
             if logits_at is not None:
                 logits = logits[logits_at]
             return inputs, Computed(graph, graph.latest_rows, inputs.logits_at), logits
         metadata = self._steps.build(
             requests,
-            max_decode_query_len=self._decode_width(step),
+            max_decode_query_len=self._decode_width(batch),
             # Without scales nothing is a decode, not even a prompt of one token.
-            num_decodes=0 if self._lacks_scales else step.num_absorbed,
+            num_decodes=0 if self._lacks_scales else batch.num_absorbed,
             workspace=self._workspace,
         )
         self._lacks_scales = False
         logits = self.model.step(inputs.on(self.model.device), metadata, self.cache, logits_at)
         return inputs, Computed(metadata, None, inputs.logits_at), logits
 
-    def _decode_width(self, step: Step) -> int:
+    def _decode_width(self, batch: Batch) -> int:
         """Return how many tokens of a request absorbed attention takes at a time: enough for decodes and their drafts,
         or a width that suits the kernels if pieces of prompts are longer.
         """
-        is_cut = step.longest_absorbed > step.most_drafts + 1
-        return self._tokens_per_request if is_cut else step.most_drafts + 1
+        is_cut = batch.longest_absorbed > batch.most_drafts + 1
+        return self._tokens_per_request if is_cut else batch.most_drafts + 1
 
 
-def choose_tokens(ready: Sequence[Piece], logits: Tensor, previous: PendingStep | None, penalties: Penalties) -> Tensor:
+def choose_tokens(
+    ready: Sequence[Piece], logits: Tensor, previous: InFlightStep | None, penalties: Penalties
+) -> Tensor:
     """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
     requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
     shaped = penalties.shape_logits(logits[: len(requests)], requests, previous)
     return sample(shaped, [request.params for request in requests], _draw(ready, previous, logits.device))
 
 
-def _draw(ready: Sequence[Piece], previous: PendingStep | None, device: torch.device) -> Sequence[float] | Tensor:
+def _draw(ready: Sequence[Piece], previous: InFlightStep | None, device: torch.device) -> Sequence[float] | Tensor:
     """Return a random number for each token [n], 0 where none is drawn; float64 on the device if it depends on how many
     drafts the step in flight accepts.
     """

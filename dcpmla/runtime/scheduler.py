@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.fields import check_fields, option_label, whole
+from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, most_tokens
 from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.step import Step
 
 _LEAST_TOKENS = 64  # smallest piece, at any cost of its context, so that every step advances a prompt
 NOW = -math.inf  # arrival time of a request that arrives at the next step
@@ -64,7 +64,7 @@ class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, first come, first served, with two exceptions.
 
     A request waits for blocks that a running one will compute (`ComingBlocks`), and a prompt with log probabilities
-    waits for room among the scored tokens of a step (`Step.room`). Other requests pass them in the queue.
+    waits for room among the scored tokens of a step (`Batch.room`). Other requests pass them in the queue.
 
     A request is admitted when there are blocks for all its known tokens, and one more for each running request: a
     prefill never waits half-way, and is seldom preempted. Decodes take a block when they reach it. When no block is
@@ -124,7 +124,7 @@ class Scheduler:
             block_tokens = self.allocator.block_tokens
             request.block_keys(0, (len(request.prompt_token_ids) - 1) // block_tokens, block_tokens)
 
-    def schedule(self, now: float, num_drafts: int = 0) -> Step:
+    def schedule(self, now: float, num_drafts: int = 0) -> Batch:
         """Return the next step, without pieces if there are no requests.
 
         Its blocks are allocated, from the youngest requests if necessary; drafts get only blocks that no other request
@@ -133,18 +133,18 @@ class Scheduler:
         Args:
             num_drafts: Limit of the drafts of a request that can draft.
         """
-        step = Step(self.max_num_batched_tokens)
-        self._schedule_decodes(step)
+        batch = Batch(self.max_num_batched_tokens)
+        self._schedule_decodes(batch)
         if num_drafts:
-            for index, piece in enumerate(step.pieces):
+            for index, piece in enumerate(batch.pieces):
                 if piece.request.can_draft:
-                    step.set_drafts(index, self._take_room(piece.request, min(num_drafts, step.budget)))
-        if step.pieces:
-            step.room_us = self.costs.max_prefill_us
-        self._schedule_prefills(step)
-        self._admit(step, now)
-        step.arrange(self.costs)
-        return step
+                    batch.set_drafts(index, self._take_room(piece.request, min(num_drafts, batch.budget)))
+        if batch.pieces:
+            batch.room_us = self.costs.max_prefill_us
+        self._schedule_prefills(batch)
+        self._admit(batch, now)
+        batch.arrange(self.costs)
+        return batch
 
     def remember(self, request: Request) -> tuple[int, int] | None:
         """Let requests that start with the same tokens find this one's full, computed blocks of known tokens.
@@ -173,20 +173,20 @@ class Scheduler:
         (self.running if request.block_ids else self.waiting).remove(request)
         self._free(request)
 
-    def _schedule_decodes(self, step: Step) -> None:
+    def _schedule_decodes(self, batch: Batch) -> None:
         index = 0
-        while index < len(self.running) and step.budget:  # growing may shorten the list from its end
+        while index < len(self.running) and batch.budget:  # growing may shorten the list from its end
             request = self.running[index]
             if request.num_pending_tokens == 1 and self._grow(request):
-                step.add(request, 1)
+                batch.add(request, 1)
             index += 1
 
-    def _schedule_prefills(self, step: Step) -> None:
+    def _schedule_prefills(self, batch: Batch) -> None:
         for request in self.running:
-            if request.num_pending_tokens > 1 and step.room(request) and step.room_us > 0:
-                self._add_piece(step, request)
+            if request.num_pending_tokens > 1 and batch.room(request) and batch.room_us > 0:
+                self._add_piece(batch, request)
 
-    def _admit(self, step: Step, now: float) -> None:
+    def _admit(self, batch: Batch, now: float) -> None:
         coming = ComingBlocks(self.allocator.block_tokens, self.allocator.states.num_states > 0)
         if self.enable_prefix_caching:
             for request in self.running:
@@ -194,9 +194,9 @@ class Scheduler:
                     coming.add(request)
         passed: list[Request] = []
         num_held = 0
-        while self.waiting and step.budget and step.room_us > 0 and len(self.running) < self.max_num_seqs > num_held:
+        while self.waiting and batch.budget and batch.room_us > 0 and len(self.running) < self.max_num_seqs > num_held:
             request = self.waiting[0]
-            has_room = step.room(request) > 0
+            has_room = batch.room(request) > 0
             # A preempted request waits until its token in flight is known, because it would get that token twice.
             if has_room and (request.num_in_flight or self._was_refused(request)):
                 break
@@ -205,23 +205,23 @@ class Scheduler:
                 num_held += is_held
                 passed.append(self.waiting.popleft())
                 continue
-            if not self._take_blocks(request, step):
+            if not self._take_blocks(request, batch):
                 break
             self.running.append(self.waiting.popleft())
             if self.enable_prefix_caching:
                 coming.add(request)
-            self._add_piece(step, request)
+            self._add_piece(batch, request)
             if request.scheduled_time is None:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
         self.waiting.extendleft(reversed(passed))
 
-    def _add_piece(self, step: Step, request: Request) -> None:
+    def _add_piece(self, batch: Batch, request: Request) -> None:
         """Add a piece of a prompt to a step, up to its room for tokens and time, but at least _LEAST_TOKENS."""
-        context, limit = request.num_computed_tokens, min(self._piece(request), step.room(request))
-        affordable = most_tokens(self.costs, context, limit, step.room_us)
+        context, limit = request.num_computed_tokens, min(self._piece(request), batch.room(request))
+        affordable = most_tokens(self.costs, context, limit, batch.room_us)
         num_tokens = max(affordable, min(limit, _LEAST_TOKENS))
-        step.add(request, num_tokens)
-        step.room_us -= self.costs.piece_us(num_tokens, context)
+        batch.add(request, num_tokens)
+        batch.room_us -= self.costs.piece_us(num_tokens, context)
 
     def _piece(self, request: Request) -> int:
         """Return how many tokens of a request to compute next: all, or up to the end of its last full block if its
@@ -238,7 +238,7 @@ class Scheduler:
         is_full = self.allocator.num_free <= num_free and self.allocator.num_remembered == num_remembered
         return request is refused and is_full
 
-    def _take_blocks(self, request: Request, step: Step) -> bool:
+    def _take_blocks(self, request: Request, batch: Batch) -> bool:
         """Take blocks for all known tokens, remembered and new ones, and a state if the cache has any; or nothing."""
         # The last token is always computed, because its logits are needed, and so is a scored prompt.
         reuses = self.enable_prefix_caching and not request.is_scored
@@ -257,7 +257,7 @@ class Scheduler:
             request.state = self.allocator.states.take()  # there is one for each running request
             assert request.state is not None
             if remembered is not None:
-                step.copies.append((remembered, request.state))
+                batch.copies.append((remembered, request.state))
         request.block_ids = array("q", found + self.allocator.allocate(num_new))
         request.num_remembered_blocks = len(found)
         request.num_computed_tokens = len(found) * self.allocator.block_tokens

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS, Payoff, StepTime
 from dcpmla.runtime.agreement import Message
+from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter
-from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.step import Piece, Step
 from dcpmla.runtime.verification import Verified, verify
 from dcpmla.upload import upload
 
@@ -18,27 +18,25 @@ class Speculation:
     """The engine's part of speculative decoding.
 
     Args:
-        drafter: None for one token a request and step.
+        drafter: Source of drafts.
 
     Attributes:
         step_time: of the last step, if it was one of decodes and its time says what such steps take.
     """
 
-    def __init__(self, drafter: Drafter | None) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.step_time: StepTime | None = None
         self._payoff = Payoff()
         self._last_kind: tuple[int, bool] | None = None  # of the step before: decodes, and whether with drafts
 
-    def waits_for(self, pending: PendingStep, running: Sequence[Request], can_move: Callable[[], bool]) -> bool:
+    def waits_for(self, pending: InFlightStep, running: Sequence[Request], can_move: Callable[[], bool]) -> bool:
         """Tell whether the next step needs the tokens of the one under way on the host.
 
         Args:
             can_move: tells whether the next step can be laid out for all tokens that there may be, and moved back on
                 the device.
         """
-        if self.drafter is None:
-            return False
         if self.drafter.reads_tokens:
             return pending.num_drafts > 0 or self.num_wanted(running) > 0
         return pending.num_drafts > 0 and not can_move()
@@ -49,7 +47,7 @@ class Speculation:
         Args:
             is_ahead: it is launched before the tokens of the one under way are on the host.
         """
-        if self.drafter is None or (is_ahead and self.drafter.reads_tokens):
+        if is_ahead and self.drafter.reads_tokens:
             return 0
         num_drafts, can_draft = self.drafter.num_speculative_tokens, [each for each in running if each.can_draft]
         if len(running) * (1 + num_drafts) > MAX_DRAFT_ROWS or not can_draft:
@@ -60,19 +58,17 @@ class Speculation:
         outcomes = [request.acceptance for request in drafting]
         return num_drafts if self.drafter.drafts_always or self._payoff.pays(outcomes, len(running), num_drafts) else 0
 
-    def draft(self, step: Step, previous: PendingStep | None) -> Tensor | None:
+    def draft(self, batch: Batch, previous: InFlightStep | None) -> Tensor | None:
         """Give a step the drafts that there are; return these (`Drafts.token_ids`), None for none.
 
         Args:
             previous: the step before, under way or not.
         """
-        if self.drafter is None:
-            return None
-        drafts = self.drafter.draft([(piece.request, piece.num_drafts) for piece in step.pieces], previous)
+        drafts = self.drafter.draft([(piece.request, piece.num_drafts) for piece in batch.pieces], previous)
         for index, num_drafts in enumerate(drafts.nums):
-            step.set_drafts(index, num_drafts)
-        if not step.has_prompts:
-            self._payoff.count_step(step.most_drafts > 0)
+            batch.set_drafts(index, num_drafts)
+        if not batch.has_prompts:
+            self._payoff.count_step(batch.most_drafts > 0)
         return drafts.token_ids if len(drafts.token_ids) else None
 
     def verify(self, drafts: Tensor | None, ready: Sequence[Piece], message: Message) -> Verified | None:
@@ -83,7 +79,7 @@ class Speculation:
             message: with the tokens sampled, before each of their drafts, and after the last; and with room for a
                 report (`verify`).
         """
-        if self.drafter is None or drafts is None:
+        if drafts is None:
             return None
         if drafts.is_cpu:
             (drafts,) = upload([drafts.numpy()], message.memory.device)
@@ -105,13 +101,11 @@ class Speculation:
             request.num_computed_tokens += num_accepted
         return num_drafts
 
-    def end(self, pending: PendingStep, seconds: float) -> None:
+    def end(self, pending: InFlightStep, seconds: float) -> None:
         """Take the seconds from the end of the step before to that of a step.
 
         Of steps without drafts those alone say what such steps take that follow one like them.
         """
-        if self.drafter is None:
-            return
         kind = None if pending.is_prefill else (len(pending.pieces), pending.num_drafts > 0)
         self.step_time = None
         if kind is not None and (kind[1] or kind == self._last_kind):
@@ -125,5 +119,4 @@ class Speculation:
 
     def close(self) -> None:
         """Free what the drafter holds."""
-        if self.drafter is not None:
-            self.drafter.close()
+        self.drafter.close()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dcpmla.attention.warm_up import sizes
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
@@ -38,8 +38,7 @@ def warm_up(engine: Engine) -> None:
         engine: Engine to discard afterwards; another one over the same model and cache keeps no trace of this.
     """
     drafter, most = engine.speculation.drafter, engine.scheduler.max_num_batched_tokens
-    if drafter is not None:
-        engine.speculation = Speculation(_Always(drafter))
+    engine.speculation = Speculation(_Always(drafter))
     room = min(engine.max_model_len, engine.allocator.num_blocks * engine.allocator.block_tokens)
     longest = room - _GREEDY.max_new_tokens
     if longest < 1:
@@ -67,7 +66,7 @@ class _Always(Drafter):
         super().__init__(drafter.num_speculative_tokens)
         self._drafter, self.reads_tokens = drafter, drafter.reads_tokens
 
-    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
         """Return the other drafter's drafts."""
         return self._drafter.draft(wanted, previous)
 

@@ -1,6 +1,6 @@
 """The serving loop that every rank runs: commands in, one step of the engine after the other, reports out.
 
-The first rank's step carries the HTTP process's commands to all ranks (`Feed`), so that they add and abort alike.
+The first rank posts the HTTP process's commands, which a step brings to all ranks, so that they add and abort alike.
 """
 
 import threading
@@ -39,15 +39,19 @@ class ServingLoop:
 
     def run(self) -> None:
         """Serve until the HTTP process, once the job is to stop, sends its last command. Collective."""
-        self._engine.feed = self
         while not self._is_closed or self._engine.has_requests:
             if self._frontend is not None and not self._engine.has_requests:
                 self._frontend.wait(_IDLE)
+            self._engine.post(self._news())
             try:
-                finished = self._engine.step()
+                events = self._engine.step()
             except ValueError as error:  # every request has been checked by then, so the traceback is wanted
                 raise RuntimeError("serving failed") from error
-            for request in finished:
+            self._follow(events.news)
+            if self._frontend is not None:
+                for request, text in events.tokens:
+                    self._collect(request, text)
+            for request in events.finished:
                 self._forget(int(request.request_id))
                 if request.error is not None:
                     words = str(request.error)
@@ -57,12 +61,13 @@ class ServingLoop:
             self._frontend.send(Stopped())
             self._frontend.close()
 
-    def give(self) -> News:
+    def _news(self) -> News:
         """Return the commands that have come, if this is the first rank, and whether this rank is to stop."""
-        return News(b"" if self._frontend is None else self._frontend.take(), self._told.is_set())
+        is_told = self._told.is_set() and not self._is_draining
+        return News(b"" if self._frontend is None else self._frontend.take(), is_told)
 
-    def take(self, news: News) -> None:
-        """Follow the first rank's commands."""
+    def _follow(self, news: News) -> None:
+        """Follow the first rank's commands, and a signal to any rank."""
         if news.is_told and not self._is_draining:
             self._is_draining = True
             if self._frontend is not None:
@@ -87,7 +92,6 @@ class ServingLoop:
                     prompt,
                     replace(command.params, seed=seed),
                     request_id=request_id,
-                    on_token=self._collect if is_first else None,
                     keep_logprobs=is_first,
                 )
                 if is_first and request.is_scored:
@@ -110,10 +114,10 @@ class ServingLoop:
         return request
 
     def _collect(self, request: Request, text: str) -> None:
-        """Queue an output with a request's new tokens; an error follows at the end of the step."""
-        if request.error is not None:
-            return
+        """Queue an output with the new tokens of a request that nobody has aborted; an error follows the step."""
         request_id = int(request.request_id)
+        if request.error is not None or request_id not in self._requests:
+            return
         num_sent, self._num_sent[request_id] = self._num_sent.get(request_id, 0), len(request.token_ids)
         self._outputs.append(
             Output(

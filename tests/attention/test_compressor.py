@@ -99,8 +99,8 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
             done = kept
             where = step.entry_table(ratio), plan.entries_per_block(ratio), *step.layout
             cos_sin = angles[step.positions // ratio * ratio]
-            for part in parts:
-                arguments = pairs, bias, norm, EPS, sums, cache, step.positions, step.request, *part, cos_sin
+            for each in parts:
+                arguments = pairs, bias, norm, EPS, sums, cache, step.positions, step.request, *each, cos_sin
                 compressor.compress_(*arguments, *where, False, False)
         written = 0
         for i, table in enumerate(tables):
@@ -238,8 +238,8 @@ def compressor_cases(
         cos_sin = torch.rand(num_tokens, rope, generator=torch.Generator().manual_seed(number))
         table = step.block_table if is_index else step.entry_table(kind.ratio)
         how = plan.entries_per_block(kind.ratio), *step.layout, is_index, is_index and width & (width - 1) == 0
-        for part in parts:
-            tokens = step.positions, step.request, *part
+        for each in parts:
+            tokens = step.positions, step.request, *each
             yield [pairs, bias, norm, 1e-3, sums, cache, *tokens, cos_sin, table, *how], (sums, cache)
 
 

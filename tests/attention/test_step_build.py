@@ -175,16 +175,16 @@ def test_parts_of_decodes_are_whole_requests(query_lens: list[int], width: int, 
     assert [some.start for some, _ in parts] == [0, *(some.stop for some, _ in parts[:-1])]
     assert parts[-1][0].stop == sum(query_lens)
     rows = []
-    for some, part in parts:
+    for some, each in parts:
         num_tokens = some.stop - some.start
         assert num_tokens <= max(max_tokens, width)
-        assert part.local_seq_lens.tolist() == decode.local_seq_lens[some].tolist()
-        index = range(len(part.block_table)) if part.request_index is None else part.request_index.tolist()
-        starts = range(0, num_tokens + 1, part.max_query_len) if part.queries is None else part.queries.start
-        if part.query_start_loc is not None:
-            assert part.query_start_loc.tolist() == list(starts)
+        assert each.local_seq_lens.tolist() == decode.local_seq_lens[some].tolist()
+        index = range(len(each.block_table)) if each.request_index is None else each.request_index.tolist()
+        starts = range(0, num_tokens + 1, each.max_query_len) if each.queries is None else each.queries.start
+        if each.query_start_loc is not None:
+            assert each.query_start_loc.tolist() == list(starts)
         assert (starts[0], starts[-1], len(starts)) == (0, num_tokens, len(index) + 1)
         for request, (first, last) in zip(index, itertools.pairwise(starts), strict=True):
             assert 1 <= last - first <= width
-            rows += [part.block_table[request, 0].item()] * (last - first)
+            rows += [each.block_table[request, 0].item()] * (last - first)
     assert rows == [index for index, length in enumerate(query_lens) for _ in range(length)]

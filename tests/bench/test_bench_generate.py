@@ -165,7 +165,7 @@ def test_mistakes(
 def check_times(directory: Path, has_blocks: bool) -> None:
     dcp = DCPConfig(block_size=8)
     model, mesh = open_model_on(directory, dcp, False, "cpu")
-    cache = model.plan_cache(dcp, [20] * 3, 3).allocate(model.device)
+    cache = model.attention.plan_cache(dcp, [20] * 3, model.dtype, 3).allocate(model.device)
     with patch.object(step_times, "_SECONDS", 0.05):
         times = step_times.step_times(model, cache, dcp, mesh, 3, 17)
     assert times.device_us > 0

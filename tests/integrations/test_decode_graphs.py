@@ -12,7 +12,7 @@ from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph
-from dcpmla.runtime.padding import Batch
+from dcpmla.runtime.graph_inputs import GraphSize
 from tests.support.hash_model import BLOCK, MESH, HashModel
 
 NUM_BLOCKS = 7
@@ -37,7 +37,7 @@ def test_a_block_table_no_wider_than_the_longest_request(
     monkeypatch.setattr(DecodeGraph, "capture", lambda _: None)
     graph = make_maker(max_model_len).capture(make_cache())
     assert graph is not None
-    _, metadata = graph._padded.rows(Batch(3))
+    _, metadata = graph._padded.rows(GraphSize(3))
     assert metadata.decode is not None
     assert metadata.decode.block_table.shape == (3, num_columns)
 
@@ -65,7 +65,9 @@ def test_a_capture_that_fails_leaves_no_graphs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         "torch.distributed.all_gather_object", lambda reasons, reason, group: reasons.__setitem__(0, reason)
     )
-    graph: Any = DecodeGraph(HashModel().decode, torch.tensor(0), make_cache(), StepBuilder(DCPConfig(block_size=4), 0), MESH, 3, 20)
+    graph: Any = DecodeGraph(
+        HashModel().decode, torch.tensor(0), make_cache(), StepBuilder(DCPConfig(block_size=4), 0), MESH, 3, 20
+    )
     graph._device, graph._warm_up, graph._host_sync = torch.device("cuda"), lambda *_: None, lambda *_: ""
     for without_memory, sizes in ((2, [3, 2]), (0, [3, 2, 1])):
         tried: list[int] = []

@@ -93,7 +93,7 @@ def generate(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list[
         mesh, cpu = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), torch.device("cpu")
         exchange = select_exchange(dcp, mesh.dcp_group, cpu)
         model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, cpu)
-        cache = model.plan_cache(dcp, [80] * 5, num_states=6).allocate(cpu)
+        cache = model.attention.plan_cache(dcp, [80] * 5, model.dtype, num_states=6).allocate(cpu)
         for memory in cache.tensors:
             memory.view(torch.uint8).fill_(0xFF)
         engine = Engine(model, cache, dcp, mesh, 80, 33, max_num_seqs=4)

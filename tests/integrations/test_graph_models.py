@@ -56,7 +56,7 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
     model, mesh = open_model_on(directory, dcp, enable_expert_parallel, "cpu")
     results = []
     for with_graph in (False, True):
-        cache = model.plan_cache(dcp, [80] * 5, num_states=7).allocate(model.device)
+        cache = model.attention.plan_cache(dcp, [80] * 5, model.dtype, num_states=7).allocate(model.device)
         for memory in cache.tensors:
             memory.fill_(torch.nan)
         graph = (

@@ -25,7 +25,6 @@ from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnCosts
 from tests.support.hash_model import HashModel, alone, alone_ignoring_eos, make_engine
@@ -234,51 +233,6 @@ def test_the_first_rank_chooses_for_all() -> None:
     ranks = run_ranks(2, serve_odd_logits, prompts)
     assert [tokens for tokens, _ in ranks[0]] == expected
     assert ranks[1] == ranks[0]
-
-
-Ends = list[tuple[list[int], str | None, str]]  # tokens, finish reason, error
-
-
-def serve_failing_callbacks(failures: dict[int, tuple[tuple[int, ...], int]]) -> tuple[Ends, dict[str, Any]]:
-    """On one rank: requests of which some have callbacks that fail on some ranks, at some token; how they end, and
-    what the engine counted.
-    """
-    rank = dist.get_rank()
-    mesh = SimpleNamespace(tp_size=2, tp_rank=rank, dcp_size=1, dcp_rank=0, tp_group=dist.group.WORLD)
-    engine = make_engine(num_blocks=6, max_num_batched_tokens=9, mesh=mesh)  # little room: some are preempted
-
-    def callback(index: int) -> Any:
-        ranks, num_tokens = failures.get(index, ((), 0))
-
-        def fail(request: Request, piece: str) -> None:
-            if len(request.token_ids) >= num_tokens:
-                raise ValueError(f"on rank {rank}")
-
-        return fail if rank in ranks else None
-
-    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    requests = [engine.add([index, *range(index)], params, on_token=callback(index)) for index in range(6)]
-    num_finished = len(list(engine.run()))
-    assert (num_finished, engine.allocator.num_free) == (len(requests), 6)
-    totals = {key: value for key, value in asdict(engine.stats).items() if not key.endswith("seconds")}
-    return [(request.token_ids, request.finish_reason, str(request.error)) for request in requests], totals
-
-
-def test_a_callback_that_fails_on_one_rank_ends_its_request_on_all() -> None:
-    failures = {0: ((1,), 5), 1: ((0,), 1), 3: ((0, 1), 7), 4: ((1,), 12)}
-    (first, totals), (second, other_totals) = run_ranks(2, serve_failing_callbacks, failures)
-    assert totals == other_totals
-    assert totals["num_preemptions"] > 0
-    elsewhere = "on_token failed on another rank"
-    for rank, ends in enumerate((first, second)):
-        for index, (tokens, reason, error) in enumerate(ends):
-            ranks, num_tokens = failures.get(index, ((), 12))
-            assert tokens == alone_ignoring_eos([index, *range(index)], len(tokens)), index
-            assert tokens == (second, first)[rank][index][0]
-            assert len(tokens) in (num_tokens, min(12, num_tokens + 1))
-            assert reason == ("error" if num_tokens < 12 else "length"), index
-            own = f"on rank {rank}" if rank in ranks else elsewhere if reason == "error" else "None"
-            assert error == own, (rank, index)
 
 
 NEEDLE = Path(__file__).parents[2] / "examples" / "needle" / "model"

@@ -183,7 +183,7 @@ def serve_families(
         model = load_model(directory, config, dcp, mesh, exchange, torch.float32, CPU, with_mtp=True)
         model.keep_hidden_states(64)
         for with_graph in (False, True):
-            plan = model.plan_cache(dcp, [60] * 4, 4, num_drafts)
+            plan = model.attention.plan_cache(dcp, [60] * 4, model.dtype, 4, num_drafts)
             cache: Any = plan.allocate(CPU)
             for memory in cache.tensors:
                 memory.fill_(torch.nan)

@@ -57,7 +57,7 @@ def outcome(
         enable_expert_parallel,
         expert_dtype=expert_dtype,
     )
-    cache = model.plan_cache(dcp, [48] * 4, num_states=6).allocate(cpu)
+    cache = model.attention.plan_cache(dcp, [48] * 4, model.dtype, num_states=6).allocate(cpu)
     engine = Engine(model, cache, dcp, mesh, 48, 64, max_num_seqs=3)
     params, generator = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True), torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]

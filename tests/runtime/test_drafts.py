@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dcpmla.runtime.acceptance import Acceptance, Payoff, StepTime
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.ngram import NgramDrafter, find_following
-from dcpmla.runtime.pending import PendingStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
@@ -25,6 +25,7 @@ from tests.support.hash_model import (
     Letters,
     alone,
     alone_ignoring_eos,
+    drive,
     make_engine,
 )
 
@@ -52,7 +53,7 @@ def test_every_request_gets_what_it_gets_alone(
         for index, (prompt, num_new, arrival) in enumerate(load.prompts):
             if index not in requests and (arrival <= num_steps or not engine.has_requests):
                 requests[index] = engine.add(prompt, SamplingParams(max_new_tokens=num_new), request_id=index)
-        finished += engine.step()
+        finished += engine.step().finished
         num_steps += 1
         if num_steps == abort_at:
             engine.abort(next(iter(requests.values())))
@@ -155,12 +156,8 @@ def test_texts_stop_inside_accepted_drafts() -> None:
     expected = alone_ignoring_eos([3, 1], 9)
     stop = Letters().decode(expected[4:6])
     engine = make_engine(num_blocks=50, drafter=HashDrafter(6, share=1.0, always=True), tokenizer=Letters())
-    request = engine.add(
-        [3, 1],
-        SamplingParams(max_new_tokens=40, stop=stop, ignore_eos=True),
-        on_token=lambda request, text: seen.append((len(request.token_ids), text)),
-    )
-    list(engine.run())
+    request = engine.add([3, 1], SamplingParams(max_new_tokens=40, stop=stop, ignore_eos=True))
+    drive(engine, lambda request, text: seen.append((len(request.token_ids), text)))
     assert (request.token_ids, request.text) == (expected[:6], Letters().decode(expected[:4]))
     assert "".join(text for _, text in seen) == request.text
     assert (request.finish_reason, engine.allocator.num_free) == ("stop", 50)
@@ -261,9 +258,9 @@ def test_a_step_with_drafts_is_waited_for_where_it_has_to_be(
     ahead: bool, with_graph: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, seen = HashModel(), list[str]()
-    step, wait = model.step, PendingStep.wait
+    step, wait = model.step, InFlightStep.wait
     monkeypatch.setattr(model, "step", lambda *call: seen.append("launch") or step(*call))
-    monkeypatch.setattr(PendingStep, "wait", lambda pending: seen.append("wait") or wait(pending))
+    monkeypatch.setattr(InFlightStep, "wait", lambda pending: seen.append("wait") or wait(pending))
     drafter = HashDrafter(3, share=0.7, always=True, ahead=ahead)
     engine = make_engine(num_blocks=90, model=model, with_graph=with_graph, drafter=drafter)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=temperature)

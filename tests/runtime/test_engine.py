@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.parallel.collectives import PeerFault
+from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -20,6 +21,7 @@ from tests.support.hash_model import (
     HashModel,
     alone,
     alone_ignoring_eos,
+    drive,
     make_engine,
 )
 
@@ -58,7 +60,7 @@ def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
         for index, (prompt, num_new, arrival) in enumerate(load.prompts):
             if index not in requests and (arrival <= num_steps or not engine.has_requests):
                 requests[index] = engine.add(prompt, SamplingParams(max_new_tokens=num_new), request_id=index)
-        finished += engine.step()
+        finished += engine.step().finished
         num_steps += 1
         check_limits(engine, load)
     for index, (prompt, num_new, _) in enumerate(load.prompts):
@@ -221,15 +223,15 @@ class FailingModel(HashModel):
 def test_no_token_of_a_failed_step_is_given_out(with_graph: bool) -> None:
     engine, given = make_engine(num_blocks=50, model=FailingModel(), with_graph=with_graph), list[int]()
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
-    request = engine.add([1, 2, 3], params, on_token=lambda request, _: given.append(request.token_ids[-1]))
+    request = engine.add([1, 2, 3], params)
     with pytest.raises(PeerFault):
-        list(engine.run())
+        drive(engine, lambda request, _: given.append(request.token_ids[-1]))
     assert given == request.token_ids == alone_ignoring_eos([1, 2, 3], 2)
 
 
 def test_without_requests_a_step_does_nothing() -> None:
     engine = make_engine(num_blocks=5)
-    assert engine.step() == []
+    assert engine.step() == ([], [], News())
     assert list(engine.run()) == []
     assert engine.stats.num_steps == 0
 

@@ -50,8 +50,6 @@ def test_refused_requests(prompt: Any, params: SamplingParams, message: str) -> 
     [
         ("params", {"max_new_tokens": 3}, "SamplingParams, or none"),
         ("params", 0, "SamplingParams, or none"),
-        ("on_token", "print", "a function of a request and a text, or none"),
-        ("on_token", 0, "a function of a request and a text, or none"),
         ("request_id", None, "text or a whole number"),
         ("request_id", True, "text or a whole number"),
         ("request_id", 1.5, "text or a whole number"),

@@ -1,8 +1,5 @@
-"""Texts, stop strings, and callbacks that abort, add and fail: what a caller sees of a request is what its prompt gives
-alone.
-"""
+"""Texts, stop strings, and callers that abort and add between steps: a request gets what its prompt gives alone."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +10,10 @@ from hypothesis import strategies as st
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.hash_model import BLOCK, EOS, Clock, Letters, alone_ignoring_eos, make_engine, next_token
+from tests.support.hash_model import BLOCK, EOS, Clock, Letters, alone_ignoring_eos, drive, make_engine, next_token
 
 letters = Letters().decode
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
-
-
-class CallbackError(Exception):
-    pass
 
 
 def answer(prompt: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
@@ -46,8 +39,8 @@ def run_one(prompt: str, params: SamplingParams) -> tuple[Request, list[str]]:
     """Return the request when it is finished, and its pieces of text."""
     pieces: list[str] = []
     engine = make_engine(num_blocks=50, tokenizer=Letters())
-    request = engine.add(prompt, params, on_token=lambda request, piece: pieces.append(piece))
-    assert list(engine.run()) == [request]
+    request = engine.add(prompt, params)
+    assert drive(engine, lambda request, piece: pieces.append(piece)) == [request]
     return request, pieces
 
 
@@ -75,21 +68,21 @@ def test_a_token_that_ends_the_request_is_not_in_its_text() -> None:
 
 
 @pytest.mark.parametrize("victim", ["older", "itself", "younger", "waiting", "arriving"])
-def test_a_callback_aborts(victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_between_steps(victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its second token; two more get theirs in the same step, one before it and one after it."""
     clock = Clock(monkeypatch)
     engine = make_engine(num_blocks=50, max_num_seqs=3)
     requests: dict[str, Request] = {}
 
     def on_token(request: Request, piece: str) -> None:
-        if len(request.token_ids) == 2:
+        if request is requests["itself"] and len(request.token_ids) == 2:
             engine.abort(requests[victim])
 
     for index, name in enumerate(["older", "itself", "younger", "waiting"]):
-        requests[name] = engine.add([index], PARAMS, on_token=on_token if name == "itself" else None)
+        requests[name] = engine.add([index], PARAMS)
     requests["arriving"] = engine.add([9], PARAMS, arrival_time=50)
     aborted = requests[victim]
-    finished = list(engine.run())
+    finished = drive(engine, on_token)
     assert set(finished) == set(requests.values()) - {aborted}
     assert all(request.token_ids == alone_ignoring_eos(request.prompt_token_ids, 8) for request in finished)
     num_tokens = 0 if victim in ("waiting", "arriving") else 2
@@ -110,10 +103,13 @@ def test_an_abort_of_what_is_finished_changes_nothing(num_new: int) -> None:
     """Finished a step before, or in the same step and not given to the caller yet."""
     engine = make_engine(num_blocks=50)
     short = engine.add([1], replace(PARAMS, max_new_tokens=num_new))
-    long = engine.add(
-        [2], PARAMS, on_token=lambda request, piece: engine.abort(short) if len(request.token_ids) == 2 else None
-    )
-    assert list(engine.run()) == [short, long]
+    long = engine.add([2], PARAMS)
+
+    def on_token(request: Request, piece: str) -> None:
+        if request is long and len(request.token_ids) == 2:
+            engine.abort(short)
+
+    assert drive(engine, on_token) == [short, long]
     assert (len(short.token_ids), short.finish_reason) == (num_new, "length")
 
 
@@ -128,56 +124,17 @@ def test_an_aborted_text_is_whole() -> None:
     assert request.text == text[:3]
 
 
-def test_a_callback_adds_a_request() -> None:
+def test_a_request_added_between_steps() -> None:
     engine = make_engine(num_blocks=50)
     turns: list[Request] = []
 
     def next_turn(request: Request, piece: str) -> None:
         if request.finish_reason and len(turns) < 4:
-            turns.append(engine.add([*request.prompt_token_ids, *request.token_ids], PARAMS, on_token=next_turn))
+            turns.append(engine.add([*request.prompt_token_ids, *request.token_ids], PARAMS))
 
-    turns.append(engine.add([1], PARAMS, on_token=next_turn))
-    assert list(engine.run()) == turns
+    turns.append(engine.add([1], PARAMS))
+    assert drive(engine, next_turn) == turns
     assert sum((turn.token_ids for turn in turns), []) == alone_ignoring_eos([1], 4 * 8)
-
-
-@pytest.mark.parametrize("num_before", [1, 3, 8])
-def test_a_callback_that_fails_ends_its_request(num_before: int, caplog: pytest.LogCaptureFixture) -> None:
-    """At the first token, half-way, and at the last token of all three."""
-    engine = make_engine(num_blocks=50, tokenizer=Letters())
-    failure = CallbackError("no more of it")
-
-    told: list[str] = []
-
-    def fail(request: Request, piece: str) -> None:
-        told.append(piece)
-        if len(request.token_ids) == num_before:
-            raise failure
-
-    requests = [
-        engine.add([index], PARAMS, request_id=index, on_token=fail if index == 1 else None) for index in range(3)
-    ]
-    finished = list(engine.run())
-    assert sorted(request.request_id for request in finished) == [0, 1, 2]
-    num_told, num_taken = len(told), min(8, num_before + 1)  # the token under way is taken, and not told of
-    assert num_told == num_before
-    assert [len(request.token_ids) for request in requests] == [8, num_taken, 8]
-    for index, request in enumerate(requests):
-        assert request.token_ids == alone_ignoring_eos([index], 8)[: len(request.token_ids)]
-    assert [request.finish_reason for request in requests] == [
-        "length",
-        "length" if num_before == 8 else "error",
-        "length",
-    ]
-    assert [request.error for request in requests] == [None, failure, None]
-    assert requests[1].text == Letters().decode(requests[1].token_ids)
-    assert [record.getMessage() for record in caplog.records] == ["on_token of request 1 failed"]
-    assert engine.allocator.num_free == 50
-    assert engine.stats.num_finished == 3
-    assert engine.stats.num_new_tokens == 16 + num_taken
-    again = engine.add([1], PARAMS)
-    assert list(engine.run()) == [again]
-    assert again.token_ids == alone_ignoring_eos([1], 8)
 
 
 def test_a_consumer_may_leave_and_come_back() -> None:
@@ -196,7 +153,7 @@ def test_a_consumer_may_leave_and_come_back() -> None:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, and what its callback does at one of its tokens."""
+    """A request, and what its caller does at one of its tokens."""
 
     prompt: list[int]
     params: SamplingParams
@@ -217,7 +174,7 @@ def asks(draw: st.DrawFn) -> Ask:
         stop_token_ids=draw(st.lists(st.integers(0, EOS), max_size=2).map(tuple)),
         ignore_eos=draw(st.booleans()),
     )
-    action = draw(st.sampled_from(["add", "abort", "fail", ""]))
+    action = draw(st.sampled_from(["add", "abort", ""]))
     return Ask(prompt, params, draw(st.integers(1, 6)), action, draw(st.integers(0, 7)))
 
 
@@ -229,32 +186,25 @@ def serve(engine: Engine, load: list[Ask]) -> tuple[list[Request], list[Request]
 
     def add() -> None:
         ask = load[len(requests)]
-        requests.append(engine.add(ask.prompt, ask.params, on_token=act(ask)))
+        requests.append(engine.add(ask.prompt, ask.params))
 
-    def act(ask: Ask) -> Callable[[Request, str], None]:
-        def on_token(request: Request, piece: str) -> None:
-            texts[request] = texts.get(request, "") + piece
-            if len(request.token_ids) != ask.at:
-                return
-            if ask.action == "add" and len(requests) < len(load):
-                add()
-            elif ask.action == "abort":
-                engine.abort(requests[ask.victim % len(requests)])
-            elif ask.action == "fail":
-                raise CallbackError
-
-        return on_token
+    def on_token(request: Request, piece: str) -> None:
+        texts[request] = texts.get(request, "") + piece
+        ask = load[requests.index(request)]
+        if len(request.token_ids) != ask.at:
+            return
+        if ask.action == "add" and len(requests) < len(load):
+            add()
+        elif ask.action == "abort":
+            engine.abort(requests[ask.victim % len(requests)])
 
     for _ in range(-(-len(load) // 2)):
         add()
     while True:
-        request = next(engine.run(), None)  # a consumer that leaves at each request, and comes back
-        if request is not None:
-            finished.append(request)
-        elif len(requests) < len(load):
-            add()
-        else:
+        finished += drive(engine, on_token)
+        if len(requests) == len(load):
             return requests, finished, texts
+        add()
 
 
 @given(
@@ -271,18 +221,13 @@ def test_every_request_gives_the_text_that_it_gives_alone(load: list[Ask], spare
     for ask, request in zip(load, requests, strict=True):
         tokens, text, reason = answer(ask.prompt, ask.params)
         assert finished.count(request) == (request.finish_reason != "abort")
-        if request.finish_reason in ("abort", "error"):
+        if request.finish_reason == "abort":
             num_tokens = len(request.token_ids)
             assert (request.token_ids, request.text) == (tokens[:num_tokens], letters(tokens[:num_tokens]))
             assert num_tokens < len(tokens)
         else:
             assert seen(request) == (tokens, text, reason)
-            assert texts[request] == text or (request.error and text.startswith(texts[request]))
-        has_failed = ask.action == "fail" and len(request.token_ids) >= ask.at
-        assert isinstance(request.error, CallbackError) == has_failed
-        if request.finish_reason == "error":
-            assert has_failed
-            assert len(request.token_ids) in (ask.at, ask.at + 1)  # one was under way
+            assert texts[request] == text
     check_all_is_free(engine)
 
 

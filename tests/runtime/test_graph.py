@@ -21,7 +21,7 @@ from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.graph import CannotCapture, DecodeGraph, batch_sizes
-from dcpmla.runtime.padding import Batch, PaddedStep
+from dcpmla.runtime.graph_inputs import GraphInputs, GraphSize
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.runtime.test_engine import Load, loads
@@ -128,13 +128,13 @@ def sums_of_rows(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> 
 
 
 def test_hidden_rows_are_padded_with_zeros() -> None:
-    padded = PaddedStep(
-        torch.empty(3, dtype=torch.bfloat16), [Batch(2), Batch(4)], 20, make_cache().sizes, StepBuilder(DCP, 0)
+    padded = GraphInputs(
+        torch.empty(3, dtype=torch.bfloat16), [GraphSize(2), GraphSize(4)], 20, make_cache().sizes, StepBuilder(DCP, 0)
     )
-    padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), requests_of([1, 2, 3]), Batch(4))
-    padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), requests_of([7]), Batch(2))
-    padded.lay_out(Batch(2))
-    inputs, metadata = padded.rows(Batch(2))
+    padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), requests_of([1, 2, 3]), GraphSize(4))
+    padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), requests_of([7]), GraphSize(2))
+    padded.lay_out(GraphSize(2))
+    inputs, metadata = padded.rows(GraphSize(2))
     assert inputs.tolist() == [[1, 1, 1], [0, 0, 0]]
     assert (metadata.num_tokens, metadata.num_decode_tokens) == (2, 2)
     assert metadata.slot_mapping.tolist() == [6, -1]
@@ -203,9 +203,9 @@ def test_refuses_steps_that_return_other_rows() -> None:
 
 
 def test_static_memory_takes_no_history_of_gradients() -> None:
-    padded = PaddedStep(torch.zeros(3), [Batch(2)], 20, make_cache().sizes, StepBuilder(DCP, 0))
-    padded.fill(torch.ones(2, 3, requires_grad=True) * 2, requests_of([1, 1]), Batch(2))
-    inputs, _ = padded.rows(Batch(2))
+    padded = GraphInputs(torch.zeros(3), [GraphSize(2)], 20, make_cache().sizes, StepBuilder(DCP, 0))
+    padded.fill(torch.ones(2, 3, requires_grad=True) * 2, requests_of([1, 1]), GraphSize(2))
+    inputs, _ = padded.rows(GraphSize(2))
     assert inputs.tolist() == [[2, 2, 2]] * 2
     assert not inputs.requires_grad
 
@@ -221,7 +221,7 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory it ends in order; any other error leaves torch's allocator in a state to stop in."""
     for context in ("stream", "graph"):
         monkeypatch.setattr(torch.cuda, context, lambda *_, **__: nullcontext())
-    numbers: Any = (None, Batch(2), None, None)
+    numbers: Any = (None, GraphSize(2), None, None)
     too_much = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total capacity of\nMuch more"
     )
@@ -256,7 +256,7 @@ def test_all_ranks_give_the_first_reason() -> None:
 def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine for all its steps, and by the graph for its own."""
     made: list[Tensor] = []
-    for module in ("attention.build", "runtime.runner", "runtime.padding"):
+    for module in ("attention.build", "runtime.runner", "runtime.graph_inputs"):
         monkeypatch.setattr(f"dcpmla.{module}.decode_workspace", lambda _: made.append(torch.zeros(1)) or made[-1])
     model, used = HashModel(), []
     step = model.step

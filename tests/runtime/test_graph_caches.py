@@ -78,7 +78,7 @@ def capture(graph: DecodeGraph) -> None:
 
 def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int], Tensor]]:
     """Each prompt's tokens and logits, first alone, then beside the others."""
-    plan = model.plan_cache(dcp, [MAX_MODEL_LEN] * MAX_NUM_SEQS, 2 * MAX_NUM_SEQS)
+    plan = model.attention.plan_cache(dcp, [MAX_MODEL_LEN] * MAX_NUM_SEQS, model.dtype, 2 * MAX_NUM_SEQS)
     cache, mesh = plan.allocate(model.device), init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
     for memory in cache.tensors:
         memory.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-import dcpmla.runtime.step as step_module
+import dcpmla.runtime.batch as batch_module
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.runtime.penalties import Penalties
@@ -112,7 +112,7 @@ def check_entry(entry: TokenLogprobs, before: int, num_top: int) -> None:
 def test_log_probabilities(requests: list[tuple[list[int], Any, Any, float]], budget: int, max_scored: int) -> None:
     """Of prompts as well: cached ones, in pieces, of requests that are computed again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "_MAX_SCORED", max_scored)
+        patch.setattr(batch_module, "_MAX_SCORED", max_scored)
         model = TableModel()
         engine = make_engine(8, budget, model=model)
         added = []
@@ -135,7 +135,7 @@ def test_log_probabilities(requests: list[tuple[list[int], Any, Any, float]], bu
 
 def test_log_probabilities_of_a_prompt_that_is_begun_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """An older request takes the last block while the younger one's prompt is half scored."""
-    monkeypatch.setattr(step_module, "_MAX_SCORED", 2)
+    monkeypatch.setattr(batch_module, "_MAX_SCORED", 2)
     engine = make_engine(6, model=TableModel())
     engine.add([1, 2, 3], SamplingParams(max_new_tokens=20, ignore_eos=True))
     young = engine.add(list(range(14)), SamplingParams(max_new_tokens=2, prompt_logprobs=1, ignore_eos=True))

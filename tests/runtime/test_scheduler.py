@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dcpmla.runtime.batch as batch_module
 import dcpmla.runtime.request as request_module
-import dcpmla.runtime.step as step_module
 from dcpmla.cache.blocks import BlockAllocator, block_key
+from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
-from dcpmla.runtime.step import Step
 from tests.support.costs import DrawnCosts
 
 BLOCK = 4
 
 
-def compute(scheduler: Scheduler, step: Step) -> list[Request]:
+def compute(scheduler: Scheduler, step: Batch) -> list[Request]:
     """Count a step's tokens as computed, and return the requests that get a token, which is in flight now."""
     for request, num_tokens, _ in step.pieces:
         request.num_computed_tokens += num_tokens
@@ -45,14 +45,14 @@ def collect(scheduler: Scheduler, ready: Sequence[Request]) -> None:
                 scheduler.remove(request)
 
 
-def serve(scheduler: Scheduler, arrivals: Sequence[Sequence[Request]], aborted: Sequence[Request] = ()) -> list[Step]:
+def serve(scheduler: Scheduler, arrivals: Sequence[Sequence[Request]], aborted: Sequence[Request] = ()) -> list[Batch]:
     """Return all steps until no request is left. Tokens are known one step late, as in the engine.
 
     Args:
         arrivals: Requests that arrive before each step.
         aborted: Requests to abort, one before each step after the last arrivals.
     """
-    steps, pending, gone = list[Step](), list[Request](), list(aborted)
+    steps, pending, gone = list[Batch](), list[Request](), list(aborted)
     while len(steps) < len(arrivals) or scheduler.running or scheduler.waiting:
         scheduler.waiting += arrivals[len(steps)] if len(steps) < len(arrivals) else []
         if len(steps) >= len(arrivals) and gone and not (request := gone.pop()).finish_reason:
@@ -107,7 +107,7 @@ def test_all_requests_finish_and_ranks_decide_alike(
     load: Load, num_blocks: int, budget: int, max_num_seqs: int, max_scored: int, num_states: int, num_aborts: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "_MAX_SCORED", max_scored)
+        patch.setattr(batch_module, "_MAX_SCORED", max_scored)
         ranks, total = [], 0
         for _ in range(2):
             allocator = BlockAllocator(num_blocks, BLOCK, num_states)

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
-from tests.support.hash_model import BLOCK, EOS, HashModel, alone, alone_ignoring_eos, make_engine
+from tests.support.hash_model import BLOCK, EOS, HashModel, alone, alone_ignoring_eos, drive, make_engine
 
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 STOPPED = next([index] for index in range(EOS) if 3 <= len(alone([index], 12)) < 12)  # a prompt that comes to its end
@@ -19,9 +19,9 @@ def test_a_step_is_launched_before_the_last_ones_tokens_are_read(
     with_graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, seen = HashModel(), list[str]()
-    step, wait = model.step, PendingStep.wait
+    step, wait = model.step, InFlightStep.wait
     monkeypatch.setattr(model, "step", lambda *call: seen.append(f"launch {len(model.steps)}") or step(*call))
-    monkeypatch.setattr(PendingStep, "wait", lambda pending: seen.append("wait") or wait(pending))
+    monkeypatch.setattr(InFlightStep, "wait", lambda pending: seen.append("wait") or wait(pending))
     engine = make_engine(num_blocks=9, model=model, with_graph=with_graph)
     request = engine.add([1, 2, 3], PARAMS)
     list(engine.run())
@@ -43,10 +43,8 @@ def test_the_token_past_a_stop_is_thrown_away() -> None:
     """The last step computes the token that stopped the request, and samples one that nobody gets."""
     engine, given = make_engine(num_blocks=50), list[int]()
     expected = alone(STOPPED, 12)
-    request = engine.add(
-        STOPPED, SamplingParams(max_new_tokens=50), on_token=lambda request, _: given.append(request.token_ids[-1])
-    )
-    assert list(engine.run()) == [request]
+    request = engine.add(STOPPED, SamplingParams(max_new_tokens=50))
+    assert drive(engine, lambda request, _: given.append(request.token_ids[-1])) == [request]
     assert given == request.token_ids == expected
     assert request.finish_reason == "stop"
     model: Any = engine.model

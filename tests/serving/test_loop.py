@@ -128,7 +128,7 @@ def test_other_ranks_copy_no_log_probabilities(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Logprobs, "give", give)
     engine = make_engine(200, max_num_batched_tokens=8)
     loop = ServingLoop(engine, None)
-    loop.take(News(pack_command(submit([0], PROMPT, prompt_logprobs=2, logprobs=1))))
+    loop._follow(News(pack_command(submit([0], PROMPT, prompt_logprobs=2, logprobs=1))))
     (request,) = loop._requests.values()
     while engine.has_requests:
         engine.step()
@@ -161,6 +161,7 @@ def test_all_tokens_of_a_step_are_sent() -> None:
     engine: Any = None
     loop = ServingLoop(engine, frontend)
     request = Request([1, 2], SamplingParams(max_new_tokens=9, prompt_logprobs=0), request_id=3)
+    loop._requests[3] = request
     for num_tokens, reason in ((1, None), (4, None), (6, "length")):
         request.token_ids = [5] * num_tokens
         request.finish_reason = reason

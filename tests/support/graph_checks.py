@@ -55,9 +55,8 @@ def check_model(
     """
     dtype = torch.bfloat16 if in_half else torch.float32
     model, mesh = open_model_on(directory, dcp, enable_expert_parallel, device_type, dtype)
-    cache = new_cache(
-        model.attention.config, model.attention.num_layers, dcp, model.dtype, model.device, model.index_layers
-    )
+    plan = model.attention.plan_cache(dcp, [MAX_MODEL_LEN] * MAX_NUM_SEQS, model.dtype)
+    cache: Any = plan.allocate(model.device)
     token = torch.zeros((), dtype=torch.int64, device=model.device)
 
     def draw(num_reqs: int, generator: torch.Generator) -> Tensor:

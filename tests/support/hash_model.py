@@ -6,7 +6,7 @@ and continues it by a hash. A block handed to two requests, lost, or reused wron
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 
 VOCAB_SIZE, EOS, BLOCK = 30, 29, 4
@@ -139,10 +139,10 @@ class HashDrafter(Drafter):
     def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
         return requests if self.always or self.rng.random() < 0.8 else []
 
-    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
         return Drafts.of([self._guess(request, num, previous) if num else [] for request, num in wanted])
 
-    def _guess(self, request: Request, num_wanted: int, previous: PendingStep | None) -> list[int]:
+    def _guess(self, request: Request, num_wanted: int, previous: InFlightStep | None) -> list[int]:
         sequence = request.tokens(0, request.num_known_tokens)
         if previous is not None and request.num_in_flight:
             assert not self.reads_tokens
@@ -201,6 +201,17 @@ def make_engine(
         )
     limits = max_model_len, max_num_batched_tokens, max_num_seqs
     return Engine(model, cache, dcp, mesh, *limits, tokenizer, graph=graph, drafter=drafter)
+
+
+def drive(engine: Engine, on_token: Callable[[Request, str], object]) -> list[Request]:
+    """Step until no request is left, and call a function with each request's new text; return the finished ones."""
+    finished: list[Request] = []
+    while engine.has_requests:
+        events = engine.step()
+        for request, text in events.tokens:
+            on_token(request, text)
+        finished += events.finished
+    return finished
 
 
 class Clock:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from dcpmla.runtime.drafts import Drafter, Drafts
-from dcpmla.runtime.pending import PendingStep
+from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 
 
@@ -30,11 +30,11 @@ class RecordedDrafter(Drafter):
         self._token_ids, self._share, self._vocab_size = token_ids, share, vocab_size
         self._rng = random.Random(0)
 
-    def draft(self, wanted: Sequence[tuple[Request, int]], previous: PendingStep | None) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
         """Take the recorded tokens, some of them made wrong."""
         return Drafts.of([self._draft(request, num, previous) for request, num in wanted])
 
-    def _draft(self, request: Request, num_wanted: int, previous: PendingStep | None) -> list[int]:
+    def _draft(self, request: Request, num_wanted: int, previous: InFlightStep | None) -> list[int]:
         start = request.num_new_tokens
         if request.num_in_flight and request.num_tried:  # read from the device, which others would not do
             assert previous is not None

@@ -1,8 +1,8 @@
 """The caches of a model with DeepSeek-V4's attention on one rank: entries under block ids, and one state a request.
 
-A layer's rows (`cache/shared_format.py`) are those of all requests' windows, then entries, so that one call of attention
-reads both. What grows with the context is sharded over the DCP ranks by entry: entries, and an indexer's keys. What
-does not is a request's state, the same on every rank: its window, and the sums of the entries in progress.
+A layer's rows (`cache/shared_format.py`) are those of all requests' windows, then entries, so that one call of
+attention reads both. What grows with the context is sharded over the DCP ranks by entry: entries, and an indexer's
+keys. What does not is a request's state, the same on every rank: its window, and the sums of the entries in progress.
 """
 
 import math

@@ -16,7 +16,7 @@ from dcpmla.runtime.numbers import Numbers, Rows, num_words
 from dcpmla.upload import upload
 
 
-class Batch(NamedTuple):
+class GraphSize(NamedTuple):
     """Size that decode steps are padded to: requests, and tokens of each."""
 
     num_reqs: int
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
         return f"{self.num_reqs} requests" + (f" of {self.query_len} tokens" if self.query_len > 1 else "")
 
 
-class PaddedStep:
+class GraphInputs:
     """A decode step of one of several batches, in memory that never moves.
 
     A request of padding has token 0 at position 0: its latent is not written, and it attends to no token. A request
@@ -48,7 +48,7 @@ class PaddedStep:
     def __init__(
         self,
         input_like: Tensor,
-        batches: Sequence[Batch],
+        batches: Sequence[GraphSize],
         max_model_len: int,
         plan: CachePlan,
         steps: StepBuilder,
@@ -76,7 +76,7 @@ class PaddedStep:
 
     @torch.inference_mode()  # static memory must not inherit the gradient history of inputs
     def fill(
-        self, inputs: Tensor, requests: StepRequests, batch: Batch, num_rejected: Tensor | None = None
+        self, inputs: Tensor, requests: StepRequests, batch: GraphSize, num_rejected: Tensor | None = None
     ) -> Tensor | None:
         """Copy a step's numbers, padded to a batch, in one transfer, and the inputs. Nothing waits for the device.
 
@@ -120,17 +120,17 @@ class PaddedStep:
         return rows
 
     @torch.inference_mode()
-    def take(self, inputs: Tensor, other: "PaddedStep", batch: Batch) -> None:
+    def take(self, inputs: Tensor, other: "GraphInputs", batch: GraphSize) -> None:
         """Copy the numbers of another step of a batch over the same cache, and set the inputs [rows, ...]."""
         num_words = self._num_words[batch]
         self._memory[:num_words].copy_(other._memory[:num_words])
         self._inputs(batch).copy_(inputs)
 
-    def lay_out(self, batch: Batch) -> None:
+    def lay_out(self, batch: GraphSize) -> None:
         """Write the numbers of a batch's rows."""
         lay_out(self._numbers[batch], self._rows.front(batch.num_rows), self._steps)
 
-    def rows(self, batch: Batch) -> tuple[Tensor, StepMetadata]:
+    def rows(self, batch: GraphSize) -> tuple[Tensor, StepMetadata]:
         """Return a batch's inputs [batch.num_rows, ...] and metadata, which is valid once laid out."""
         rows, numbers, num_rows = self._rows.front(batch.num_rows), self._numbers[batch], batch.num_rows
         step = StepMetadata(
@@ -153,10 +153,10 @@ class PaddedStep:
         )
         return self._inputs(batch), self._steps.share_graph(step, static)
 
-    def _cut(self, batch: Batch, memory: Any, int64: Any) -> Numbers:
+    def _cut(self, batch: GraphSize, memory: Any, int64: Any) -> Numbers:
         return Numbers.of(memory, int64, batch.num_rows, batch.num_reqs, self._max_blocks)
 
-    def _inputs(self, batch: Batch) -> Tensor:
+    def _inputs(self, batch: GraphSize) -> Tensor:
         if self._has_ids:
             ids: Tensor = self._numbers[batch].token_ids
             return ids

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dcpmla.attention.step import StepMetadata
 from dcpmla.runtime.agreement import Message
+from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.step import Piece, Step
 from dcpmla.runtime.verification import Verified
 from dcpmla.upload import upload
 
@@ -51,10 +51,9 @@ class StepInputs:
 
     @classmethod
     def of(
-        cls, step: Step, previous: "PendingStep | None", drafts: Tensor | None, device: torch.device
+        cls, batch: Batch, previous: "InFlightStep | None", drafts: Tensor | None, device: torch.device
     ) -> "StepInputs":
-        """Take a step's tokens from the requests, or from where the device will have written them, and count them as
-        computed, all but drafts.
+        """Take a batch's tokens from the requests, or from where the device will have written them.
 
         Args:
             previous: the step under way.
@@ -72,7 +71,7 @@ class StepInputs:
         unknown: list[int] = []  # rows of tokens that the host does not know
         sources: list[int] = []  # and their index among those
         ready = []
-        for piece in step.pieces:
+        for piece in batch.pieces:
             request, num_tokens, num_drafts = piece
             start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens - num_drafts
             if end > request.num_known_tokens:  # a decode: its one token is being sampled
@@ -90,12 +89,11 @@ class StepInputs:
                 unknown += range(len(token_ids), len(token_ids) + num_drafts)
                 token_ids += [0] * num_drafts
                 num_there += num_drafts
-            request.num_computed_tokens = end
-            if not request.num_pending_tokens:
+            if end - start == request.num_pending_tokens:
                 ready.append(piece)
                 logits_rows += range(len(token_ids) - 1 - num_drafts, len(token_ids))
-        if previous is not None and num_there == len(token_ids) and step.goes_on(previous.rows):
-            columns = [tokens.view(len(step.pieces), -1) for tokens in there]
+        if previous is not None and num_there == len(token_ids) and batch.goes_on(previous.rows):
+            columns = [tokens.view(len(batch.pieces), -1) for tokens in there]
             return cls(there[0] if len(there) == 1 else torch.cat(columns, 1).flatten().clamp_(min=0), ready, None)
         rows = [] if len(logits_rows) == len(token_ids) else [logits_rows]
         rows += [unknown, sources] if unknown else []
@@ -111,7 +109,7 @@ class StepInputs:
         return upload([self.token_ids.numpy()], device)[0] if self.token_ids.is_cpu else self.token_ids
 
 
-class PendingStep:
+class InFlightStep:
     """A step under way.
 
     Args:
@@ -121,7 +119,6 @@ class PendingStep:
         message: what the ranks agree on.
         drafts: which the step verifies, piece after piece; None for none.
         verified: their outcome.
-        called: requests whose callbacks the message's flags are of.
         logits: [n, vocab] float32, which the tokens are chosen from; rows of requests that keep theirs are copied.
         logprobs: those that requests keep.
 
@@ -137,34 +134,30 @@ class PendingStep:
 
     def __init__(
         self,
-        step: Step,
+        batch: Batch,
         ready: Sequence[Piece],
         computed: Computed,
         message: Message,
         drafts: Tensor | None,
         verified: Verified | None,
-        called: Sequence[Request],
         logits: Tensor,
         logprobs: Logprobs,
         started: float,
     ) -> None:
-        self.pieces, self.ready, self.computed = step.pieces, ready, computed
-        self.message, self.called, self.logprobs = message, called, logprobs
-        self.is_prefill, self.started = step.has_prompts, started
+        self.pieces, self.ready, self.computed = batch.pieces, ready, computed
+        self.message, self.logprobs = message, logprobs
+        self.is_prefill, self.started = batch.has_prompts, started
         self.num_drafts = 0 if drafts is None else len(drafts)
         self.is_under_way = True
         self.drafts, self.num_accepted = list[int](), [0] * len(ready)
         self.positions = [
-            request.num_computed_tokens - num_tokens + num_drafts for request, num_tokens, num_drafts in step.pieces
+            request.num_computed_tokens - num_tokens + num_drafts for request, num_tokens, num_drafts in batch.pieces
         ]
         self.verified, self.newest = verified, message.tokens
         if verified is not None:
             self.newest = verified.newest
         self.rows = {piece.request: row for row, piece in enumerate(ready)}
         self.starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
-        for piece in ready:
-            piece.request.num_in_flight += 1
-            piece.request.num_tried += piece.num_drafts
         # Copied in the order of the device's work, into pinned memory on a GPU: nobody waits here.
         self._on_host = message.memory.to("cpu", non_blocking=True)
         self.logits = {
@@ -175,6 +168,12 @@ class PendingStep:
         self._done = torch.cuda.Event() if message.words.is_cuda else None  # the CPU is done already
         if self._done is not None:
             self._done.record()
+
+    def begin(self) -> None:
+        """Count the new tokens and drafts of its requests as in flight, until `wait`."""
+        for piece in self.ready:
+            piece.request.num_in_flight += 1
+            piece.request.num_tried += piece.num_drafts
 
     def wait(self) -> list[int]:
         """Wait for the step, and return the words of its message, whose tokens the host knows from now on."""

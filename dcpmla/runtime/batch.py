@@ -1,4 +1,4 @@
-"""A step of the engine: requests, and the number of tokens that it computes for each."""
+"""A batch: the requests of a step that the scheduler chose, and the number of tokens to compute for each."""
 
 import math
 from collections.abc import Iterable
@@ -25,8 +25,8 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Step:
-    """Requests, and the number of tokens to compute for each; pieces of one token and its drafts come first.
+class Batch:
+    """The requests of a step, and the number of tokens to compute for each; pieces of one token and its drafts first.
 
     Attributes:
         budget: Further tokens that the step has room for.
@@ -56,6 +56,14 @@ class Step:
             self.num_scored += num_tokens
         self.pieces.append(Piece(request, num_tokens))
         self.budget -= num_tokens
+
+    def advance(self) -> None:
+        """Count the tokens of a launched batch as computed, all but drafts, and those of prompts as scored."""
+        for request, num_tokens, num_drafts in self.pieces:
+            request.num_computed_tokens += num_tokens - num_drafts
+            if request.is_scored:
+                last = len(request.prompt_token_ids) - 1
+                request.num_scored_tokens = max(request.num_scored_tokens, min(request.num_computed_tokens, last))
 
     def arrange(self, costs: PieceCosts) -> None:
         """Order the pieces: decodes, then pieces of prompts that attend with absorbed queries, then the others."""
