@@ -14,15 +14,10 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from dcpmla import DCPConfig
+from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.config import IndexerConfig, divisors
-from dcpmla.integrations.hf_config import (
-    MLA_MODEL_TYPES,
-    attention_config,
-    attention_kind,
-    num_index_layers,
-    skips_topk,
-    yarn_mscale,
-)
+from dcpmla.integrations.families.mla_config import yarn_mscale
+from dcpmla.integrations.families.table import FAMILIES, attention_kind
 from tests.support.models import MLA_FAMILIES, SPARSE_FAMILIES, tiny_config
 
 POSITIONS = torch.tensor([0, 15, 16, 40, 100])
@@ -98,6 +93,12 @@ def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[
     return seen, rotary, index_rotary
 
 
+def selecting_layers(config: Any) -> tuple[int, ...]:
+    kind = attention_kind(config)
+    assert isinstance(kind, SparseKind)
+    return kind.index_layers
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
@@ -107,7 +108,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a module multiplies into its query and its scores, together it is scale x the Llama 4 factor."""
     hf_config = make_config(family, rope)
-    module, config = make_module(hf_config), attention_config(hf_config)
+    module, config = make_module(hf_config), attention_kind(hf_config).config
     hidden = torch.randn(len(POSITIONS), config.hidden_size)
     seen, *_ = call(module, hidden, monkeypatch)
     if config.q_lora_rank is None:
@@ -129,7 +130,7 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
 @families
 def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_config = make_config(family)
-    module, config = make_module(hf_config), attention_config(hf_config)
+    module, config = make_module(hf_config), attention_kind(hf_config).config
     hidden = 1e-3 * torch.randn(len(POSITIONS), config.hidden_size)  # small enough to tell the eps of the norm
     seen, *_ = call(module, hidden, monkeypatch)
     compressed = module.kv_a_proj_with_mqa(hidden)[:, : config.kv_lora_rank]
@@ -145,7 +146,7 @@ def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypat
 @families
 def test_rotary_layout_is_the_one_the_module_calls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_config = make_config(family)
-    config = attention_config(hf_config)
+    config = attention_kind(hf_config).config
     _, rotary, _ = call(make_module(hf_config), torch.randn(len(POSITIONS), config.hidden_size), monkeypatch)
     assert len(rotary) == 1
     assert config.rope_interleaved == (rotary != ["apply_rotary_pos_emb"])
@@ -157,8 +158,8 @@ def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
     hf_config = make_config(family, rope)
     module = make_module(hf_config)
     scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
-    assert attention_config(hf_config).scale == pytest.approx(scale, rel=1e-12)
-    assert attention_config(hf_config).kv_lora_scale == pytest.approx(
+    assert attention_kind(hf_config).config.scale == pytest.approx(scale, rel=1e-12)
+    assert attention_kind(hf_config).config.kv_lora_scale == pytest.approx(
         getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12
     )
 
@@ -166,7 +167,7 @@ def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
 @families
 def test_geometry_is_that_of_the_weights(family: str) -> None:
     hf_config = make_config(family)
-    module, config = make_module(hf_config), attention_config(hf_config)
+    module, config = make_module(hf_config), attention_kind(hf_config).config
     q_proj = module.q_proj if config.q_lora_rank is None else module.q_b_proj
     assert q_proj.out_features == config.num_heads * config.qk_head_dim
     assert q_proj.in_features == (config.q_lora_rank or config.hidden_size)
@@ -185,7 +186,7 @@ def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPa
     module = make_module(hf_config)
     indexer = module.indexer
     _, _, rotary = call(module, torch.randn(len(POSITIONS), hf_config.hidden_size), monkeypatch)
-    config = attention_config(hf_config)
+    config = attention_kind(hf_config).config
     assert config.indexer == IndexerConfig(
         num_heads=indexer.weights_proj.out_features,
         head_dim=indexer.wk.out_features,
@@ -196,9 +197,9 @@ def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPa
     assert indexer.wq_b.weight.shape == (config.indexer.num_heads * config.indexer.head_dim, config.q_lora_rank)
     with torch.device("meta"):
         model = getattr(transformers, type(hf_config).__name__.replace("Config", "ForCausalLM"))(hf_config)
-    lacks = [layer.self_attn.indexer is None for layer in model.model.layers]
-    assert [skips_topk(hf_config, layer) for layer in range(len(lacks))] == lacks
-    assert (num_index_layers(hf_config), any(lacks)) == (2, family == "glm_moe_dsa")
+    has_indexer = [layer.self_attn.indexer is not None for layer in model.model.layers]
+    assert selecting_layers(hf_config) == tuple(layer for layer, has in enumerate(has_indexer) if has)
+    assert (attention_kind(hf_config).num_index_layers, all(has_indexer)) == (2, family != "glm_moe_dsa")
 
 
 @pytest.mark.parametrize("types", [["shared", "full", "full"], ["full", "shared"], []])
@@ -210,7 +211,7 @@ def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
         "full"
     )
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        attention_config(hf_config)
+        attention_kind(hf_config)
 
 
 @pytest.mark.parametrize("family", SPARSE_FAMILIES)
@@ -235,8 +236,7 @@ def test_which_layers_select(family: str, fields: dict[str, Any], types: str) ->
     expected = glm(num_hidden_layers=6, **fields).indexer_types
     assert expected == [{"F": "full", "S": "shared"}[letter] for letter in types]
     config = own(num_hidden_layers=6, **fields)
-    assert [skips_topk(config, layer) for layer in range(6)] == [letter == "S" for letter in types]
-    assert num_index_layers(config) == types.count("F")
+    assert selecting_layers(config) == tuple(layer for layer, letter in enumerate(types) if letter == "F")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_which_layers_select(family: str, fields: dict[str, Any], types: str) ->
 def test_layers_that_neither_select_nor_share(fields: dict[str, Any], message: str) -> None:
     config = transformers.DeepseekV32Config(num_hidden_layers=3, **fields)
     with pytest.raises(ValueError, match="^model: " + re.escape(message)):
-        attention_config(config)
+        attention_kind(config)
 
 
 @pytest.mark.parametrize("interleaved", [True, False, None])
@@ -266,7 +266,7 @@ def test_rope_of_the_indexer_is_the_configs_or_its_familys(interleaved: bool | N
         config = tiny_config(family)
         if interleaved is not None:
             config.indexer_rope_interleave = interleaved
-        indexer = attention_config(config).indexer
+        indexer = attention_kind(config).config.indexer
         assert indexer is not None
         assert indexer.rope_interleaved == (family == "glm_moe_dsa" if interleaved is None else interleaved)
 
@@ -280,7 +280,7 @@ def test_rope_of_the_indexer_is_the_configs_or_its_familys(interleaved: bool | N
 )
 def test_a_dense_model_has_no_index_cache(options: dict[str, Any], name: str) -> None:
     dense, sparse = (attention_kind(make_config(family)) for family in ("deepseek_v3", "deepseek_v32"))
-    assert (dense.config.indexer, num_index_layers(make_config("deepseek_v3"))) == (None, 0)
+    assert (dense.config.indexer, dense.num_index_layers) == (None, 0)
     message = f"{name} goes with sparse MLA, whose layers have indexers; this attention is dense"
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         dense.check_layout(DCPConfig(**options))
@@ -299,13 +299,13 @@ def test_scale_of_deepseek_v3_as_published() -> None:
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
-    assert attention_config(hf_config).scale == pytest.approx(0.1352338, abs=1e-7)
+    assert attention_kind(hf_config).config.scale == pytest.approx(0.1352338, abs=1e-7)
 
 
 def test_other_architectures_are_refused() -> None:
     with pytest.raises(ValueError, match="architecture 'llama' is not an MLA model") as error:
-        attention_config(transformers.LlamaConfig())
-    assert all(model_type in str(error.value) for model_type in MLA_MODEL_TYPES)
+        attention_kind(transformers.LlamaConfig())
+    assert all(model_type in str(error.value) for model_type in FAMILIES)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.5, 40.0, 128])
@@ -321,7 +321,7 @@ def test_divisors() -> None:
 
 
 def test_heads_per_rank() -> None:
-    config = attention_config(make_config("deepseek_v3"))
+    config = attention_kind(make_config("deepseek_v3")).config
     assert {size: config.heads_per_rank(size) for size in (1, 3, 8, 24)} == {1: 24, 3: 8, 8: 3, 24: 1}
 
 
@@ -332,4 +332,4 @@ def test_heads_that_do_not_divide(size: int) -> None:
         "choose 1, 2, 3, 4, 6, 8, 12 or 24"
     )
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        attention_config(make_config("deepseek_v3")).heads_per_rank(size)
+        attention_kind(make_config("deepseek_v3")).config.heads_per_rank(size)

@@ -1,6 +1,7 @@
 """A stack of layers of DeepSeek-V4's attention, all of one kind (`dcpmla.bench.stack`)."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,15 @@ from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
-from dcpmla.bench.stack import Stack, draw_weights, num_rotated
+from dcpmla.bench.stack import Stack, StackMaker, draw_weights, num_rotated
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
+
+
+def compressed_makers(config: CompressedConfig) -> dict[str, StackMaker]:
+    """Return the makers of a model's stacks, by the labels of its kinds of layers."""
+    kinds = dict.fromkeys(config.layer_kinds)
+    return {kind.label: StackMaker(kind.has_indexer, partial(CompressedStack, config, kind)) for kind in kinds}
 
 
 class CompressedStack(Stack):

@@ -23,15 +23,16 @@ from dcpmla.bench.step_times import is_quantized, step_times
 from dcpmla.bench.timing import is_h200, largest
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
-from dcpmla.integrations.hf_config import read_attention
+from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.loading import check_layout, open_model
+from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, floor_us
-from dcpmla.planning.weights import ModelSize, read_model
+from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.speculation import Speculation
@@ -71,7 +72,7 @@ class Generate(Benchmark[Batch, None]):
             open_model(args.model, args.max_model_len, args.revision),
         )
         # A block more for each request: the scheduler keeps one free for each that runs.
-        block_tokens = dcp.virtual_block_size * read_attention(files.config).row_tokens
+        block_tokens = dcp.virtual_block_size * attention_kind(files.config).config.row_tokens
         seq_len = args.input_len + args.output_len - 1 + block_tokens
         self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * max(args.batch))
         self.graph, self.exchange = self.engine.graph, chosen.exchange.name

@@ -5,7 +5,6 @@ it scales, and from which context on DCP is faster than TP.
 import argparse
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench.cache_formats import add_cache_arguments, config_name, query_dtypes
-from dcpmla.bench.compressed_stack import CompressedStack
+from dcpmla.bench.compressed_stack import compressed_makers
 from dcpmla.bench.decode_inputs import measure_ceilings
 from dcpmla.bench.exchange_inputs import with_direct
 from dcpmla.bench.geometries import GEOMETRIES, config_of
@@ -34,10 +33,11 @@ from dcpmla.bench.layouts import (
 from dcpmla.bench.plots import MARKERS, legend_beside, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.stack import CANDIDATES, PARTS, Stack
+from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackMaker
 from dcpmla.cli.options import exchange_list, name_list, positive, positive_list
-from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig, MLAConfig
-from dcpmla.integrations.hf_config import read_attention
+from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
+from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.model_files import load_config
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh
@@ -67,8 +67,8 @@ class Layer(Benchmark[LayerCase, Stack]):
     """Every load under all layouts, plain TP first; each kind of layers in stacks of its own.
 
     Attributes:
-        kinds: of a model's layers, by their labels; None for MLA.
-        plain: rows of plain TP, by load, kind and dtypes of caches and queries.
+        makers: Makers of stacks, by the labels of their layers.
+        plain: Rows of plain TP, by load, kind and dtypes of caches and queries.
     """
 
     ranks_of = "tp"
@@ -76,10 +76,9 @@ class Layer(Benchmark[LayerCase, Stack]):
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
-        self.config = _read_config(args.geometry)
-        self.kinds: dict[str, LayerKind | None] = {MLA: None}
-        if isinstance(self.config, CompressedConfig):
-            self.kinds = {kind.label: kind for kind in self.config.layer_kinds}
+        self.attention = _read_attention(args.geometry)
+        self.config = self.attention.config
+        self.makers = _stack_makers(self.attention)
         job.watchdog.enter("measuring the memory's rate", LOAD_TIMEOUT)
         self.bytes_per_second = measure_ceilings(self.device, self.dtype).bytes_per_second
         if self.device.type == "cuda":
@@ -114,7 +113,7 @@ class Layer(Benchmark[LayerCase, Stack]):
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
-        _read_config(args.geometry).heads_per_rank(args.tensor_parallel_size)  # raises, with the sizes that divide
+        _read_attention(args.geometry).config.heads_per_rank(args.tensor_parallel_size)  # raises with sizes that divide
         for dcp in args.decode_context_parallel_size:
             DCPConfig(tensor_parallel_size=args.tensor_parallel_size, decode_context_parallel_size=dcp)
         if "fp8" in args.variants and "direct" not in (args.dcp_comm_backend or ["direct"]):
@@ -129,9 +128,9 @@ class Layer(Benchmark[LayerCase, Stack]):
             group = self.meshes[dcp].dcp_group
             backends = args.dcp_comm_backend or with_direct(("a2a",), group, self.device)
             exchanges = [pair for pair in product(backends, args.variants) if pair[1] != "fp8" or pair[0] == "direct"]
-        for (label, kind), name in product(self.kinds.items(), args.kv_cache_dtype):
+        for (label, maker), name in product(self.makers.items(), args.kv_cache_dtype):
             dtypes = query_dtypes(name, args.decode_query_dtype)
-            index_formats = args.index_cache_dtype if kind is not None and kind.has_indexer else ["auto"]
+            index_formats = args.index_cache_dtype if maker.has_indexer else ["auto"]
             for index_format, dtype, exchange in product(index_formats, dtypes, exchanges):
                 yield Layout(dcp, *exchange, name, dtype, label, index_format)
 
@@ -149,11 +148,7 @@ class Layer(Benchmark[LayerCase, Stack]):
             options |= {"dcp_comm_backend": layout.exchange, **_VARIANTS[layout.variant]}
         options |= {"kv_cache_dtype": config_name(layout.kv_cache_dtype), "index_cache_dtype": layout.index_cache_dtype}
         sizes = self.meshes[layout.dcp], self.args.num_layers, case.batch, case.context, self.device, self.dtype
-        kind = self.kinds[layout.layer_kind]
-        if isinstance(self.config, CompressedConfig):
-            assert kind is not None
-            return CompressedStack(self.config, kind, *sizes, **options)
-        return LayerStack(self.config, *sizes, **options)
+        return self.makers[layout.layer_kind].new(*sizes, **options)
 
     def measure(self, case: LayerCase, inputs: Stack) -> list[Row]:
         """Return a row for each part, the total first, with what its parts add up to, each timed alone."""
@@ -227,19 +222,23 @@ class Layer(Benchmark[LayerCase, Stack]):
         save_figure(path, figure)
 
 
-def _read_config(geometry: str) -> MLAConfig | CompressedConfig:
+def _read_attention(geometry: str) -> AttentionKind:
     """Return the attention of one of GEOMETRIES or of a config's file or directory; layers of sparse MLA run as dense
     ones, without an indexer.
     """
-    if geometry in GEOMETRIES:
-        return read_attention(config_of(geometry))
-    if not os.path.exists(geometry):
+    if geometry not in GEOMETRIES and not os.path.exists(geometry):
         names = ", ".join(GEOMETRIES)
         raise ValueError(f"--geometry is {geometry}: no such file or directory; give one, or one of {names}")
-    from dcpmla.integrations.model_files import load_config  # transformers: only for a config of one's own
+    config = config_of(geometry) if geometry in GEOMETRIES else load_config(Path(geometry))
+    attention = attention_kind(config)
+    return attention.dense_stack() or attention
 
-    attention = read_attention(load_config(Path(geometry)))
-    return replace(attention, indexer=None) if isinstance(attention, MLAConfig) else attention
+
+def _stack_makers(attention: AttentionKind) -> dict[str, StackMaker]:
+    """Return the makers of stacks of a model's layers, by the labels of the layers."""
+    if attention.dense_stack() is None:
+        return compressed_makers(attention.config)
+    return {MLA: StackMaker(False, partial(LayerStack, attention.config))}
 
 
 def _variant_list(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """A stack of attention layers with random weights: a decode step without MLPs, timed as a whole and part by part."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,18 @@ ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # of all layers' caches: several 
 _MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
 _FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # of a sample
 _SAMPLE_SECONDS = 0.2  # that the samples of one part may take
+
+
+class StackMaker(NamedTuple):
+    """A maker of stacks of one kind of a model's layers.
+
+    Attributes:
+        has_indexer: Whether the layers have an indexer, whose cache may have a format of its own.
+        new: Function of a stack's arguments after those that the maker has.
+    """
+
+    has_indexer: bool
+    new: Callable[..., "Stack"]
 
 
 class Stack:

@@ -1,21 +1,18 @@
 """Device times of a model's steps without an engine around them: all of a step, and its layers of experts alone."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.attention.step import StepRequests
 from dcpmla.bench.timing import time_operation
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.model.block import Decoder, DecoderBlock
-from dcpmla.model.mixing import Streams
-from dcpmla.model.moe import MoE
-from dcpmla.model.stream_decoder import StreamDecoder
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -60,36 +57,12 @@ def step_times(
         calls = _CALLS if query_len == 1 else 1
         device_us = time_operation(step, device, calls, _SECONDS).median_us
         hidden = torch.randn(len(token_ids), model.head.linear.in_features, dtype=model.dtype, device=device)
-        num_blocks, run = _moe_blocks(model, hidden, token_ids, cache, model.prepare(metadata))
-        of_blocks = time_operation(run, device, calls, _SECONDS).median_us / num_blocks if num_blocks else 0.0
+        decoder, prepared = model.hidden_states, model.prepare(metadata)
+        blocks, of_blocks = decoder.moe_blocks(), 0.0
+        if blocks:
+            run = partial(decoder.run, blocks, hidden, token_ids, prepared, cache)
+            of_blocks = time_operation(lambda _: run(), device, calls, _SECONDS).median_us / len(blocks)
         return StepTimes(device_us, of_blocks, _num_kernels(step, device))
-
-
-def _moe_blocks(
-    model: ShardedModel, hidden: Tensor, token_ids: Tensor, cache: Cache, step: StepMetadata
-) -> tuple[int, Callable[[int], object]]:
-    """Return how many blocks of attention and experts a model has, and a function that runs them, one after the other,
-    over hidden states [T, hidden] of tokens [T].
-    """
-    decoder = model.hidden_states
-    if isinstance(decoder, StreamDecoder):
-        streams = Streams(hidden[:, None].repeat(1, decoder.num_streams, 1))
-
-        def run_streams(_: int) -> None:
-            passed = streams
-            for block in decoder.blocks:
-                passed = block(passed, token_ids, cache, step)
-
-        return len(decoder.blocks), run_streams
-    assert isinstance(decoder, Decoder)
-    blocks = [block for block in decoder.blocks if isinstance(block, DecoderBlock) and isinstance(block.mlp, MoE)]
-
-    def run(_: int) -> None:
-        x = residual = hidden
-        for block in blocks:
-            x, residual = block(x, residual, cache, step)
-
-    return len(blocks), run
 
 
 def _num_kernels(step: Callable[[], Tensor], device: torch.device) -> int:

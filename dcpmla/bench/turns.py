@@ -21,8 +21,7 @@ from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import time_operation
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.options import positive, positive_list
-from dcpmla.config import MLAConfig
-from dcpmla.integrations.hf_config import read_attention
+from dcpmla.integrations.families.table import attention_kind
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
@@ -68,6 +67,8 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
+        if attention_kind(config_of(args.geometry)).dense_stack() is None:
+            raise ValueError(f"geometry (--geometry) is {args.geometry}; its layers must be MLA")
         size = args.decode_context_parallel_size
         if ranks.num_ranks % size:
             raise ValueError(
@@ -85,8 +86,7 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
     def _new_stack(self, case: TurnCase) -> LayerStack:
         """Return a layer over a cache for the most requests and the longest turns after the case's context."""
         args, size = self.args, self.job.ranks.num_ranks
-        config = read_attention(config_of(args.geometry))
-        assert isinstance(config, MLAConfig)
+        config = attention_kind(config_of(args.geometry)).config
         config = replace(config, num_heads=case.heads * size)
         mesh, most = init_mesh(size, args.decode_context_parallel_size), max(args.batch) + 1
         sizes = most, case.context + max(args.tokens)

@@ -19,13 +19,14 @@ from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS, capacity_table
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import Row, calibrate, measured_us, predict_row, read_rows
 from dcpmla.planning.predict import Setting
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.recommend import Plan, cache_bytes, make_plan, recommend
-from dcpmla.planning.weights import ModelSize, read_model
+from dcpmla.planning.weights import ModelSize
 
 # Fields that are printed with a measured row.
 _SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "input_len", "kv_cache_dtype")

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, even, list_of, number, one_of, optional, whole
 from dcpmla.hf_quantization import check_quantization
-from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES
+from dcpmla.integrations.families.routing import Routing
 
 _SIZE = whole(1, LARGEST_SIZE)
 _NUM_LAYERS = whole(1, 1024)
@@ -30,7 +30,6 @@ _RATES = Rule(
     "an object of whole numbers of at least 2",
     lambda value: isinstance(value, dict) and all(whole(2, 1 << 16).holds(rate) for rate in value.values()),
 )
-_COMPRESSED_RULES = dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), whole(2, 1 << 16))
 _POSITIONS = whole(1, (1 << 31) - 1)
 # longrope's angles depend on the longest position of a call: on a request's neighbours, and on when a key was cached.
 _ROPE_TYPE = one_of(("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "longrope")))
@@ -99,7 +98,7 @@ _CONFIG_RULES = {
 }
 # Of the file alone: transformers renames or derives them.
 _RAW_RULES = {"dtype": _DTYPE, "torch_dtype": _DTYPE, "qk_rope_head_dim": even(LARGEST_SIZE)}
-_ROPE_RULES = {
+ROPE_RULES = {
     "rope_type": _ROPE_TYPE,
     "type": _ROPE_TYPE,
     "rope_theta": _THETA,
@@ -147,15 +146,17 @@ def check_raw_config(raw: Mapping[str, Any]) -> None:
     """Raise ValueError for a field of a config.json that no model can have, by its name in the file."""
     check_fields(_CONFIG_RULES | _RAW_RULES, raw)
     for name in ("rope_parameters", "rope_scaling"):
-        check_fields(_ROPE_RULES, raw.get(name) or {}, f"{name}.{{}}".format)
-        for kind in ("main", "compress"):  # DeepSeek-V4's layers rotate in one of two ways
-            check_fields(_ROPE_RULES, (raw.get(name) or {}).get(kind, {}), f"{name}.{kind}.{{}}".format)
+        check_fields(ROPE_RULES, raw.get(name) or {}, f"{name}.{{}}".format)
+        for kind, fields in (raw.get(name) or {}).items():
+            if isinstance(fields, dict):  # layers of several kinds, each with a rotary embedding
+                check_fields(ROPE_RULES, fields, f"{name}.{kind}.{{}}".format)
     if (quantization := raw.get("quantization_config")) is not None:
         check_quantization(quantization)
 
 
-def check_config(config: Any) -> None:
-    """Raise ValueError for a transformers config that its own modules could not be built or run with.
+def check_model(config: Any, routing: Routing) -> None:
+    """Raise ValueError for a transformers config that its own modules could not be built or run with, by the fields
+    around attention.
 
     Fields that the file leaves out have transformers' defaults by now, so that what belongs together can be compared.
     """
@@ -164,10 +165,11 @@ def check_config(config: Any) -> None:
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")
     if hasattr(config, "n_routed_experts"):
-        _check_experts(config)
-    if config.model_type in COMPRESSED_MODEL_TYPES:
-        _check_compressed(config)
-        return
+        routing.check(config)
+
+
+def check_mla(config: Any) -> None:
+    """Raise ValueError for what does not belong together in MLA."""
     _check_rope(config)
     qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.qk_head_dim != qk_head_dim:
@@ -181,40 +183,10 @@ def check_config(config: Any) -> None:
         )
 
 
-def _check_compressed(config: Any) -> None:
-    """Raise ValueError for what does not belong together in DeepSeek-V4's attention."""
-    if getattr(config, "indexer_rope_interleave", None) is False:
-        raise ValueError(
-            "indexer_rope_interleave is False; the indexer of this family rotates pairs, so it must be True"
-        )
-    check_fields(_COMPRESSED_RULES, config.compress_rates, "compress_rates.{}".format)
-    if missing := _COMPRESSED_RULES.keys() - config.compress_rates.keys():
-        raise ValueError(f"compress_rates lacks {min(missing)}")
-    rotated, widths = config.qk_rope_head_dim, (config.head_dim, config.index_head_dim)
-    if rotated % 2 or not 0 < rotated <= min(widths):
-        raise ValueError(
-            f"partial_rotary_factor {config.partial_rotary_factor} rotates {rotated} dims (qk_rope_head_dim); they "
-            f"must be even, and at most head_dim {widths[0]} and index_head_dim {widths[1]}"
-        )
-    if config.num_attention_heads % config.o_groups:
-        raise ValueError(
-            f"o_groups is {config.o_groups}; it must divide num_attention_heads {config.num_attention_heads}"
-        )
-    for kind in ("main", "compress"):
-        rope = config.rope_parameters[kind]
-        check_fields(_ROPE_RULES, rope, f"rope_parameters.{kind}.{{}}".format)
-        factor = rope.get("partial_rotary_factor", 1.0)
-        if int(config.head_dim * factor) != rotated:
-            raise ValueError(
-                f"rope_parameters.{kind}.partial_rotary_factor is {factor}; of head_dim {config.head_dim} it must "
-                f"leave qk_rope_head_dim {rotated} dims"
-            )
-
-
 def _check_rope(config: Any) -> None:
     """Raise ValueError unless transformers' rotary embedding rotates as many dims as attention has for it."""
     rope, dims = config.rope_parameters, config.qk_rope_head_dim
-    check_fields(_ROPE_RULES, rope, "rope_parameters.{}".format)
+    check_fields(ROPE_RULES, rope, "rope_parameters.{}".format)
     rotated = config.head_dim
     if rope["rope_type"] not in ("default", "proportional"):
         rotated = int(rotated * rope.get("partial_rotary_factor", 1.0))
@@ -223,32 +195,4 @@ def _check_rope(config: Any) -> None:
             f"qk_rope_head_dim is {dims}; it must be even, and the {rotated} dims that head_dim {config.head_dim} and "
             f"rope_parameters ({rope['rope_type']}, partial_rotary_factor "
             f"{rope.get('partial_rotary_factor', 1.0)}) give"
-        )
-
-
-def has_groups(config: Any) -> bool:
-    """Return whether experts are chosen group by group; topk_method is a field of DeepSeek-V2's alone."""
-    is_greedy = config.model_type == "deepseek_v2" and config.topk_method == "greedy"
-    return hasattr(config, "n_group") and not is_greedy
-
-
-def _check_experts(config: Any) -> None:
-    """Raise ValueError for experts that a router cannot choose."""
-    chosen, num_experts = config.num_experts_per_tok, config.n_routed_experts
-    num_choices = num_experts + (getattr(config, "zero_expert_num", None) or 0)
-    if has_groups(config):
-        groups, least = config.n_group, 1 if config.model_type == "deepseek_v2" else 2  # a group's score sums its best
-        if groups is None or num_experts % groups or num_experts // groups < least:
-            raise ValueError(
-                f"n_group is {groups}; it must divide n_routed_experts {num_experts} into groups of at least {least}"
-            )
-        if config.topk_group is None or config.topk_group > groups:
-            raise ValueError(f"topk_group is {config.topk_group}; it must be in [1, n_group {groups}]")
-        num_choices = config.topk_group * (num_experts // groups)
-    least = 2 if config.model_type == "longcat_flash" else 1  # transformers' module drops the dim of a single one
-    if not least <= chosen <= num_choices:
-        name = config.attribute_map.get("num_experts_per_tok", "num_experts_per_tok")
-        raise ValueError(
-            f"{name} is {chosen}; it must be in [{least}, {num_choices}], what n_routed_experts {num_experts} and "
-            f"groups of them leave to choose from"
         )

@@ -20,8 +20,9 @@ from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import MODEL_DTYPES, DCPConfig
 from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, optional, whole
 from dcpmla.integrations.decode_graphs import GraphMaker
-from dcpmla.integrations.hf_config import attention_kind
+from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import find_commit, find_model, load_config
+from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import (
     MAX_SPECULATIVE_TOKENS,
@@ -37,7 +38,6 @@ from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting
 from dcpmla.planning.prefill import PrefillCosts
-from dcpmla.planning.weights import read_model
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.text import Tokenizer

@@ -1,18 +1,20 @@
 """The parts of a model that this package computes, each from transformers' module of it and a checkpoint's slices."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from dcpmla.integrations.config_checks import has_groups
-from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES
+from dcpmla.attention.kind import AttentionLayer
+from dcpmla.comm.reduce import Reduce
+from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, HashGate, MoE, TopKGate, load_experts, unstack_experts
-from dcpmla.model.router import Router, split_weight
+from dcpmla.model.router import split_weight
 from dcpmla.parallel.linear import Linear, Weight, check_experts, cut, read_linear, read_weight
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -22,11 +24,14 @@ class Parts:
     """A maker of loaded modules.
 
     Attributes:
-        model: transformers', without weights.
-        weights: the whole checkpoint.
-        dtype: of what is not kept quantized.
-        spreads_experts: each rank has its share of the experts whole, instead of a slice of every one.
+        model: Model of transformers, without weights.
+        weights: Weights of the whole checkpoint.
+        dtype: Dtype of what is not kept quantized.
+        spreads_experts: Whether each rank has its share of the experts whole, instead of a slice of every one.
         expert_dtype: "auto" or "fp8" (`load_experts`).
+        routing: Choice of experts.
+        attention: Function of a name that loads the next layer of attention, and returns it with its number.
+        reduce: Sums over the TP ranks.
     """
 
     model: Any
@@ -36,6 +41,9 @@ class Parts:
     device: torch.device
     spreads_experts: bool
     expert_dtype: str
+    routing: Routing
+    attention: Callable[[str], tuple[AttentionLayer, int]]
+    reduce: Reduce
 
     @property
     def _swiglu_limit(self) -> float | None:
@@ -44,6 +52,11 @@ class Parts:
     def _cut(self, size: int) -> slice:
         in_blocks = getattr(self.model.config, "quantization_config", None) is not None
         return cut(size, self.mesh.tp_rank, self.mesh.tp_size, in_blocks)
+
+    def layer_names(self, num_layers: int) -> Iterator[str]:
+        """Yield the names of the first decoder layers, with a bar for the first rank if it has a terminal."""
+        bar = {"desc": "loading weights", "unit": "layer", "disable": None if self.mesh.tp_rank == 0 else True}
+        yield from (f"model.layers.{number}" for number in tqdm(range(num_layers), **bar))
 
     def vector(self, name: str) -> Tensor:
         """Return a whole tensor of the model, in its dtype."""
@@ -120,52 +133,13 @@ class Parts:
         return split_weight(read_weight(self.weights, name, shape).to(self.device), self.dtype)
 
     def _gate(self, name: str, module: Any, num_shared: int) -> Gate:
-        config = self.model.config
-        weight, bias = f"{name}.gate.weight", f"{name}.gate.e_score_correction_bias"
-        if config.model_type == "longcat_flash":
-            weight, bias = f"{name}.router.classifier.weight", f"{name}.router.e_score_correction_bias"
+        bias, router = f"{name}.{self.routing.bias}", self.routing.router(self.model.config, num_shared)
+        weight = self._router_weight(f"{name}.{self.routing.weight}")
         if f"{name}.gate.tid2eid" in self.weights:
             table = self.weights[f"{name}.gate.tid2eid"][:].to(self.device, torch.int64)
-            return HashGate(self._router_weight(weight), table, read_router(config, num_shared))
+            return HashGate(weight, table, router)
         values = None
         if bias in self.weights:
             values = read_weight(self.weights, bias, tuple(self.model.get_buffer(bias).shape))
             values = values.to(self.device, torch.float32)
-        return TopKGate(self._router_weight(weight), values, read_router(config, num_shared))
-
-
-# How the families choose experts.
-_SIGMOID = {"scoring": "sigmoid", "group_score": "top2_sum"}
-_ROUTERS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"scoring": "softmax", "group_score": "max"},
-    "deepseek_v3": _SIGMOID,
-    "deepseek_v32": _SIGMOID,
-    "axk1": _SIGMOID,
-    "glm4_moe_lite": _SIGMOID,
-    "glm_moe_dsa": _SIGMOID,
-    "mistral4": {"scoring": "softmax", "group_score": "top2_sum"},
-    "longcat_flash": {"scoring": "softmax", "group_score": "max"},
-    "deepseek_v4": {"group_score": "max"},
-}
-
-
-def read_router(config: Any, num_shared: int) -> Router:
-    """Return how a model chooses experts, from its transformers config.
-
-    Args:
-        num_shared: further experts that every token goes through.
-    """
-    in_groups = has_groups(config)
-    routing = _ROUTERS[config.model_type]
-    if config.model_type in COMPRESSED_MODEL_TYPES:
-        routing = {**routing, "scoring": config.scoring_func}
-    never = config.model_type in ("deepseek_v2", "longcat_flash")
-    return Router(
-        **routing,
-        num_groups=config.n_group if in_groups else 1,
-        topk_groups=config.topk_group if in_groups else 1,
-        top_k=config.num_experts_per_tok,
-        renormalize=not never and getattr(config, "norm_topk_prob", True),
-        routed_scaling_factor=config.routed_scaling_factor,
-        num_shared=num_shared,
-    )
+        return TopKGate(weight, values, router)

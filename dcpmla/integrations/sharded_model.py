@@ -1,7 +1,7 @@
 """A model under TP x DCP as the engine runs it."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +12,54 @@ from dcpmla.cache.plan import Cache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.block import VocabHead
-from dcpmla.model.mtp import MtpLayer
-from dcpmla.model.stream_decoder import StreamMtpLayer
-from dcpmla.model.streams import Connection
+
+
+class DecoderModule(Protocol):
+    """All layers of a model but its head, an nn.Module."""
+
+    embedding: Any
+
+    def __call__(self, token_ids: Tensor, step: StepMetadata | None, cache: Any) -> Tensor:
+        """Return the hidden states [T, width] of tokens [T]. Collective over the TP group.
+
+        Args:
+            step, cache: None where only memory is claimed.
+        """
+
+    def run(self, blocks: Iterable[nn.Module], _: Tensor, token_ids: Tensor, step: Any, cache: Any) -> Tensor:
+        """Return the hidden states [T, width] after some blocks over embeddings [T, hidden] of tokens [T]."""
+
+    def moe_blocks(self) -> list[nn.Module]:
+        """Return the blocks of attention and experts alone."""
+
+    def collapse(self, hidden_states: Tensor) -> Tensor:
+        """Return hidden states [n, width] as the head takes them, [n, hidden]."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Return all modules in it."""
+
+
+class MtpModule(Protocol):
+    """An MTP module (`dcpmla.model.mtp.MtpLayer`)."""
+
+    width: int
+
+    def __call__(self, rows: Tensor, cache: Any, step: StepMetadata | None) -> Tensor: ...
+
+    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor: ...
+
+    def collapse(self, hidden_states: Tensor) -> Tensor: ...
 
 
 class ShardedModel:
     """A causal language model whose attention runs under TP x DCP.
 
     Args:
-        hidden_states: hidden_states(token_ids [T], step, cache) -> [T, width]; step and cache are None where only
-            memory is claimed.
-        head: head(normalized hidden states [n, hidden]) -> logits [n, vocab] float32.
-        rotary: transformers' rotary embedding.
-        exchange, reduce: of its layers.
-        to_head: what collapses hidden states [n, width] into what the head takes; None if they are that.
-        mtp: the MTP module; None for a model that does not draft with it.
+        hidden_states: All layers but the head.
+        head: Function of normalized hidden states [n, hidden] that returns logits [n, vocab] float32.
+        rotary: Rotary embedding of transformers.
+        exchange, reduce: Exchanges of the layers.
+        mtp: MTP module; None for a model that does not draft with it.
     Attributes:
         attention: Attention of all layers.
         hidden_rows: [N, width] hidden states of the last step, kept for the MTP module; empty without one.
@@ -36,7 +68,7 @@ class ShardedModel:
 
     def __init__(
         self,
-        hidden_states: nn.Module,
+        hidden_states: DecoderModule,
         head: VocabHead,
         rotary: Any,
         attention: AttentionKind,
@@ -45,10 +77,9 @@ class ShardedModel:
         eos_token_ids: frozenset[int],
         dtype: torch.dtype,
         device: torch.device,
-        to_head: Connection | None = None,
-        mtp: MtpLayer | StreamMtpLayer | None = None,
+        mtp: MtpModule | None = None,
     ) -> None:
-        self._to_head, self._mtp = to_head, mtp
+        self._mtp = mtp
         self.hidden_rows = torch.empty(0, device=device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
         self._exchanges = exchange, reduce
@@ -94,8 +125,7 @@ class ShardedModel:
     def predict(self, rows: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
         """Run the MTP module over rows of `join`: return its hidden states [T, width]. Collective over the TP group."""
         assert self._mtp is not None
-        out: Tensor = self._mtp(rows, cache, self.prepare(metadata, (self.attention.num_layers - 1,)))
-        return out
+        return self._mtp(rows, cache, self.prepare(metadata, (self.attention.num_layers - 1,)))
 
     @torch.inference_mode()
     def draft(self, hidden_states: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
@@ -158,7 +188,7 @@ class ShardedModel:
         if self._mtp is not None:
             self.hidden_rows[: len(hidden_states)].copy_(hidden_states)
         rows = hidden_states if logits_at is None else hidden_states[logits_at]
-        logits: Tensor = self.head(rows if self._to_head is None else self._to_head.collapse(rows))
+        logits: Tensor = self.head(self.hidden_states.collapse(rows))
         return logits
 
     def prepare(self, metadata: StepMetadata, layers: Sequence[int] | None = None) -> StepMetadata:

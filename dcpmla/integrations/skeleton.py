@@ -8,6 +8,7 @@ import transformers
 from accelerate import init_empty_weights
 
 from dcpmla.integrations.checkpoint import Checkpoint
+from dcpmla.integrations.families.routing import Routing
 
 _PART = re.compile(r"model\.layers\.\d+|model\.\w+|\w+")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # a tensor of one expert: its layer's prefix, its number
@@ -44,7 +45,7 @@ def part_of(name: str) -> str:
     return match[0] if match else name
 
 
-def check_shapes(model: Any, checkpoint: Checkpoint) -> None:
+def check_shapes(model: Any, checkpoint: Checkpoint, routing: Routing) -> None:
     """Raise ValueError for a weight that is missing or of another shape than the model's, and for surplus experts."""
     num_experts = {prefix: len(experts.down_proj) for prefix, experts in _mixtures(model)}
     zero_experts = getattr(model.config, "zero_expert_num", None) or 0
@@ -61,8 +62,8 @@ def check_shapes(model: Any, checkpoint: Checkpoint) -> None:
     missing = {name for name in shapes.keys() - checkpoint.names if ".self_attn." not in name}
     if model.config.tie_word_embeddings:
         missing -= {"lm_head.weight"}
-    if model.config.model_type == "axk1":  # published without what corrects the choice of experts
-        missing = {name for name in missing if not name.endswith(".e_score_correction_bias")}
+    if not routing.needs_bias:
+        missing = {name for name in missing if not name.endswith(routing.bias)}
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"checkpoint: tensor {min(missing)} is missing{more}")

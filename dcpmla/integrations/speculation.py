@@ -8,7 +8,7 @@ import torch
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
-from dcpmla.integrations.mtp import check_mtp
+from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
@@ -24,7 +24,7 @@ MAX_SPECULATIVE_TOKENS = 15  # so that a batch of some requests fits into `MAX_D
 def check_speculation(config: Any, dcp: DCPConfig, method: str) -> None:
     """Raise ValueError, before any weight is read, for a method that a model does not have."""
     if method == "mtp":
-        check_mtp(config)
+        family_of(config).check_mtp(config)
         if dcp.calculate_kv_scales:
             raise ValueError(
                 "speculative_method (--speculative-method) is 'mtp', whose layer takes no scales from the first "

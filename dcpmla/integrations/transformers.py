@@ -1,8 +1,8 @@
 """From a transformers config and a checkpoint to a sharded model (launch/tested_versions.txt: versions that passed).
 
 transformers gives configs, shapes and rotary embeddings (skeleton.py); whatever has matrices is computed by this
-package, and reads its own slices of the checkpoint (parts.py). Decoder layers of norm, attention, norm and MLP run as
-`Decoder`, LongCat's, which have these twice, too, DeepSeek-V4's as `StreamDecoder`; tokens go flat, [T].
+package, and reads its own slices of the checkpoint (parts.py). What differs between families is in `families`. Tokens
+go flat, [T].
 """
 
 import logging
@@ -13,35 +13,21 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from tqdm import tqdm
 
 from dcpmla.attention.kind import AttentionKind, AttentionLayer
 from dcpmla.attention.scales import missing_scales
-from dcpmla.comm.reduce import Reduce, select_reduce
+from dcpmla.comm.reduce import select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
 from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.integrations.checkpoint_names import module_name, text_module_name
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
-from dcpmla.integrations.hf_config import COMPRESSED_MODEL_TYPES, attention_kind
-from dcpmla.integrations.mtp import MtpNames, check_mtp_weights, load_mtp, with_mtp_layer
+from dcpmla.integrations.families.table import family_of
+from dcpmla.integrations.mtp import NO_MODULE
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.integrations.skeleton import (
-    build_skeleton,
-    check_shapes,
-    part_of,
-    published_shapes,
-)
-from dcpmla.integrations.streams import load_stream_mtp, load_streams
-from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock
-from dcpmla.model.moe import MoE
-from dcpmla.model.mtp import MtpLayer
-from dcpmla.model.stream_decoder import StreamDecoder, StreamMtpLayer
-from dcpmla.model.streams import Connection
+from dcpmla.integrations.skeleton import build_skeleton, check_shapes, part_of, published_shapes
 from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -79,55 +65,37 @@ def load_model(
         ValueError: sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
     """
     check_generation_config(directory)
-    mtp_names, num_layers = MtpNames.of(config), config.num_hidden_layers
-    is_compressed = config.model_type in COMPRESSED_MODEL_TYPES
+    family, num_layers = family_of(config), config.num_hidden_layers
+    mtp_names = family.mtp_names(config)
     if with_mtp:
-        config = with_mtp_layer(config)
-    # LongCat's decoder layers have two layers of attention each, its module one.
-    attention = attention_kind(config, int(with_mtp and config.model_type == "longcat_flash"))
+        config = family.with_mtp_layer(config)
+    attention = family.attention(config, with_mtp)
     attention.check_layout(dcp)
     model = build_skeleton(config)
-    mtp_shapes = mtp_names.shapes(config, published_shapes(model)) if with_mtp else {}
-    quantization = getattr(config, "quantization_config", None)
+    mtp_shapes = family.mtp_shapes(config, mtp_names, published_shapes(model)) if with_mtp else {}
+    weights: Mapping[str, Weight]
     if load_format == "dummy":
         dtype = dtype or _in_range(config.dtype or torch.bfloat16)
-        expert_codes = "int4" if is_int4(quantization) else "fp4" if has_fp4_experts(config) else None
-        is_fp8 = quantization is not None and not is_int4(quantization)
-        weights = dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes, dtype, device)
+        weights = _dummy_weights(model, mtp_shapes, dtype, device)
     else:
-        rename = partial(module_name, num_layers=num_layers) if is_compressed else text_module_name
-        parts_used = {part_of(name) for name in [*published_shapes(model), *mtp_shapes]}
-        checkpoint = Checkpoint(directory, scale_block(quantization), rename, lambda name: part_of(name) in parts_used)
-        if with_mtp:
-            check_mtp_weights(checkpoint.names, mtp_shapes)
-            checkpoint.check_shapes(mtp_shapes)
-        check_shapes(model, checkpoint)
-        dtype = dtype or _in_range(config.dtype or checkpoint.dtype)
-        weights = checkpoint.weights("")
+        checkpoint = _open_checkpoint(directory, model, partial(family.module_name, num_layers=num_layers), mtp_shapes)
+        check_shapes(model, checkpoint, family.routing)
+        dtype, weights = dtype or _in_range(config.dtype or checkpoint.dtype), checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):
         raise ValueError(
             "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"
         )
-    parts = Parts(model, weights, mesh, dtype, device, enable_expert_parallel and mesh.tp_size > 1, expert_dtype)
-    layers = _AttentionLayers(attention, dcp, mesh, selection, weights, dtype, device)
+    layers = _AttentionLayers(attention, weights, dcp, mesh, selection, dtype, device)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
-    hidden_states: Decoder | StreamDecoder
-    to_head: Connection | None = None
-    mtp: MtpLayer | StreamMtpLayer | None = None
-    num_blocks = len(model.model.layers) - (config.num_hidden_layers - num_layers)
-    names = [f"model.layers.{number}" for number in range(num_blocks)]
-    if is_compressed:
-        hidden_states, to_head = load_streams(_progress(names, mesh), parts, layers.load, reduce)
-    else:
-        hidden_states = _load_decoder(names, parts, layers.load, reduce)
-    if with_mtp:
-        load_module = load_stream_mtp if is_compressed else load_mtp
-        mtp = load_module(parts, mtp_names, hidden_states.embedding, layers.load, reduce)
-    head = parts.head()
+    spreads_experts, routing = enable_expert_parallel and mesh.tp_size > 1, family.routing
+    parts = Parts(model, weights, mesh, dtype, device, spreads_experts, expert_dtype, routing, layers.load, reduce)
+    num_mtp_layers = config.num_hidden_layers - num_layers  # of transformers' model
+    decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
+    mtp = family.load_mtp(parts, mtp_names, decoder.embedding) if with_mtp else None
     layers.warn_of_missing_scales()
     return ShardedModel(
-        hidden_states.eval(),
-        head,
+        decoder,
+        parts.head(),
         model.model.rotary_emb.to(device),
         attention,
         selection.exchange,
@@ -135,54 +103,35 @@ def load_model(
         _eos_token_ids(directory, config),
         dtype,
         device,
-        to_head,
         mtp,
     )
 
 
-LoadAttention = Callable[[str], tuple[AttentionLayer, int]]
+def _dummy_weights(
+    model: Any, mtp_shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> Mapping[str, Weight]:
+    """Return random weights in the formats that the config names."""
+    quantization = getattr(model.config, "quantization_config", None)
+    expert_codes = "int4" if is_int4(quantization) else "fp4" if has_fp4_experts(model.config) else None
+    is_fp8 = quantization is not None and not is_int4(quantization)
+    return dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes, dtype, device)
 
 
-def _load_decoder(names: list[str], parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> Decoder:
-    """Load the layers of these names."""
-    config = parts.model.config
-    is_shortcut = config.model_type == "longcat_flash"
-    first = "input_layernorm.0.weight" if is_shortcut else "input_layernorm.weight"
-    norms = [parts.vector(f"{name}.{first}") for name in names] + [parts.vector("model.norm.weight")]
-    load_block = _load_shortcut_block if is_shortcut else _load_block
-    blocks = [
-        load_block(name, output_norm, parts, load_attention, reduce)
-        for name, output_norm in zip(_progress(names, parts.mesh), norms[1:], strict=True)
-    ]
-    return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, config.rms_norm_eps)
+def _open_checkpoint(
+    directory: Path, model: Any, rename: Callable[[str], str], mtp_shapes: dict[str, tuple[int, ...]]
+) -> Checkpoint:
+    """Return the checkpoint of a model, and of its MTP module if there are shapes of it.
 
-
-def _load_block(
-    name: str, output_norm: Tensor, parts: Parts, load_attention: LoadAttention, reduce: Reduce
-) -> DecoderBlock:
-    attention, layer = load_attention(f"{name}.self_attn")
-    norms = parts.vector(f"{name}.post_attention_layernorm.weight"), output_norm
-    mlp, eps = parts.mlp(f"{name}.mlp"), parts.model.config.rms_norm_eps
-    has_norm = hasattr(parts.model.get_submodule(f"{name}.mlp"), "post_mlp_layernorm")
-    mlp_norm = parts.vector(f"{name}.mlp.post_mlp_layernorm.weight") if has_norm else None
-    return DecoderBlock(layer, attention, mlp, *norms, eps, reduce, mlp_norm)
-
-
-def _load_shortcut_block(
-    name: str, output_norm: Tensor, parts: Parts, load_attention: LoadAttention, reduce: Reduce
-) -> ShortcutBlock:
-    (first, layer), (second, _) = (load_attention(f"{name}.self_attn.{number}") for number in range(2))
-    experts = parts.mlp(f"{name}.mlp")
-    assert isinstance(experts, MoE)
-    inner = ("post_attention_layernorm.0", "input_layernorm.1", "post_attention_layernorm.1")
-    norms = [*(parts.vector(f"{name}.{norm}.weight") for norm in inner), output_norm]
-    mlps = parts.dense(f"{name}.mlps.0"), parts.dense(f"{name}.mlps.1")
-    return ShortcutBlock(layer, (first, second), mlps, experts, norms, parts.model.config.rms_norm_eps, reduce)
-
-
-def _progress(names: list[Any], mesh: DCPMesh) -> Any:
-    """Return the names with a bar for the first rank, if it has a terminal."""
-    return tqdm(names, desc="loading weights", unit="layer", disable=None if mesh.tp_rank == 0 else True)
+    Raises:
+        ValueError: A weight of the module is missing or of another shape.
+    """
+    used = {part_of(name) for name in [*published_shapes(model), *mtp_shapes]}
+    block = scale_block(getattr(model.config, "quantization_config", None))
+    checkpoint = Checkpoint(directory, block, rename, lambda name: part_of(name) in used)
+    if missing := mtp_shapes.keys() - checkpoint.names:
+        raise ValueError(f"checkpoint: tensor {min(missing)} of the MTP module is missing: {NO_MODULE}")
+    checkpoint.check_shapes(mtp_shapes)
+    return checkpoint
 
 
 class _AttentionLayers:
@@ -191,15 +140,14 @@ class _AttentionLayers:
     def __init__(
         self,
         attention: AttentionKind,
+        weights: Mapping[str, Weight],
         dcp: DCPConfig,
         mesh: DCPMesh,
         selection: ChosenExchange,
-        weights: Mapping[str, Weight],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._attention, self._dcp, self._mesh = attention, dcp, mesh
-        self._weights = weights
+        self._attention, self._weights, self._dcp, self._mesh = attention, weights, dcp, mesh
         self._where = dcp, mesh, selection.exchange, dtype, device
         self._missing: set[str] = set()
         self._count = 0

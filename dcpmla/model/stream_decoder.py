@@ -1,6 +1,6 @@
 """DeepSeek-V4's decoder: blocks over several streams of the residual, and its MTP module."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,25 +55,46 @@ class StreamBlock(nn.Module):
 
 
 class StreamDecoder(nn.Module):
-    """All layers of a model but the collapse of its streams and its head.
+    """All layers of a model but its head.
 
     Args:
-        embedding: [vocab, hidden].
-        num_streams: of the residual, which all begin as the embedding.
+        embedding: Weight [vocab, hidden].
+        num_streams: Number of streams of the residual, which all begin as the embedding.
+        to_head: Collapse of the streams.
     """
 
-    def __init__(self, embedding: Tensor, blocks: Sequence[StreamBlock], num_streams: int) -> None:
+    def __init__(self, embedding: Tensor, blocks: Sequence[StreamBlock], num_streams: int, to_head: Connection) -> None:
         super().__init__()
         self.embedding = nn.Parameter(embedding, requires_grad=False)
-        self.blocks, self.num_streams = nn.ModuleList(blocks), num_streams
+        self.blocks, self.num_streams, self.to_head = nn.ModuleList(blocks), num_streams, to_head
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: Cache | None) -> Tensor:
         """Return all streams [T, streams x hidden] of tokens [T] int64. Collective over the TP group."""
-        embedded = nn.functional.embedding(token_ids, self.embedding)
+        return self.run(self.blocks, nn.functional.embedding(token_ids, self.embedding), token_ids, step, cache)
+
+    def run(
+        self,
+        blocks: Iterable[nn.Module],
+        embedded: Tensor,
+        token_ids: Tensor,
+        step: StepMetadata | None,
+        cache: Cache | None,
+    ) -> Tensor:
+        """Return all streams [T, streams x hidden] after blocks, each stream beginning as embedded [T, hidden].
+        Collective.
+        """
         streams = Streams(embedded[:, None].repeat(1, self.num_streams, 1))
-        for block in self.blocks:
+        for block in blocks:
             streams = block(streams, token_ids, cache, step)
         return finish(streams).flatten(1)
+
+    def moe_blocks(self) -> list[nn.Module]:
+        """Return the blocks of attention and experts, which all are."""
+        return [*self.blocks]
+
+    def collapse(self, hidden_states: Tensor) -> Tensor:
+        """Return streams [n, streams x hidden] as the head takes them, [n, hidden]."""
+        return self.to_head.collapse(hidden_states)
 
 
 class StreamMtpLayer(nn.Module):

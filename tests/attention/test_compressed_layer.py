@@ -20,7 +20,7 @@ from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.step import CompressedMetadata, with_angles
 from dcpmla.attention.step import StepRequests
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.hf_config import compressed_config
+from dcpmla.integrations.families.table import attention_kind
 from tests.support.ranks import run_ranks
 
 HIDDEN, WINDOW, RATIOS, PADDING = 48, 8, (4, 16), 2
@@ -120,7 +120,7 @@ class Layers:
     ) -> None:
         self.hf_config, self.dcp = config, dcp
         self.mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-        self.config = compressed_config(config)
+        self.config = attention_kind(config).config
         exchange = select_exchange(dcp, self.mesh.dcp_group, device).exchange
         self.modules = modules_of(config)
         self.layers = []
@@ -330,13 +330,13 @@ def test_errors() -> None:
     ],
 )
 def test_a_config_says_what_is_wrong(changes: dict[str, Any], match: str) -> None:
-    config = compressed_config(tiny())
+    config = attention_kind(tiny()).config
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(config, **changes)
 
 
 def test_groups_of_heads_divide_over_the_ranks() -> None:
-    config = compressed_config(tiny(o_groups=4))
+    config = attention_kind(tiny(o_groups=4)).config
     assert [config.heads_per_rank(tp) for tp in (1, 2, 4)] == [24, 12, 6]
     for tp in (0, 3, 8):
         with pytest.raises(ValueError, match="choose 1, 2 or 4"):

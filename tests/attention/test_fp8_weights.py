@@ -15,7 +15,7 @@ from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output.quant import OutputQuant
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import IndexerConfig
-from dcpmla.integrations.hf_config import compressed_config
+from dcpmla.integrations.families.table import attention_kind
 from dcpmla.parallel.fp8 import NormedRows, QuantizedRows, quantize_rows
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import BlockFp8, dequantize
@@ -206,7 +206,7 @@ def check_compressed() -> None:
     """Compare the weights of DeepSeek-V4's layers, and what an output in groups gives after them."""
     sizes = {"num_attention_heads": 4, "o_groups": 2, "index_n_heads": 4, "index_head_dim": 64, "hidden_size": 128}
     hf_config = tiny(**sizes, head_dim=128, q_lora_rank=128, o_lora_rank=128)
-    config, dcp, mesh = compressed_config(hf_config), DCPConfig(block_size=16), init_mesh(1, 1)
+    config, dcp, mesh = attention_kind(hf_config).config, DCPConfig(block_size=16), init_mesh(1, 1)
     exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
     wide = (
         "gate_proj.weight",

@@ -20,7 +20,7 @@ from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.hf_config import attention_config
+from dcpmla.integrations.families.table import attention_kind
 from tests.attention.test_compile import DEEPSEEK, Batch, make_layer, run_layer
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
@@ -114,7 +114,7 @@ def check_layer(
     num_decodes: int | None = None,
 ) -> Mock:
     """Compare with transformers' attention; returns the layer's exchange, which knows its calls."""
-    config = dataclasses.replace(attention_config(hf_config), use_rope=with_positions)
+    config = dataclasses.replace(attention_kind(hf_config).config, use_rope=with_positions)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
     layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu")
     layer.load_weights(oracle(hf_config).state_dict())
@@ -223,7 +223,7 @@ def claimed(layer: MLAAttention, num_tokens: int) -> int:
 def check_claims(hf_config: Any) -> None:
     dcp, mesh = layout(2, 2), init_mesh(2, 2)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
-    config, num_keys = attention_config(hf_config), dcp.context_workspace_tokens
+    config, num_keys = attention_kind(hf_config).config, dcp.context_workspace_tokens
 
     def new_layer(config: MLAConfig, **formats: str) -> MLAAttention:
         return MLAAttention(config, dataclasses.replace(dcp, **formats), mesh, exchange, torch.float32, "cpu")
@@ -240,7 +240,7 @@ def check_claims(hf_config: Any) -> None:
     assert claimed(new_layer(config), 10**6) == layer_module.PART_ROWS * 2 * (24 + 16) * 4
     with patch.object(layer_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
         assert claimed(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
-    sparse = new_layer(attention_config(tiny_config("deepseek_v32")))
+    sparse = new_layer(attention_kind(tiny_config("deepseek_v32")).config)
     assert sparse.indexer is not None
     few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
     assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
@@ -256,7 +256,7 @@ def test_claims_memory() -> None:
 
 def check_mistakes(hf_config: Any) -> None:
     dcp, mesh = layout(1, 1), init_mesh(1, 1)
-    config = attention_config(hf_config)
+    config = attention_kind(hf_config).config
     layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
     hidden, cache = torch.zeros(3, 48), LayerCache(torch.zeros(2, 4, 24))
     bare = StepBuilder(dcp, 0).build(StepRequests([3], [3], [[1]]))

@@ -20,7 +20,7 @@ from dcpmla.attention.sparse.step import SelectedTokens, with_selection
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.hf_config import attention_config
+from dcpmla.integrations.families.table import attention_kind
 from tests.attention.test_layer import layout
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
@@ -89,7 +89,7 @@ def run_layers(
 
 
 def new_layer(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, weights: Weights, skip_topk: bool = False) -> MLAAttention:
-    config = attention_config(hf_config)
+    config = attention_kind(hf_config).config
     exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
     layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu", skip_topk)
     layer.load_weights(weights)

@@ -21,11 +21,11 @@ from dcpmla.bench.layouts import crossovers
 from dcpmla.bench.stack import PARTS as ALL_PARTS
 from dcpmla.bench.stack import Stack
 from dcpmla.bench.timing import TimeLimit, time_operation
-from dcpmla.integrations.hf_config import attention_config
+from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.model_size import read_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.measured import predict_row
-from dcpmla.planning.weights import read_model
 from tests.support.launchers import run_forked, run_together, srun, torchrun, unattended
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
@@ -132,7 +132,7 @@ Cut = tuple[int, int, dict[str, Any]]  # tp, dcp, fields of DCPConfig
 
 def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
     """Operators of a whole step, and of its parts together, without views and what the residual adds."""
-    config = attention_config(config_of("tiny"))
+    config = attention_kind(config_of("tiny")).config
     found = []
     with torch.inference_mode():
         for tp, dcp, options in cuts:

@@ -17,7 +17,7 @@ from dcpmla.bench.layer_stack import LayerStack
 from dcpmla.bench.results import FIELDS, unknown_fields, write_results
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import time_operation
-from dcpmla.integrations.hf_config import attention_config
+from dcpmla.integrations.families.table import attention_kind
 from dcpmla.job.watchdog import Reported
 from dcpmla.parallel.mesh import init_mesh
 from tests.support.models import tiny_config
@@ -132,7 +132,7 @@ StackOfRank = tuple[
 
 def stacks_of(cuts: list[tuple[int, int]]) -> list[StackOfRank]:
     """Run a step of a stack under each (tp, dcp)."""
-    config = attention_config(tiny_config("deepseek_v3"))
+    config = attention_kind(tiny_config("deepseek_v3")).config
     stacks: list[StackOfRank] = []
     with torch.inference_mode():
         for tp, dcp in cuts:

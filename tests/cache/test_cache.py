@@ -15,7 +15,7 @@ from dcpmla.attention.kind import DenseKind
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cache.rows import read_latents, write_latents
-from dcpmla.integrations.hf_config import attention_config
+from dcpmla.integrations.families.table import attention_kind
 from dcpmla.planning.capacity import capacity_table
 from tests.support.models import tiny_config
 from tests.test_ownership import deal_slots, shuffled_blocks
@@ -113,7 +113,7 @@ def make_dcp(size: int = 1, interleave: int = 1, block_size: int = 4) -> DCPConf
 
 @pytest.fixture(scope="module")
 def config() -> MLAConfig:
-    return attention_config(tiny_config("deepseek_v3"))
+    return attention_kind(tiny_config("deepseek_v3")).config
 
 
 # kv_cache_dtype, what the model computes in; what its cache holds: dtype, elements and bytes of a row of 128 + 8

@@ -21,7 +21,7 @@ from dcpmla.cli import self_tests
 from dcpmla.cli.self_tests import SelfTest
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
-from dcpmla.integrations.hf_config import attention_config
+from dcpmla.integrations.families.table import attention_kind
 from tests.support.backends import only
 from tests.support.launchers import run_forked, run_together, torchrun, unattended
 from tests.support.ranks import run_ranks
@@ -106,7 +106,7 @@ class _Swapped(AllGatherReduceScatter):
 
 
 def judged(exchange: Exchange, dtype: torch.dtype) -> SelfTest:
-    config, group = attention_config(config_of("deepseek-v3")), dist.group.WORLD
+    config, group = attention_kind(config_of("deepseek-v3")).config, dist.group.WORLD
     assert group is not None
     return self_tests.judge("it", self_tests.exchange_errors(exchange, group, config, CPU, dtype), dtype)
 

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.checkpoint_names import module_name
-from dcpmla.integrations.hf_config import read_attention
+from dcpmla.integrations.families.table import attention_kind, find_family
 from dcpmla.integrations.loading import load_engine, open_model
 from dcpmla.integrations.model_files import load_config
 from dcpmla.parallel.mesh import init_mesh
@@ -87,7 +86,7 @@ def test_a_field_is_taken_or_named(family: str, tmp_path_factory: pytest.TempPat
     file = tmp_path_factory.getbasetemp() / f"{family}.json"
     file.write_text(json.dumps(changed(CONFIGS[family], path, data.draw(values))))
     try:
-        read_attention(load_config(file))
+        attention_kind(load_config(file))
     except ValueError as error:
         assert is_named(path[-1], str(error)), error  # noqa: PT017
 
@@ -224,7 +223,7 @@ def test_every_weights_shape(family: str, tmp_path: Path) -> None:
     """Attention's, experts', routers', MLPs', norms', embeddings: one of each kind, larger or smaller in each dim."""
     save_tiny(family, tmp_path)
     is_v4 = family == "deepseek_v4"
-    called = partial(module_name, num_layers=4) if is_v4 else str  # by the names of modules
+    called = partial(find_family("deepseek_v4").module_name, num_layers=4) if is_v4 else str  # by the names of modules
     kinds = {re.sub(r"\d+", "N", called(name)): name for name in load_file(tmp_path / "model.safetensors")}
     parts = {kind.split(".")[-2] for kind in kinds if "." in kind}
     assert parts >= {"down_proj", "embed_tokens", "lm_head", "norm", "o_a_proj" if is_v4 else "o_proj"}

@@ -15,7 +15,7 @@ from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.checkpoint_names import module_name
+from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.transformers import load_model
@@ -38,7 +38,7 @@ def publish(directory: Path) -> dict[str, Any]:
 
 def test_names_of_modules_stay() -> None:
     names = random_model(tiny_config("deepseek_v4")).state_dict()
-    assert [module_name(name, 43) for name in names] == list(names)
+    assert [DEEPSEEK_V4.module_name(name, 43) for name in names] == list(names)
 
 
 def test_names_of_the_mtp_module() -> None:
@@ -54,7 +54,7 @@ def test_names_of_the_mtp_module() -> None:
         "norm.weight": "norm.weight",
     }
     for name, called in published.items():
-        assert module_name(f"mtp.0.{name}", 43) == f"model.layers.43.{called}"
+        assert DEEPSEEK_V4.module_name(f"mtp.0.{name}", 43) == f"model.layers.43.{called}"
 
 
 def test_published_names(tmp_path: Path) -> None:

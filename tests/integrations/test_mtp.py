@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.mtp import MtpNames, check_mtp, with_mtp_layer
 from dcpmla.integrations.speculation import check_speculation, mtp_graphs
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
@@ -37,17 +37,17 @@ class PlainMtp:
         torch.manual_seed(1)
         self.config = tiny_config(family)
         self.config.num_nextn_predict_layers = 1
-        self.with_layer = random_model(with_mtp_layer(self.config))
+        self.with_layer = random_model(family_of(self.config).with_mtp_layer(self.config))
         self.base = random_model(self.config, seed=0)
         state = self.with_layer.state_dict()
         self.base.load_state_dict({name: state[name] for name in self.base.state_dict()})
-        layer, self.names = self.with_layer.model.layers[-1], MtpNames.of(self.config)
+        layer, self.names = self.with_layer.model.layers[-1], family_of(self.config).mtp_names(self.config)
         if family == "longcat_flash":  # any of its layers has the parts of the module's, twice
             parts = layer.self_attn[0], layer.mlps[0], layer.input_layernorm[0], layer.post_attention_layernorm[0]
         else:
             parts = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         self.attention, self.mlp, self.first_norm, self.second_norm = parts
-        shapes = self.names.shapes(self.config, {})
+        shapes = family_of(self.config).mtp_shapes(self.config, self.names, {})
         self.own = {
             name: torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) * 0.2
             for name, shape in shapes.items()
@@ -179,7 +179,7 @@ def serve_families(
     outcomes = []
     for directory in directories:
         config = load_config(directory)
-        check_mtp(config)
+        family_of(config).check_mtp(config)
         model = load_model(directory, config, dcp, mesh, exchange, torch.float32, CPU, with_mtp=True)
         model.keep_hidden_states(64)
         for with_graph in (False, True):
@@ -235,7 +235,7 @@ def test_drafts_are_those_of_the_module(
 
 def test_models_without_a_module_are_refused() -> None:
     with pytest.raises(ValueError, match="config has no num_nextn_predict_layers: leave --speculative-method mtp out"):
-        check_mtp(tiny_config("mistral4"))
+        family_of(tiny_config("mistral4")).check_mtp(tiny_config("mistral4"))
     check_speculation(tiny_config("deepseek_v4"), DCPConfig(), "ngram")
     scaled = DCPConfig(kv_cache_dtype="fp8", calculate_kv_scales=True)
     with pytest.raises(ValueError, match="leave --calculate-kv-scales out, or take ngram"):
@@ -261,12 +261,12 @@ def test_a_module_that_compresses_is_refused(
     for entries in ([], [window], [window, other]):  # the second module is never loaded
         file.write_text(json.dumps(raw | {field: layers + entries}))
         config = load_config(file)
-        check_mtp(config)
-        assert with_mtp_layer(config).layer_types[3] == "sliding_attention"
+        family_of(config).check_mtp(config)
+        assert family_of(config).with_mtp_layer(config).layer_types[3] == "sliding_attention"
     file.write_text(json.dumps(raw | {field: [*layers, other]}))
     check_speculation(load_config(file), DCPConfig(), "ngram")
     with pytest.raises(ValueError, match=f"--speculative-method.*{field} has {other!r} for the MTP layer; it must be"):
-        check_mtp(load_config(file))
+        family_of(load_config(file)).check_mtp(load_config(file))
 
 
 def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:

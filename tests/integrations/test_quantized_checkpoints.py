@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dcpmla.hf_quantization import check_quantization, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.integrations.checkpoint_names import module_name, text_module_name
+from dcpmla.integrations.checkpoint_names import TEXT_RULES, rename
+from dcpmla.integrations.families.table import find_family
 from dcpmla.integrations.quantization import StoredTensor
 from dcpmla.parallel.linear import Weight, read_linear, read_weight
 from dcpmla.parallel.quantized import BlockFp8, GroupFp4, GroupInt4, dequantize
@@ -30,8 +31,7 @@ KEPT = dict.fromkeys(
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     config = json.loads((directory / "config.json").read_text())
-    is_v4 = config["model_type"] == "deepseek_v4"
-    rename = partial(module_name, num_layers=config["num_hidden_layers"]) if is_v4 else text_module_name
+    rename = partial(find_family(config["model_type"]).module_name, num_layers=config["num_hidden_layers"])
     return Checkpoint(directory, scale_block(config.get("quantization_config")), rename)
 
 
@@ -251,7 +251,7 @@ def test_integers_are_packed_as_compressed_tensors_does(v32: Path, tmp_path: Pat
     save_file(
         {"w.weight_packed": packed, "w.weight_scale": torch.tensor([[0.5], [3.0]])}, tmp_path / "model.safetensors"
     )
-    weight = Checkpoint(tmp_path, (1, 16), text_module_name).weights("")["w.weight"]
+    weight = Checkpoint(tmp_path, (1, 16), partial(rename, rules=TEXT_RULES)).weights("")["w.weight"]
     for rows, cols in ((WHOLE, WHOLE), (slice(1, 2), slice(3, 11)), (WHOLE, slice(7, 8)), (WHOLE, slice(8, 16))):
         assert torch.equal(weight[rows, cols], (numbers * torch.tensor([[0.5], [3.0]]))[rows, cols])
 
@@ -268,7 +268,9 @@ def test_integers_stay_packed_between_groups(v32: Path, tmp_path: Path) -> None:
 def test_integers_with_scales_of_another_dtype_are_read_as_values(tmp_path: Path) -> None:
     tensors = {"w.weight_packed": torch.zeros(2, 8, dtype=torch.int32), "w.weight_scale": torch.rand(2, 2)}
     save_file(tensors, tmp_path / "model.safetensors")
-    part = read_linear(Checkpoint(tmp_path, (1, 32), text_module_name).weights(""), "w.weight", (2, 64))
+    part = read_linear(
+        Checkpoint(tmp_path, (1, 32), partial(rename, rules=TEXT_RULES)).weights(""), "w.weight", (2, 64)
+    )
     assert torch.equal(part, -8 * tensors["w.weight_scale"].repeat_interleave(32, 1))
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla.integrations.parts import read_router
+from dcpmla.integrations.families.table import find_family
 from dcpmla.model.moe import HashGate
 from dcpmla.model.router import Router, route, router_logits, split_weight
 from tests.attention.test_small_kernels import compile_for_hopper
@@ -269,4 +269,4 @@ def test_a_method_of_deepseek_v2_alone(family: str, num_groups: int) -> None:
     """transformers reads `topk_method` there and nowhere else."""
     config = tiny_config(family)
     config.topk_method, config.n_routed_experts, config.n_group, config.topk_group = "greedy", 8, 4, 2
-    assert read_router(config, 0).num_groups == num_groups
+    assert find_family(family).routing.router(config, 0).num_groups == num_groups

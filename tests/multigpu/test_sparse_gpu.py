@@ -17,7 +17,7 @@ from dcpmla.attention.sparse.step import SparseMetadata, with_selection
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.hf_config import attention_config
+from dcpmla.integrations.families.table import attention_kind
 from tests.support.models import random_model
 from tests.support.ranks import run_ranks
 
@@ -135,7 +135,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         for dcp in [alone, *sharded]:
             mesh = init_mesh(tp, dcp.decode_context_parallel_size)
             exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
-            layer = MLAAttention(attention_config(hf_config), dcp, mesh, exchange, torch.bfloat16, device)
+            layer = MLAAttention(attention_kind(hf_config).config, dcp, mesh, exchange, torch.bfloat16, device)
             layer.load_weights(attention.state_dict())
             with torch.inference_mode():
                 found.append(run_layer(layer, hf_config, device, num_decodes))

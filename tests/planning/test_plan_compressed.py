@@ -18,13 +18,14 @@ from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, La
 from dcpmla.attention.compressed.kind import CompressedKind
 from dcpmla.cache.states import num_states
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.hf_config import compressed_config
+from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import block_of, capacity_table, largest_cache
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, predict_step
 from dcpmla.planning.recommend import cache_bytes, make_plan
-from dcpmla.planning.weights import ModelSize, read_model
+from dcpmla.planning.weights import ModelSize
 from tests.support.models import random_model
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -134,7 +135,7 @@ def test_bytes_are_what_the_cache_allocates(kv_cache_dtype: str, index_cache_dty
         kv_cache_dtype=kv_cache_dtype,
         index_cache_dtype=index_cache_dtype,
     )
-    block = block_of(CompressedKind(compressed_config(tiny_v4())), layout, 5)
+    block = block_of(CompressedKind(attention_kind(tiny_v4()).config), layout, 5)
     plan = largest_cache(block, 10**6)
     assert isinstance(plan, CompressedPlan)
     allocated = CompressedCache(plan, torch.device("cpu"))

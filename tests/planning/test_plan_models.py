@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from dcpmla.bench.geometries import config_of
+from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.machine import H200X8, Machine
 from dcpmla.planning.measured import calibrate, predict_row
 from dcpmla.planning.predict import Setting, predict_step
-from dcpmla.planning.weights import ModelSize, read_model
+from dcpmla.planning.weights import ModelSize
 from tests.support.plan_cases import RESULTS, within
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}

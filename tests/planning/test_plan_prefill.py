@@ -17,11 +17,12 @@ from dcpmla.attention.routes import Rates, RouteCosts
 from dcpmla.bench.geometries import config_of
 from dcpmla.config import MLAConfig
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from dcpmla.llm import LLM
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting
 from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
-from dcpmla.planning.weights import ModelSize, read_model
+from dcpmla.planning.weights import ModelSize
 from tests.support.models import FAMILIES, tiny_config
 from tests.support.plan_cases import RESULTS, read_glm5, read_v3, read_v32, within
 

@@ -21,6 +21,7 @@ from dcpmla.cache.latent import LatentCache
 from dcpmla.comm import nccl
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from dcpmla.parallel import collectives
 from dcpmla.planning.capacity import capacity_table
 from dcpmla.planning.exchange import candidates_us, exchange_us
@@ -29,7 +30,7 @@ from dcpmla.planning.measured import predict_row, read_rows
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.predict import Setting, attention_us
 from dcpmla.planning.recommend import make_plan
-from dcpmla.planning.weights import ModelSize, read_model
+from dcpmla.planning.weights import ModelSize
 from tests.support.models import save_tiny, tiny_config
 from tests.support.plan_cases import (
     BEST_ATTENTION,

@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, expected_experts, predict_step
-from dcpmla.planning.weights import read_model
 from tests.support.models import MLA_FAMILIES, random_model, save_tiny, tiny_config
 from tests.support.quantized_models import save_wide, write_quantized
 from tests.support.ranks import run_ranks

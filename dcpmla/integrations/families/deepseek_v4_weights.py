@@ -1,11 +1,7 @@
-"""From a checkpoint of DeepSeek-V4 to its decoder, the collapse before its head, and its MTP module."""
-
-from collections.abc import Callable, Iterable
-from typing import Any
+"""From a checkpoint of DeepSeek-V4 to its decoder and its MTP module."""
 
 from torch import Tensor
 
-from dcpmla.comm.reduce import Reduce
 from dcpmla.integrations.mtp import MtpNames, read_norm, read_projections
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants, Projection
@@ -14,47 +10,41 @@ from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder, StreamMtpLay
 from dcpmla.model.streams import Connection
 from dcpmla.parallel.linear import read_weight
 
-LoadAttention = Callable[[str], tuple[Any, int]]
+
+def load_streams(parts: Parts, num_layers: int) -> StreamDecoder:
+    """Load the decoder."""
+    blocks = [_load_block(parts, name) for name in parts.layer_names(num_layers)]
+    to_head = _load_connection(parts, "model.hc_head.hc_", "model.norm.weight", is_head=True)
+    return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, parts.model.config.hc_mult, to_head)
 
 
-def load_streams(
-    names: Iterable[str], parts: Parts, load_attention: LoadAttention, reduce: Reduce
-) -> tuple[StreamDecoder, Connection]:
-    """Load the decoder of layers of these names, and the collapse of its streams."""
-    blocks = [_load_block(name, parts, load_attention, reduce) for name in names]
-    decoder = StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, parts.model.config.hc_mult)
-    return decoder, _load_connection(parts, "model.hc_head.hc_", "model.norm.weight", is_head=True)
-
-
-def load_stream_mtp(
-    parts: Parts, names: MtpNames, embedding: Tensor, load_attention: LoadAttention, reduce: Reduce
-) -> StreamMtpLayer:
+def load_stream_mtp(parts: Parts, names: MtpNames, embedding: Tensor) -> StreamMtpLayer:
     """Load the MTP module."""
     config = parts.model.config
     input_norms = read_norm(parts, names.embedding_norm), read_norm(parts, names.hidden_norm)
     of_embedding, of_stream = read_projections(parts, names)
-    block = _load_block(names.block, parts, load_attention, reduce)
+    block = _load_block(parts, names.block)
     to_head = _load_connection(parts, names.collapse, names.output_norm, is_head=True)
     projections = of_embedding, of_stream
     return StreamMtpLayer(embedding, *input_norms, projections, block, to_head, config.hc_mult, config.rms_norm_eps)
 
 
-def _load_block(name: str, parts: Parts, load_attention: LoadAttention, reduce: Reduce) -> StreamBlock:
-    attention, layer = load_attention(f"{name}.self_attn")
+def _load_block(parts: Parts, name: str) -> StreamBlock:
+    attention, layer = parts.attention(f"{name}.self_attn")
     experts = parts.mlp(f"{name}.mlp")
     assert isinstance(experts, MoE)
     connections = (
         _load_connection(parts, f"{name}.attn_hc.", f"{name}.input_layernorm.weight"),
         _load_connection(parts, f"{name}.ffn_hc.", f"{name}.post_attention_layernorm.weight"),
     )
-    return StreamBlock(layer, attention, experts, connections, reduce)
+    return StreamBlock(layer, attention, experts, connections, parts.reduce)
 
 
 def _load_connection(parts: Parts, prefix: str, norm: str, is_head: bool = False) -> Connection:
     """Load a hyper-connection and the norm after it.
 
     Args:
-        prefix: of the names of its fn, base and scale.
+        prefix: Prefix of the names of its fn, base and scale.
     """
     config, size = parts.model.config, parts.model.config.hidden_size
     num = config.hc_mult * (1 if is_head else 2 + config.hc_mult)

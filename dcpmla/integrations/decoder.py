@@ -1,0 +1,38 @@
+"""From a checkpoint to the decoder of a model whose blocks have a norm before attention and one before the MLP."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from dcpmla.integrations.parts import Parts
+from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock
+
+# Function of parts, a layer's name and the weight of the norm after the layer.
+LoadBlock = Callable[[Parts, str, Tensor], DecoderBlock | ShortcutBlock]
+
+
+def load_block(parts: Parts, name: str, output_norm: Tensor) -> DecoderBlock:
+    """Load a layer of attention and an MLP or experts."""
+    attention, layer = parts.attention(f"{name}.self_attn")
+    norms = parts.vector(f"{name}.post_attention_layernorm.weight"), output_norm
+    mlp, eps = parts.mlp(f"{name}.mlp"), parts.model.config.rms_norm_eps
+    has_norm = hasattr(parts.model.get_submodule(f"{name}.mlp"), "post_mlp_layernorm")
+    mlp_norm = parts.vector(f"{name}.mlp.post_mlp_layernorm.weight") if has_norm else None
+    return DecoderBlock(layer, attention, mlp, *norms, eps, parts.reduce, mlp_norm)
+
+
+def load_decoder(
+    parts: Parts, num_layers: int, first_norm: str = "input_layernorm", load: LoadBlock = load_block
+) -> Decoder:
+    """Load the decoder.
+
+    Args:
+        num_layers: Number of layers, without the MTP module's.
+        first_norm: Name of a layer's first norm.
+        load: Loader of a layer.
+    """
+    norms = [parts.vector(f"model.layers.{number}.{first_norm}.weight") for number in range(num_layers)]
+    norms.append(parts.vector("model.norm.weight"))
+    names = parts.layer_names(num_layers)
+    blocks = [load(parts, name, output_norm) for name, output_norm in zip(names, norms[1:], strict=True)]
+    return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, parts.model.config.rms_norm_eps)

@@ -1,0 +1,81 @@
+"""DeepSeek-V4: attention over a window and compressed entries, blocks over several streams, names of its own."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dcpmla.attention.compressed.kind import CompressedKind
+from dcpmla.integrations.checkpoint_names import rename
+from dcpmla.integrations.families.deepseek_v4_config import check_compressed, check_mtp_entries, compressed_config
+from dcpmla.integrations.families.deepseek_v4_names import RULES
+from dcpmla.integrations.families.deepseek_v4_weights import load_stream_mtp, load_streams
+from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.routing import Routing
+from dcpmla.integrations.mtp import MtpNames
+from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
+
+
+@dataclass(frozen=True)
+class _DeepseekV4(Family):
+    """DeepSeek-V4, whose MTP module has a window alone and a router of its own."""
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return the config with the MTP module's entry, mtp_attention, which transformers drops."""
+        config = super().read_config(raw)
+        name = "compress_ratios" if raw.get("layer_types") is None else "layer_types"
+        config.mtp_attention = {name: (raw.get(name) or [])[config.num_hidden_layers :][:1]}
+        return config
+
+    def check_attention(self, config: Any) -> None:
+        """Raise ValueError for fields of attention that do not belong together."""
+        check_compressed(config)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> CompressedKind:
+        """Return the attention of all layers."""
+        return CompressedKind(compressed_config(config))
+
+    def module_name(self, name: str, num_layers: int) -> str:
+        """Return the name of transformers' module, for a published tensor or one that transformers saved."""
+        return rename(re.sub(r"^mtp\.0\.", f"layers.{num_layers}.", name), RULES)
+
+    def load_decoder(self, parts: Parts, num_layers: int) -> DecoderModule:
+        """Load the decoder, without the MTP module's layer."""
+        return load_streams(parts, num_layers)
+
+    def check_mtp(self, config: Any) -> None:
+        """Raise ValueError for a model without an MTP module, or with one that compresses."""
+        super().check_mtp(config)
+        check_mtp_entries(config)
+
+    def with_mtp_layer(self, config: Any) -> Any:
+        """Return a config with the MTP module's decoder layer after the others."""
+        config = super().with_mtp_layer(config)
+        config.layer_types[-1], config.mlp_layer_types[-1] = "sliding_attention", "moe"
+        return config
+
+    def mtp_names(self, config: Any) -> MtpNames:
+        """Return the names of the MTP module's weights, for a config without it."""
+        names = super().mtp_names(config)
+        projections = f"{names.block}.e_proj.weight", f"{names.block}.h_proj.weight"
+        output_norm, collapse = f"{names.block}.norm.weight", f"{names.block}.hc_head_"
+        return names._replace(projections=projections, output_norm=output_norm, collapse=collapse)
+
+    def mtp_shapes(
+        self, config: Any, names: MtpNames, of_model: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model."""
+        num = config.hc_mult
+        parts = {"fn": (num, num * config.hidden_size), "base": (num,), "scale": (1,)}
+        collapse = {f"{names.collapse}{part}": shape for part, shape in parts.items()}
+        return super().mtp_shapes(config, names, of_model) | collapse
+
+    def load_mtp(self, parts: Parts, names: MtpNames, embedding: Tensor) -> MtpModule:
+        """Load the MTP module."""
+        return load_stream_mtp(parts, names, embedding)
+
+
+DEEPSEEK_V4 = _DeepseekV4("DeepseekV4", Routing(scoring=None, group_score="max"))

@@ -1,0 +1,73 @@
+"""LongCat: blocks of attention and an MLP, twice, beside experts; factors of both latents."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from dcpmla.attention.kind import DenseKind
+from dcpmla.integrations.decoder import load_decoder
+from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.mla_config import mla_config
+from dcpmla.integrations.mtp import MtpNames, load_mtp
+from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
+from dcpmla.model.block import ShortcutBlock
+from dcpmla.model.moe import MoE
+
+
+@dataclass(frozen=True)
+class LongcatFamily(Family):
+    """LongCat, whose MTP module is a plain layer of half a block's parts, outside the decoder layers."""
+
+    def attention(self, config: Any, has_mtp: bool = False) -> DenseKind:
+        """Return dense MLA, its scales with the factors of LongCat's report; the MTP module has one layer."""
+        mla = mla_config(config)
+        scale = mla.scale * math.sqrt(config.hidden_size / config.q_lora_rank)
+        mla = replace(mla, scale=scale, kv_lora_scale=math.sqrt(config.hidden_size / config.kv_lora_rank))
+        return DenseKind(mla, config.num_hidden_layers + has_mtp)
+
+    def load_decoder(self, parts: Parts, num_layers: int) -> DecoderModule:
+        """Load the decoder."""
+        return load_decoder(parts, num_layers, "input_layernorm.0", _load_block)
+
+    def check_mtp(self, config: Any) -> None:
+        """Pass: every model has a module."""
+
+    def with_mtp_layer(self, config: Any) -> Any:
+        """Return the config as it is."""
+        return config
+
+    def mtp_names(self, config: Any) -> MtpNames:
+        """Return the names of the MTP module's weights."""
+        block = "model.mtp.layers.0"
+        norms, mlp = (f"{block}.enorm.m.weight", f"{block}.hnorm.m.weight"), f"{block}.transformer_layer.mlp"
+        return MtpNames(block, mlp, *norms, (f"{block}.eh_proj.weight",), "model.mtp.norm.weight")
+
+    def mtp_shapes(
+        self, config: Any, names: MtpNames, of_model: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all weights of the MTP module, some as in the first half of a block."""
+        shapes = names.shapes(config.hidden_size)
+        halves = {"model.layers.0.self_attn.0.": f"{names.block}.self_attn.", "model.layers.0.mlps.0.": f"{names.mlp}."}
+        for part, own in halves.items():
+            shapes |= {own + name.removeprefix(part): of_model[name] for name in of_model if name.startswith(part)}
+        norms = (f"{names.block}.{name}_layernorm.weight" for name in ("input", "post_attention"))
+        return shapes | dict.fromkeys(norms, (config.hidden_size,))
+
+    def load_mtp(self, parts: Parts, names: MtpNames, embedding: Tensor) -> MtpModule:
+        """Load the MTP module, which has no experts."""
+        return load_mtp(parts, names, embedding, parts.dense(names.mlp))
+
+
+def _load_block(parts: Parts, name: str, output_norm: Tensor) -> ShortcutBlock:
+    (first, layer), (second, _) = (parts.attention(f"{name}.self_attn.{number}") for number in range(2))
+    experts = parts.mlp(f"{name}.mlp")
+    assert isinstance(experts, MoE)
+    inner = ("post_attention_layernorm.0", "input_layernorm.1", "post_attention_layernorm.1")
+    norms = [*(parts.vector(f"{name}.{norm}.weight") for norm in inner), output_norm]
+    mlps = parts.dense(f"{name}.mlps.0"), parts.dense(f"{name}.mlps.1")
+    eps = parts.model.config.rms_norm_eps
+    return ShortcutBlock(layer, (first, second), mlps, experts, norms, eps, parts.reduce)

@@ -1,0 +1,73 @@
+"""The choice of experts in a model family."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dcpmla.model.router import Router
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A family's way of choosing experts, by default DeepSeek-V3's.
+
+    Attributes:
+        scoring, group_score: Fields of `Router`; a scoring of None is the config's scoring_func.
+        renormalizes: Whether norm_topk_prob of the config counts.
+        reads_topk_method: Whether a topk_method "greedy" in the config means that there are no groups.
+        least_chosen: Least number of experts of a token that transformers' module supports.
+        weight, bias: Names in the MLP's module of the router's weight and of its correction.
+        needs_bias: Whether a checkpoint must have the correction if transformers' module has it.
+    """
+
+    scoring: str | None = "sigmoid"
+    group_score: str = "top2_sum"
+    renormalizes: bool = True
+    reads_topk_method: bool = False
+    least_chosen: int = 1
+    weight: str = "gate.weight"
+    bias: str = "gate.e_score_correction_bias"
+    needs_bias: bool = True
+
+    def router(self, config: Any, num_shared: int) -> Router:
+        """Return the router of a transformers config.
+
+        Args:
+            num_shared: Number of further experts, which every token takes.
+        """
+        in_groups = self.has_groups(config)
+        return Router(
+            scoring=self.scoring or config.scoring_func,
+            group_score=self.group_score,
+            num_groups=config.n_group if in_groups else 1,
+            topk_groups=config.topk_group if in_groups else 1,
+            top_k=config.num_experts_per_tok,
+            renormalize=self.renormalizes and getattr(config, "norm_topk_prob", True),
+            routed_scaling_factor=config.routed_scaling_factor,
+            num_shared=num_shared,
+        )
+
+    def has_groups(self, config: Any) -> bool:
+        """Return whether experts are chosen group by group."""
+        is_greedy = self.reads_topk_method and config.topk_method == "greedy"
+        return hasattr(config, "n_group") and not is_greedy
+
+    def check(self, config: Any) -> None:
+        """Raise ValueError for experts that the router cannot choose."""
+        chosen, num_experts = config.num_experts_per_tok, config.n_routed_experts
+        num_choices = num_experts + (getattr(config, "zero_expert_num", None) or 0)
+        if self.has_groups(config):
+            groups, least = config.n_group, 2 if self.group_score == "top2_sum" else 1
+            if groups is None or num_experts % groups or num_experts // groups < least:
+                raise ValueError(
+                    f"n_group is {groups}; it must divide n_routed_experts {num_experts} into groups of at least "
+                    f"{least}"
+                )
+            if config.topk_group is None or config.topk_group > groups:
+                raise ValueError(f"topk_group is {config.topk_group}; it must be in [1, n_group {groups}]")
+            num_choices = config.topk_group * (num_experts // groups)
+        if not self.least_chosen <= chosen <= num_choices:
+            name = config.attribute_map.get("num_experts_per_tok", "num_experts_per_tok")
+            raise ValueError(
+                f"{name} is {chosen}; it must be in [{self.least_chosen}, {num_choices}], what n_routed_experts "
+                f"{num_experts} and groups of them leave to choose from"
+            )

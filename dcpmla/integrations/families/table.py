@@ -1,0 +1,88 @@
+"""The table of model families, by the model types of Hugging Face."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import transformers
+
+from dcpmla.attention.kind import AttentionKind, DenseKind
+from dcpmla.config import choices
+from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
+from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.longcat import LongcatFamily
+from dcpmla.integrations.families.mla_config import mla_config
+from dcpmla.integrations.families.routing import Routing
+from dcpmla.integrations.families.sparse import SparseFamily
+
+
+@dataclass(frozen=True)
+class _Mistral4(Family):
+    """Mistral 4, whose queries grow with their positions."""
+
+    def attention(self, config: Any, has_mtp: bool = False) -> DenseKind:
+        """Return dense MLA with the factors of queries."""
+        kind, rope = DenseKind(mla_config(config), config.num_hidden_layers), config.rope_parameters or {}
+        if not rope.get("llama_4_scaling_beta"):
+            return kind
+        scaling = float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"])
+        return replace(kind, config=replace(kind.config, llama_4_scaling=scaling))
+
+
+@dataclass(frozen=True)
+class _Sarvam(Family):
+    """Sarvam, whose checkpoints are DeepSeek-V3's with a config of other names."""
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return DeepSeek-V3's config of the fields."""
+        translated = transformers.SarvamMLAConfig.from_dict(raw).to_dict()
+        return super().read_config(translated | {"model_type": "deepseek_v3"})
+
+
+_DEEPSEEK_V3 = Family()
+_MAX_SOFTMAX = Routing(scoring="softmax", group_score="max", renormalizes=False)
+_LONGCAT = replace(
+    _MAX_SOFTMAX,
+    least_chosen=2,  # transformers' module drops the dim of a single expert
+    weight="router.classifier.weight",
+    bias="router.e_score_correction_bias",
+)
+FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family("DeepseekV2", replace(_MAX_SOFTMAX, reads_topk_method=True)),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "sarvam_mla": _Sarvam(),
+    "glm4_moe_lite": Family("Glm4MoeLite"),
+    "longcat_flash": LongcatFamily("LongcatFlash", _LONGCAT),
+    "mistral4": _Mistral4("Mistral4", Routing(scoring="softmax")),
+    "youtu": Family("Youtu"),
+    "axk1": Family("AXK1", Routing(needs_bias=False)),
+    "deepseek_v32": SparseFamily("DeepseekV32"),
+    "glm_moe_dsa": SparseFamily("GlmMoeDsa", rope_interleaved=True),
+    "deepseek_v4": DEEPSEEK_V4,
+}
+
+
+def find_family(model_type: str) -> Family:
+    """Return the family of a model type.
+
+    Raises:
+        ValueError: An architecture that is not in the table.
+    """
+    if str(model_type) not in FAMILIES:  # a file may have a value of any type
+        known = choices(tuple(FAMILIES))
+        raise ValueError(f"model: architecture {model_type!r} is not an MLA model this runtime knows; {known}")
+    return FAMILIES[model_type]
+
+
+def family_of(config: Any) -> Family:
+    """Return the family of a transformers config (`find_family`)."""
+    return find_family(config.model_type)
+
+
+def attention_kind(config: Any) -> AttentionKind:
+    """Return the kind of attention of a transformers config, with all its layers.
+
+    Raises:
+        ValueError: An architecture that is not known, or a field that no attention can have.
+    """
+    return family_of(config).attention(config)

@@ -1,0 +1,187 @@
+"""From a transformers config to the sizes that plans need: transformers builds the model on the meta device, rules say
+how the runtime cuts its parameters and which stay quantized.
+"""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
+from dcpmla.integrations.families.table import attention_kind
+from dcpmla.parallel.quantized import BLOCK, GROUP
+from dcpmla.planning.parameter import Parameter
+from dcpmla.planning.weights import ModelSize
+
+_STYLES = {  # the last word of a module's name -> which of its features a rank holds a part of
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head"), "column"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
+    **dict.fromkeys(("o_proj", "o_b_proj", "down_proj"), "row"),
+}
+# Weights of one product, one above the other in this order; it stays quantized if all of them can.
+_PRODUCTS = (
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("indexer.wk", "indexer.weights_proj"),
+    (
+        *("q_a_proj", "kv_proj", "compressor.kv_proj", "compressor.gate_proj", "compressor.indexer.kv_proj"),
+        *("compressor.indexer.gate_proj", "compressor.indexer.scorer.weights_proj"),
+    ),
+)
+
+
+def read_model(config: Any) -> ModelSize:
+    """Return the sizes of a transformers config's model, in bfloat16 if it names no dtype; nothing is allocated.
+
+    Raises:
+        ValueError: an architecture that is not known, or a config that transformers builds no model of.
+    """
+    attention = attention_kind(config)
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config)
+    except Exception as error:  # of many kinds
+        raise ValueError(f"model (--model): transformers builds no model of this config: {error}") from error
+    num_routed, experts_per_token = _routing(config)
+    return ModelSize(
+        attention=attention,
+        max_position_embeddings=config.max_position_embeddings,
+        num_routed=num_routed,
+        experts_per_token=experts_per_token,
+        parameters=_group(model, config),
+    )
+
+
+def _routing(config: Any) -> tuple[int, int]:
+    """Return the choices of a router, with LongCat's zero experts, and how many a token takes; 0 without experts."""
+    num_choices = (getattr(config, "n_routed_experts", 0) or 0) + (getattr(config, "zero_expert_num", 0) or 0)
+    return num_choices, getattr(config, "num_experts_per_tok", 0) or 0
+
+
+def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
+    """Return the parameters and stored buffers of all layers, equal ones counted."""
+    itemsize = (config.dtype or torch.bfloat16).itemsize
+    quantization = getattr(config, "quantization_config", None) or {}
+    codes, stored = _codes(model, config, quantization), set(model.state_dict())
+    groups: Counter[Parameter] = Counter()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in stored:
+            continue
+        shape = tuple(tensor.shape)
+        if len(shape) == 3:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
+            shape = (config.n_routed_experts, *shape[1:])
+        parameter = Parameter(
+            _wildcard(name),
+            shape,
+            1,
+            _style(name),
+            _held_itemsize(name, tensor, model, itemsize),
+            codes.get(name, ""),
+            _num_pieces(name, shape, config),
+            bool(quantization) and ".self_attn." not in name and "lm_head" not in name,
+        )
+        groups[parameter] += 1
+    if config.tie_word_embeddings:  # the runtime's head is a tensor of its own
+        shape = (config.vocab_size, config.hidden_size)
+        groups[Parameter("lm_head.weight", shape, 1, "column", itemsize)] += 1
+    return tuple(replace(group, count=count) for group, count in groups.items())
+
+
+def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
+    """Return the bytes of a number of a tensor where it is not quantized, in a model whose numbers have itemsize."""
+    if name.endswith((".gate.weight", ".classifier.weight")):  # a router's, whatever transformers widens it to
+        is_float32 = getattr(model.config, "rounter_params_dtype", "") == "float32"  # the key that LongCat publishes
+        return 3 * itemsize if is_float32 and itemsize < 4 else itemsize  # `model.router.split_weight`
+    is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)
+    return tensor.dtype.itemsize if is_wide else itemsize  # routers' corrections are float32 in every checkpoint
+
+
+def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, str]:
+    """Return "fp8", "fp4" or "int4" for each of the parameters (linear layers, experts) that a checkpoint has in blocks
+    which the runtime can keep, if no cut runs through them.
+    """
+    if not quantization:
+        return {}
+    ignored = [
+        module
+        for field in ("modules_to_not_convert", "ignored_layers", "ignore")
+        for module in quantization.get(field) or []
+    ]
+    wide = [*(ignored or ["lm_head"]), *(model._keep_in_fp32_modules or [])]
+    shapes = {
+        f"{name}.weight": module.weight.shape for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    shapes |= {name: parameter.shape for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    block = scale_block(quantization)
+    codes = {}
+    for name, shape in shapes.items():
+        if len(shape) == 3 and has_fp4_experts(config):
+            codes[name] = "fp4"
+        elif is_int4(quantization):
+            # Those of shared experts count where these are computed as further experts.
+            is_expert = len(shape) == 3 or ".shared_experts." in name
+            if is_expert and not _is_among(name, wide) and block[1] % GROUP == 0:
+                codes[name] = "int4"
+        elif not _is_among(name, wide) and all(
+            side % BLOCK == 0 or side >= size for side, size in zip(block, shape[-2:], strict=True)
+        ):
+            codes[name] = "fp8"
+    return {name: code for name, code in codes.items() if _is_kept(name, codes, shapes, config)}
+
+
+def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], config: Any) -> bool:
+    """Return whether a quantized parameter stays so in the product that it is a part of."""
+    found = re.match(r"(.*\.self_attn(?:\.\d+)?)\.(.*)\.weight$", name)
+    if not found:
+        return True
+    prefix, word = found.groups()
+    if word == "kv_b_proj":
+        return config.qk_nope_head_dim % BLOCK == 0 == config.v_head_dim % BLOCK
+    if word == "o_a_proj":
+        return config.o_lora_rank % BLOCK == 0
+    for product in _PRODUCTS:
+        names = [other for part in product if (other := f"{prefix}.{part}.weight") in shapes]
+        if name in names and (not codes.keys() >= set(names) or any(shapes[other][0] % BLOCK for other in names[:-1])):
+            return False
+    return True
+
+
+def _is_among(name: str, modules: Any) -> bool:
+    """Return whether a parameter is, or belongs to, one of some modules, whose names may be the last parts of it, or
+    patterns: with *, or after "re:" a regular expression.
+    """
+    return any(re.search(_pattern(module), name) for module in modules or ())
+
+
+def _pattern(module: str) -> str:
+    if module.startswith("re:"):
+        return f"^(?:{module[3:]})"
+    escaped = re.escape(module).replace(re.escape("*"), ".*")
+    return rf"(^|\.){escaped}(\.|$)"
+
+
+def _style(name: str) -> str:
+    """Return how the runtime cuts a parameter."""
+    if ".indexer." in name or ".compressor." in name:
+        return "whole"
+    return _STYLES.get(re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2], "whole")
+
+
+def _num_pieces(name: str, shape: tuple[int, ...], config: Any) -> int:
+    """Return how many equal parts are cut one by one: shared experts that the runtime computes as further experts are
+    as many, gate and up are two.
+    """
+    if len(shape) == 3:
+        return 2 if name.endswith("gate_up_proj") else 1
+    size = getattr(config, "moe_intermediate_size", None)
+    if ".shared_experts." not in name or not size:
+        return 1
+    whole = shape[-1] if "down_proj" in name else shape[0]
+    return 1 if whole % size else whole // size
+
+
+def _wildcard(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
