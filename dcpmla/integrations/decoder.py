@@ -1,4 +1,6 @@
-"""From a checkpoint to the decoder of a model whose blocks have a norm before attention and one before the MLP."""
+"""From a checkpoint to the decoder of a model whose blocks have a norm before attention and one before the MLP, and to
+its MTP module, which transformers leaves out.
+"""
 
 from collections.abc import Callable
 
@@ -6,6 +8,10 @@ from torch import Tensor
 
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock
+from dcpmla.model.mlp import MLP
+from dcpmla.model.moe import MoE
+from dcpmla.model.mtp import MtpLayer
+from dcpmla.parallel.linear import Linear, read_linear, read_weight
 
 # Function of parts, a layer's name and the weight of the norm after the layer.
 LoadBlock = Callable[[Parts, str, Tensor], DecoderBlock | ShortcutBlock]
@@ -36,3 +42,48 @@ def load_decoder(
     names = parts.layer_names(num_layers)
     blocks = [load(parts, name, output_norm) for name, output_norm in zip(names, norms[1:], strict=True)]
     return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, parts.model.config.rms_norm_eps)
+
+
+def mtp_shapes(block: str, hidden_size: int, projections: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an MTP module's norms and projections around its block, by their names.
+
+    Args:
+        projections: Names of one projection of embeddings and hidden states together, or of one of each.
+    """
+    norms = (f"{block}.{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm"))
+    shape = hidden_size, 2 * hidden_size // len(projections)
+    return dict.fromkeys(norms, (hidden_size,)) | {f"{block}.{name}.weight": shape for name in projections}
+
+
+def load_mtp(parts: Parts, block: str, embedding: Tensor, mlp: MLP | MoE) -> MtpLayer:
+    """Load an MTP module whose block is a `DecoderBlock`.
+
+    Args:
+        block: Name of the block.
+        embedding: Embedding of the model.
+        mlp: MLP or experts of the block.
+    """
+    eps = parts.model.config.rms_norm_eps
+    attention, layer = parts.attention(f"{block}.self_attn")
+    enorm, hnorm, input_norm, second_norm, output_norm = (
+        read_norm(parts, f"{block}.{name}.weight")
+        for name in ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm", "shared_head.norm")
+    )
+    decoder_block = DecoderBlock(layer, attention, mlp, second_norm, output_norm, eps, parts.reduce)
+    (projection,) = read_projections(parts, block, "eh_proj")
+    return MtpLayer(embedding, enorm, hnorm, projection, input_norm, decoder_block, eps)
+
+
+def read_norm(parts: Parts, name: str) -> Tensor:
+    """Return the weight of a norm that transformers' model lacks."""
+    return read_weight(parts.weights, name, (parts.model.config.hidden_size,)).to(parts.device, parts.dtype)
+
+
+def read_projections(parts: Parts, block: str, *names: str) -> list[Linear]:
+    """Load an MTP module's projections, whole."""
+    size = parts.model.config.hidden_size
+    shape = size, 2 * size // len(names)
+    linears = [Linear(shape[1], size, dtype=parts.dtype, device=parts.device) for _ in names]
+    for linear, name in zip(linears, names, strict=True):
+        linear.load(read_linear(parts.weights, f"{block}.{name}.weight", shape))
+    return linears

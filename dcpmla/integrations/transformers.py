@@ -23,8 +23,8 @@ from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
+from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.table import family_of
-from dcpmla.integrations.mtp import NO_MODULE
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.skeleton import build_skeleton, check_shapes, part_of, published_shapes
@@ -66,13 +66,13 @@ def load_model(
     """
     check_generation_config(directory)
     family, num_layers = family_of(config), config.num_hidden_layers
-    mtp_names = family.mtp_names(config)
+    mtp_block = f"model.layers.{num_layers}"
     if with_mtp:
         config = family.with_mtp_layer(config)
     attention = family.attention(config, with_mtp)
     attention.check_layout(dcp)
     model = build_skeleton(config)
-    mtp_shapes = family.mtp_shapes(config, mtp_names, published_shapes(model)) if with_mtp else {}
+    mtp_shapes = family.mtp_shapes(config, mtp_block, published_shapes(model)) if with_mtp else {}
     weights: Mapping[str, Weight]
     if load_format == "dummy":
         dtype = dtype or _in_range(config.dtype or torch.bfloat16)
@@ -91,7 +91,7 @@ def load_model(
     parts = Parts(model, weights, mesh, dtype, device, spreads_experts, expert_dtype, routing, layers.load, reduce)
     num_mtp_layers = config.num_hidden_layers - num_layers  # of transformers' model
     decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
-    mtp = family.load_mtp(parts, mtp_names, decoder.embedding) if with_mtp else None
+    mtp = family.load_mtp(parts, mtp_block, decoder.embedding) if with_mtp else None
     layers.warn_of_missing_scales()
     return ShardedModel(
         decoder,
@@ -129,7 +129,7 @@ def _open_checkpoint(
     block = scale_block(getattr(model.config, "quantization_config", None))
     checkpoint = Checkpoint(directory, block, rename, lambda name: part_of(name) in used)
     if missing := mtp_shapes.keys() - checkpoint.names:
-        raise ValueError(f"checkpoint: tensor {min(missing)} of the MTP module is missing: {NO_MODULE}")
+        raise ValueError(f"checkpoint: tensor {min(missing)} of the MTP module is missing: {NO_MTP}")
     checkpoint.check_shapes(mtp_shapes)
     return checkpoint
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
@@ -30,6 +30,36 @@ PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]
 Record = list[tuple[list[int], list[int]]]  # known tokens of a request, and the drafts that followed
 
 
+class MtpNames(NamedTuple):
+    """Names of a module's weights as published."""
+
+    block: str
+    mlp: str
+    embedding_norm: str
+    hidden_norm: str
+    projections: tuple[str, ...]
+    output_norm: str
+    collapse: str = ""
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        if config.model_type == "longcat_flash":
+            block = "model.mtp.layers.0"
+            norms, mlp = (f"{block}.enorm.m.weight", f"{block}.hnorm.m.weight"), f"{block}.transformer_layer.mlp"
+            return cls(block, mlp, *norms, (f"{block}.eh_proj.weight",), "model.mtp.norm.weight")
+        is_v4 = config.model_type == "deepseek_v4"
+        block = "mtp.0" if is_v4 else f"model.layers.{config.num_hidden_layers}"
+        own = f"{block}.mlp", f"{block}.enorm.weight", f"{block}.hnorm.weight"
+        if is_v4:
+            projections = f"{block}.e_proj.weight", f"{block}.h_proj.weight"
+            return cls(block, *own, projections, f"{block}.norm.weight", f"{block}.hc_head_")
+        return cls(block, *own, (f"{block}.eh_proj.weight",), f"{block}.shared_head.norm.weight")
+
+    def all(self) -> list[str]:
+        collapse = [self.collapse + part for part in ("fn", "base", "scale")] if self.collapse else []
+        return [self.embedding_norm, self.hidden_norm, *self.projections, self.output_norm, *collapse]
+
+
 class PlainMtp:
     """The report's module: norms of the embedding and of the hidden state, a projection of both, a decoder layer."""
 
@@ -41,15 +71,17 @@ class PlainMtp:
         self.base = random_model(self.config, seed=0)
         state = self.with_layer.state_dict()
         self.base.load_state_dict({name: state[name] for name in self.base.state_dict()})
-        layer, self.names = self.with_layer.model.layers[-1], family_of(self.config).mtp_names(self.config)
+        layer, self.names = self.with_layer.model.layers[-1], MtpNames.of(self.config)
         if family == "longcat_flash":  # any of its layers has the parts of the module's, twice
             parts = layer.self_attn[0], layer.mlps[0], layer.input_layernorm[0], layer.post_attention_layernorm[0]
         else:
             parts = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         self.attention, self.mlp, self.first_norm, self.second_norm = parts
-        shapes = family_of(self.config).mtp_shapes(self.config, self.names, {})
+        num_layers = self.config.num_hidden_layers
+        shapes = family_of(self.config).mtp_shapes(self.config, f"model.layers.{num_layers}", {})
+        published = {family_of(self.config).module_name(name, num_layers): name for name in self.names.all()}
         self.own = {
-            name: torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) * 0.2
+            published[name]: torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) * 0.2
             for name, shape in shapes.items()
             if "_layernorm" not in name
         }
@@ -66,7 +98,8 @@ class PlainMtp:
                 f"{name}.{key}": value for name, part in modules.items() for key, value in part.state_dict().items()
             }
         if self.config.model_type == "deepseek_v4":
-            state = {name.replace(f"{self.names.block}.", "mtp.0."): tensor for name, tensor in state.items()}
+            block = f"model.layers.{self.config.num_hidden_layers}."
+            state = {name.replace(block, "mtp.0."): tensor for name, tensor in state.items()}
         directory.mkdir()
         self.config.save_pretrained(directory)
         save_file({name: tensor.clone() for name, tensor in state.items()}, directory / "model.safetensors")

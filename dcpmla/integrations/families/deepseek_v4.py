@@ -9,14 +9,16 @@ from torch import Tensor
 
 from dcpmla.attention.compressed.kind import CompressedKind
 from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.families.deepseek_v4_config import check_compressed, check_mtp_entries, compressed_config
+from dcpmla.integrations.decoder import mtp_shapes
+from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.families.deepseek_v4_names import RULES
 from dcpmla.integrations.families.deepseek_v4_weights import load_stream_mtp, load_streams
-from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.mtp import MtpNames
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
+
+_WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class _DeepseekV4(Family):
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module, for a published tensor or one that transformers saved."""
+        name = name.replace("mtp.0.norm.", "mtp.0.shared_head.norm.")
         return rename(re.sub(r"^mtp\.0\.", f"layers.{num_layers}.", name), RULES)
 
     def load_decoder(self, parts: Parts, num_layers: int) -> DecoderModule:
@@ -49,7 +52,12 @@ class _DeepseekV4(Family):
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError for a model without an MTP module, or with one that compresses."""
         super().check_mtp(config)
-        check_mtp_entries(config)
+        for name, entries in getattr(config, "mtp_attention", {}).items():
+            if entries and entries[0] not in _WINDOW:
+                raise ValueError(
+                    f"speculative_method (--speculative-method) is 'mtp', but the config's {name} has {entries[0]!r} "
+                    f"for the MTP layer; it must be one of {_WINDOW}, a window alone: {NO_MTP}"
+                )
 
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's decoder layer after the others."""
@@ -57,25 +65,18 @@ class _DeepseekV4(Family):
         config.layer_types[-1], config.mlp_layer_types[-1] = "sliding_attention", "moe"
         return config
 
-    def mtp_names(self, config: Any) -> MtpNames:
-        """Return the names of the MTP module's weights, for a config without it."""
-        names = super().mtp_names(config)
-        projections = f"{names.block}.e_proj.weight", f"{names.block}.h_proj.weight"
-        output_norm, collapse = f"{names.block}.norm.weight", f"{names.block}.hc_head_"
-        return names._replace(projections=projections, output_norm=output_norm, collapse=collapse)
-
     def mtp_shapes(
-        self, config: Any, names: MtpNames, of_model: Mapping[str, tuple[int, ...]]
+        self, config: Any, block: str, of_model: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model."""
-        num = config.hc_mult
-        parts = {"fn": (num, num * config.hidden_size), "base": (num,), "scale": (1,)}
-        collapse = {f"{names.collapse}{part}": shape for part, shape in parts.items()}
-        return super().mtp_shapes(config, names, of_model) | collapse
+        size, num = config.hidden_size, config.hc_mult
+        collapse = {"fn": (num, num * size), "base": (num,), "scale": (1,)}
+        shapes = mtp_shapes(block, size, ("e_proj", "h_proj"))
+        return shapes | {f"{block}.hc_head_{part}": shape for part, shape in collapse.items()}
 
-    def load_mtp(self, parts: Parts, names: MtpNames, embedding: Tensor) -> MtpModule:
+    def load_mtp(self, parts: Parts, block: str, embedding: Tensor) -> MtpModule:
         """Load the MTP module."""
-        return load_stream_mtp(parts, names, embedding)
+        return load_stream_mtp(parts, block, embedding)
 
 
 DEEPSEEK_V4 = _DeepseekV4("DeepseekV4", Routing(scoring=None, group_score="max"))

@@ -6,10 +6,8 @@ from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, La
 from dcpmla.config import IndexerConfig
 from dcpmla.fields import check_fields, whole
 from dcpmla.integrations.config_checks import ROPE_RULES
-from dcpmla.integrations.mtp import NO_MODULE
 
 _RATE_RULES = dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), whole(2, 1 << 16))
-_WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 
 
 def compressed_config(config: Any) -> CompressedConfig:
@@ -70,14 +68,4 @@ def check_compressed(config: Any) -> None:
             raise ValueError(
                 f"rope_parameters.{kind}.partial_rotary_factor is {factor}; of head_dim {config.head_dim} it must "
                 f"leave qk_rope_head_dim {rotated} dims"
-            )
-
-
-def check_mtp_entries(config: Any) -> None:
-    """Raise ValueError unless the attention of the MTP module is a window alone."""
-    for name, entries in getattr(config, "mtp_attention", {}).items():
-        if entries and entries[0] not in _WINDOW:
-            raise ValueError(
-                f"speculative_method (--speculative-method) is 'mtp', but the config's {name} has {entries[0]!r} for "
-                f"the MTP layer; it must be one of {_WINDOW}, a window alone: {NO_MODULE}"
             )

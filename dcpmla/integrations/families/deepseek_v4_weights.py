@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dcpmla.integrations.mtp import MtpNames, read_norm, read_projections
+from dcpmla.integrations.decoder import read_norm, read_projections
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants, Projection
 from dcpmla.model.moe import MoE
@@ -18,15 +18,15 @@ def load_streams(parts: Parts, num_layers: int) -> StreamDecoder:
     return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, parts.model.config.hc_mult, to_head)
 
 
-def load_stream_mtp(parts: Parts, names: MtpNames, embedding: Tensor) -> StreamMtpLayer:
-    """Load the MTP module."""
+def load_stream_mtp(parts: Parts, block: str, embedding: Tensor) -> StreamMtpLayer:
+    """Load the MTP module, whose block has a name."""
     config = parts.model.config
-    input_norms = read_norm(parts, names.embedding_norm), read_norm(parts, names.hidden_norm)
-    of_embedding, of_stream = read_projections(parts, names)
-    block = _load_block(parts, names.block)
-    to_head = _load_connection(parts, names.collapse, names.output_norm, is_head=True)
-    projections = of_embedding, of_stream
-    return StreamMtpLayer(embedding, *input_norms, projections, block, to_head, config.hc_mult, config.rms_norm_eps)
+    input_norms = read_norm(parts, f"{block}.enorm.weight"), read_norm(parts, f"{block}.hnorm.weight")
+    of_embedding, of_stream = read_projections(parts, block, "e_proj", "h_proj")
+    to_head = _load_connection(parts, f"{block}.hc_head_", f"{block}.shared_head.norm.weight", is_head=True)
+    projections, stream_block = (of_embedding, of_stream), _load_block(parts, block)
+    sizes = config.hc_mult, config.rms_norm_eps
+    return StreamMtpLayer(embedding, *input_norms, projections, stream_block, to_head, *sizes)
 
 
 def _load_block(parts: Parts, name: str) -> StreamBlock:

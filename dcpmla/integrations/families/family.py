@@ -1,6 +1,7 @@
 """A model family: what differs between models, with DeepSeek-V3's as the default."""
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +10,20 @@ import transformers
 from torch import Tensor
 
 from dcpmla.attention.kind import AttentionKind, DenseKind
+from dcpmla.config import MLAConfig
 from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.checkpoint_names import TEXT_RULES, rename
 from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_config
-from dcpmla.integrations.decoder import load_decoder
-from dcpmla.integrations.families.mla_config import mla_config
+from dcpmla.integrations.decoder import load_decoder, load_mtp, mtp_shapes
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.mtp import NO_MODULE, MtpNames, load_mtp
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
 
+# eps of the norms of both latents. Whatever a config's rms_norm_eps is (it holds for the other norms), the modeling
+# code published with DeepSeek-V2, V3 and V3.2, Kimi-K2 and LongCat, and transformers' for all families, leave these
+# two at their class's default.
+_LATENT_NORM_EPS = 1e-6
+NO_MTP = "leave --speculative-method mtp out, or take ngram"  # end of messages about a missing module
 _PER_LAYER = ("mlp_layer_types", "layer_types")  # lists of a config with an entry a layer
 
 
@@ -60,13 +65,13 @@ class Family:
         Raises:
             ValueError: A field that no attention can have.
         """
-        return DenseKind(mla_config(config), config.num_hidden_layers)
+        return DenseKind(_mla_config(config), config.num_hidden_layers)
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module for a tensor of a checkpoint.
 
         Args:
-            num_layers: Number of decoder layers, after which the MTP module is named.
+            num_layers: Number of the layer that the MTP module is named as: that after the model's.
         """
         return rename(name, TEXT_RULES)
 
@@ -79,7 +84,7 @@ class Family:
         if not getattr(config, "num_nextn_predict_layers", None):
             raise ValueError(
                 f"speculative_method (--speculative-method) is 'mtp', but the model's config has no "
-                f"num_nextn_predict_layers: {NO_MODULE}"
+                f"num_nextn_predict_layers: {NO_MTP}"
             )
 
     def with_mtp_layer(self, config: Any) -> Any:
@@ -91,26 +96,51 @@ class Family:
         config.num_hidden_layers += 1
         return config
 
-    def mtp_names(self, config: Any) -> MtpNames:
-        """Return the names of the MTP module's weights, for a config without it."""
-        block = f"model.layers.{config.num_hidden_layers}"
-        norms = f"{block}.enorm.weight", f"{block}.hnorm.weight"
-        return MtpNames(block, f"{block}.mlp", *norms, (f"{block}.eh_proj.weight",), f"{block}.shared_head.norm.weight")
-
     def mtp_shapes(
-        self, config: Any, names: MtpNames, of_model: Mapping[str, tuple[int, ...]]
+        self, config: Any, block: str, of_model: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model.
 
         Args:
+            block: Name of the module's block, that of a layer after the model's.
             of_model: Shapes of the model's weights by their names (`published_shapes`).
         """
-        return names.shapes(config.hidden_size)
+        return mtp_shapes(block, config.hidden_size, ("eh_proj",))
 
-    def load_mtp(self, parts: Parts, names: MtpNames, embedding: Tensor) -> MtpModule:
-        """Load the MTP module.
+    def load_mtp(self, parts: Parts, block: str, embedding: Tensor) -> MtpModule:
+        """Load the MTP module, whose block has a name and embeddings are the model's."""
+        return load_mtp(parts, block, embedding, parts.mlp(f"{block}.mlp"))
 
-        Args:
-            embedding: Embedding of the model.
-        """
-        return load_mtp(parts, names, embedding, parts.mlp(names.mlp))
+
+def _mla_config(config: Any) -> MLAConfig:
+    """Return the attention of a transformers config as DeepSeek-V3 reads its fields.
+
+    Raises:
+        ValueError: A field that no attention can have.
+    Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper.
+    """
+    rope = config.rope_parameters or {}
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
+        scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+    return MLAConfig(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        scale=scale,
+        rms_norm_eps=_LATENT_NORM_EPS,
+        rope_interleaved=getattr(config, "rope_interleave", True),
+        attention_bias=config.attention_bias,
+    )
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's attention temperature for a context stretched by `factor`: 0.1 mscale ln(factor) + 1.
+
+    Source: YaRN, section 3.4.
+    """
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

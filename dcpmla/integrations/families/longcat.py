@@ -8,10 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from dcpmla.attention.kind import DenseKind
-from dcpmla.integrations.decoder import load_decoder
+from dcpmla.integrations.decoder import load_decoder, load_mtp
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.families.mla_config import mla_config
-from dcpmla.integrations.mtp import MtpNames, load_mtp
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
 from dcpmla.model.block import ShortcutBlock
@@ -24,7 +22,7 @@ class LongcatFamily(Family):
 
     def attention(self, config: Any, has_mtp: bool = False) -> DenseKind:
         """Return dense MLA, its scales with the factors of LongCat's report; the MTP module has one layer."""
-        mla = mla_config(config)
+        mla = super().attention(config).config
         scale = mla.scale * math.sqrt(config.hidden_size / config.q_lora_rank)
         mla = replace(mla, scale=scale, kv_lora_scale=math.sqrt(config.hidden_size / config.kv_lora_rank))
         return DenseKind(mla, config.num_hidden_layers + has_mtp)
@@ -40,26 +38,27 @@ class LongcatFamily(Family):
         """Return the config as it is."""
         return config
 
-    def mtp_names(self, config: Any) -> MtpNames:
-        """Return the names of the MTP module's weights."""
-        block = "model.mtp.layers.0"
-        norms, mlp = (f"{block}.enorm.m.weight", f"{block}.hnorm.m.weight"), f"{block}.transformer_layer.mlp"
-        return MtpNames(block, mlp, *norms, (f"{block}.eh_proj.weight",), "model.mtp.norm.weight")
+    def module_name(self, name: str, num_layers: int) -> str:
+        """Return the name of transformers' module, or one like DeepSeek-V3's in the MTP module."""
+        block = f"model.layers.{num_layers}."
+        name = name.replace("model.mtp.layers.0.", block).replace("model.mtp.norm.", f"{block}shared_head.norm.")
+        return name.replace(".transformer_layer.mlp.", ".mlp.").replace("norm.m.weight", "norm.weight")
 
     def mtp_shapes(
-        self, config: Any, names: MtpNames, of_model: Mapping[str, tuple[int, ...]]
+        self, config: Any, block: str, of_model: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all weights of the MTP module, some as in the first half of a block."""
-        shapes = names.shapes(config.hidden_size)
-        halves = {"model.layers.0.self_attn.0.": f"{names.block}.self_attn.", "model.layers.0.mlps.0.": f"{names.mlp}."}
-        for part, own in halves.items():
-            shapes |= {own + name.removeprefix(part): of_model[name] for name in of_model if name.startswith(part)}
-        norms = (f"{names.block}.{name}_layernorm.weight" for name in ("input", "post_attention"))
+        shapes = super().mtp_shapes(config, block, of_model)
+        for first, own in (("self_attn.0.", "self_attn."), ("mlps.0.", "mlp.")):
+            part = f"model.layers.0.{first}"
+            names = [name.removeprefix(part) for name in of_model if name.startswith(part)]
+            shapes |= {f"{block}.{own}{name}": of_model[part + name] for name in names}
+        norms = (f"{block}.{name}_layernorm.weight" for name in ("input", "post_attention"))
         return shapes | dict.fromkeys(norms, (config.hidden_size,))
 
-    def load_mtp(self, parts: Parts, names: MtpNames, embedding: Tensor) -> MtpModule:
+    def load_mtp(self, parts: Parts, block: str, embedding: Tensor) -> MtpModule:
         """Load the MTP module, which has no experts."""
-        return load_mtp(parts, names, embedding, parts.dense(names.mlp))
+        return load_mtp(parts, block, embedding, parts.dense(f"{block}.mlp"))
 
 
 def _load_block(parts: Parts, name: str, output_norm: Tensor) -> ShortcutBlock:

@@ -6,7 +6,6 @@ from typing import Any
 from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.config import IndexerConfig
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.families.mla_config import mla_config
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class SparseFamily(Family):
         )
         num_layers = config.num_hidden_layers
         selecting = tuple(layer for layer in range(num_layers) if types[layer] == "full")
-        return SparseKind(replace(mla_config(config), indexer=indexer), num_layers, selecting)
+        return SparseKind(replace(super().attention(config).config, indexer=indexer), num_layers, selecting)
 
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's decoder layer, which has an indexer."""

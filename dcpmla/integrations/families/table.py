@@ -10,7 +10,6 @@ from dcpmla.config import choices
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.longcat import LongcatFamily
-from dcpmla.integrations.families.mla_config import mla_config
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SparseFamily
 
@@ -19,13 +18,13 @@ from dcpmla.integrations.families.sparse import SparseFamily
 class _Mistral4(Family):
     """Mistral 4, whose queries grow with their positions."""
 
-    def attention(self, config: Any, has_mtp: bool = False) -> DenseKind:
+    def attention(self, config: Any, has_mtp: bool = False) -> AttentionKind:
         """Return dense MLA with the factors of queries."""
-        kind, rope = DenseKind(mla_config(config), config.num_hidden_layers), config.rope_parameters or {}
+        kind, rope = super().attention(config), config.rope_parameters or {}
         if not rope.get("llama_4_scaling_beta"):
             return kind
         scaling = float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"])
-        return replace(kind, config=replace(kind.config, llama_4_scaling=scaling))
+        return DenseKind(replace(kind.config, llama_4_scaling=scaling), kind.num_layers)
 
 
 @dataclass(frozen=True)
