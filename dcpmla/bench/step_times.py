@@ -1,11 +1,10 @@
 """Device times of a model's steps without an engine around them: all of a step, and its layers of experts alone."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step import StepRequests
@@ -13,6 +12,7 @@ from dcpmla.bench.timing import time_operation
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.model.moe import MoE
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -54,15 +54,24 @@ def step_times(
         return model.step(token_ids, metadata, cache, last_rows)
 
     with torch.inference_mode():
+        prepared = model.prepare(metadata)
         calls = _CALLS if query_len == 1 else 1
         device_us = time_operation(step, device, calls, _SECONDS).median_us
-        hidden = torch.randn(len(token_ids), model.head.linear.in_features, dtype=model.dtype, device=device)
-        decoder, prepared = model.hidden_states, model.prepare(metadata)
-        blocks, of_blocks = decoder.moe_blocks(), 0.0
-        if blocks:
-            run = partial(decoder.run, blocks, hidden, token_ids, prepared, cache)
-            of_blocks = time_operation(lambda _: run(), device, calls, _SECONDS).median_us / len(blocks)
+        of_blocks = _moe_layer_us(model, lambda: model.hidden_states(token_ids, prepared, cache), calls)
         return StepTimes(device_us, of_blocks, _num_kernels(step, device))
+
+
+def _moe_layer_us(model: ShardedModel, run: Callable[[], Tensor], calls: int) -> float:
+    """Return the time of a block of attention and experts in a decoder that has these alone; 0 where it has none."""
+    decoder = model.hidden_states
+    every, blocks = decoder.blocks, [each for each in decoder.blocks if isinstance(getattr(each, "mlp", None), MoE)]
+    if not blocks:
+        return 0.0
+    decoder.blocks = nn.ModuleList(blocks)
+    try:
+        return time_operation(lambda _: run(), model.device, calls, _SECONDS).median_us / len(blocks)
+    finally:
+        decoder.blocks = every
 
 
 def _num_kernels(step: Callable[[], Tensor], device: torch.device) -> int:

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock
-from dcpmla.model.mlp import MLP
-from dcpmla.model.moe import MoE
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import Linear, read_linear, read_weight
 
+Shapes = dict[str, tuple[int, ...]]  # of weights, by their names
 # Function of parts, a layer's name and the weight of the norm after the layer.
 LoadBlock = Callable[[Parts, str, Tensor], DecoderBlock | ShortcutBlock]
 
@@ -44,8 +43,8 @@ def load_decoder(
     return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, parts.model.config.rms_norm_eps)
 
 
-def mtp_shapes(block: str, hidden_size: int, projections: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an MTP module's norms and projections around its block, by their names.
+def mtp_shapes(block: str, hidden_size: int, projections: tuple[str, ...]) -> Shapes:
+    """Return the shapes of an MTP module's norms and projections around its block.
 
     Args:
         projections: Names of one projection of embeddings and hidden states together, or of one of each.
@@ -55,14 +54,15 @@ def mtp_shapes(block: str, hidden_size: int, projections: tuple[str, ...]) -> di
     return dict.fromkeys(norms, (hidden_size,)) | {f"{block}.{name}.weight": shape for name in projections}
 
 
-def load_mtp(parts: Parts, block: str, embedding: Tensor, mlp: MLP | MoE) -> MtpLayer:
+def load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
     """Load an MTP module whose block is a `DecoderBlock`.
 
     Args:
         block: Name of the block.
         embedding: Embedding of the model.
-        mlp: MLP or experts of the block.
     """
+    name = f"{block}.mlp"
+    mlp = parts.dense(name) if f"{name}.gate_proj.weight" in parts.weights else parts.mlp(name)
     eps = parts.model.config.rms_norm_eps
     attention, layer = parts.attention(f"{block}.self_attn")
     enorm, hnorm, input_norm, second_norm, output_norm = (

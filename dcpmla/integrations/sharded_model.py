@@ -1,6 +1,6 @@
 """A model under TP x DCP as the engine runs it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,28 +15,16 @@ from dcpmla.model.block import VocabHead
 
 
 class DecoderModule(Protocol):
-    """All layers of a model but its head, an nn.Module."""
+    """All layers of a model but its head (`dcpmla.model.block.Decoder`)."""
 
     embedding: Any
+    blocks: Any
 
-    def __call__(self, token_ids: Tensor, step: StepMetadata | None, cache: Any) -> Tensor:
-        """Return the hidden states [T, width] of tokens [T]. Collective over the TP group.
+    def __call__(self, token_ids: Tensor, step: StepMetadata | None, cache: Any) -> Tensor: ...
 
-        Args:
-            step, cache: None where only memory is claimed.
-        """
+    def collapse(self, hidden_states: Tensor) -> Tensor: ...
 
-    def run(self, blocks: Iterable[nn.Module], _: Tensor, token_ids: Tensor, step: Any, cache: Any) -> Tensor:
-        """Return the hidden states [T, width] after some blocks over embeddings [T, hidden] of tokens [T]."""
-
-    def moe_blocks(self) -> list[nn.Module]:
-        """Return the blocks of attention and experts alone."""
-
-    def collapse(self, hidden_states: Tensor) -> Tensor:
-        """Return hidden states [n, width] as the head takes them, [n, hidden]."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Return all modules in it."""
+    def modules(self) -> Iterator[nn.Module]: ...
 
 
 class MtpModule(Protocol):
@@ -55,7 +43,7 @@ class ShardedModel:
     """A causal language model whose attention runs under TP x DCP.
 
     Args:
-        hidden_states: All layers but the head.
+        hidden_states: Decoder; step and cache are None where only memory is claimed.
         head: Function of normalized hidden states [n, hidden] that returns logits [n, vocab] float32.
         rotary: Rotary embedding of transformers.
         exchange, reduce: Exchanges of the layers.

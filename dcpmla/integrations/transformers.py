@@ -22,6 +22,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
+from dcpmla.integrations.decoder import Shapes
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.table import family_of
@@ -107,9 +108,7 @@ def load_model(
     )
 
 
-def _dummy_weights(
-    model: Any, mtp_shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
-) -> Mapping[str, Weight]:
+def _dummy_weights(model: Any, mtp_shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Mapping[str, Weight]:
     """Return random weights in the formats that the config names."""
     quantization = getattr(model.config, "quantization_config", None)
     expert_codes = "int4" if is_int4(quantization) else "fp4" if has_fp4_experts(model.config) else None
@@ -117,9 +116,7 @@ def _dummy_weights(
     return dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes, dtype, device)
 
 
-def _open_checkpoint(
-    directory: Path, model: Any, rename: Callable[[str], str], mtp_shapes: dict[str, tuple[int, ...]]
-) -> Checkpoint:
+def _open_checkpoint(directory: Path, model: Any, rename: Callable[[str], str], mtp_shapes: Shapes) -> Checkpoint:
     """Return the checkpoint of a model, and of its MTP module if there are shapes of it.
 
     Raises:

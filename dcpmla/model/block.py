@@ -1,6 +1,6 @@
 """The decoder: embedding, blocks of attention and an MLP or experts, and the head over the vocabulary."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -151,25 +151,11 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: LatentCache | None) -> Tensor:
         """Return the normalized hidden states [T, hidden] of tokens [T] int64. Collective over the TP group."""
-        return self.run(self.blocks, nn.functional.embedding(token_ids, self.embedding), token_ids, step, cache)
-
-    def run(
-        self,
-        blocks: Iterable[nn.Module],
-        residual: Tensor,
-        token_ids: Tensor,
-        step: StepMetadata | None,
-        cache: LatentCache | None,
-    ) -> Tensor:
-        """Return the normalized hidden states [T, hidden] after blocks over a residual [T, hidden]. Collective."""
+        residual = nn.functional.embedding(token_ids, self.embedding)
         x: PlainRows = rms_norm(residual, self.input_norm, self.eps)
-        for block in blocks:
+        for block in self.blocks:
             x, residual = block(x, residual, cache, step)
         return plain(x)
-
-    def moe_blocks(self) -> list[nn.Module]:
-        """Return the blocks of attention and experts alone."""
-        return [block for block in self.blocks if isinstance(block, DecoderBlock) and isinstance(block.mlp, MoE)]
 
     def collapse(self, hidden_states: Tensor) -> Tensor:
         """Return hidden states [n, hidden] as the head takes them, which they are."""

@@ -1,6 +1,6 @@
 """DeepSeek-V4's decoder: blocks over several streams of the residual, and its MTP module."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,12 @@ class StreamBlock(nn.Module):
         self,
         layer: int,
         attention: AttentionLayer,
-        experts: MoE,
+        mlp: MoE,
         connections: tuple[Connection, Connection],
         reduce: Reduce,
     ) -> None:
         super().__init__()
-        self.layer, self.attention, self.experts, self.reduce = layer, attention, experts, reduce
+        self.layer, self.attention, self.mlp, self.reduce = layer, attention, mlp, reduce
         self.to_attention, self.to_experts = connections
 
     def forward(
@@ -50,8 +50,8 @@ class StreamBlock(nn.Module):
         x, streams = self.to_attention(streams)
         attended = self.attention.partial(plain(x), None if cache is None else cache[self.layer], step)
         streams = streams._replace(out=self.reduce.all_reduce(attended))
-        x, streams = self.to_experts(streams, self.experts.takes_quantized)
-        return streams._replace(out=self.reduce.all_reduce(self.experts(x, token_ids)))
+        x, streams = self.to_experts(streams, self.mlp.takes_quantized)
+        return streams._replace(out=self.reduce.all_reduce(self.mlp(x, token_ids)))
 
 
 class StreamDecoder(nn.Module):
@@ -70,27 +70,11 @@ class StreamDecoder(nn.Module):
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: Cache | None) -> Tensor:
         """Return all streams [T, streams x hidden] of tokens [T] int64. Collective over the TP group."""
-        return self.run(self.blocks, nn.functional.embedding(token_ids, self.embedding), token_ids, step, cache)
-
-    def run(
-        self,
-        blocks: Iterable[nn.Module],
-        embedded: Tensor,
-        token_ids: Tensor,
-        step: StepMetadata | None,
-        cache: Cache | None,
-    ) -> Tensor:
-        """Return all streams [T, streams x hidden] after blocks, each stream beginning as embedded [T, hidden].
-        Collective.
-        """
+        embedded = nn.functional.embedding(token_ids, self.embedding)
         streams = Streams(embedded[:, None].repeat(1, self.num_streams, 1))
-        for block in blocks:
+        for block in self.blocks:
             streams = block(streams, token_ids, cache, step)
         return finish(streams).flatten(1)
-
-    def moe_blocks(self) -> list[nn.Module]:
-        """Return the blocks of attention and experts, which all are."""
-        return [*self.blocks]
 
     def collapse(self, hidden_states: Tensor) -> Tensor:
         """Return streams [n, streams x hidden] as the head takes them, [n, hidden]."""

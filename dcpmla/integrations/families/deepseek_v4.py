@@ -1,22 +1,17 @@
 """DeepSeek-V4: attention over a window and compressed entries, blocks over several streams, names of its own."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from dcpmla.attention.compressed.kind import CompressedKind
 from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.decoder import mtp_shapes
+from dcpmla.integrations.decoder import Shapes, mtp_shapes
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.families.deepseek_v4_names import RULES
 from dcpmla.integrations.families.deepseek_v4_weights import load_stream_mtp, load_streams
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.parts import Parts
-from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
 
 _WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 
@@ -32,10 +27,6 @@ class _DeepseekV4(Family):
         config.mtp_attention = {name: (raw.get(name) or [])[config.num_hidden_layers :][:1]}
         return config
 
-    def check_attention(self, config: Any) -> None:
-        """Raise ValueError for fields of attention that do not belong together."""
-        check_compressed(config)
-
     def attention(self, config: Any, has_mtp: bool = False) -> CompressedKind:
         """Return the attention of all layers."""
         return CompressedKind(compressed_config(config))
@@ -44,10 +35,6 @@ class _DeepseekV4(Family):
         """Return the name of transformers' module, for a published tensor or one that transformers saved."""
         name = name.replace("mtp.0.norm.", "mtp.0.shared_head.norm.")
         return rename(re.sub(r"^mtp\.0\.", f"layers.{num_layers}.", name), RULES)
-
-    def load_decoder(self, parts: Parts, num_layers: int) -> DecoderModule:
-        """Load the decoder, without the MTP module's layer."""
-        return load_streams(parts, num_layers)
 
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError for a model without an MTP module, or with one that compresses."""
@@ -65,18 +52,14 @@ class _DeepseekV4(Family):
         config.layer_types[-1], config.mlp_layer_types[-1] = "sliding_attention", "moe"
         return config
 
-    def mtp_shapes(
-        self, config: Any, block: str, of_model: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, tuple[int, ...]]:
+    def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
         """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model."""
         size, num = config.hidden_size, config.hc_mult
         collapse = {"fn": (num, num * size), "base": (num,), "scale": (1,)}
         shapes = mtp_shapes(block, size, ("e_proj", "h_proj"))
         return shapes | {f"{block}.hc_head_{part}": shape for part, shape in collapse.items()}
 
-    def load_mtp(self, parts: Parts, block: str, embedding: Tensor) -> MtpModule:
-        """Load the MTP module."""
-        return load_stream_mtp(parts, block, embedding)
 
-
-DEEPSEEK_V4 = _DeepseekV4("DeepseekV4", Routing(scoring=None, group_score="max"))
+DEEPSEEK_V4 = _DeepseekV4(
+    "DeepseekV4", Routing(scoring=None, group_score="max"), check_compressed, load_streams, load_stream_mtp
+)

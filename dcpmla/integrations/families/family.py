@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from dcpmla.config import MLAConfig
 from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.checkpoint_names import TEXT_RULES, rename
 from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_config
-from dcpmla.integrations.decoder import load_decoder, load_mtp, mtp_shapes
+from dcpmla.integrations.decoder import Shapes, load_decoder, load_mtp, mtp_shapes
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
@@ -34,10 +34,16 @@ class Family:
     Attributes:
         class_prefix: Beginning of the names of transformers' classes.
         routing: Choice of experts.
+        check_attention: Function that raises ValueError for fields of a config that do not belong together.
+        load_decoder: Loader of so many layers of the model, without the MTP module's.
+        load_mtp: Loader of the MTP module, whose block has a name, over the model's embedding.
     """
 
     class_prefix: str = "DeepseekV3"
     routing: Routing = Routing()
+    check_attention: Callable[[Any], None] = check_mla
+    load_decoder: Callable[[Parts, int], DecoderModule] = load_decoder
+    load_mtp: Callable[[Parts, str, Tensor], MtpModule] = load_mtp
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return the transformers config of the fields of a config.json, without its model_type, checked.
@@ -52,10 +58,6 @@ class Family:
         check_model(config, self.routing)
         self.check_attention(config)
         return config
-
-    def check_attention(self, config: Any) -> None:
-        """Raise ValueError for fields of attention that do not belong together."""
-        check_mla(config)
 
     def attention(self, config: Any, has_mtp: bool = False) -> AttentionKind:
         """Return the kind of attention, with all its layers.
@@ -75,10 +77,6 @@ class Family:
         """
         return rename(name, TEXT_RULES)
 
-    def load_decoder(self, parts: Parts, num_layers: int) -> DecoderModule:
-        """Load the decoder, without the MTP module's layer."""
-        return load_decoder(parts, num_layers)
-
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError for a model without an MTP module that this package computes."""
         if not getattr(config, "num_nextn_predict_layers", None):
@@ -96,9 +94,7 @@ class Family:
         config.num_hidden_layers += 1
         return config
 
-    def mtp_shapes(
-        self, config: Any, block: str, of_model: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, tuple[int, ...]]:
+    def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
         """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model.
 
         Args:
@@ -106,10 +102,6 @@ class Family:
             of_model: Shapes of the model's weights by their names (`published_shapes`).
         """
         return mtp_shapes(block, config.hidden_size, ("eh_proj",))
-
-    def load_mtp(self, parts: Parts, block: str, embedding: Tensor) -> MtpModule:
-        """Load the MTP module, whose block has a name and embeddings are the model's."""
-        return load_mtp(parts, block, embedding, parts.mlp(f"{block}.mlp"))
 
 
 def _mla_config(config: Any) -> MLAConfig:

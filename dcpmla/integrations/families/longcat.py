@@ -1,23 +1,23 @@
 """LongCat: blocks of attention and an MLP, twice, beside experts; factors of both latents."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from dcpmla.attention.kind import DenseKind
-from dcpmla.integrations.decoder import load_decoder, load_mtp
+from dcpmla.integrations.decoder import Shapes, load_decoder
 from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.parts import Parts
-from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
 from dcpmla.model.block import ShortcutBlock
 from dcpmla.model.moe import MoE
 
 
 @dataclass(frozen=True)
-class LongcatFamily(Family):
+class _Longcat(Family):
     """LongCat, whose MTP module is a plain layer of half a block's parts, outside the decoder layers."""
 
     def attention(self, config: Any, has_mtp: bool = False) -> DenseKind:
@@ -26,10 +26,6 @@ class LongcatFamily(Family):
         scale = mla.scale * math.sqrt(config.hidden_size / config.q_lora_rank)
         mla = replace(mla, scale=scale, kv_lora_scale=math.sqrt(config.hidden_size / config.kv_lora_rank))
         return DenseKind(mla, config.num_hidden_layers + has_mtp)
-
-    def load_decoder(self, parts: Parts, num_layers: int) -> DecoderModule:
-        """Load the decoder."""
-        return load_decoder(parts, num_layers, "input_layernorm.0", _load_block)
 
     def check_mtp(self, config: Any) -> None:
         """Pass: every model has a module."""
@@ -44,9 +40,7 @@ class LongcatFamily(Family):
         name = name.replace("model.mtp.layers.0.", block).replace("model.mtp.norm.", f"{block}shared_head.norm.")
         return name.replace(".transformer_layer.mlp.", ".mlp.").replace("norm.m.weight", "norm.weight")
 
-    def mtp_shapes(
-        self, config: Any, block: str, of_model: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, tuple[int, ...]]:
+    def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
         """Return the shapes of all weights of the MTP module, some as in the first half of a block."""
         shapes = super().mtp_shapes(config, block, of_model)
         for first, own in (("self_attn.0.", "self_attn."), ("mlps.0.", "mlp.")):
@@ -55,10 +49,6 @@ class LongcatFamily(Family):
             shapes |= {f"{block}.{own}{name}": of_model[part + name] for name in names}
         norms = (f"{block}.{name}_layernorm.weight" for name in ("input", "post_attention"))
         return shapes | dict.fromkeys(norms, (config.hidden_size,))
-
-    def load_mtp(self, parts: Parts, block: str, embedding: Tensor) -> MtpModule:
-        """Load the MTP module, which has no experts."""
-        return load_mtp(parts, block, embedding, parts.dense(f"{block}.mlp"))
 
 
 def _load_block(parts: Parts, name: str, output_norm: Tensor) -> ShortcutBlock:
@@ -70,3 +60,17 @@ def _load_block(parts: Parts, name: str, output_norm: Tensor) -> ShortcutBlock:
     mlps = parts.dense(f"{name}.mlps.0"), parts.dense(f"{name}.mlps.1")
     eps = parts.model.config.rms_norm_eps
     return ShortcutBlock(layer, (first, second), mlps, experts, norms, eps, parts.reduce)
+
+
+LONGCAT = _Longcat(
+    "LongcatFlash",
+    Routing(
+        scoring="softmax",
+        group_score="max",
+        renormalizes=False,
+        least_chosen=2,  # transformers' module drops the dim of a single expert
+        weight="router.classifier.weight",
+        bias="router.e_score_correction_bias",
+    ),
+    load_decoder=partial(load_decoder, first_norm="input_layernorm.0", load=_load_block),
+)

@@ -9,7 +9,7 @@ from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.config import choices
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.families.longcat import LongcatFamily
+from dcpmla.integrations.families.longcat import LONGCAT
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SparseFamily
 
@@ -38,20 +38,14 @@ class _Sarvam(Family):
 
 
 _DEEPSEEK_V3 = Family()
-_MAX_SOFTMAX = Routing(scoring="softmax", group_score="max", renormalizes=False)
-_LONGCAT = replace(
-    _MAX_SOFTMAX,
-    least_chosen=2,  # transformers' module drops the dim of a single expert
-    weight="router.classifier.weight",
-    bias="router.e_score_correction_bias",
-)
+_V2 = Routing(scoring="softmax", group_score="max", renormalizes=False, reads_topk_method=True)
 FAMILIES: dict[str, Family] = {
-    "deepseek_v2": Family("DeepseekV2", replace(_MAX_SOFTMAX, reads_topk_method=True)),
+    "deepseek_v2": Family("DeepseekV2", _V2),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
     "sarvam_mla": _Sarvam(),
     "glm4_moe_lite": Family("Glm4MoeLite"),
-    "longcat_flash": LongcatFamily("LongcatFlash", _LONGCAT),
+    "longcat_flash": LONGCAT,
     "mistral4": _Mistral4("Mistral4", Routing(scoring="softmax")),
     "youtu": Family("Youtu"),
     "axk1": Family("AXK1", Routing(needs_bias=False)),
