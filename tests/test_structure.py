@@ -164,6 +164,52 @@ def test_the_core_needs_torch_triton_and_numpy_alone(module: str) -> None:
     assert found <= {"torch", "triton", "numpy"} | optional.get(module, set())
 
 
+# Files of DeepSeek-V4, and those that may import them: the table of families, the benchmark of layers.
+V4_FILES = (
+    r"dcpmla\.(attention\.compressed|bench\.compressed_stack|integrations\.families\.deepseek_v4|model\.(stream|mix))"
+)
+V4_TABLES = {"dcpmla.integrations.families.table", "dcpmla.bench.layer"}
+V4_MODULES = {module for module in FILES if re.match(V4_FILES, module)}
+V4_CLASSES = {
+    node.name
+    for module in V4_MODULES
+    for node in ast.walk(ast.parse(FILES[module].read_text()))
+    if isinstance(node, ast.ClassDef)
+}
+
+
+def family_questions(source: str) -> list[str]:
+    """Lines that ask for a family: a model type that is compared, DeepSeek-V4's by name, an instance of its classes."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        text = ast.unparse(node) if isinstance(node, ast.expr) else ""
+        is_compared = isinstance(node, ast.Compare) and re.search(r"\.model_type\b", text)
+        is_named = isinstance(node, ast.Constant) and node.value == "deepseek_v4"
+        is_checked = isinstance(node, ast.Call) and text.startswith("isinstance(")
+        if is_compared or is_named or (is_checked and V4_CLASSES & set(re.findall(r"\w+", text))):
+            found.append(text)
+    return found
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if module not in V4_MODULES])
+def test_families_are_asked_for_in_their_files_alone(module: str) -> None:
+    if not module.startswith("dcpmla.integrations.families."):
+        assert not family_questions(FILES[module].read_text())
+    kernels = {"dcpmla.model.kernels.mix", "dcpmla.model.kernels.streams"}  # DeepSeek-V4's, too
+    if module not in V4_TABLES | kernels:
+        assert not V4_MODULES & set(imports_of(module))
+
+
+def test_questions_for_a_family_are_found() -> None:
+    assert {"CompressedConfig", "StreamDecoder", "Connection"} <= V4_CLASSES
+    assert family_questions('if config.model_type in TYPES or name == "deepseek_v4": pass') == [
+        "config.model_type in TYPES",
+        "'deepseek_v4'",
+    ]
+    assert family_questions("isinstance(x, (Decoder, StreamDecoder))")
+    assert not family_questions("isinstance(x, Decoder)")
+
+
 def test_public_names() -> None:
     assert dcpmla.__all__ == [
         "LLM",

@@ -33,8 +33,9 @@ class CompressedStack(Stack):
     """Layers of one kind, over blocks of as many entries as in a model of all kinds.
 
     Args:
-        config: of the model, of which every layer here is of this kind.
-        num_layers: layers, each with its own weights and cache, random.
+        config: Geometry of the model.
+        kind: Kind of every layer here.
+        num_layers: Number of layers, each with its own weights and cache, random.
         options: fields of DCPConfig, for the caches' formats, what decode exchanges and how.
     Raises:
         ValueError: groups of heads that do not divide, options that the layers do not have, a cache that does not fit.

@@ -20,8 +20,8 @@ CANDIDATES = "candidates"  # of the selection, what it exchanges: timed alone, t
 _WEIGHT_STD = 0.02
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # of all layers' caches: several times the L2 of an H200, 60 MB
 _MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
-_FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # of a sample
-_SAMPLE_SECONDS = 0.2  # that the samples of one part may take
+_FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # calls of a sample
+_SAMPLE_SECONDS = 0.2  # limit for the samples of one part
 
 
 class StackMaker(NamedTuple):
@@ -29,7 +29,7 @@ class StackMaker(NamedTuple):
 
     Attributes:
         has_indexer: Whether the layers have an indexer, whose cache may have a format of its own.
-        new: Function of a stack's arguments after those that the maker has.
+        new: Function that takes the rest of a stack's arguments, from the mesh on.
     """
 
     has_indexer: bool

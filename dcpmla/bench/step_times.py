@@ -24,10 +24,10 @@ class StepTimes(NamedTuple):
     """Microseconds of a step, on the slowest rank.
 
     Attributes:
-        device_us: from the tokens' embedding to their logits.
-        us_per_moe_layer: what a layer of experts takes of it, attention included; 0 where the model has none, or other
+        device_us: Time from the tokens' embedding to their logits.
+        us_per_moe_layer: Time of a layer of experts, attention included; 0 where the model has none, or other
             layers around them (LongCat's).
-        num_kernels: that a step launches; 0 on CPUs.
+        num_kernels: Number of kernels that a step launches; 0 on CPUs.
     """
 
     device_us: float
@@ -85,6 +85,6 @@ def _num_kernels(step: Callable[[], Tensor], device: torch.device) -> int:
 
 
 def is_quantized(model: ShardedModel) -> bool:
-    """Tell whether linear layers keep codes in 8 bits."""
+    """Return whether linear layers keep codes in 8 bits."""
     linears = (module for module in model.hidden_states.modules() if isinstance(module, Linear))
     return any(linear.weight_scale is not None for linear in linears)

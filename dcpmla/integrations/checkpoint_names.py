@@ -1,4 +1,4 @@
-"""Names of tensors: as they are published, or as transformers saves them -> as transformers' modules call them."""
+"""Names of tensors in a checkpoint, and their names in transformers' modules."""
 
 import re
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import Linear, read_linear, read_weight
 
-Shapes = dict[str, tuple[int, ...]]  # of weights, by their names
+Shapes = dict[str, tuple[int, ...]]  # shapes of weights by their names
 # Function of parts, a layer's name and the weight of the norm after the layer.
 LoadBlock = Callable[[Parts, str, Tensor], DecoderBlock | ShortcutBlock]
 

@@ -22,7 +22,7 @@ _STYLES = {  # the last word of a module's name -> which of its features a rank 
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
     **dict.fromkeys(("o_proj", "o_b_proj", "down_proj"), "row"),
 }
-# Weights of one product, one above the other in this order; it stays quantized if all of them can.
+# Weights of one product, stacked in this order; the product stays quantized if every weight can.
 _PRODUCTS = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("indexer.wk", "indexer.weights_proj"),
@@ -43,7 +43,7 @@ def read_model(config: Any) -> ModelSize:
     try:
         with torch.device("meta"):
             model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config)
-    except Exception as error:  # of many kinds
+    except Exception as error:  # transformers raises many kinds
         raise ValueError(f"model (--model): transformers builds no model of this config: {error}") from error
     num_routed, experts_per_token = _routing(config)
     return ModelSize(
@@ -121,7 +121,7 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
         if len(shape) == 3 and has_fp4_experts(config):
             codes[name] = "fp4"
         elif is_int4(quantization):
-            # Those of shared experts count where these are computed as further experts.
+            # Shared experts count where they are computed as further experts.
             is_expert = len(shape) == 3 or ".shared_experts." in name
             if is_expert and not _is_among(name, wide) and block[1] % GROUP == 0:
                 codes[name] = "int4"
@@ -151,7 +151,7 @@ def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], co
 
 def _is_among(name: str, modules: Any) -> bool:
     """Return whether a parameter is, or belongs to, one of some modules, whose names may be the last parts of it, or
-    patterns: with *, or after "re:" a regular expression.
+    patterns, with * or as a regular expression after "re:".
     """
     return any(re.search(_pattern(module), name) for module in modules or ())
 

@@ -7,6 +7,7 @@ go flat, [T].
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import transformers
 
 from dcpmla.attention.kind import AttentionKind, AttentionLayer
 from dcpmla.attention.scales import missing_scales
+from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reduce import select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
@@ -58,12 +60,12 @@ def load_model(
     Args:
         config: Config from `load_config`.
         dtype: Dtype of computation; None takes the checkpoint's, but bfloat16 for float16.
-        enable_expert_parallel: each rank holds its share of the experts whole, instead of a slice of every one.
-        load_format: "auto" reads the checkpoint, "dummy" needs none and draws random weights.
-        expert_dtype: "auto" leaves experts as they are stored, "fp8" re-encodes those in 4 bits without a rounding.
-        with_mtp: load the MTP module, too (`check_mtp`).
+        enable_expert_parallel: Whether each rank holds its share of the experts whole, not a slice of every one.
+        load_format: Source of weights: "auto" reads the checkpoint, "dummy" needs none and draws random ones.
+        expert_dtype: Format of experts: "auto" leaves them as stored, "fp8" re-encodes 4-bit ones without rounding.
+        with_mtp: Whether to load the MTP module, too (`Family.check_mtp`).
     Raises:
-        ValueError: sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
+        ValueError: Sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
     """
     check_generation_config(directory)
     family, num_layers = family_of(config), config.num_hidden_layers
@@ -86,11 +88,11 @@ def load_model(
         raise ValueError(
             "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"
         )
-    layers = _AttentionLayers(attention, weights, dcp, mesh, selection, dtype, device)
+    layers = _AttentionLayers(attention, weights, dcp, mesh, selection.exchange, dtype, device)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
     spreads_experts, routing = enable_expert_parallel and mesh.tp_size > 1, family.routing
     parts = Parts(model, weights, mesh, dtype, device, spreads_experts, expert_dtype, routing, layers.load, reduce)
-    num_mtp_layers = config.num_hidden_layers - num_layers  # of transformers' model
+    num_mtp_layers = config.num_hidden_layers - num_layers
     decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
     mtp = family.load_mtp(parts, mtp_block, decoder.embedding) if with_mtp else None
     layers.warn_of_missing_scales()
@@ -131,45 +133,44 @@ def _open_checkpoint(directory: Path, model: Any, rename: Callable[[str], str], 
     return checkpoint
 
 
+@dataclass
 class _AttentionLayers:
-    """A model's layers of attention as they are loaded, in the order of their calls."""
+    """A model's layers of attention as they are loaded, in the order of their calls.
 
-    def __init__(
-        self,
-        attention: AttentionKind,
-        weights: Mapping[str, Weight],
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        selection: ChosenExchange,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._attention, self._weights, self._dcp, self._mesh = attention, weights, dcp, mesh
-        self._where = dcp, mesh, selection.exchange, dtype, device
-        self._missing: set[str] = set()
-        self._count = 0
+    Attributes:
+        missing: Names of scales that the checkpoint lacks.
+        count: Number of layers loaded.
+    """
+
+    attention: AttentionKind
+    weights: Mapping[str, Weight]
+    dcp: DCPConfig
+    mesh: DCPMesh
+    exchange: Exchange
+    dtype: torch.dtype
+    device: torch.device
+    missing: set[str] = field(default_factory=set)
+    count: int = 0
 
     def load(self, name: str) -> tuple[AttentionLayer, int]:
         """Load the next layer, and return it with its number."""
-        weights = {
-            key.removeprefix(f"{name}."): weight for key, weight in self._weights.items() if key.startswith(f"{name}.")
-        }
-        layer = self._count
-        self._missing |= missing_scales(weights, self._dcp)
-        attention = self._attention.new_layer(layer, *self._where)
+        prefix, number = f"{name}.", self.count
+        weights = {key.removeprefix(prefix): self.weights[key] for key in self.weights if key.startswith(prefix)}
+        self.missing |= missing_scales(weights, self.dcp)
+        layer = self.attention.new_layer(number, self.dcp, self.mesh, self.exchange, self.dtype, self.device)
         try:
-            attention.load_weights(weights)
+            layer.load_weights(weights)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        self._count += 1
-        return attention, layer
+        self.count += 1
+        return layer, number
 
     def warn_of_missing_scales(self) -> None:
-        if self._missing and self._mesh.tp_rank == 0:
+        if self.missing and self.mesh.tp_rank == 0:
             _logger.warning(
                 "the checkpoint has no %s, so 1 is taken: e4m3 saturates at 448 and loses what is smaller than 0.001 "
                 "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
-                " and no ".join(sorted(self._missing)),
+                " and no ".join(sorted(self.missing)),
             )
 
 

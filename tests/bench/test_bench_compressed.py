@@ -144,7 +144,7 @@ def rotated_rows() -> tuple[int, int, list[list[int]]]:
         stack = new_stack(CSA)
         for index in range(3):
             stack.step(index)
-    sizes, selections = stack.cache.sizes, [metadata.selection for metadata in stack.metadata]
+    sizes, selections = stack.cache.sizes, [stack._compressed(metadata).selection for metadata in stack.metadata]
     listed = [
         selection.slots[0, : int(selection.num_slots[0])].tolist() for selection in selections if selection is not None
     ]

@@ -41,7 +41,7 @@ def make_pair(source: Path, directory: Path, scheme: str) -> tuple[dict[str, Wei
     write_dequantized(source, directory / "twin", scheme)
     check_quantization(json.loads((directory / "quantized" / "config.json").read_text())["quantization_config"])
     weights, twin = (open_checkpoint(directory / name).weights("") for name in ("quantized", "twin"))
-    more = ("input_scale", "layers.4.norm.weight")  # the latter of multi-token prediction
+    more = ("input_scale", "layers.4.shared_head.norm.weight")  # the latter of multi-token prediction
     assert {name for name in weights if not name.endswith(more)} == set(twin)
     return dict(weights), {name: weight[WHOLE,] for name, weight in twin.items()}
 

@@ -1,1 +1,1 @@
-"""Model families: what differs between them (`family`), with a row for each in `table`."""
+"""Model families, a row for each in `table`."""

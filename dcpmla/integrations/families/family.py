@@ -1,4 +1,4 @@
-"""A model family: what differs between models, with DeepSeek-V3's as the default."""
+"""The differences between model families, with DeepSeek-V3's values as the defaults."""
 
 import copy
 import math
@@ -63,7 +63,7 @@ class Family:
         """Return the kind of attention, with all its layers.
 
         Args:
-            has_mtp: Whether the config is that of `with_mtp_layer`.
+            has_mtp: Whether the config comes from `with_mtp_layer`.
         Raises:
             ValueError: A field that no attention can have.
         """
@@ -73,7 +73,7 @@ class Family:
         """Return the name of transformers' module for a tensor of a checkpoint.
 
         Args:
-            num_layers: Number of the layer that the MTP module is named as: that after the model's.
+            num_layers: Number of the model's layers, and so the number in the MTP module's names.
         """
         return rename(name, TEXT_RULES)
 
@@ -98,7 +98,7 @@ class Family:
         """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model.
 
         Args:
-            block: Name of the module's block, that of a layer after the model's.
+            block: Name of the module's block, a layer after the model's.
             of_model: Shapes of the model's weights by their names (`published_shapes`).
         """
         return mtp_shapes(block, config.hidden_size, ("eh_proj",))

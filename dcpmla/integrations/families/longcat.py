@@ -1,4 +1,4 @@
-"""LongCat: blocks of attention and an MLP, twice, beside experts; factors of both latents."""
+"""LongCat, whose blocks have attention and an MLP twice and experts, and whose latents have factors."""
 
 import math
 from dataclasses import dataclass, replace
