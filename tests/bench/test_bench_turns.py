@@ -29,3 +29,9 @@ def test_a_row_for_each_case_and_route(tmp_path: Path, capsys: pytest.CaptureFix
 def test_ranks_that_a_cache_cannot_have(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "-dcp", "2"]) != 0
     assert "decode_context_parallel_size (-dcp) is 2; it must divide the number of ranks, 1" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_layers_without_routes_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--geometry", "tiny-v4"]) != 0
+    assert "geometry (--geometry) is tiny-v4; its layers must be MLA" in capfd.readouterr().err

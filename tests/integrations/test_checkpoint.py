@@ -15,6 +15,7 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import TEXT_RULES, rename
+from dcpmla.integrations.families.table import FAMILIES
 from dcpmla.integrations.model_files import find_model, load_config
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
@@ -231,3 +232,12 @@ def load_with_and_without_mtp(directory: Path) -> list[str]:
         except ValueError as error:
             messages.append(str(error).partition(f"{directory}/")[2].partition(" safetensors file")[0])
     return messages
+
+
+@pytest.mark.parametrize("model_type", [model_type for model_type in FAMILIES if model_type != "deepseek_v4"])
+def test_names_of_text_models(model_type: str) -> None:
+    """Every family reads a text model inside a multimodal one, packed codes and a calibrated cache's scales."""
+    name = "language_model.model.layers.1.self_attn.k_proj.output_scale"
+    assert FAMILIES[model_type].module_name(name, 4) == "model.layers.1.self_attn.k_scale"
+    name = "model.language_model.layers.1.mlp.experts.0.up_proj.weight_packed"
+    assert FAMILIES[model_type].module_name(name, 4) == "model.layers.1.mlp.experts.0.up_proj.weight"

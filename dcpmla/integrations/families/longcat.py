@@ -36,7 +36,7 @@ class _Longcat(Family):
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module, or one like DeepSeek-V3's in the MTP module."""
-        block = f"model.layers.{num_layers}."
+        name, block = super().module_name(name, num_layers), f"model.layers.{num_layers}."
         name = name.replace("model.mtp.layers.0.", block).replace("model.mtp.norm.", f"{block}shared_head.norm.")
         return name.replace(".transformer_layer.mlp.", ".mlp.").replace("norm.m.weight", "norm.weight")
 
