@@ -15,6 +15,7 @@ from torch import Tensor
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.sparse.build import SparseStepBuilder
+from dcpmla.attention.sparse.step import with_selection
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.cache.formats import is_quantized, quantize
 from dcpmla.cache.latent import LatentCache, num_blocks
@@ -95,7 +96,7 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
     def step(hidden: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         metadata = metadata.with_positions(cos_sin[metadata.positions])
         if topk is not None:
-            metadata = metadata.with_selection(topk)
+            metadata = with_selection(metadata, topk)
         for layer, kv_cache in zip(layers, cache, strict=True):
             hidden = hidden + layer(hidden, kv_cache, metadata)
         return hidden
