@@ -1,4 +1,4 @@
-"""What follows a sum over ranks in a decoder block: the residual is added, and RMSNorm.
+"""Residual and RMSNorm after a sum over ranks in a decoder block.
 
 A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on CPUs and in float64; GPUs run the kernel
 of `comm/kernels/reduce.py`.

@@ -74,7 +74,7 @@ class SamplingFields(BaseModel):
 
     @property
     def shows_special_tokens(self) -> bool:
-        """Whether special tokens are in the text of an answer."""
+        """Return whether special tokens are in the text of an answer."""
         return self.skip_special_tokens is False
 
     def num_kept_tokens(self, max_model_len: int, max_new_tokens: int) -> int | None:

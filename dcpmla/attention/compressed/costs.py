@@ -1,4 +1,4 @@
-"""What DeepSeek-V4's layers read of their caches, and the time of pieces of prompts in them."""
+"""Reads of DeepSeek-V4's layers in their caches, and the time of pieces of prompts in them."""
 
 from collections import Counter
 from collections.abc import Sequence
