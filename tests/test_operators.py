@@ -170,3 +170,14 @@ def test_entries(path: Path) -> None:
 
 def test_there_are_entries() -> None:
     assert sum(len(calls_in(ast.parse(path.read_text()))) for path in FILES) >= 40
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_fakes_keep_sizes_symbolic(path: Path) -> None:
+    """`len` of a tensor is a number of the first batch, for which a compiled graph would then be made."""
+    tree = ast.parse(path.read_text())
+    fakes = [keyword.value for call in calls_in(tree) for keyword in call.keywords if keyword.arg == "fake"]
+    names = {fake.id for fake in fakes if isinstance(fake, ast.Name)}
+    bodies = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    called = [node.func for body in [*fakes, *bodies] for node in ast.walk(body) if isinstance(node, ast.Call)]
+    assert not {name.id for name in called if isinstance(name, ast.Name)} & {"len", "int"}

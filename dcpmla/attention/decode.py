@@ -123,7 +123,7 @@ def run_call(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, 
 
 
 def _empty_output(q: Tensor, kv_lora_rank: int, dtype: torch.dtype, addresses: Tensor | None) -> tuple[Tensor, Tensor]:
-    shape = q.shape[0], q.shape[1] // (1 if addresses is None else len(addresses))
+    shape = q.shape[0], q.shape[1] // (1 if addresses is None else addresses.shape[0])
     return q.new_empty(*shape, kv_lora_rank, dtype=dtype), q.new_empty(shape, dtype=torch.float32)
 
 

@@ -18,7 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _empty_latents(down: Tensor, q_weight: Tensor | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_tokens, q_rank = len(down), 0 if q_weight is None else len(q_weight)
+    num_tokens, q_rank = down.shape[0], 0 if q_weight is None else q_weight.shape[0]
     q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, down.shape[1] - q_rank)
     return q_c, latents, *empty_codes(q_c, quantizes)
 

@@ -43,6 +43,10 @@ class LatentPlan(CachePlan):
         return latents + self.num_index_layers * self.index_row_width * self.index_dtype.itemsize
 
     @property
+    def tokens_per_gb(self) -> int:
+        return 10**9 // self.bytes_per_token * self.dcp_size
+
+    @property
     def block_tokens(self) -> int:
         """Positions that a block id covers, over all ranks."""
         return self.block_size * self.dcp_size

@@ -113,7 +113,7 @@ def gather(
 
 
 def _empty_merged(out: Tensor, lse: Tensor, addresses: Tensor) -> tuple[Tensor, Tensor]:
-    shape = out.shape[0], out.shape[1] // len(addresses)
+    shape = out.shape[0], out.shape[1] // addresses.shape[0]
     return out.new_empty(*shape, out.shape[2]), lse.new_empty(shape)
 
 

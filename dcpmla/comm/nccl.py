@@ -108,7 +108,7 @@ def _rows(buffer: Tensor, dtype: torch.dtype, width: int) -> Tensor:
 
 
 def _empty_shares(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    size, num_tokens, num_heads = len(lse), out.shape[0], out.shape[1] // len(lse)
+    size, num_tokens, num_heads = lse.shape[0], out.shape[0], out.shape[1] // lse.shape[0]
     dtype = torch.promote_types(out.dtype, torch.float32)
     return out.new_empty(size, num_tokens, num_heads, out.shape[2], dtype=dtype), lse.new_empty(num_tokens, num_heads)
 

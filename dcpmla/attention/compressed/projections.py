@@ -21,7 +21,7 @@ Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _empty_rows(down: Tensor, q_weight: Tensor, kv_weight: Tensor, quantizes: bool) -> Rows:
-    q_c, rows = down.new_empty(len(down), len(q_weight)), down.new_empty(len(down), len(kv_weight))
+    q_c, rows = down.new_empty(down.shape[0], q_weight.shape[0]), down.new_empty(down.shape[0], kv_weight.shape[0])
     return q_c, rows, *empty_codes(q_c, quantizes)
 
 

@@ -19,7 +19,7 @@ def _empty_lists(
 ) -> tuple[Tensor, Tensor]:
     num_entries = entry_table.shape[1] * entries_per_block if ratio else 0
     width = ownership.window_bound(window, dcp_size, interleave) + num_entries
-    return request.new_empty(len(positions), width), request.new_empty(len(positions))
+    return request.new_empty(positions.shape[0], width), request.new_empty(positions.shape[0])
 
 
 @operator(
