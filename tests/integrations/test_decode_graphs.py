@@ -62,9 +62,7 @@ def test_a_failure_is_said_once(rank: int, monkeypatch: pytest.MonkeyPatch, capl
 def test_a_capture_that_fails_leaves_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("device", "Stream", "graph_pool_handle", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
-    monkeypatch.setattr(
-        "torch.distributed.all_gather_object", lambda reasons, reason, group: reasons.__setitem__(0, reason)
-    )
+    monkeypatch.setattr("dcpmla.runtime.graph.gather_values", lambda reason, *_: [reason])
     graph: Any = DecodeGraph(
         HashModel().decode, torch.tensor(0), make_cache(), StepBuilder(DCPConfig(block_size=4), 0), MESH, 3, 20
     )

@@ -62,9 +62,9 @@ def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
     )
     for rows in cache.layers:
         rows.view(torch.uint8).fill_(0xFF)
-    graph = DecodeGraph(
-        model.decode, torch.zeros((), dtype=torch.int64), cache, mesh, 3, 64
-    )  # runs the padded step, without a GPU
+    steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, device)
+    # It runs the padded step, without a GPU.
+    graph = DecodeGraph(model.decode, torch.zeros((), dtype=torch.int64), cache, steps, mesh, 3, 64)
     engine = Engine(model, cache, dcp, mesh, 64, CHUNK, max_num_seqs=3, graph=graph)
     params, generator = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True), torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
