@@ -78,7 +78,7 @@ def test_an_engine_that_does_not_fit_is_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     args = parse()
-    args.cases, args.model = [1, 2], str(tmp_path)
+    args.cases, args.model, args.revision = [1, 2], str(tmp_path), None
     monkeypatch.setattr(Counting, "has_engine", True)
     with pytest.raises(Reported):
         args.run(args)
