@@ -33,7 +33,6 @@ from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
-from dcpmla.integrations.families.table import attention_kind
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.collectives import gather_values
@@ -81,6 +80,8 @@ class _Examination:
         self._device = job.ranks.device
         self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
         self._group = init_mesh(job.ranks.num_ranks, job.ranks.num_ranks).dcp_group
+        from dcpmla.integrations.families.table import attention_kind  # transformers takes seconds to import
+
         self._config = attention_kind(config_of("deepseek-v3")).config
         self._facts: list[RankFacts] = []
         self._tests: list[dict[str, Any]] = []

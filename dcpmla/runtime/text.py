@@ -10,7 +10,6 @@ _REPLACEMENT = "\ufffd"  # decoding makes it of bytes that are no character, or 
 _MAX_BYTES = 4  # a character has at most this many, each maybe a token
 _CONTEXT = 8  # tokens kept before the new ones, at least a character's
 _LONGEST = 4 * _CONTEXT  # tokens decoded at once
-_LOOK_BACK = 8 * _CONTEXT  # tokens at a prompt's end among which context is searched
 
 
 class Tokenizer(Protocol):
@@ -206,8 +205,10 @@ class _Decoder:
     def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """Return the prompt's last tokens that have a text, from a boundary of characters on if one is found."""
         visible: list[int] = []
-        for token_id in reversed(prompt_token_ids[-_LOOK_BACK:]):
-            if len(visible) < _CONTEXT + _MAX_BYTES and not self._is_skipped(token_id):
+        for token_id in reversed(prompt_token_ids):
+            if len(visible) == _CONTEXT + _MAX_BYTES:
+                break
+            if not self._is_skipped(token_id):
                 visible.insert(0, token_id)
         windows = [visible[-num_kept:] for num_kept in range(_CONTEXT, _CONTEXT + _MAX_BYTES)]
         for window in windows:

@@ -154,7 +154,7 @@ MISTAKES = {
     "backend": (["--dcp-comm-backend", "pigeon"], "argument --dcp-comm-backend: invalid choice: 'pigeon'"),
     "dense model": (
         ["--index-hadamard"],
-        "index_hadamard (--index-hadamard) goes with sparse MLA (deepseek_v32, glm_moe_dsa)",
+        "index_hadamard (--index-hadamard) goes with sparse MLA, whose layers have indexers",
     ),
     "unknown option": (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     "model": (["--model", "/no/such/dir"], "model (--model) is '/no/such/dir': no such directory"),
