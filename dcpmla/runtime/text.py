@@ -1,6 +1,7 @@
 """Text of token ids as they come, up to a stop string, and the offset of each token in it."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from os.path import commonprefix
 from typing import Any, Protocol, Self
 
@@ -205,10 +206,11 @@ class _Decoder:
     def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """Return the prompt's last tokens that have a text, from a boundary of characters on if one is found."""
         visible: list[int] = []
+        is_skipped = cache(self._is_skipped)  # a prompt may end with many of the same special tokens
         for token_id in reversed(prompt_token_ids):
             if len(visible) == _CONTEXT + _MAX_BYTES:
                 break
-            if not self._is_skipped(token_id):
+            if not is_skipped(token_id):
                 visible.insert(0, token_id)
         windows = [visible[-num_kept:] for num_kept in range(_CONTEXT, _CONTEXT + _MAX_BYTES)]
         for window in windows:
