@@ -33,8 +33,8 @@ class _Sarvam(Family):
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return DeepSeek-V3's config of the fields."""
-        translated = transformers.SarvamMLAConfig.from_dict(raw).to_dict()
-        return super().read_config(translated | {"model_type": "deepseek_v3"})
+        translated = getattr(transformers, f"{self.class_prefix}Config").from_dict(raw).to_dict()
+        return _DEEPSEEK_V3.read_config(translated | {"model_type": "deepseek_v3"})
 
 
 _DEEPSEEK_V3 = Family()
@@ -43,7 +43,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family("DeepseekV2", _V2),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
-    "sarvam_mla": _Sarvam(),
+    "sarvam_mla": _Sarvam("SarvamMLA"),
     "glm4_moe_lite": Family("Glm4MoeLite"),
     "longcat_flash": LONGCAT,
     "mistral4": _Mistral4("Mistral4", Routing(scoring="softmax")),
