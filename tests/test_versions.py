@@ -47,3 +47,26 @@ def test_versions_are_exact() -> None:
     for text in ("torch", "torch>=2", "--index-url=x"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not NAME==VERSION"):
             requirement(text)
+
+
+def test_hashes_are_of_the_releases_that_tests_take() -> None:
+    """launch/write_hashes.py writes them anew after a change of the constraints."""
+    pinned, hashed = (
+        dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "launch" / name).read_text(), re.MULTILINE))
+        for name in ("constraints.txt", "hashes.txt")
+    )
+    served = {
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "huggingface-hub",
+        "jinja2",
+        "starlette",
+        "uvicorn",
+        "pydantic",
+    }
+    assert served <= hashed.keys()
+    assert {name: pinned[name] for name in pinned.keys() & hashed.keys()}.items() <= hashed.items()
+    text = (ROOT / "launch" / "hashes.txt").read_text()
+    for entry in re.split(r"^(?=[\w.-]+==)", text, flags=re.MULTILINE)[1:]:
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}$", entry, re.MULTILINE), entry
