@@ -42,8 +42,8 @@ def requests_of(seq_lens: list[int], query_lens: list[int] | None = None) -> Ste
     return StepRequests(query_lens or [1] * len(seq_lens), seq_lens, tables)
 
 
-def step_of(requests: StepRequests, **options: Any) -> StepMetadata:
-    return StepBuilder(DCP, 0).build(requests, **options)
+def step_of(requests: StepRequests, device: str = "cpu", **options: Any) -> StepMetadata:
+    return StepBuilder(DCP, 0, device).build(requests, **options)
 
 
 def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
