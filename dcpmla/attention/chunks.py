@@ -1,4 +1,4 @@
-"""Chunks of cached context: which rows each rank brings to a gather, and the order in which tokens are read from it."""
+"""Chunks of cached context: the rows that each rank brings to a gather, and the order of tokens in its result."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ def _share(needs: np.ndarray, room: int) -> np.ndarray:
 
 
 def segments_of(lens: Sequence[int] | np.ndarray, device: torch.device | str) -> Segments:
-    """Return segments of these lengths, one after the other."""
+    """Return consecutive segments of the given lengths."""
     start = starts_of(lens)
     return Segments(start, upload([np.asarray(start, dtype=np.int32)], device)[0])
 

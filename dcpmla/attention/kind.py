@@ -1,4 +1,4 @@
-"""A kind of attention: how a model plans its caches, builds its steps and makes its layers (`AttentionKind`).
+"""The protocol of a kind of attention, which plans caches, builds steps and makes layers (`AttentionKind`).
 
 Dense MLA is `DenseKind` here; `attention/sparse/kind.py` and `attention/compressed/kind.py` have the others. Code
 outside a kind's folder uses the protocol and never asks which kind it has.

@@ -9,10 +9,10 @@ class LayerReads:
 
     Attributes:
         num_layers: Number of layers that read so much.
-        num_rows: Rows that the token attends to: tokens, or entries and those of its window.
+        num_rows: Rows that the token attends to: tokens, or entries and its window's tokens.
         query_dim, out_dim: Columns of queries and rows, and of partial outputs.
         num_keys: Index keys that are scored, where there are more than are selected; else 0.
-        num_candidates: Most of these that a rank offers.
+        num_candidates: Most keys that a rank offers.
     """
 
     num_layers: int

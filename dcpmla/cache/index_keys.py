@@ -14,7 +14,7 @@ from torch import Tensor
 from dcpmla.cache.formats import FP8, FP8_MAX, format_name
 
 SCALE_BYTES = 4
-NORM_EPS = 1e-6  # of the keys' LayerNorm
+NORM_EPS = 1e-6  # eps of the keys' LayerNorm
 SMALLEST_AMAX = 1e-10  # so that a key of zeros has a scale, too
 
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan(ABC):
-    """Sizes of caches that are not allocated yet. Bytes and tokens are those of one DCP group.
+    """Sizes of caches that are not allocated yet. Bytes and tokens count one DCP group.
 
     Attributes:
         num_blocks: Number of blocks that requests share; a block id is the same on all DCP ranks.
         dcp_size: Number of ranks that share the cache.
         dtype, index_dtype: Dtypes of the tensors of cached rows and of index keys, which name their formats
             (`dcpmla.cache.formats`, `dcpmla.cache.index_keys`).
-        num_states: Number of requests' states, memory of fixed size; 0 where blocks hold all that requests have.
+        num_states: Number of requests' states, memory of fixed size; 0 if requests need only blocks.
     """
 
     num_blocks: int
@@ -92,7 +92,7 @@ class CachePlan(ABC):
 
 
 class Cache(ABC):
-    """The caches of all layers on one rank; `cache[layer]` is that of one layer.
+    """The caches of all layers on one rank; `cache[layer]` is one layer's.
 
     Attributes:
         sizes: Plan of the cache.

@@ -14,7 +14,7 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
         kv_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`.
         kv_c, k_pe: [N, L] after its norm, [N, R] after RoPE.
         slots: [N] int64 slots of this rank, or -1 for a row to be left out.
-        kv_scale: of an fp8 cache, and for that alone.
+        kv_scale: Scale of an fp8 cache, and None for other formats.
     Raises:
         ValueError: values that the format cannot hold, a scale that does not belong to it.
     """

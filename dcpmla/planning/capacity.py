@@ -1,4 +1,4 @@
-"""Capacity: how many tokens memory holds, in each format and under each DCP size."""
+"""Capacity of a memory in tokens, in each format and under each DCP size."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,12 +45,11 @@ def largest_cache(block: CachePlan, gpu_bytes: int) -> CachePlan:
 def capacity_table(
     kind: AttentionKind, gpu_bytes: int, dcp_sizes: Sequence[int], num_states: int = 1, num_drafts: int = 0
 ) -> list[CachePlan]:
-    """Return the largest cache of a model for each format that it can have, and for each DCP size.
+    """Return the largest cache of a model for each format of rows and of index keys, and each DCP size.
 
     Args:
-        gpu_bytes: for the cache, on each GPU.
-        num_states, num_drafts: of requests, where the caches have states. Each format of rows goes with each of the
-            index cache.
+        gpu_bytes: Bytes for the cache on each GPU.
+        num_states, num_drafts: Numbers of requests and drafts, in caches with states.
     """
     formats = [name for name in FORMATS if has_format(kind, name)]
     index_formats = INDEX_CACHE_DTYPES if kind.num_index_layers else INDEX_CACHE_DTYPES[:1]

@@ -20,7 +20,7 @@ class Drafts(NamedTuple):
     """Drafts of a step's decodes.
 
     Attributes:
-        nums: how many each request has.
+        nums: Number of drafts of each request.
         token_ids: [sum of nums] int64, request after request, some maybe `NO_DRAFT`; on the CPU where the host knows
             them, else on the device.
     """
@@ -42,7 +42,7 @@ class Drafter(ABC):
         num_speculative_tokens: most drafts of a request in a step.
 
     Attributes:
-        drafts_always: in every step, not only where that pays.
+        drafts_always: Whether every step drafts, not only steps where drafts pay.
         reads_tokens: it looks at all tokens so far on the host, so steps that drafts follow are waited for; one that
             does not takes the tokens under way from the device.
     """
@@ -73,11 +73,11 @@ class Drafter(ABC):
         return Compared(drafts, sampled)
 
     def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return those of some requests that there are drafts for: all."""
+        """Return the requests for which drafts exist: all."""
         return requests
 
     def close(self) -> None:  # noqa: B027 -- most hold nothing
-        """Free what it holds."""
+        """Free the drafter's memory."""
 
 
 class NoDrafter(Drafter):

@@ -104,7 +104,7 @@ class Engine:
         self._latest: InFlightStep | None = None  # the last launched step, even after its tokens are taken
         self._last_end = 0.0  # `time.perf_counter` when tokens were last taken
         self._arrivals = Arrivals()
-        self._outgoing, self._heard = News(), News()  # of this rank, for the next message; and of all ranks
+        self._outgoing, self._heard = News(), News()  # this rank's, for the next message; all ranks'
         self._has_met = False  # the ranks have just met, and the caller has followed their news
         self._finished: list[Request] = []  # in this step
         self._unread: deque[Request] = deque()  # finished, not yet read from `run`

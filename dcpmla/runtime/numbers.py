@@ -1,4 +1,4 @@
-"""The numbers of a padded step: those of its requests, which the host sends, and those of its rows."""
+"""The numbers of a padded step: its requests' numbers, which the host sends, and its rows' numbers."""
 
 from typing import Any, NamedTuple, Self
 

@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
 
     Attributes:
         cache_salt: Salt of its blocks, "" for none: requests with different salts never share a block.
-        block_keys: Keys of its full blocks, as far as they are known.
+        block_keys: Known keys of its full blocks.
     """
 
     token_ids: list[int]
@@ -98,7 +98,7 @@ class Request:
     num_scored_tokens: int = 0
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
-    _new_keys: list[bytes] = field(default_factory=list)  # of full blocks after those of the prompt
+    _new_keys: list[bytes] = field(default_factory=list)  # full blocks after the prompt's
     _mark: Tensor = field(default_factory=lambda: torch.empty(0))  # the generator's state before the steps in flight
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ class Outbox:
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Abort unfinished requests. A submission that was not sent is dropped: none of its requests is finished, so
-        all of them are aborted together.
+        they are aborted together.
         """
         dropped: set[int] = set()
         for first in request_ids:

@@ -64,7 +64,7 @@ class CompressedCosts:
 
 
 def layer_reads(config: CompressedConfig, context: int) -> list[LayerReads]:
-    """Return what the layers read over a context, those that read alike together."""
+    """Return the layers' reads over a context; layers with equal reads count together."""
     return [_reads(config, kind, number, context) for kind, number in Counter(config.layer_kinds).items()]
 
 

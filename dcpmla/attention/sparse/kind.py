@@ -75,7 +75,7 @@ class SparseKind(DenseKind):
         return SelectedTokens.empty(num_tokens, self.config.indexer.topk, device)
 
     def reads(self, context: int) -> list[LayerReads]:
-        """Return that layers read the selected tokens, and those with an indexer the keys of all tokens."""
+        """Return that layers read the selected tokens, and layers with an indexer the keys of all tokens."""
         assert self.config.indexer is not None
         topk, widths = self.config.indexer.topk, (self.config.latent_dim, self.config.kv_lora_rank)
         if context <= topk:

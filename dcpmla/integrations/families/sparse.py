@@ -48,7 +48,7 @@ class SparseFamily(Family):
 def _indexer_types(config: Any) -> list[str]:
     """Return for each layer whether it selects ("full") or reuses the selection before it ("shared").
 
-    The first of these fields in the config decides: indexer_types, index_topk_pattern ("FSSF"), or index_topk_freq,
+    The first field in the config decides: indexer_types, index_topk_pattern ("FSSF"), or index_topk_freq,
     which makes every so-many-th layer after the first index_skip_topk_offset - 1 select.
 
     Source: GLM-5's config in transformers, whose names vLLM reads for DeepSeek-V3.2 as well.

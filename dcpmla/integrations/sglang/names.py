@@ -1,3 +1,3 @@
 """Names of the plug-in for SGLang."""
 
-NAME = "dcpmla"  # of the attention backend, as the option takes it
+NAME = "dcpmla"  # the attention backend's value of the option

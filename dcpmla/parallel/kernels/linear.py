@@ -40,7 +40,7 @@ def linear_kernel(
     """Multiply a tile of the weight's rows by a tile of tokens, over one of SPLITS parts of the columns.
 
     The weight is the wide operand: a few tokens fill no tile of a matrix unit's tall side. With several parts, the
-    last program to arrive at a tile sums all of them in their order, so the result does not depend on who that is.
+    last program to arrive at a tile sums all of them in their order, so the result does not depend on the order of arrival.
     """
     ROWS: tl.constexpr = weight_desc.block_shape[0]
     TOKENS: tl.constexpr = x_desc.block_shape[0]
@@ -70,7 +70,7 @@ def linear_kernel(
         is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         tl.debug_barrier()
         if is_last:
-            tl.store(arrivals_ptr + tile, 0)  # for the next launch
+            tl.store(arrivals_ptr + tile, 0)  # the next launch starts at 0
             acc = tl.zeros([ROWS, TOKENS], tl.float32)
             for split in tl.static_range(SPLITS):
                 acc += tl.load(partials_ptr + split * (ROWS * TOKENS), cache_modifier=".cg")
