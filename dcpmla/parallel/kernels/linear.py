@@ -40,7 +40,7 @@ def linear_kernel(
     """Multiply a tile of the weight's rows by a tile of tokens, over one of SPLITS parts of the columns.
 
     The weight is the wide operand: a few tokens fill no tile of a matrix unit's tall side. With several parts, the
-    last program to arrive at a tile sums all of them in their order, so the result does not depend on the order of arrival.
+    last program to arrive at a tile sums all of them in their order, so the order of arrival changes no result.
     """
     ROWS: tl.constexpr = weight_desc.block_shape[0]
     TOKENS: tl.constexpr = x_desc.block_shape[0]
