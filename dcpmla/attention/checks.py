@@ -1,4 +1,4 @@
-"""The refusals of `MLAAttention.attend`: ValueErrors that name the argument, what it is, and what it must be."""
+"""The checks of `MLAAttention.attend`. Errors name the argument, its value and the allowed ones."""
 
 import torch
 from torch import Tensor

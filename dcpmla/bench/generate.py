@@ -137,7 +137,7 @@ class Generate(Benchmark[Batch, None]):
         tokens_a_step = statistics.mean(num_tokens for _, num_tokens in steps)
         row = {
             "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
-            "model": Path(args.model).name,  # where it lies is nobody's business
+            "model": Path(args.model).name,  # a path of this machine is left out
             "num_parameters": self.size.num_parameters,
             "tp": engine.mesh.tp_size,
             "dcp": engine.mesh.dcp_size,

@@ -189,7 +189,7 @@ def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:
 
 def _rows(benchmark: Benchmark[Case, Any], case: Case) -> list[Row]:
     """Return the rows of a case, whose inputs are gone by then."""
-    if benchmark.has_engine:  # its faults are those of `generate`, told without another collective
+    if benchmark.has_engine:  # an engine reports its faults without another collective
         return benchmark.measure(case, benchmark.inputs(case))
     with memory_on_all():
         inputs = benchmark.inputs(case)

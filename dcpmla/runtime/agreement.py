@@ -29,8 +29,8 @@ class News(NamedTuple):
     """News from outside the job, which one step's message brings to all ranks.
 
     Attributes:
-        content: of the first rank; other ranks' is empty.
-        is_told: to stop.
+        content: Bytes of the first rank; empty on other ranks.
+        is_told: Whether a rank is to stop.
     """
 
     content: bytes = b""

@@ -45,7 +45,7 @@ class CompressedPlan(CachePlan):
 
     @property
     def ring_rows(self) -> int:
-        """Rows of one request's window: a token at position p has row p % ring_rows of them."""
+        """Rows of one request's window; the token at position p has row p % ring_rows."""
         num_rows = self.config.sliding_window + self.num_drafts
         return -(-num_rows // PAGE_ROWS) * PAGE_ROWS if self.dtype == torch.uint8 else num_rows
 
@@ -132,7 +132,7 @@ class CompressedLayerCache(NamedTuple):
 
 
 class CompressedCache(Cache):
-    """The caches of all layers on one rank, `cache[layer]` that of one.
+    """The caches of all layers on one rank; `cache[layer]` is one layer's.
 
     Attributes:
         sizes: the plan it was made from.
@@ -189,7 +189,7 @@ def plan_compressed(
     Args:
         dcp: its kv_cache_dtype and index_cache_dtype are the formats.
         seq_lens: tokens of each sequence, prompt and answer; each starts on a block of its own.
-        dtype: that the model computes in.
+        dtype: Dtype of the model.
         num_states: None for one a sequence.
         num_drafts: most of a request in a step.
     Raises:

@@ -53,7 +53,7 @@ def compress(
         norm_weight: [D] float32, of the entries' RMSNorm.
         sums: float32 [num_sums, A, 3, D] of entries in progress, their own and the next one's; written.
         cache: written: rows of a layer, or with is_index an indexer's keys, whose rotated columns come first.
-        hadamard: as in `finish_index_keys`, of index keys alone.
+        hadamard: Whether index keys are transformed (`finish_index_keys`).
     Source: DeepSeek-V4's report, equations 9-12 and 20-23.
     """
     entries = step.entries[ratio]

@@ -59,7 +59,7 @@ class CompressedConfig:
             (2i, 2i+1).
         o_groups, o_lora_rank: neighbouring heads of a group share an output projection of that rank.
         sliding_window: last tokens that each token attends to, its own among them.
-        indexer: of the layers that have one.
+        indexer: Sizes of the indexers.
         layer_kinds: of each layer.
     Raises:
         ValueError: a field of another type or outside its range; sizes that do not belong together.

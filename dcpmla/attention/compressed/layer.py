@@ -130,7 +130,7 @@ class CompressedAttention(CompressedWeights):
         return self.finish(out, lse, cos_sin, len(hidden_states))
 
     def finish(self, out: Tensor, lse: Tensor, cos_sin: Tensor, num_rows: int) -> Tensor:
-        """Run what comes between attention and the last projection: the sink, RoPE's inverse, the groups' projections.
+        """Run the operations from attention to the last projection: the sink, RoPE's inverse, the groups' projections.
 
         Args:
             out, lse: [T, h, D], [T, h] float32, of this rank's heads over all rows.
@@ -150,7 +150,7 @@ class CompressedAttention(CompressedWeights):
 
     def claim_memory(self, num_tokens: int) -> None:
         """Claim, and free again, what attention takes of the allocator in the largest step of num_tokens, so that
-        whoever plans the cache's size sees it: an indexer's workspace, then all entries that a prefill gathers.
+        memory profiling includes it: an indexer's workspace, then all entries that a prefill gathers.
         Collective.
         """
         dtype, width = self.down_proj.dtype, self.config.head_dim

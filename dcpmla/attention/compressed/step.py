@@ -199,7 +199,7 @@ def with_angles(
     what they select.
 
     Args:
-        rotary: returns cos_sin [T, R] float32 (`apply_rope`) of positions [T]; of layers that compress if told so.
+        rotary: Function of positions [T] and of whether layers compress; returns cos_sin [T, R] float32 (`apply_rope`).
         kinds: of the layers that it is for; all of the plan's if None.
     """
     compressed = step.get(CompressedMetadata)
