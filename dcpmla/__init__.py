@@ -20,6 +20,7 @@ from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from dcpmla.integrations.engine_options import EngineOptions
     from dcpmla.integrations.loading import load_engine
     from dcpmla.llm import LLM
 
@@ -30,6 +31,7 @@ __all__ = [
     "DCPMesh",
     "DecodeGraph",
     "Engine",
+    "EngineOptions",
     "IndexerConfig",
     "LatentCache",
     "MLAAttention",
@@ -46,7 +48,12 @@ __all__ = [
     "mla_decode",
     "select_exchange",
 ]
-_WITH_TRANSFORMERS = {"LLM": "dcpmla.llm", "load_engine": "dcpmla.integrations.loading"}  # imported when asked for
+# Names that need transformers, imported when asked for.
+_WITH_TRANSFORMERS = {
+    "EngineOptions": "dcpmla.integrations.engine_options",
+    "LLM": "dcpmla.llm",
+    "load_engine": "dcpmla.integrations.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,9 @@ from tqdm import tqdm
 from dcpmla.comm.select import ChosenExchange, select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, number, option_label
-from dcpmla.integrations.loading import ENGINE_OPTIONS, ModelFiles, check_layout, load_engine, open_model
+from dcpmla.integrations.engine_options import ENGINE_OPTIONS, EngineOptions
+from dcpmla.integrations.loading import load_engine
+from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.job.join import LOAD_TIMEOUT, TIMEOUT, Job, check_num_ranks, join_ranks
 from dcpmla.parallel.mesh import init_mesh
@@ -45,7 +47,7 @@ class LLM:
         revision: Branch, tag or commit of a hub id; default: its main branch.
         device: "cuda", "cpu", or "auto": GPUs where any is seen.
         timeout: seconds in a step after which a rank counts as lost.
-        options: fields of `DCPConfig`, and of `load_engine`'s keywords those that `dcpmla generate --help` lists.
+        options: fields of `DCPConfig`, and of `EngineOptions`.
     Raises:
         ValueError: an option that there is not, or a value that is not allowed; a model that does not load.
         ConnectionError: the ranks did not meet.
@@ -90,8 +92,8 @@ class LLM:
                 )
                 files = open_model(str(model), max_model_len, revision)
                 check_layout(files, dcp)
-            engine_options = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
-            self.engine, self.exchange = build_engine(job, dcp, files, **engine_options)
+                engine_options = EngineOptions.of(options)
+            self.engine, self.exchange = build_engine(job, dcp, files, engine_options)
             resources.callback(self.engine.close)  # before the process groups: decode graphs hold their operations
             self._pause()
             self._resources = resources.pop_all()
@@ -198,19 +200,28 @@ class LLM:
 
 
 def build_engine(
-    job: Job, dcp: DCPConfig, files: ModelFiles, seq_lens: Sequence[int] | None = None, **options: Any
+    job: Job, dcp: DCPConfig, files: ModelFiles, options: EngineOptions, seq_lens: Sequence[int] | None = None
 ) -> tuple[Engine, ChosenExchange]:
     """Make the mesh, choose the exchange and load the engine of a job. Collective.
 
     Args:
-        seq_lens: as in `load_engine`.
-        options: by the names of ENGINE_OPTIONS.
+        seq_lens: Lengths of all sequences, if known (`load_engine`).
     """
     job.watchdog.enter("loading the model", LOAD_TIMEOUT)
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
     chosen = select_exchange(dcp, mesh.dcp_group, job.ranks.device)
-    load = partial(load_engine, files, dcp, mesh, chosen, job.ranks.device, num_local_ranks=job.ranks.num_local_ranks)
-    return load(seq_lens=seq_lens, on_step=job.watchdog.enter, **options), chosen
+    engine = load_engine(
+        files,
+        dcp,
+        mesh,
+        chosen,
+        job.ranks.device,
+        options,
+        seq_lens=seq_lens,
+        num_local_ranks=job.ranks.num_local_ranks,
+        on_step=job.watchdog.enter,
+    )
+    return engine, chosen
 
 
 def run_with_bar(engine: Engine, name: str, num_requests: int, is_shown: bool) -> Iterator[list[Request]]:

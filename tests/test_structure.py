@@ -217,6 +217,7 @@ def test_public_names() -> None:
         "DCPMesh",
         "DecodeGraph",
         "Engine",
+        "EngineOptions",
         "IndexerConfig",
         "LatentCache",
         "MLAAttention",

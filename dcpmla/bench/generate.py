@@ -24,8 +24,8 @@ from dcpmla.bench.timing import is_h200, largest
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
 from dcpmla.integrations.families.table import attention_kind
-from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.integrations.model_size import read_model
+from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job

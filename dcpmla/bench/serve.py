@@ -22,7 +22,7 @@ from dcpmla.cache.formats import format_name
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.loading import check_layout, open_model
+from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.llm import run_with_bar

@@ -7,7 +7,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b, sha256
+from typing import Self
 
+from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import StatePool
 
 
@@ -48,8 +50,18 @@ class BlockAllocator:
             raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1")
         if block_tokens < 1:
             raise ValueError(f"block_tokens is {block_tokens}; it must be at least 1")
-        self.num_blocks, self.block_tokens = num_blocks, block_tokens
-        self.states = StatePool(num_states)
+        self.num_blocks, self.block_tokens, self._num_states = num_blocks, block_tokens, num_states
+        self.reset()
+
+    @classmethod
+    def of(cls, plan: CachePlan) -> Self:
+        """Return the allocator of a cache's blocks and states."""
+        return cls(plan.num_blocks, plan.block_tokens, plan.num_states)
+
+    def reset(self) -> None:
+        """Forget all blocks and states, also those with holders."""
+        num_blocks = self.num_blocks
+        self.states = StatePool(self._num_states)
         self._free = OrderedDict.fromkeys(range(num_blocks))  # in the order of allocation
         self._num_holders = [0] * num_blocks
         self._by_key: dict[bytes, int] = {}

@@ -14,7 +14,7 @@ from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, p
 from dcpmla.cli.output import OutputLines, check_writable, is_same_path, open_output_lines, write_arrays, write_json
 from dcpmla.cli.prompts import Prompt, prompts_from_file, prompts_from_options
 from dcpmla.comm.select import ChosenExchange
-from dcpmla.integrations.loading import ModelFiles, check_layout, open_model
+from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.llm import run_with_bar

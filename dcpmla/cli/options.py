@@ -23,7 +23,7 @@ from dcpmla.planning.capacity import FORMATS
 
 if TYPE_CHECKING:  # these import transformers, which only commands that run a model need
     from dcpmla.comm.select import ChosenExchange
-    from dcpmla.integrations.loading import ModelFiles
+    from dcpmla.integrations.open_model import ModelFiles
     from dcpmla.runtime.engine import Engine
 
 _NO_OPTIONS = ("decode_context_parallel_size", "context_workspace_tokens")  # fields of DCPConfig that are found apart
@@ -235,10 +235,9 @@ def build_engine(
 ) -> "tuple[Engine, ChosenExchange]":
     """Load the model as the options say; rank 0 prints the outcome. Collective."""
     from dcpmla import llm
-    from dcpmla.integrations.loading import ENGINE_OPTIONS
+    from dcpmla.integrations.engine_options import EngineOptions
 
-    options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
-    engine, chosen = llm.build_engine(job, dcp, files, seq_lens, **options)
+    engine, chosen = llm.build_engine(job, dcp, files, EngineOptions.of(vars(args)), seq_lens)
     if job.ranks.is_first:
         print(f"ranks: {job.ranks.origin}\ncache: {engine.cache.sizes}")
         print(f"exchange: {chosen.exchange.name} ({chosen.reason})", flush=True)

@@ -11,7 +11,7 @@ from dcpmla.runtime.request import check_prompt
 from dcpmla.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from dcpmla.integrations.loading import ModelFiles
+    from dcpmla.integrations.open_model import ModelFiles
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, seconds, start
-from dcpmla.integrations.loading import check_layout, open_model
+from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.tokenizer import check_template_sandbox
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT

@@ -55,12 +55,12 @@ class GraphMaker:
         steps = self._model.attention.step_builder(cache.sizes, self._dcp, self._mesh.dcp_rank, self._model.device)
         return DecodeGraph(self._step, self._input_like, cache, steps, self._mesh, *limits)
 
-    def _capture(self, cache: Cache, longest: int) -> DecodeGraph | None:
+    def _capture(self, cache: Cache, longest: int, num_sizes: int | None = None) -> DecodeGraph | None:
         if self._has_failed:
             return None
         graph = self._make(cache, longest)
         try:
-            graph.capture()
+            graph.capture(num_sizes)
         except CannotCapture as reason:
             self._has_failed = True
             if self._mesh.tp_rank == 0:
@@ -69,16 +69,25 @@ class GraphMaker:
         return graph
 
     def measure(self) -> int:
-        """Return the bytes of this rank's GPU that graphs take apart from their cache: those that are free again once
-        the graphs over one block are dropped.
+        """Return the bytes of this rank's GPU that graphs take apart from their cache.
+
+        The graph of the largest batch over a cache of one block shows what activations and static memory take, a second
+        one what each further graph takes: bytes that are free again once the graphs are dropped.
         """
         model = self._model
         drafts = self._max_query_len - 1
         plan = model.attention.plan_cache(self._dcp, [1], model.dtype, self._max_num_seqs, drafts)
         # At the full length: what selects among tokens grows with their number.
-        graph = self._capture(plan.allocate(model.device), self._max_model_len)
-        torch.cuda.empty_cache()
-        free_with_graph, _ = torch.cuda.mem_get_info(model.device)
-        del graph
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(model.device)[0] - free_with_graph
+        cache, free, num_sizes = plan.allocate(model.device), [], 0
+        for number in (2, 1):
+            graph = self._capture(cache, self._max_model_len, number)
+            free.append(_free_bytes(model.device))
+            num_sizes = 0 if graph is None else graph.num_sizes
+            del graph
+        with_two, with_one, without = *free, _free_bytes(model.device)
+        return without - with_one + (with_one - with_two) * max(0, num_sizes - 1)
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

@@ -17,9 +17,6 @@ from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 
-SPECULATIVE_METHODS = ("none", "ngram", "mtp")
-MAX_SPECULATIVE_TOKENS = 15  # so that a batch of some requests fits into `MAX_DRAFT_ROWS`
-
 
 def check_speculation(config: Any, dcp: DCPConfig, method: str) -> None:
     """Raise ValueError, before any weight is read, for a method that a model does not have."""

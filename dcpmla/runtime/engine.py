@@ -5,13 +5,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.fields import Rule, check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.agreement import Agreement, News
-from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts
 from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.in_flight import InFlightStep
@@ -56,18 +54,15 @@ class Engine:
     host, the engine waits for the step.
 
     Args:
-        cache: Cache whose blocks are allocated to requests as they run.
+        cache: Cache of all layers.
+        scheduler: Scheduler over the cache's blocks.
         max_model_len: Longest sequence, prompt and new tokens.
-        max_num_batched_tokens: Limit of a step's tokens.
-        max_num_seqs: Limit of requests that run at the same time.
         tokenizer: Tokenizer of prompts, new tokens and stop strings; None serves token ids only.
         on_step: Function that is called before each step with a line on it.
         graph: Graph of the model's decode step over the cache, for steps of only decodes up to its largest batch.
-        enable_prefix_caching: Whether to reuse blocks of earlier requests that begin with the same tokens.
         drafter: Source of drafts, which steps verify.
-        costs: Model of the time that pieces of prompts take, which decides how they attend and bounds them.
     Raises:
-        ValueError: A limit is too low.
+        ValueError: max_model_len is below 2.
     """
 
     def __init__(
@@ -76,26 +71,20 @@ class Engine:
         cache: Cache,
         dcp: DCPConfig,
         mesh: DCPMesh,
+        scheduler: Scheduler,
         max_model_len: int,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
         tokenizer: Tokenizer | None = None,
         on_step: Callable[[str], object] = lambda line: None,
         graph: DecodeGraph | None = None,
-        enable_prefix_caching: bool = True,
         drafter: Drafter | None = None,
-        costs: PieceCosts = TOKEN_COSTS,
     ) -> None:
         self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
         self.max_model_len, self.tokenizer, self.on_step, self.graph = max_model_len, tokenizer, on_step, graph
         check_fields({"max_model_len": whole(2)}, {"max_model_len": max_model_len}, option_label)
-        sizes = cache.sizes
-        self.allocator = BlockAllocator(sizes.num_blocks, sizes.block_tokens, sizes.num_states)
-        limits = max_num_batched_tokens, max_num_seqs, enable_prefix_caching
-        self.scheduler = Scheduler(self.allocator, *limits, costs)
+        self.scheduler, self.allocator = scheduler, scheduler.allocator
         self.stats = Stats()
         self.speculation = Speculation(drafter or NoDrafter())
-        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, costs.tokens_per_request)
+        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs.tokens_per_request)
         self._penalties = Penalties(model.eos_token_ids)
         self._agreement = Agreement(mesh)
         self.now = 0.0  # seconds on this rank's clock when the last step ended
@@ -230,6 +219,19 @@ class Engine:
         if self.graph is not None:
             self.graph.release()
         self.speculation.close()
+
+    def reset(self) -> None:
+        """Forget all requests that have ended: blocks that others could reuse, counts and times. Collective.
+
+        Raises:
+            ValueError: Requests are left.
+        """
+        if self.has_requests:
+            raise ValueError("reset() is for an engine without requests; abort them or run to their end")
+        self.allocator.reset()
+        self.stats, self.speculation = Stats(), Speculation(self.speculation.drafter)
+        self._latest = None
+        self.restart_clock()
 
     def restart_clock(self) -> None:
         """Set the engine's clock to 0: arrival times count from here."""

@@ -5,7 +5,7 @@ copied into static memory.
 import traceback
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ class DecodeGraph:
         self._out: Tensor | None = None  # of the largest batch, [rows, ...]
 
     @property
+    def num_sizes(self) -> int:
+        """Return the number of batches."""
+        return len(self._batches)
+
+    @property
     def is_captured(self) -> bool:
         """True once `capture` has succeeded: `run` replays."""
         return bool(self._graphs)
@@ -163,8 +168,11 @@ class DecodeGraph:
         out = self._compute(batch)
         return out[: len(inputs)] if rows is None else out.index_select(0, rows)
 
-    def capture(self) -> None:
-        """Capture all batch sizes, the largest first: one memory pool serves them all. Collective over the TP group.
+    def capture(self, num_sizes: int | None = None) -> None:
+        """Capture batch sizes, the largest first: one memory pool serves them all. Collective over the TP group.
+
+        Args:
+            num_sizes: Number of sizes to capture, the largest ones; None for all.
 
         Raises:
             ValueError: the device is no GPU.
@@ -178,7 +186,7 @@ class DecodeGraph:
         self._padded.clear()  # rows of padding leave the cache alone
         try:
             with torch.cuda.device(self._device):
-                self._capture_all(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
+                self._capture_all(self._batches[::-1][:num_sizes], torch.cuda.Stream())
         except CannotCapture:
             # Whoever keeps the error keeps this object by its frames, and graphs would hold up NCCL's end.
             self.release()
@@ -226,11 +234,11 @@ class DecodeGraph:
             )
         return self._out[:num_rows].copy_(out)
 
-    def _capture_all(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        largest = self._batches[-1]
-        self._warm_up(largest, stream)
-        self._agree(self._host_sync(largest, stream))
-        for batch in reversed(self._batches):
+    def _capture_all(self, batches: Sequence[GraphSize], stream: torch.cuda.Stream) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        self._warm_up(batches[0], stream)
+        self._agree(self._host_sync(batches[0], stream))
+        for batch in batches:
             self._warm_up(batch, stream)
             self._graphs[batch] = torch.cuda.CUDAGraph()
             self._agree(self._capture(self._graphs[batch], batch, stream, pool))

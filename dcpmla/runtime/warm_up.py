@@ -34,15 +34,14 @@ def warm_up(engine: Engine) -> None:
     """Serve prompts of all sizes alone, then more at once than a step takes, then prompts with all sampling parameters,
     then turns after one document, in all numbers. Collective over the TP group.
 
-    Args:
-        engine: Engine to discard afterwards; another one over the same model and cache keeps no trace of this.
+    The engine is reset afterwards.
     """
     drafter, most = engine.speculation.drafter, engine.scheduler.max_num_batched_tokens
-    engine.speculation = Speculation(_Always(drafter))
     room = min(engine.max_model_len, engine.allocator.num_blocks * engine.allocator.block_tokens)
     longest = room - _GREEDY.max_new_tokens
     if longest < 1:
         return
+    engine.speculation = Speculation(_Always(drafter))
     rng, vocabulary = random.Random(0), range(engine.model.vocab_size)  # the same on all ranks
     for size in sizes(min(longest, most)):
         _serve(engine, [rng.choices(vocabulary, k=size)], _PREFILL)
@@ -55,6 +54,8 @@ def warm_up(engine: Engine) -> None:
         document = rng.choices(vocabulary, k=min(_DOCUMENT_TOKENS, longest - turn))
         for count in sizes(min(engine.scheduler.max_num_seqs, max(1, most // turn))) if turn else ():
             _serve(engine, [document + rng.choices(vocabulary, k=turn) for _ in range(count)], _PREFILL)
+    engine.speculation = Speculation(drafter)
+    engine.reset()
 
 
 class _Always(Drafter):

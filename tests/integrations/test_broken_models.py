@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind, find_family
-from dcpmla.integrations.loading import load_engine, open_model
+from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import FAMILIES, save_tiny, tiny_config

@@ -34,7 +34,7 @@ def make_maker(max_model_len: int, mesh: Any = MESH) -> GraphMaker:
 def test_a_block_table_no_wider_than_the_longest_request(
     max_model_len: int, num_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DecodeGraph, "capture", lambda _: None)
+    monkeypatch.setattr(DecodeGraph, "capture", lambda *_: None)
     graph = make_maker(max_model_len).capture(make_cache())
     assert graph is not None
     _, metadata = graph._padded.rows(GraphSize(3))
@@ -47,7 +47,7 @@ def test_a_failure_is_said_once(rank: int, monkeypatch: pytest.MonkeyPatch, capl
     """By the first rank; and nobody tries again over the next cache."""
     tries = []
 
-    def capture(graph: DecodeGraph) -> None:
+    def capture(graph: DecodeGraph, num_sizes: int | None) -> None:
         tries.append(graph)
         raise CannotCapture("it waits at model.py:3 (forward), on rank 1")
 

@@ -16,13 +16,13 @@ from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
-from dcpmla.integrations.loading import check_layout, open_model
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.support.engines import new_engine
 from tests.support.models import random_model, save_tiny, tiny_config
 from tests.support.quantized_models import published_name
 from tests.support.ranks import run_ranks
@@ -96,7 +96,7 @@ def generate(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list[
         cache = model.attention.plan_cache(dcp, [80] * 5, model.dtype, num_states=6).allocate(cpu)
         for memory in cache.tensors:
             memory.view(torch.uint8).fill_(0xFF)
-        engine = Engine(model, cache, dcp, mesh, 80, 33, max_num_seqs=4)
+        engine = new_engine(model, cache, dcp, mesh, 80, 33, max_num_seqs=4)
         params = SamplingParams(max_new_tokens=4, ignore_eos=True)
         requests = [engine.add(prompt, params, keep_logits=True) for prompt in prompts()]
         list(engine.run())

@@ -12,9 +12,9 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.drafts import Drafter
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.engines import new_engine
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.recorded import RecordedDrafter
@@ -47,7 +47,7 @@ def serve(
         if with_graph
         else None
     )
-    engine = Engine(model, cache, dcp, mesh, 100, 64, 4, graph=graph, drafter=drafter)
+    engine = new_engine(model, cache, dcp, mesh, 100, 64, 4, graph=graph, drafter=drafter)
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
     requests = [engine.add(prompt, params, request_id=index, keep_logits=True) for index, prompt in enumerate(PROMPTS)]
     list(engine.run())

@@ -10,6 +10,7 @@ import torch
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.dummy import dummy_weights
+from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -28,8 +29,8 @@ def outcome(directory: Path) -> tuple[list[list[int]], set[str], bool]:
     mesh = init_mesh(2, 2)
     chosen = select_exchange(dcp, mesh.dcp_group, cpu)
     method = "mtp" if load_config(directory).num_nextn_predict_layers else "none"
-    options: dict[str, Any] = {"seq_lens": [12, 20], "load_format": "dummy", "speculative_method": method}
-    engine = load_engine(str(directory), dcp, mesh, chosen, cpu, **options)
+    options = EngineOptions(load_format="dummy", speculative_method=method)
+    engine = load_engine(str(directory), dcp, mesh, chosen, cpu, options, seq_lens=[12, 20])
     if engine.speculation.drafter is not None:
         engine.speculation.drafter.drafts_always = True
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)

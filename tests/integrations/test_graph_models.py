@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_transformers import prompts
+from tests.support.engines import new_engine
 from tests.support.graph_checks import BATCHES, check_model, check_stack, open_model_on
 from tests.support.models import FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
@@ -72,7 +72,7 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
             if with_graph
             else None
         )
-        engine = Engine(model, cache, dcp, mesh, 80, 1000, max_num_seqs=5, graph=graph)
+        engine = new_engine(model, cache, dcp, mesh, 80, 1000, max_num_seqs=5, graph=graph)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=2 + index), keep_logits=True)
             for index, prompt in enumerate(prompts())

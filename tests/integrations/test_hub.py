@@ -14,8 +14,9 @@ from dcpmla import LLM
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations import model_files
-from dcpmla.integrations.loading import load_engine, open_model
+from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import find_commit, find_model
+from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import init_mesh
 from tests.support.launchers import run_together
 from tests.support.models import save_tiny

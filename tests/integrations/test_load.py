@@ -18,15 +18,16 @@ import torch.distributed as dist
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.loading import load_engine, open_model
+from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.open_model import open_model
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnCosts
+from tests.support.engines import new_engine
 from tests.support.hash_model import HashModel, alone, alone_ignoring_eos, make_engine
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
@@ -89,7 +90,7 @@ def serve(
                 1 + num_drafts,
             )
         how["costs"] = costs = DrawnCosts(seed, absorbs=plan.num_states == 0)
-        engine = Engine(model, cache, dcp, mesh, MAX_MODEL_LEN, (5, 16, 1000)[seed % 3], max_num_seqs=5, **how)
+        engine = new_engine(model, cache, dcp, mesh, MAX_MODEL_LEN, (5, 16, 1000)[seed % 3], max_num_seqs=5, **how)
         requests = [
             engine.add(
                 prompt,

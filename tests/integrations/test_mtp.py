@@ -17,10 +17,10 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.speculation import check_speculation, mtp_graphs
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.engines import new_engine
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 
@@ -235,7 +235,7 @@ def serve_families(
             graphs = [maker.make(cache) for maker in mtp_graphs(num_drafts, model, dcp, mesh, 4, 100)]
             drafter = Recording(num_drafts, model, cache, mesh, *graphs)
             drafter.record = []
-            engine = Engine(model, cache, dcp, mesh, 100, 16, 4, graph=graph, drafter=drafter)
+            engine = new_engine(model, cache, dcp, mesh, 100, 16, 4, graph=graph, drafter=drafter)
             params = SamplingParams(max_new_tokens=8, ignore_eos=True)
             requests = [engine.add(prompt, params, request_id=index) for index, prompt in enumerate(PROMPTS)]
             list(engine.run())

@@ -17,8 +17,8 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.transformers import load_model
 from dcpmla.ownership import owner_rank
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.engines import new_engine
 from tests.support.ranks import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "needle"
@@ -46,7 +46,7 @@ def answer(prompts: list[list[int]], tp: int, dcp_size: int, interleave: int, ma
     cache = LatentCache(
         LatentCache.plan(model.attention.config, dcp, model.attention.num_layers, seq_lens, model.dtype), device
     )
-    engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, max_num_batched_tokens, max_num_seqs=1)
+    engine = new_engine(model, cache, dcp, mesh, max(seq_lens) + 1, max_num_batched_tokens, max_num_seqs=1)
     for prompt in prompts:
         engine.add(prompt, SamplingParams(max_new_tokens=1))
     return [request.token_ids[0] for request in engine.run()]

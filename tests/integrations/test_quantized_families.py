@@ -16,8 +16,8 @@ from dcpmla.integrations.transformers import load_model
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.engines import new_engine
 from tests.support.models import VOCAB_SIZE
 from tests.support.quantized_models import save_wide, write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
@@ -58,7 +58,7 @@ def outcome(
         expert_dtype=expert_dtype,
     )
     cache = model.attention.plan_cache(dcp, [48] * 4, model.dtype, num_states=6).allocate(cpu)
-    engine = Engine(model, cache, dcp, mesh, 48, 64, max_num_seqs=3)
+    engine = new_engine(model, cache, dcp, mesh, 48, 64, max_num_seqs=3)
     params, generator = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True), torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
     requests = [engine.add(prompt, params, keep_logits=True) for prompt in prompts]

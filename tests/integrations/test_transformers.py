@@ -19,8 +19,8 @@ from dcpmla.config import DCPConfig, divisors
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.engines import new_engine
 from tests.support.models import FAMILIES, SPARSE_FAMILIES, VOCAB_SIZE, random_model, save_tiny, tiny_config
 from tests.support.ranks import run_ranks
 
@@ -69,7 +69,7 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
         cache = model.attention.plan_cache(dcp, seq_lens, model.dtype, num_states=6).allocate(device)
         for memory in cache.tensors:
             memory.fill_(torch.nan)  # no step may read a row that was never written
-        engine = Engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)
+        engine = new_engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=NUM_NEW), keep_logits=True) for prompt in prompts()
         ]

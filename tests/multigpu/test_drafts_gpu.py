@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.loading import load_engine, open_model
+from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.loading import load_engine
+from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
@@ -34,11 +36,13 @@ def serve(
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
     results: list[tuple[str, list[list[int]], int, bool]] = []
     for method, enforce_eager in methods:
-        options: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 5, "seq_lens": [80] * 5}
+        options: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 5}
         options |= {"enforce_eager": enforce_eager, "max_num_batched_tokens": 64, "num_speculative_tokens": 3}
         options |= {"speculative_method": "ngram" if method == "recorded" else method}
         chosen = select_exchange(dcp, mesh.dcp_group, device)
-        engine = load_engine(open_model(str(directory)), dcp, mesh, chosen, device, **options)
+        engine = load_engine(
+            open_model(str(directory)), dcp, mesh, chosen, device, EngineOptions(**options), seq_lens=[80] * 5
+        )
         if method == "recorded":
             drafter = RecordedDrafter(3, dict(enumerate(results[0][1])), 0.8, VOCAB_SIZE)
             engine.speculation = Speculation(drafter)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph, error_on_host_sync
 from dcpmla.runtime.sampling import SamplingParams, new_generator, sample
+from tests.support.engines import new_engine
 from tests.support.graph_checks import new_cache, open_model_on
 from tests.support.models import save_tiny
 from tests.support.ranks import run_ranks
@@ -29,7 +29,7 @@ def serve_without_waiting(directory: Path) -> None:
     token = torch.zeros((), dtype=torch.int64, device=model.device)
     graph = DecodeGraph(model.decode, token, cache, steps, mesh, 4, 60)
     graph.capture()
-    engine = Engine(model, cache, dcp, mesh, 60, 64, 4, graph=graph)
+    engine = new_engine(model, cache, dcp, mesh, 60, 64, 4, graph=graph)
     requests = [engine.add([5, 6, 7 + index], params, keep_logits=True) for index, params in enumerate(PARAMS)]
     engine.step()
     engine.step()  # from here on decodes alone

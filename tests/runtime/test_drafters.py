@@ -19,6 +19,7 @@ from dcpmla.runtime.ngram import NgramDrafter
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.warm_up import warm_up
+from tests.support.engines import new_engine
 from tests.support.hash_model import BLOCK, MESH, VOCAB_SIZE, HashModel, alone_ignoring_eos, make_engine
 
 
@@ -57,7 +58,7 @@ def make_mtp_engine(num_drafts: int, num_blocks: int, max_num_batched_tokens: in
     module = DecodeGraph(model.predict, torch.zeros(8), *limits, 1 + num_drafts)
     chain = DecodeGraph(model.draft, torch.zeros(4), *limits, num_drafts)
     drafter = Always(num_drafts, model, cache, MESH, module, chain)
-    return Engine(model, cache, dcp, MESH, 100, max_num_batched_tokens, max_num_seqs, graph=graph, drafter=drafter)
+    return new_engine(model, cache, dcp, MESH, 100, max_num_batched_tokens, max_num_seqs, graph=graph, drafter=drafter)
 
 
 @pytest.mark.parametrize(("first", "then"), [

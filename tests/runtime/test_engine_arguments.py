@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.engines import new_engine
 from tests.support.hash_model import BLOCK, MESH, VOCAB_SIZE, HashModel, alone, make_engine
 
 
@@ -81,4 +81,4 @@ def test_limits(limit: str, value: Any) -> None:
     message = f"{limit} (--{limit.replace('_', '-')}) is {value!r}; it must be a whole number of at least "
     arguments = {"max_model_len": 200, "max_num_batched_tokens": 64, "max_num_seqs": 16, limit: value}
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        Engine(HashModel(), make_engine(20).cache, DCPConfig(block_size=BLOCK), MESH, **arguments)
+        new_engine(HashModel(), make_engine(20).cache, DCPConfig(block_size=BLOCK), MESH, **arguments)

@@ -19,10 +19,10 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
-from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_quantized_models import save_badly_scaled
+from tests.support.engines import new_engine
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 
@@ -94,7 +94,7 @@ def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int]
     )
     if how == "captured":
         graph.capture() if model.device.type == "cuda" else capture(graph)
-    engine = Engine(
+    engine = new_engine(
         model, cache, dcp, mesh, MAX_MODEL_LEN, 16, MAX_NUM_SEQS, graph=None if how == "no graph" else graph
     )
     generator = torch.Generator().manual_seed(1)

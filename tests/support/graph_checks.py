@@ -21,8 +21,10 @@ from dcpmla.cache.formats import is_quantized, quantize
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
-from dcpmla.integrations.loading import load_engine, open_model
+from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.open_model import open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
@@ -249,16 +251,15 @@ def serve_loaded(
     prompts = [[rng.randrange(1, VOCAB_SIZE - 1) for _ in range(rng.randrange(1, 30))] for _ in range(7)]
     for enforce_eager in (False, True):
         mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-        options: dict[str, Any] = {
-            "dtype": torch.float32,
-            "max_num_seqs": 5,
-            "seq_lens": [60] * 7,
-            "enforce_eager": enforce_eager,
-        }
-        options |= {"enable_expert_parallel": enable_expert_parallel, "max_num_batched_tokens": 64}
-        engine = load_engine(
-            open_model(str(directory)), dcp, mesh, select_exchange(dcp, mesh.dcp_group, device), device, **options
+        options = EngineOptions(
+            dtype=torch.float32,
+            max_num_seqs=5,
+            max_num_batched_tokens=64,
+            enforce_eager=enforce_eager,
+            enable_expert_parallel=enable_expert_parallel,
         )
+        chosen = select_exchange(dcp, mesh.dcp_group, device)
+        engine = load_engine(open_model(str(directory)), dcp, mesh, chosen, device, options, seq_lens=[60] * 7)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=4 + 4 * index)) for index, prompt in enumerate(prompts)
         ]

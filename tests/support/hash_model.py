@@ -25,6 +25,7 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
+from tests.support.engines import new_engine
 
 VOCAB_SIZE, EOS, BLOCK = 30, 29, 4
 MESH: Any = SimpleNamespace(tp_size=1, tp_rank=0, dcp_size=1, dcp_rank=0, tp_group=None)
@@ -200,7 +201,7 @@ def make_engine(
             query_len,
         )
     limits = max_model_len, max_num_batched_tokens, max_num_seqs
-    return Engine(model, cache, dcp, mesh, *limits, tokenizer, graph=graph, drafter=drafter)
+    return new_engine(model, cache, dcp, mesh, *limits, tokenizer=tokenizer, graph=graph, drafter=drafter)
 
 
 def drive(engine: Engine, on_token: Callable[[Request, str], object]) -> list[Request]:
