@@ -15,14 +15,14 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 from dcpmla.merge import merge_partials
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
-from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from dcpmla.integrations.engine_options import EngineOptions
     from dcpmla.integrations.loading import load_engine
     from dcpmla.llm import LLM
+    from dcpmla.runtime.engine import Engine
+    from dcpmla.runtime.graph import DecodeGraph
+    from dcpmla.runtime.sampling import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,18 +48,23 @@ __all__ = [
     "mla_decode",
     "select_exchange",
 ]
-# Names that need transformers, imported when asked for.
-_WITH_TRANSFORMERS = {
+_ENGINE = {  # modules of names beyond the core, which are imported on demand
+    "DecodeGraph": "dcpmla.runtime.graph",
+    "Engine": "dcpmla.runtime.engine",
     "EngineOptions": "dcpmla.integrations.engine_options",
     "LLM": "dcpmla.llm",
+    "SamplingParams": "dcpmla.runtime.sampling",
     "load_engine": "dcpmla.integrations.loading",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TRANSFORMERS:
+    if name not in _ENGINE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_WITH_TRANSFORMERS[name]), name)
+    from dcpmla.extras import needed_by
+
+    with needed_by(f"dcpmla.{name}"):
+        return getattr(import_module(_ENGINE[name]), name)
 
 
 def __dir__() -> list[str]:

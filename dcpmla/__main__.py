@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from dcpmla.extras import needed_by
 from dcpmla.job.join import share_mistake
 from dcpmla.job.launcher import claimed_rank
 from dcpmla.job.watchdog import Reported
@@ -66,8 +67,9 @@ def _fill(parser: Parser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
     try:
-        args = build_parser().parse_args(argv)
-        code: int | None = args.run(args)
+        with needed_by("this command"):
+            args = build_parser().parse_args(argv)
+            code: int | None = args.run(args)
     except Reported:
         return 2
     except ValueError as error:  # before the ranks have met

@@ -88,7 +88,8 @@ def check_oldest_versions(directory: Path) -> None:
 
 
 def lower_bounds() -> Iterator[tuple[str, str]]:
-    for requirement in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in (*project["dependencies"], *project["optional-dependencies"]["engine"]):
         if bound := re.match(r"([\w-]+)>=([\d.]+)", requirement):
             yield bound[1], bound[2]
 

@@ -36,6 +36,7 @@ from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackMaker
 from dcpmla.cli.options import exchange_list, name_list, positive, positive_list
 from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
+from dcpmla.extras import needed_by
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh
@@ -227,8 +228,9 @@ def _read_attention(geometry: str) -> AttentionKind:
     if geometry not in GEOMETRIES and not os.path.exists(geometry):
         names = ", ".join(GEOMETRIES)
         raise ValueError(f"--geometry is {geometry}: no such file or directory; give one, or one of {names}")
-    from dcpmla.integrations.families.table import attention_kind  # transformers takes seconds to import
-    from dcpmla.integrations.model_files import load_config
+    with needed_by("bench layer"):
+        from dcpmla.integrations.families.table import attention_kind  # transformers takes seconds to import
+        from dcpmla.integrations.model_files import load_config
 
     config = config_of(geometry) if geometry in GEOMETRIES else load_config(Path(geometry))
     attention = attention_kind(config)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dcpmla.cli.output import check_writable, is_same_path, write_bytes
+from dcpmla.extras import needed_by
 
 MARKERS = "o^sdvxP*<>"
 LINE_STYLES = ("-", "--", "-.", ":")
@@ -30,11 +31,9 @@ def check_outputs(json: Path | None, plot: Path | None, inputs: Sequence[Path] =
 
 
 def _check_plotting(path: Path) -> None:
-    """Raise ValueError if matplotlib is missing, or cannot write files with the path's ending."""
-    try:
+    """Raise ValueError if matplotlib is not installed, or does not write files with the path's ending."""
+    with needed_by("--plot"):
         import matplotlib.figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib; install the extra: pip install 'dcpmla[plot]'") from error
     allowed = matplotlib.figure.Figure().canvas.get_supported_filetypes()
     if _kind(path) not in allowed:
         raise ValueError(f"--plot is {path}; its ending must be one of {', '.join(sorted(allowed))}")

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dcpmla.cache.formats import format_name
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed
 from dcpmla.config import DCPConfig
+from dcpmla.extras import needed_by
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
@@ -84,8 +85,9 @@ class Serve(Benchmark[DCPConfig, None]):
         if sum(longest) > files.max_model_len:
             given = f"--input-lens has {longest[0]} and --output-lens {longest[1]}, together {sum(longest)} tokens"
             raise ValueError(f"{given}; with --max-model-len {files.max_model_len} at most that many are served")
-        if args.url is not None and find_spec("h11") is None:
-            raise ValueError("url (--url) needs the extra serve: pip install 'dcpmla[serve]'")
+        if args.url is not None:
+            with needed_by("url (--url)"):
+                import_module("dcpmla.bench.http_load")
         if args.url is not None and (not args.url.startswith("http://") or args.plot):
             raise ValueError(f"url (--url) is {args.url!r}; it must begin with http://, and does not go with --plot")
 
@@ -104,7 +106,7 @@ class Serve(Benchmark[DCPConfig, None]):
         Raises:
             ValueError: All requests are lost.
         """
-        from dcpmla.bench.http_load import describe_lost, drive, summary_row  # needs the extra serve
+        from dcpmla.bench.http_load import describe_lost, drive, summary_row  # needs h11
 
         args = self.args
         answers = drive(args.url, self.load, os.environ.get("DCPMLA_API_KEY"))

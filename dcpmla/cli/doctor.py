@@ -4,6 +4,7 @@ exchange, the exchange's latency.
 
 import argparse
 import ctypes
+import os
 import platform
 import socket
 from collections.abc import Sequence
@@ -11,13 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, passed_over, select_backend
 from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments
-from dcpmla.bench.geometries import config_of
 from dcpmla.bench.results import dtype_name, installed, versions
 from dcpmla.cli.options import add_job_arguments, join
 from dcpmla.cli.output import check_writable, write_json
@@ -33,11 +32,23 @@ from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
+from dcpmla.extras import install, missing
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.collectives import gather_values
 from dcpmla.parallel.mesh import init_mesh
 
+# Attention of DeepSeek-V3, which is tested.
+CONFIG = MLAConfig(
+    hidden_size=7168,
+    num_heads=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    scale=192**-0.5,
+)
 _NUM_TOKENS = (1, 32, 256)
 _TIMEOUTS = 5  # that one test may take, compilation of its kernels included
 
@@ -80,9 +91,6 @@ class _Examination:
         self._device = job.ranks.device
         self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
         self._group = init_mesh(job.ranks.num_ranks, job.ranks.num_ranks).dcp_group
-        from dcpmla.integrations.families.table import attention_kind  # transformers takes seconds to import
-
-        self._config = attention_kind(config_of("deepseek-v3")).config
         self._facts: list[RankFacts] = []
         self._tests: list[dict[str, Any]] = []
         self._exchanges: dict[str, str] = {}
@@ -92,10 +100,13 @@ class _Examination:
         """Say what every rank is, and how the GPUs of a host reach each other."""
         self._say(f"ranks: {self._job.ranks.origin}")
         self._job.watchdog.enter("looking at the machine", self._limit)
-        own = asdict(find_facts(self._job.ranks, self._config, self._dtype))
+        own = asdict(find_facts(self._job.ranks, CONFIG, self._dtype))
         self._facts = [RankFacts(**fields) for fields in gather_values(own, None, "comparing machines")]
         first = self._facts[0]
         self._say(f"versions: {_join(first.versions)}")
+        for extra in ("engine", "serve"):
+            if packages := missing(extra):
+                self._say(f"not installed: {', '.join(packages)}; with the extra {extra}: {install(extra)}")
         for facts in self._facts:
             self._say(facts.describe())
             differing = {name: found for name, found in facts.versions.items() if found != first.versions.get(name)}
@@ -110,7 +121,7 @@ class _Examination:
     def test_attention(self) -> None:
         """Test decode and prefill on every rank."""
         self._job.watchdog.enter("self-tests of attention", self._limit)
-        self._record(attention_self_tests(self._config, self._device, self._dtype))
+        self._record(attention_self_tests(CONFIG, self._device, self._dtype))
 
     def test_exchanges(self) -> None:
         """Test and time each backend once, under its own name: "auto", and that of one rank, are one of the others."""
@@ -129,7 +140,7 @@ class _Examination:
                 self._say(f"exchange: {chosen.exchange.name} ({chosen.reason})")
         for name, exchange in exchanges.items() if num_ranks > 1 else ():
             self._job.watchdog.enter(f"self-test of the exchange {name}", self._limit)
-            errors = exchange_errors(exchange, self._group, self._config, self._device, self._dtype)
+            errors = exchange_errors(exchange, self._group, CONFIG, self._device, self._dtype)
             self._record([judge(f"exchange {name}", errors, self._dtype)])
             self._time(name, exchange)
 
@@ -163,10 +174,10 @@ class _Examination:
             self._say(f"self-test of {outcomes[0].name}: {result}")
 
     def _time(self, name: str, exchange: Exchange) -> None:
-        heads, words = exchange_heads(self._config, self._job.ranks.num_ranks, self._device), []
+        heads, words = exchange_heads(CONFIG, self._job.ranks.num_ranks, self._device), []
         for tokens in _NUM_TOKENS:
             self._job.watchdog.enter(f"timing the exchange {name}, {tokens} tokens", self._limit)
-            timing = exchange_timing(exchange, self._group, self._config, tokens, self._device, self._dtype)
+            timing = exchange_timing(exchange, self._group, CONFIG, tokens, self._device, self._dtype)
             row = {"exchange": name, "tokens": tokens, "heads": heads}
             self._latencies.append({**row, "in_graph": timing.in_graph, "median_us": round(timing.median_us, 1)})
             words.append(f"{tokens} {'token' if tokens == 1 else 'tokens'} {timing.median_us:,.0f} us")
@@ -241,7 +252,7 @@ def find_facts(ranks: Ranks, config: MLAConfig, dtype: torch.dtype) -> RankFacts
         host=socket.gethostname(),
         device=str(device),
         name=gpu.name if gpu else f"CPU {platform.machine()}",
-        memory_bytes=gpu.total_memory if gpu else psutil.virtual_memory().total,
+        memory_bytes=gpu.total_memory if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         compute_capability=f"{gpu.major}.{gpu.minor}" if gpu else None,
         multiprocessors=gpu.multi_processor_count if gpu else None,
         num_nvlinks=nvml.num_nvlinks(gpu_uuid(device)) if nvml else None,

@@ -76,15 +76,13 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
     """Start the HTTP process of the first rank, before this process has threads.
 
     Raises:
-        ValueError: the extra is not installed, or the address is taken or not this host's.
+        ValueError: The address is taken or not this host's.
     """
     if claimed_rank(os.environ) not in (None, "0"):
         return None
-    try:
-        from dcpmla.serving.app import Settings
-        from dcpmla.serving.http import serve_http
-    except ImportError as error:
-        raise ValueError(f"serve needs the extra serve, pip install 'dcpmla[serve]' ({error})") from error
+    from dcpmla.serving.app import Settings  # starlette and uvicorn are needed on this rank alone
+    from dcpmla.serving.http import serve_http
+
     check_template_sandbox()
     settings = Settings(args.served_model_name or args.model, api_key, args.request_timeout, args.allowed_origins)
     listener = listen(args.host, args.port)
