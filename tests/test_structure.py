@@ -43,6 +43,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "job": 5,
     "integrations": 6,
     "llm": 7,
+    "extras": 7,
     "serving": 7,
     "cli": 7,
     "bench": 7,
@@ -156,7 +157,17 @@ def test_circles_are_found() -> None:
     assert set(circle_in(uses)) == {"dcpmla.attention.triton.projections", "dcpmla.attention.projections"}
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if module != "dcpmla" and ROOMS[room(module)] <= CORE])
+CORE_MODULES = [module for module in FILES if module != "dcpmla" and ROOMS[room(module)] <= CORE]
+
+
+@pytest.mark.parametrize("module", CORE_MODULES)
+def test_the_core_uses_no_ring(module: str) -> None:
+    """Not inside a function, for types or by a kernel's name either."""
+    used = {*imports_of(module), *uses_of(module)}
+    assert not {other for other in used if other == "dcpmla" or ROOMS[room(other)] > CORE}
+
+
+@pytest.mark.parametrize("module", CORE_MODULES)
 def test_the_core_needs_torch_triton_and_numpy_alone(module: str) -> None:
     names = imported_names(module, ast.walk(ast.parse(FILES[module].read_text())))
     found = {name.split(".")[0] for name in names} - {"dcpmla"} - sys.stdlib_module_names
@@ -348,7 +359,7 @@ before = state()
 import dcpmla
 after = state()
 changed = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
-print(json.dumps([changed, "transformers" in sys.modules]))
+print(json.dumps([changed, sorted(name for name in sys.modules if name.startswith("dcpmla."))]))
 """
     # A variable that the import sets is set in this process already, and would be inherited: hand down what Python
     # needs, no more.
@@ -358,9 +369,9 @@ print(json.dumps([changed, "transformers" in sys.modules]))
     result = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    changed, transformers_imported = json.loads(result.stdout)
+    changed, imported = json.loads(result.stdout)
     assert changed == {}
-    assert not transformers_imported, "integrations are imported when they are asked for"
+    assert not [name for name in imported if ROOMS[room(name)] > CORE], "rings are imported on demand"
 
 
 def test_types_are_for_users_too() -> None:
@@ -396,10 +407,15 @@ def test_what_is_imported_is_declared() -> None:
     assert not missing
 
 
+def test_the_core_is_what_an_installation_without_extras_brings() -> None:
+    assert {Requirement(text).name for text in metadata()["dependencies"]} == {"torch", "triton", "numpy"}
+
+
 def test_what_is_installed_is_what_is_declared() -> None:
     """Also the upper bounds: nothing newer than what is tested here."""
-    requirements = [Requirement(text) for text in metadata()["dependencies"]]
-    assert len(requirements) > 5
+    texts = [*metadata()["dependencies"], *metadata()["optional-dependencies"]["engine"]]
+    requirements = [Requirement(text) for text in texts]
+    assert {"torch", "numpy", "transformers"} <= {requirement.name for requirement in requirements}
     for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate():
             assert requirement.specifier.contains(version(requirement.name), prereleases=True), requirement

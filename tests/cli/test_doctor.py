@@ -18,6 +18,7 @@ from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, Backend
 from dcpmla.attention.calls import DecodeCall, PrefillCall
 from dcpmla.bench.geometries import config_of
 from dcpmla.cli import self_tests
+from dcpmla.cli.doctor import CONFIG
 from dcpmla.cli.self_tests import SelfTest
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
@@ -27,6 +28,10 @@ from tests.support.launchers import run_forked, run_together, torchrun, unattend
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
+
+
+def test_the_attention_is_deepseek_v3_s() -> None:
+    assert attention_kind(config_of("deepseek-v3")).config == CONFIG
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
@@ -106,7 +111,7 @@ class _Swapped(AllGatherReduceScatter):
 
 
 def judged(exchange: Exchange, dtype: torch.dtype) -> SelfTest:
-    config, group = attention_kind(config_of("deepseek-v3")).config, dist.group.WORLD
+    config, group = CONFIG, dist.group.WORLD
     assert group is not None
     return self_tests.judge("it", self_tests.exchange_errors(exchange, group, config, CPU, dtype), dtype)
 

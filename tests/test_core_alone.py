@@ -1,0 +1,117 @@
+"""The package where torch, triton and numpy alone are installed: all other packages are refused to a fresh process."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dcpmla.extras import EXTRAS, MissingExtraError, needed_by
+from tests.support.launchers import ROOT, run_together
+from tests.test_structure import CORE, CORE_MODULES, ROOMS, room
+
+REFUSED = [*(package for packages in EXTRAS.values() for package in packages), "mpi4py", "flashinfer"]
+# None in place of a module: its import raises ModuleNotFoundError.
+REFUSAL = f"import sys; sys.path[0] = ''; sys.modules.update(dict.fromkeys({REFUSED}))\n"
+COMMAND = "from dcpmla.__main__ import main; sys.exit(main(sys.argv[1:]))"
+
+
+def run_alone(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    (result,) = run_together([([sys.executable, "-c", REFUSAL + script, *arguments], {})], check=False)
+    return result
+
+
+def test_the_refusal_refuses() -> None:
+    result = run_alone("import transformers")
+    assert "ModuleNotFoundError: import of transformers halted" in result.stderr
+
+
+def test_the_core_computes_alone() -> None:
+    """Import all its modules, and compute a prompt and decodes with a dense layer: no module of a ring is imported."""
+    result = run_alone(f"""
+import importlib, json
+for module in {CORE_MODULES}:
+    importlib.import_module(module)
+from tests.support.dense_layer import check_steps
+check_steps()
+print(json.dumps(sorted(name for name in sys.modules if name.startswith("dcpmla."))))
+""")
+    assert not result.returncode, result.stderr
+    imported = json.loads(result.stdout)
+    assert set(CORE_MODULES) <= set(imported)
+    assert not [module for module in imported if ROOMS[room(module)] > CORE]
+
+
+def test_the_layer_s_example_needs_no_extra() -> None:
+    result = run_alone("import runpy; runpy.run_path(sys.argv[1], run_name='__main__')", ROOT / "examples" / "layer.py")
+    assert "tokens 47 to 48: " in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate --model x",
+        "serve --model x",
+        "plan --model x",
+        "bench generate --model x",
+        "bench serve --model x",
+        "bench turns",
+        "bench layer --geometry tiny --device cpu",
+    ],
+)
+def test_a_command_says_which_extra_it_needs(command: str) -> None:
+    result = run_alone(COMMAND, *command.split())
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    (line,) = filter(None, result.stderr.splitlines())
+    assert line.startswith("dcpmla: error: ")
+    assert "needs the extra engine: pip install 'dcpmla[engine]' (import of " in line
+
+
+def test_doctor_lists_what_is_missing() -> None:
+    result = run_alone(COMMAND, "doctor", "--device", "cpu")
+    assert not result.returncode, result.stderr
+    for extra in ("engine", "serve"):
+        line = f"not installed: {', '.join(EXTRAS[extra])}; with the extra {extra}: pip install 'dcpmla[{extra}]'"
+        assert line in result.stdout.splitlines()
+
+
+def test_a_benchmark_of_kernels_runs(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run_alone(COMMAND, "bench", "decode", "--device", "cpu", "--time-limit", "1", "--json", out)
+    assert not result.returncode, result.stderr
+    assert json.loads(out.read_text())["rows"]
+
+
+def test_names_of_the_engine_name_the_extra() -> None:
+    result = run_alone("""
+import dcpmla
+from dcpmla import Engine, SamplingParams
+assert not hasattr(dcpmla, "LMM")
+try:
+    from dcpmla import LLM
+except ImportError as error:
+    print(error)
+""")
+    assert result.stdout == (
+        "dcpmla.LLM needs the extra engine: pip install 'dcpmla[engine]' (import of tqdm halted; None in sys.modules)\n"
+    ), result.stderr
+
+
+def test_other_imports_that_fail_keep_their_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_package'"), needed_by("this"):
+        import no_such_package  # noqa: F401
+    line = r"^this needs the extra plot: pip install 'dcpmla\[plot\]' \(cannot import name 'x' from 'matplotlib.y'\)$"
+    with pytest.raises(MissingExtraError, match=line), needed_by("dcpmla"), needed_by("this"):
+        raise ImportError("cannot import name 'x' from 'matplotlib.y'", name="matplotlib.y")
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_declares_its_packages(extra: str) -> None:
+    names = {"pynvml": "nvidia-ml-py"}
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {names.get(package, package.replace("_", "-")) for package in EXTRAS[extra]} == {
+        name.partition(">")[0] for name in declared[extra] if not name.startswith("dcpmla")
+    }
