@@ -25,8 +25,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are ValueErrors, so that one rank reports them and not all; options are written out.
 
     Args:
-        fill: adds the arguments; it is called when the parser is asked for, so that a command imports only what it
-        needs.
+        fill: Function that adds the arguments, called on demand, so that a command imports no other command's modules.
     """
 
     def __init__(self, *args: Any, fill: Callable[["Parser"], None] | None = None, **kwargs: Any) -> None:

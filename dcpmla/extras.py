@@ -1,4 +1,4 @@
-"""The extras of the package: which one brings a package that an import does not find."""
+"""The extras of this package, and the message for an import that needs one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("dcpmla", "pyproject.toml", "README.md", "LICENSE")
-# Small and in Python alone: their files tell their names. The oldest torch and triton are what GPUs are tested with.
+# Small and in Python alone: their files list their names. The oldest torch and triton are what GPUs are tested with.
 READABLE = ("transformers", "huggingface-hub", "tqdm")
 FAMILIES = ("DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa", "LongcatFlash", "Mistral4")
 IN_THE_NEW_ENVIRONMENT = """
@@ -105,7 +105,7 @@ def imported_names() -> Iterator[tuple[str, str]]:
 
 
 def has_name(files: dict[str, str], module: str, name: str) -> bool:
-    """Tell whether a module's file has the name, or the package exports it lazily from a file that defines it."""
+    """Return whether a module's file has the name, or the package exports it lazily from a file that defines it."""
     path = module.replace(".", "/")
     texts = [files.get(f"{path}.py", ""), files.get(f"{path}/__init__.py", "")]
     if any(re.search(rf"\b{name}\b", text) for text in texts) or f"{path}/{name}/__init__.py" in files:

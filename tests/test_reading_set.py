@@ -13,7 +13,7 @@ from dcpmla.config import DCPConfig
 from tests.support.launchers import run_together
 from tests.support.trace import Trace, trace
 
-# Most files, lines of those files, and lines of the functions that run. Lower them when a step gets shorter.
+# Limits of files, of their lines, and of lines in functions that run. Lower them when a step gets shorter.
 BOUNDS = {"layer": (25, 4000, 1230), "engine": (56, 9000, 2550)}
 PARTS = {
     "layer": {"attention/layer.py", "attention/build.py", "attention/decode.py", "comm/exchange.py"},
@@ -24,19 +24,19 @@ PARTS = {
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_decode_step_is_short(name: str) -> None:
     (result,) = run_together([([sys.executable, "-m", "tests.support.trace", name], {})])
-    found = Trace(**json.loads(result.stdout.splitlines()[-1]))
-    print(f"\n{name}: {len(found.files)} files, {sum(found.files.values())} lines")
-    print(f"{found.num_functions} functions, {found.function_lines} lines")
-    print("\n".join(f"{lines:6} {path}" for path, lines in found.files.items()))
-    assert PARTS[name] <= found.files.keys()
-    measured = len(found.files), sum(found.files.values()), found.function_lines
+    step = Trace(**json.loads(result.stdout.splitlines()[-1]))
+    print(f"\n{name}: {len(step.files)} files, {sum(step.files.values())} lines")
+    print(f"{step.num_functions} functions, {step.function_lines} lines")
+    print("\n".join(f"{lines:6} {path}" for path, lines in step.files.items()))
+    assert PARTS[name] <= step.files.keys()
+    measured = len(step.files), sum(step.files.values()), step.function_lines
     assert all(number <= bound for number, bound in zip(measured, BOUNDS[name], strict=True)), measured
 
 
 def test_a_trace_sees_functions_that_functions_call() -> None:
     dcp = DCPConfig()
-    found = trace(lambda: num_blocks(1000, dcp))  # dcp.virtual_block_size is a property
-    assert set(found.files) == {"cache/latent.py", "config.py"}
-    assert found.num_functions == 2
-    assert 4 <= found.function_lines <= 12
+    step = trace(lambda: num_blocks(1000, dcp))  # dcp.virtual_block_size is a property
+    assert set(step.files) == {"cache/latent.py", "config.py"}
+    assert step.num_functions == 2
+    assert 4 <= step.function_lines <= 12
     assert trace(lambda: None).files == {}

@@ -412,7 +412,7 @@ def test_the_core_is_what_an_installation_without_extras_brings() -> None:
 
 
 def test_what_is_installed_is_what_is_declared() -> None:
-    """Also the upper bounds: nothing newer than what is tested here."""
+    """Upper bounds hold, too: nothing is newer than the tested releases."""
     texts = [*metadata()["dependencies"], *metadata()["optional-dependencies"]["engine"]]
     requirements = [Requirement(text) for text in texts]
     assert {"torch", "numpy", "transformers"} <= {requirement.name for requirement in requirements}

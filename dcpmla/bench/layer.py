@@ -48,7 +48,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {  # fields of DCPConfig, by the names of
     "fp8": {"dcp_exchange_dtype": "fp8"},
 }
 _NAMES = ", ".join(filter(None, _VARIANTS))
-_CHARACTERS_PER_INCH = 12  # of a small title
+_CHARACTERS_PER_INCH = 12  # a small title has this many
 
 
 class LayerCase(NamedTuple):

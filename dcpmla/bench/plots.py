@@ -10,7 +10,7 @@ from dcpmla.extras import needed_by
 
 MARKERS = "o^sdvxP*<>"
 LINE_STYLES = ("-", "--", "-.", ":")
-_LEGEND_ROWS = 18  # of small text that fit next to the axes
+_LEGEND_ROWS = 18  # rows of small text that fit next to the axes
 
 
 def check_outputs(json: Path | None, plot: Path | None, inputs: Sequence[Path] = ()) -> None:

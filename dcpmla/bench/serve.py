@@ -83,8 +83,8 @@ class Serve(Benchmark[DCPConfig, None]):
             check_layout(files, dcp)
         longest = max(args.input_lens), max(args.output_lens)
         if sum(longest) > files.max_model_len:
-            given = f"--input-lens has {longest[0]} and --output-lens {longest[1]}, together {sum(longest)} tokens"
-            raise ValueError(f"{given}; with --max-model-len {files.max_model_len} at most that many are served")
+            sizes = f"--input-lens has {longest[0]} and --output-lens {longest[1]}, together {sum(longest)} tokens"
+            raise ValueError(f"{sizes}; with --max-model-len {files.max_model_len} at most that many are served")
         if args.url is not None:
             with needed_by("url (--url)"):
                 import_module("dcpmla.bench.http_load")

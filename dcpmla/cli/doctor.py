@@ -97,7 +97,7 @@ class _Examination:
         self._latencies: list[dict[str, Any]] = []
 
     def find_facts(self) -> None:
-        """Say what every rank is, and how the GPUs of a host reach each other."""
+        """Report every rank's device, and the connections between the GPUs of a host."""
         self._say(f"ranks: {self._job.ranks.origin}")
         self._job.watchdog.enter("looking at the machine", self._limit)
         own = asdict(find_facts(self._job.ranks, CONFIG, self._dtype))
@@ -206,13 +206,13 @@ class RankFacts:
     """Versions, device and kernels of one rank.
 
     Attributes:
-        name: of the GPU, or of the architecture of the CPU.
-        memory_bytes: of the GPU, or of the host.
-        num_nvlinks: active ones of the GPU; None where NVML (pynvml) does not tell.
+        name: Name of the GPU, or of the CPU's architecture.
+        memory_bytes: Memory of the GPU, or of the host.
+        num_nvlinks: Number of the GPU's active NVLinks; None without NVML (pynvml).
         decode, prefill: the backends that run attention of DeepSeek's sizes there, in bfloat16 (float32 on CPUs).
-        passed_over: by phase, why each backend before these does not, by name.
+        passed_over: Reasons against each backend before these, by phase and name.
         symmetric_memory: torch's backend of it for the device, None without one.
-        peers: of the host's GPUs, as `find_peers` gives them; None but on each host's first rank.
+        peers: Connections of the host's GPUs (`find_peers`), on each host's first rank; None on others.
     """
 
     rank: int

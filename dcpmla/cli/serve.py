@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
             frontend.start()
             frontend.send(started(engine, files.tokenizer, files.no_tokenizer))
             print(f"serving on {frontend.address}", flush=True)
-        # Passes for garbage leave out what is loaded by now: a pass takes 0.2 s and more, and all ranks wait.
+        # Garbage collection skips all objects loaded so far: a pass takes 0.2 s and more, and all ranks wait.
         gc.collect()
         gc.freeze()
         to_close.callback(gc.unfreeze)  # else libraries report what is still there at the end as leaked

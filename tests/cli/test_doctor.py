@@ -168,7 +168,7 @@ def test_on_two_gpus(tmp_path: Path) -> None:
     run_together([(torchrun(["-m", "dcpmla", "doctor", "--device", "cuda", "--json", out], 2), {})])
     content = json.loads(out.read_text())
     exchanges = dict.fromkeys(content["exchanges"].values())
-    assert {"a2a", "ag_rs"} <= exchanges.keys()  # and direct, where GPUs have NVLink
+    assert {"a2a", "ag_rs"} <= exchanges.keys()  # direct follows where GPUs have NVLink
     names = ["decode", "prefill", *(f"exchange {name}" for name in exchanges)]
     assert [test["name"] for test in content["self_tests"]] == names
     assert all(row["in_graph"] and row["heads"] == 128 for row in content["latencies"])

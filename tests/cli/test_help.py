@@ -27,7 +27,7 @@ print(json.dumps([sorted(set(sys.modules) - package), sorted(sys.modules)]))
 
 
 def imports_of_help(*command: str) -> tuple[list[str], list[str]]:
-    """Return the modules that `COMMAND --help` imports beyond the package's own, and all that it has."""
+    """Return the modules that `COMMAND --help` imports beyond the package's own, and all modules of its process."""
     argv = [sys.executable, "-c", SCRIPT, *command, "--help"]
     result = subprocess.run(argv, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     more, everything = json.loads(result.stdout)

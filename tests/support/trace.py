@@ -23,9 +23,9 @@ class Trace:
     """What one call runs.
 
     Attributes:
-        files: Lines of each file of which a function runs, by its path in the package.
+        files: Number of lines of each file with a function that runs, by its path in the package.
         num_functions: Number of functions that run.
-        function_lines: Lines of these functions.
+        function_lines: Number of lines of all functions that run.
     """
 
     files: dict[str, int]
@@ -35,21 +35,21 @@ class Trace:
 
 def trace(call: Callable[[], object]) -> Trace:
     """Run a call and return the files and functions of the package that run in this thread."""
-    found: set[CodeType] = set()
+    codes: set[CodeType] = set()
 
     def enter(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
-            found.add(frame.f_code)
+            codes.add(frame.f_code)
 
     sys.setprofile(enter)
     try:
         call()
     finally:
         sys.setprofile(None)
-    files = {Path(code.co_filename) for code in found}
-    lines = {(code.co_filename, line) for code in found for line in _lines(code)}
+    files = {Path(code.co_filename) for code in codes}
+    lines = {(code.co_filename, line) for code in codes for line in _lines(code)}
     sizes = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in sorted(files)}
-    return Trace(sizes, len(found), len(lines))
+    return Trace(sizes, len(codes), len(lines))
 
 
 def _lines(code: CodeType) -> range:
@@ -63,7 +63,7 @@ def trace_layer() -> Trace:
     with one_rank():
         layer = DenseLayer()
         layer.step(0, 9)
-        layer.step(9, 10)  # what only a first step runs is no part of a step
+        layer.step(9, 10)  # a first step imports and caches more
         return trace(lambda: layer.step(10, 11))
 
 
