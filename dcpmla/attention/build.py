@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.chunks import ChunkBuilder, chunk_bounds, segments_of
+from dcpmla.attention.chunks import ChunkBuilder, chunk_bounds, segments_of, starts_of
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, StepMetadata, StepRequests
 from dcpmla.config import DCPConfig
 from dcpmla.upload import upload
@@ -38,11 +38,33 @@ class HostStep(NamedTuple):
     positions: np.ndarray
 
 
-class GraphRows(NamedTuple):
-    """The static tensors of a graph's decodes, all requests with equally many rows.
+class PieceColumns(NamedTuple):
+    """The numbers of a step whose pieces attend with absorbed queries, padded with tokens that attend to nothing.
 
     Attributes:
-        query_len: Rows of each request.
+        positions, slot_mapping: Position and slot of each token [T], int64; 0 and -1 in padding.
+        local_seq_lens, seq_lens: Number of tokens that each token sees on this rank, and on all [T], int32.
+        request: Request of each token [T], int32; 0 in padding.
+        start_loc: First token of each cut piece, and the end [num_pieces + 1], int32.
+        request_index: Request of each cut piece [num_pieces], int32.
+        block_table: Block ids of each request [num_reqs, max_blocks], int32.
+    """
+
+    positions: Any
+    slot_mapping: Any
+    local_seq_lens: Any
+    seq_lens: Any
+    request: Any
+    start_loc: Any
+    request_index: Any
+    block_table: Any
+
+
+class GraphRows(NamedTuple):
+    """The static tensors of a graph's tokens, which attend with absorbed queries.
+
+    Attributes:
+        query_len: Rows of each request; 0 where requests differ.
         max_seq_len: Upper bound of seq_lens.
         block_table: Block ids of each request [num_reqs, max_blocks], int32.
         states: State of each request [num_reqs], int32; -1 for padding.
@@ -72,10 +94,12 @@ class StepBuilder:
         block_tokens: Positions that a block id covers, over all ranks.
         num_states: Number of requests' states in the cache; 0 where it has none.
         has_slots: Whether each token has a slot in the cache's blocks.
+        absorbs_pieces: Whether pieces of prompts of any length may attend with absorbed queries.
     """
 
     num_states = 0
     has_slots = True
+    absorbs_pieces = True
 
     def __init__(self, dcp: DCPConfig, dcp_rank: int, device: torch.device | str = "cpu") -> None:
         self.dcp, self.dcp_rank, self.device = dcp, dcp_rank, device
@@ -125,6 +149,45 @@ class StepBuilder:
             prefill=self._prefill(host, block_table),
         )
         return self.share(step, host, block_table, others)
+
+    def piece_columns(
+        self, requests: StepRequests, max_query_len: int, num_tokens: int, num_pieces: int
+    ) -> PieceColumns:
+        """Return the numbers of a step of absorbed pieces, padded to a fixed number of tokens.
+
+        Args:
+            max_query_len: Most tokens of a piece; longer requests are cut.
+            num_tokens, num_pieces: Number of tokens and of pieces after padding.
+        Raises:
+            ValueError: The requests are invalid (`check`), or have more tokens.
+        """
+        self.check(requests)
+        lens = np.asarray(requests.query_lens)
+        host, num_real = self._on_host(requests, max_query_len, len(lens)), int(lens.sum())
+        if num_real > num_tokens:
+            raise ValueError(f"query_lens has {num_real} tokens; at most {num_tokens} are allowed")
+        padding = [num_tokens - num_real] if num_real < num_tokens else []
+        pieces, index = cut_queries(np.append(lens, padding).astype(np.int64), max_query_len)
+        start_loc = np.full(num_pieces + 1, num_tokens, dtype=np.int32)
+        start_loc[: len(pieces) + 1] = starts_of(pieces)
+        request_index = np.zeros(num_pieces, dtype=np.int32)
+        request_index[: len(index)] = np.where(index < len(lens), index, 0)
+
+        def pad(values: np.ndarray, dtype: type, fill: int = 0) -> np.ndarray:
+            column: np.ndarray = np.full(num_tokens, fill, dtype=dtype)
+            column[:num_real] = values
+            return column
+
+        return PieceColumns(
+            positions=pad(host.positions, np.int64),
+            slot_mapping=pad(self._slots(host), np.int64, -1),
+            local_seq_lens=pad(self.local_seq_lens(host.positions), np.int32),
+            seq_lens=pad(host.positions + 1, np.int32),
+            request=pad(host.request, np.int32),
+            start_loc=start_loc,
+            request_index=request_index,
+            block_table=host.table.astype(np.int32),
+        )
 
     def columns(self, host: HostStep) -> list[np.ndarray]:
         """Return the arrays that this kind of attention adds to the step's one upload."""
@@ -240,7 +303,11 @@ def leading_decodes(query_lens: Sequence[int], max_query_len: int) -> int:
 
 
 def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut requests into pieces of max_query_len tokens; return the pieces' lengths, and each one's request, int32."""
+    """Cut requests of one token or more into pieces of max_query_len tokens.
+
+    Returns:
+        The length of each piece, and its request, int32.
+    """
     num_pieces = -(-lens // max_query_len)
     request = np.repeat(np.arange(len(lens), dtype=np.int32), num_pieces)
     pieces = np.full(len(request), max_query_len)

@@ -24,6 +24,13 @@ class AttentionCosts(Protocol):
     def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
         """Return which pieces (new tokens, tokens before them) attend with absorbed queries."""
 
+    def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a step is faster as one graph, in which all pieces attend with absorbed queries."""
+
+
+# Microseconds of a layer whose attention is launched between two graphs, beyond its kernels.
+_CUT_US = 150
+
 
 class LatentCosts:
     """Attention of all layers of MLA, each by the cheaper route.
@@ -58,6 +65,13 @@ class LatentCosts:
     def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
         """Return which pieces attend with absorbed queries (`RouteCosts.choose_absorbed`)."""
         return self._routes.choose_absorbed(pieces)
+
+    def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Return whether absorbed attention to all pieces costs less than the launches that it saves."""
+        routes = self._routes
+        num_tiles = sum(routes.num_tiles(new) for new, _ in pieces)
+        lost_us = sum(max(0.0, routes.absorbed_us(*piece) - routes.mha_us(*piece, num_tiles)) for piece in pieces)
+        return lost_us < _CUT_US
 
 
 def score_us(indexer: IndexerConfig, dcp: DCPConfig, rates: Rates) -> float:

@@ -158,20 +158,38 @@ class MLAAttention(AttentionWeights):
         output = OutputRows(num_tokens, self.w_uv, dtype, output_quant)
         if step is None:
             self.claim_memory(num_tokens)
-            return output.finish()
+            output.pad()
+            return output.rows()
         cache = self._check(plain(hidden_states), cache, step)
-        hidden_states, kv_cache = hidden_states[: step.num_tokens], cache.latents
-        decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
+        hidden_states = hidden_states[: step.num_tokens]
         if self._lacks_scales and step.prefill is not None:  # decodes may have no tokens: while graphs are captured
-            self._calculate_scales(hidden_states, kv_cache, step, prefills)
-        q_c, latents = self._down_project(hidden_states, kv_cache, step.slot_mapping, step.cos_sin)
+            self._calculate_scales(hidden_states, cache.latents, step)
+        q_c, latents = self._down_project(hidden_states, cache.latents, step.slot_mapping, step.cos_sin)
+        if step.cut is not None:
+            output.reserve()
+        step.vary(self._attend, hidden_states, q_c, latents, cache, output)
+        return output.rows()
+
+    def _attend(
+        self,
+        hidden_states: PlainRows,
+        q_c: PlainRows,
+        latents: Tensor,
+        cache: LayerCache,
+        output: OutputRows,
+        step: StepMetadata,
+    ) -> None:
+        """Write the output of a step's tokens, the first rows. Collective."""
+        output.restart()
+        decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
+        hidden_states, q_c = hidden_states[: step.num_tokens], q_c[: step.num_tokens]
         selection = self._select(hidden_states, q_c, cache.index_keys, step)
         tokens = _Tokens(q_c, step.cos_sin, step.query_factor, selection)
         if step.decode is not None:
-            self._decode(tokens.rows(decodes), kv_cache, step.decode, output)
+            self._decode(tokens.rows(decodes), cache.latents, step.decode, output)
         if step.prefill is not None:
-            self._prefill(tokens.rows(prefills), latents[prefills], kv_cache, step.prefill, output)
-        return output.finish()
+            self._prefill(tokens.rows(prefills), latents[prefills], cache.latents, step.prefill, output)
+        output.pad()
 
     def claim_memory(self, num_tokens: int) -> None:
         """Allocate and free the memory of attention in the largest step of num_tokens, so that memory profiling
@@ -206,7 +224,7 @@ class MLAAttention(AttentionWeights):
     def _check(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata) -> LayerCache:
         check_step(self.config, hidden_states, step)
         cache = check_cache(cache, step, self.dcp, self.cache_dtype, self.cache_width)
-        if self.config.indexer is not None:
+        if self.config.indexer is not None and step.cut is None:  # else the requests come with each replay
             check_selection(self.config.indexer.topk, cache.latents, step)
         if self.indexer is not None:
             num_blocks, block_size = cache.latents.shape[:2]
@@ -214,10 +232,9 @@ class MLAAttention(AttentionWeights):
             self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, dtype)
         return cache
 
-    def _calculate_scales(
-        self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata, prefills: slice
-    ) -> None:
+    def _calculate_scales(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> None:
         """Set the scales from tokens of prompts, before any token is cached. Collective over the TP group."""
+        prefills = slice(step.num_decode_tokens, step.num_tokens)
         assert self.kv_scale is not None
         self._lacks_scales = False
         nowhere, cos_sin = torch.full_like(step.slot_mapping[prefills], -1), _rows(step.cos_sin, prefills)

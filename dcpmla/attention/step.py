@@ -5,7 +5,7 @@ A batch is flat: first the tokens of decodes (one each, or a few with speculatio
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -140,6 +140,8 @@ class SharedMetadata(Protocol):
 
 
 Shared = TypeVar("Shared", bound=SharedMetadata)
+# Function of a part of a layer, which takes the arguments and then a step, and of the arguments.
+Cut = Callable[[Callable[..., None], tuple[Any, ...]], None]
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class StepMetadata:
         query_factor: Factor of queries [num_tokens] in the model's dtype (`dcpmla.attention.rope.query_factor`); None
             without llama_4_scaling.
         shared: Numbers for layers of one kind of attention, by their class (`get`).
+        cut: Function that interrupts the capture of a graph for a part of a layer (`vary`); None outside of captures.
     """
 
     num_tokens: int
@@ -170,6 +173,17 @@ class StepMetadata:
     cos_sin: Tensor | None = None
     query_factor: Tensor | None = None
     shared: Mapping[type, Any] = field(default_factory=dict)
+    cut: Cut | None = None
+
+    def vary(self, part: Callable[..., None], *arguments: Any) -> None:
+        """Run the part of a layer that depends on the step's requests: part(*arguments, step).
+
+        While a graph is captured that many steps share, the part is kept; each replay runs it with its own step.
+        """
+        if self.cut is None:
+            part(*arguments, self)
+        else:
+            self.cut(part, arguments)
 
     def get(self, kind: type[Shared]) -> Shared | None:
         """Return the shared numbers of a class; None if the step has none."""

@@ -59,14 +59,14 @@ class OutputInputs:
         out, w_uv = self.sets[index % len(self.sets)]
         rows = OutputRows(len(out), w_uv, out.dtype, quant)
         rows.project(out)
-        return cast(QuantizedRows, rows.finish()).values
+        return cast(QuantizedRows, rows.rows()).values
 
     def apart(self, quant: OutputQuant, index: int) -> Tensor:
         """Run W_UV, then the quantization."""
         values = self.project(index)
         rows = OutputRows(len(values), self.sets[0][1], values.dtype, quant)
         rows.append(values)
-        return cast(QuantizedRows, rows.finish()).values
+        return cast(QuantizedRows, rows.rows()).values
 
     def time(self, operation: Operation) -> Timing:
         calls = max(_FEWEST_CALLS, len(self.sets)) if self.device.type == "cuda" else 1

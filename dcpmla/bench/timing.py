@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from dcpmla.runtime.graph import error_on_host_sync
+from dcpmla.runtime.capture import error_on_host_sync
 
 Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can rotate its inputs
 Result = TypeVar("Result")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import torch
@@ -49,7 +50,7 @@ def plan_cache(
 
 
 def free_bytes(
-    model: ShardedModel, options: EngineOptions, num_local_ranks: int, graphs: Sequence[GraphMaker]
+    model: ShardedModel, options: EngineOptions, num_local_ranks: int, graphs: Sequence[GraphMaker[Any]]
 ) -> int:
     """Return this rank's bytes for the cache: the usable memory, less the needs of the largest step and of graphs."""
     utilization, num_tokens = options.gpu_memory_utilization, options.max_num_batched_tokens

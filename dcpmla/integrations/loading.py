@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from dcpmla.attention.backends import check_backends
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.chunks import context_workspace_tokens
 from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.plan import Cache
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.cache_memory import free_bytes, plan_cache
@@ -27,6 +29,8 @@ from dcpmla.planning.predict import Setting
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.warm_up import warm_up
 
@@ -85,18 +89,20 @@ def load_engine(
             options.expert_dtype,
             options.speculative_method == "mtp",
         )
+        costs = _piece_costs(files.config, dcp, options)
     num_running = min(options.max_num_seqs, len(seq_lens)) if seq_lens else options.max_num_seqs
-    makers = _graph_makers(sharded, dcp, mesh, options, num_running, files.max_model_len)
+    lens = num_running, files.max_model_len, costs.tokens_per_request
+    mixed, *makers = _graph_makers(sharded, dcp, mesh, options, *lens)
     is_captured = device.type == "cuda" and not options.enforce_eager
     num_bytes = options.kv_cache_memory_bytes
     if num_bytes is None:
-        num_bytes = free_bytes(sharded, options, num_local_ranks, makers if is_captured else [])
+        num_bytes = free_bytes(sharded, options, num_local_ranks, [mixed, *makers] if is_captured else [])
     plan = plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, options.max_query_len - 1)
     with agree():
         cache = plan.allocate(device)
-        costs = _piece_costs(files.config, dcp, options)
+    mixed_graph = mixed.capture(cache) if is_captured else None
     graph, *captured = [maker.capture(cache) if is_captured else None for maker in makers]
-    mtp = [graph or maker.make(cache) for graph, maker in zip(captured, makers[1:], strict=True)]
+    mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
     method, num_drafts = options.speculative_method, options.num_speculative_tokens
     drafter = make_drafter(method, num_drafts, sharded, cache, mesh, mtp)
     # The cache has fewer states if seq_lens has fewer requests.
@@ -104,23 +110,44 @@ def load_engine(
     limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching
     scheduler = Scheduler(BlockAllocator.of(plan), *limits, costs)
     max_model_len, tokenizer = files.max_model_len, files.tokenizer
-    engine = Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, graph, drafter)
+    graphs = graph, drafter, mixed_graph
+    engine = Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, *graphs)
     if device.type == "cuda" and not dcp.calculate_kv_scales:  # the first prompt sets the scales
         warm_up(engine)
     return engine
 
 
 def _graph_makers(
-    model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, options: EngineOptions, num_running: int, max_model_len: int
-) -> list[GraphMaker]:
-    """Return the makers of the model's graphs, then of its MTP module's."""
-    num_seqs = min(num_running, options.max_num_batched_tokens)
+    model: ShardedModel,
+    dcp: DCPConfig,
+    mesh: DCPMesh,
+    options: EngineOptions,
+    num_running: int,
+    max_model_len: int,
+    tokens_per_request: int,
+) -> tuple[GraphMaker[MixedGraph], *tuple[GraphMaker[DecodeGraph], ...]]:
+    """Return the makers of the model's graphs of mixed steps and of decodes, then of its MTP module's.
+
+    Args:
+        num_running: Limit of requests that run at the same time.
+        tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
+    """
+    num_seqs, most = min(num_running, options.max_num_batched_tokens), options.max_num_batched_tokens
     token = torch.zeros((), dtype=torch.int64, device=model.device)
-    makers = [GraphMaker(model, model.decode, token, dcp, mesh, num_seqs, max_model_len, options.max_query_len)]
+    sizes = max_model_len, num_seqs, options.max_query_len - 1
+
+    def new_mixed(cache: Cache, steps: StepBuilder, longest: int) -> MixedGraph:
+        return MixedGraph(model, cache, steps, mesh, most, num_seqs, longest, tokens_per_request)
+
+    def new_decode(cache: Cache, steps: StepBuilder, longest: int) -> DecodeGraph:
+        return DecodeGraph(model.decode, token, cache, steps, mesh, num_seqs, longest, options.max_query_len)
+
+    mixed = GraphMaker("steps with prompts", new_mixed, model, dcp, mesh, *sizes)
+    makers = [GraphMaker("decode steps", new_decode, model, dcp, mesh, *sizes)]
     if options.speculative_method == "mtp":
-        model.keep_hidden_states(max(options.max_num_batched_tokens, num_seqs, MAX_DRAFT_ROWS))
+        model.keep_hidden_states(max(most, num_seqs, MAX_DRAFT_ROWS))
         makers += mtp_graphs(options.num_speculative_tokens, model, dcp, mesh, num_seqs, max_model_len)
-    return makers
+    return mixed, *makers
 
 
 def _piece_costs(config: Any, dcp: DCPConfig, options: EngineOptions) -> PrefillCosts:

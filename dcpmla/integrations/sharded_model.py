@@ -85,7 +85,30 @@ class ShardedModel:
         Returns:
             [n, vocab] float32, the same on every rank.
         """
-        return self._forward(token_ids, metadata, cache, logits_at)
+        hidden_states = self.hidden(token_ids, metadata, cache)
+        return self.logits(hidden_states if logits_at is None else hidden_states[logits_at])
+
+    @torch.inference_mode()
+    def hidden(self, token_ids: Tensor, metadata: StepMetadata | None, cache: Cache | None) -> Tensor:
+        """Run all layers over one step of a flat batch. Collective over the TP group.
+
+        Args:
+            token_ids: Tokens of the step [T], int64.
+            metadata, cache: Metadata of the step, and the cache that it reads and writes; None in a profile.
+        Returns:
+            Hidden states [T, width] for `logits`.
+        """
+        prepared = None if metadata is None else self.prepare(metadata)
+        hidden_states = self.hidden_states(token_ids, prepared, cache)
+        if self._mtp is not None:
+            self.hidden_rows[: len(hidden_states)].copy_(hidden_states)
+        return hidden_states
+
+    @torch.inference_mode()
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits [n, vocab] float32 of hidden states [n, width], the same on every rank. Collective."""
+        logits: Tensor = self.head(self.hidden_states.collapse(hidden_states))
+        return logits
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
@@ -97,7 +120,7 @@ class ShardedModel:
         Returns:
             [T, vocab] float32, the same on every rank.
         """
-        return self._forward(token_ids, metadata, cache, None)
+        return self.logits(self.hidden(token_ids, metadata, cache))
 
     def keep_hidden_states(self, num_tokens: int) -> None:
         """Keep the hidden states of steps, of so many tokens at most, for the MTP module."""
@@ -161,23 +184,10 @@ class ShardedModel:
         """
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         shared = self.attention.claim_step(num_tokens, self.device)
-        self._forward(token_ids, None, None, torch.zeros(num_logits, dtype=torch.int64, device=self.device))
+        self.logits(self.hidden(token_ids, None, None)[:num_logits])
         if self._mtp is not None:
             self._mtp(self.join(token_ids, self.hidden_rows[:num_tokens]), None, None)
         del shared  # a step holds it during the whole pass
-
-    def _forward(
-        self, token_ids: Tensor, metadata: StepMetadata | None, cache: Cache | None, logits_at: Tensor | None
-    ) -> Tensor:
-        """Return the logits of the rows at logits_at; of all rows without it."""
-        if metadata is not None:
-            metadata = self.prepare(metadata)
-        hidden_states = self.hidden_states(token_ids, metadata, cache)
-        if self._mtp is not None:
-            self.hidden_rows[: len(hidden_states)].copy_(hidden_states)
-        rows = hidden_states if logits_at is None else hidden_states[logits_at]
-        logits: Tensor = self.head(self.hidden_states.collapse(rows))
-        return logits
 
     def prepare(self, metadata: StepMetadata, layers: Sequence[int] | None = None) -> StepMetadata:
         """Return a step with what its layers share; layers None for all."""

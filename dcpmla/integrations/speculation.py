@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from dcpmla.attention.build import StepBuilder
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
@@ -13,7 +15,7 @@ from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter, NoDrafter
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import DecodeGraph, DecodeStep
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 
@@ -51,16 +53,23 @@ def make_drafter(
 
 def mtp_graphs(
     num_speculative_tokens: int, model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, max_num_seqs: int, longest: int
-) -> list[GraphMaker]:
+) -> list[GraphMaker[DecodeGraph]]:
     """Return the makers of the MTP module's graphs: of its steps over tokens, and over its own drafts.
 
     Args:
-        longest: tokens of the longest sequence.
+        longest: Tokens of the longest sequence.
     """
     num_reqs = min(max_num_seqs, MAX_DRAFT_ROWS // (1 + num_speculative_tokens))
-    where, hidden_state = (dcp, mesh, num_reqs, longest), torch.zeros_like(model.hidden_rows[0])
+    hidden_state = torch.zeros_like(model.hidden_rows[0])
     row = model.join(torch.zeros(1, dtype=torch.int64, device=model.device), hidden_state[None])[0]
+
+    def maker(step: DecodeStep, input_like: Tensor, query_len: int) -> GraphMaker[DecodeGraph]:
+        def new(cache: Cache, steps: StepBuilder, longest: int) -> DecodeGraph:
+            return DecodeGraph(step, input_like, cache, steps, mesh, num_reqs, longest, query_len)
+
+        return GraphMaker("drafts", new, model, dcp, mesh, longest, num_reqs, query_len - 1)
+
     return [
-        GraphMaker(model, model.predict, torch.zeros_like(row), *where, 1 + num_speculative_tokens),
-        GraphMaker(model, model.draft, hidden_state, *where, num_speculative_tokens),
+        maker(model.predict, torch.zeros_like(row), 1 + num_speculative_tokens),
+        maker(model.draft, hidden_state, num_speculative_tokens),
     ]

@@ -55,6 +55,10 @@ class PrefillCosts:
         """Return which pieces (new tokens, tokens before them) attend with absorbed queries."""
         return self._attention.choose_absorbed(pieces)
 
+    def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a step is faster as one graph, in which all pieces attend with absorbed queries."""
+        return self._attention.absorbs_all(pieces)
+
 
 def token_us(machine: Machine, model: ModelSize, setting: Setting) -> float:
     """Return the microseconds that one more token of a prompt adds to a large step, besides its attention.

@@ -65,15 +65,26 @@ class Batch:
                 last = len(request.prompt_token_ids) - 1
                 request.num_scored_tokens = max(request.num_scored_tokens, min(request.num_computed_tokens, last))
 
-    def arrange(self, costs: PieceCosts) -> None:
-        """Order the pieces: decodes, then pieces of prompts that attend with absorbed queries, then the others."""
+    def arrange(self, costs: PieceCosts, max_absorbed_tokens: int = 0) -> None:
+        """Order the pieces: decodes, then pieces of prompts that attend with absorbed queries, then the others.
+
+        Args:
+            max_absorbed_tokens: Tokens of the largest step that is one graph, if all its pieces are absorbed.
+        """
         decodes = [piece for piece in self.pieces if piece.num_tokens - piece.num_drafts == 1]
         prompts = [piece for piece in self.pieces if piece.num_tokens - piece.num_drafts != 1]
-        chosen = costs.choose_absorbed([(piece.num_tokens, piece.request.num_computed_tokens) for piece in prompts])
+        sizes = [(piece.num_tokens, piece.request.num_computed_tokens) for piece in prompts]
+        is_graph = self.num_tokens <= max_absorbed_tokens and costs.absorbs_all(sizes)
+        chosen = [True] * len(sizes) if is_graph else costs.choose_absorbed(sizes)
         absorbed = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if is_absorbed]
         others = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if not is_absorbed]
         self.pieces = decodes + absorbed + others
         self.num_absorbed = len(decodes) + len(absorbed)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens to compute."""
+        return sum(piece.num_tokens for piece in self.pieces)
 
     @property
     def longest_absorbed(self) -> int:

@@ -28,6 +28,9 @@ class PieceCosts(Protocol):
     def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
         """Return which pieces (new tokens, tokens before them) attend with absorbed queries."""
 
+    def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a step is faster as one graph, in which all pieces attend with absorbed queries."""
+
 
 class TokenCosts:
     """Cost model of equal tokens: only their number bounds a step, and all pieces attend by MHA."""
@@ -42,6 +45,10 @@ class TokenCosts:
     def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
         """Return False for each piece."""
         return [False] * len(pieces)
+
+    def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Return False."""
+        return False
 
 
 TOKEN_COSTS = TokenCosts()

@@ -14,6 +14,7 @@ from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
+from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.request import Prompt, Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.runner import Model, StepRunner, choose_tokens
@@ -61,6 +62,7 @@ class Engine:
         on_step: Function that is called before each step with a line on it.
         graph: Graph of the model's decode step over the cache, for steps of only decodes up to its largest batch.
         drafter: Source of drafts, which steps verify.
+        mixed_graph: Graphs of the model's steps with pieces of prompts over the cache.
     Raises:
         ValueError: max_model_len is below 2.
     """
@@ -77,6 +79,7 @@ class Engine:
         on_step: Callable[[str], object] = lambda line: None,
         graph: DecodeGraph | None = None,
         drafter: Drafter | None = None,
+        mixed_graph: MixedGraph | None = None,
     ) -> None:
         self.model, self.cache, self.dcp, self.mesh = model, cache, dcp, mesh
         self.max_model_len, self.tokenizer, self.on_step, self.graph = max_model_len, tokenizer, on_step, graph
@@ -84,7 +87,9 @@ class Engine:
         self.scheduler, self.allocator = scheduler, scheduler.allocator
         self.stats = Stats()
         self.speculation = Speculation(drafter or NoDrafter())
-        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs.tokens_per_request)
+        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs.tokens_per_request, mixed_graph)
+        self.mixed_graph = mixed_graph
+        scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
         self._penalties = Penalties(model.eos_token_ids)
         self._agreement = Agreement(mesh)
         self.now = 0.0  # seconds on this rank's clock when the last step ended
@@ -212,12 +217,14 @@ class Engine:
         return StepEvents(tokens, self._finished, self._heard)
 
     def close(self) -> None:
-        """Free the decode graph. To be called before the process groups are destroyed (see `DecodeGraph.release`)."""
+        """Free the graphs. To be called before the process groups are destroyed (see `DecodeGraph.release`)."""
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
         if self.graph is not None:
             self.graph.release()
+        if self.mixed_graph is not None:
+            self.mixed_graph.release()
         self.speculation.close()
 
     def reset(self) -> None:
@@ -290,8 +297,8 @@ class Engine:
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started = time.perf_counter()
         graph = self._runner.graph_of(batch, self.graph)
-        size = graph.batch(len(batch.pieces), batch.most_drafts + 1) if graph else None
-        as_graph = f"; decode graph of {size}" if size else ""
+        size = graph.batch(len(batch.pieces), batch.most_drafts + 1) if graph else self._runner.mixed_size(batch)
+        as_graph = f"; {'decode graph' if graph else 'graph'} of {size}" if size else ""
         self.on_step(
             f"{'prefill' if batch.has_prompts else 'decode'} step {self.stats.num_steps + is_ahead} "
             f"({batch.words}{as_graph})"

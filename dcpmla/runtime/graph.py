@@ -2,32 +2,22 @@
 copied into static memory.
 """
 
-import traceback
-import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.attention.step import Cut, StepMetadata, StepRequests
 from dcpmla.cache.plan import Cache
 from dcpmla.fields import check_fields, whole
-from dcpmla.parallel.collectives import gather_values, is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
+from dcpmla.runtime.capture import GraphSet
 from dcpmla.runtime.graph_inputs import GraphInputs, GraphSize
 
 DecodeStep = Callable[[Tensor, StepMetadata, Cache], Tensor]
-_TORCH = str(Path(torch.__file__).parent)
-
-
-class CannotCapture(RuntimeError):
-    """The reason why no CUDA graph can hold a step."""
 
 
 class DecodeGraph:
@@ -85,7 +75,7 @@ class DecodeGraph:
         self._batches += [GraphSize(size, max_query_len) for size in self.wide_sizes]
         self._batches.sort(key=lambda batch: batch.num_rows)
         self._padded = GraphInputs(input_like, self._batches, max_model_len, cache.sizes, steps)
-        self._graphs: dict[GraphSize, torch.cuda.CUDAGraph] = {}
+        self._graphs = GraphSet(self._compute, "decode graph", mesh, self._device)
         self._latest: tuple[GraphSize, Tensor | None] = self._batches[0], None
         self._out: Tensor | None = None  # of the largest batch, [rows, ...]
 
@@ -97,7 +87,7 @@ class DecodeGraph:
     @property
     def is_captured(self) -> bool:
         """True once `capture` has succeeded: `run` replays."""
-        return bool(self._graphs)
+        return self._graphs.is_captured
 
     def takes(self, num_reqs: int, query_len: int = 1) -> bool:
         """Return whether it has a batch for so many requests of at most query_len tokens each."""
@@ -165,7 +155,9 @@ class DecodeGraph:
     def run_eagerly(self, inputs: Tensor, requests: StepRequests, cache: Cache) -> Tensor:
         """Run a decode step without its graphs: a replay equals it bit for bit."""
         batch, rows = self._fill(inputs, requests, cache)
-        out = self._compute(batch)
+        self._compute(batch)
+        assert self._out is not None
+        out = self._out[: batch.num_rows]
         return out[: len(inputs)] if rows is None else out.index_select(0, rows)
 
     def capture(self, num_sizes: int | None = None) -> None:
@@ -177,35 +169,20 @@ class DecodeGraph:
         Raises:
             ValueError: the device is no GPU.
             CannotCapture: on every rank, when some rank's step waits for the GPU, or has no memory left for a graph.
-            RuntimeError: the step fails without a graph too; or it breaks a capture off, after which torch's allocator
-                cannot go on.
+            RuntimeError: the step fails, or breaks a capture off (`GraphSet.capture`).
         """
         if self._device.type != "cuda":
             raise ValueError(f"input_like is on {self._device}; only steps on a GPU can be captured")
-        self.release()
         self._padded.clear()  # rows of padding leave the cache alone
-        try:
-            with torch.cuda.device(self._device):
-                self._capture_all(self._batches[::-1][:num_sizes], torch.cuda.Stream())
-        except CannotCapture:
-            # Whoever keeps the error keeps this object by its frames, and graphs would hold up NCCL's end.
-            self.release()
-            raise
+        self._graphs.capture(self._batches[::-1][:num_sizes])
 
     def release(self) -> None:
-        """Free what was captured; `run` computes eagerly from then on.
-
-        To be called before the process groups are destroyed: NCCL waits there until no graph holds operations of the
-        group.
-        """
-        self._graphs = {}
+        """Free the graphs (`GraphSet.release`); `run` computes eagerly from then on."""
+        self._graphs.release()
 
     def _replay(self, batch: GraphSize) -> Tensor:
-        if batch not in self._graphs:
-            return self._compute(batch)
+        self._graphs.run(batch)
         assert self._out is not None
-        with named(f"decode graph of {batch}", self._mesh.tp_group):
-            self._graphs[batch].replay()
         return self._out[: batch.num_rows]
 
     def _fill(
@@ -221,7 +198,7 @@ class DecodeGraph:
         return self._latest
 
     @torch.inference_mode()
-    def _compute(self, batch: GraphSize) -> Tensor:
+    def _compute(self, batch: GraphSize, _: Cut | None = None) -> None:
         self._padded.lay_out(batch)
         out, num_rows = self._step(*self._padded.rows(batch), self._cache), batch.num_rows
         if self._out is None:
@@ -232,61 +209,7 @@ class DecodeGraph:
             raise ValueError(
                 f"step returned shape {tuple(out.shape)}; expected {(num_rows, *self._out.shape[1:])}, a row a token"
             )
-        return self._out[:num_rows].copy_(out)
-
-    def _capture_all(self, batches: Sequence[GraphSize], stream: torch.cuda.Stream) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        self._warm_up(batches[0], stream)
-        self._agree(self._host_sync(batches[0], stream))
-        for batch in batches:
-            self._warm_up(batch, stream)
-            self._graphs[batch] = torch.cuda.CUDAGraph()
-            self._agree(self._capture(self._graphs[batch], batch, stream, pool))
-
-    def _warm_up(self, batch: GraphSize, stream: torch.cuda.Stream) -> None:
-        """Make the first call, whose compiling, loading and allocating may not be part of a graph."""
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._compute(batch)
-        torch.cuda.synchronize()
-
-    def _host_sync(self, batch: GraphSize, stream: torch.cuda.Stream) -> str:
-        """Return where the step waits for the GPU, "" for nowhere: found here, for a capture would break off there."""
-        try:
-            with torch.cuda.stream(stream), error_on_host_sync():
-                self._compute(batch)
-        except RuntimeError as error:
-            if is_failed_collective(error):
-                raise
-            return _reason(error)
-        finally:
-            torch.cuda.synchronize()
-        return ""
-
-    def _capture(self, graph: torch.cuda.CUDAGraph, batch: GraphSize, stream: torch.cuda.Stream, pool: Any) -> str:
-        """Capture a size; return where it ran out of memory, or "": other errors leave no orderly end."""
-        try:
-            # The outer context gives the old stream back even if the capture breaks off. What other threads do, NCCL's
-            # and the watchdog's, does not touch the capture: hence thread_local.
-            with (
-                torch.cuda.stream(stream),
-                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-            ):
-                self._compute(batch)
-        except torch.OutOfMemoryError as error:
-            return _reason(error)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the decode graph of {batch} broke off (--enforce-eager goes without graphs): {_reason(error)}"
-            ) from error
-        return ""
-
-    def _agree(self, reason: str) -> None:
-        """Raise on every rank if some rank has a reason to; the first such rank's is given."""
-        reasons = gather_values(reason, self._mesh.tp_group, "agreeing on decode graphs")
-        for rank, found in enumerate(reasons):
-            if found:
-                raise CannotCapture(f"{found}, on rank {rank}")
+        self._out[:num_rows].copy_(out)
 
 
 def _addresses(cache: Cache) -> list[int]:
@@ -297,28 +220,3 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Return the sizes to capture, ascending, the last one max_num_seqs. Source: vLLM's cudagraph_capture_sizes."""
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 16))
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
-
-
-@contextmanager
-def error_on_host_sync() -> Iterator[None]:
-    """Have whatever waits for the GPU raise a RuntimeError: a graph cannot hold it, and a capture that breaks off
-    spoils torch's allocator.
-    """
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-def _reason(error: BaseException) -> str:
-    """Return what went wrong first, in a line, and the last line of code outside of torch that it came through."""
-    if isinstance(error.__context__, RuntimeError):  # a capture that breaks off raises once more when it ends
-        error = error.__context__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
-    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
-    words = str(error).partition("\n")[0].partition(" GPU ")[0].rstrip(".")  # less torch's account of the memory
-    return (words or type(error).__name__) + where

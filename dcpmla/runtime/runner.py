@@ -16,6 +16,7 @@ from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.in_flight import Computed, InFlightStep, StepInputs
 from dcpmla.runtime.logprobs import PromptRows
+from dcpmla.runtime.mixed_graph import MixedGraph, MixedSize
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.sampling import sample
 from dcpmla.upload import upload
@@ -30,7 +31,9 @@ class Model(Protocol):
     vocab_size: int
     eos_token_ids: frozenset[int]
 
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache, logits_at: Tensor | None) -> Tensor: ...
+    def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor: ...
+
+    def logits(self, hidden_states: Tensor) -> Tensor: ...
 
     @property
     def faults(self) -> Sequence[Tensor]: ...
@@ -39,10 +42,23 @@ class Model(Protocol):
 
 
 class StepRunner:
-    """The model over its cache, one step after the other."""
+    """The model over its cache, one step after the other.
 
-    def __init__(self, model: Model, cache: Cache, dcp: DCPConfig, dcp_rank: int, tokens_per_request: int = 1) -> None:
-        self.model, self.cache = model, cache
+    Args:
+        tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
+        mixed: Graphs of steps with pieces of prompts; None for none.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        dcp: DCPConfig,
+        dcp_rank: int,
+        tokens_per_request: int = 1,
+        mixed: MixedGraph | None = None,
+    ) -> None:
+        self.model, self.cache, self._mixed = model, cache, mixed
         self._steps = model.attention.step_builder(cache.sizes, dcp, dcp_rank, model.device)
         self._tokens_per_request = tokens_per_request
         self._workspace = decode_workspace(model.device)
@@ -57,6 +73,14 @@ class StepRunner:
         if any(piece.num_tokens > query_len for piece in batch.pieces):
             return None
         return graph if graph.takes(len(batch.pieces), query_len) else None
+
+    def mixed_size(self, batch: Batch) -> MixedSize | None:
+        """Return the size of the graphs that run a step with pieces of prompts; None if none do."""
+        if self._mixed is None or self._lacks_scales:
+            return None
+        num_tokens, num_reqs = batch.num_tokens, len(batch.pieces)
+        absorbed = self._mixed.size(num_tokens, num_reqs, True) if batch.num_absorbed == num_reqs else None
+        return absorbed or self._mixed.size(num_tokens, num_reqs, False)
 
     def run(
         self,
@@ -92,6 +116,17 @@ class StepRunner:
             if logits_at is not None:
                 logits = logits[logits_at]
             return inputs, Computed(graph, graph.latest_rows, inputs.logits_at), logits
+        hidden_states, metadata = self._run_mixed(batch, requests, inputs)
+        self._lacks_scales = False
+        logits = self.model.logits(hidden_states if logits_at is None else hidden_states[logits_at])
+        return inputs, Computed(metadata, None, inputs.logits_at), logits
+
+    def _run_mixed(self, batch: Batch, requests: StepRequests, inputs: StepInputs) -> tuple[Tensor, StepMetadata]:
+        """Return the hidden states of a step, and its metadata."""
+        size = self.mixed_size(batch)
+        if size is not None and size.is_absorbed:
+            assert self._mixed is not None
+            return self._mixed.run_absorbed(size, inputs.token_ids, requests)
         metadata = self._steps.build(
             requests,
             max_decode_query_len=self._decode_width(batch),
@@ -99,9 +134,11 @@ class StepRunner:
             num_decodes=0 if self._lacks_scales else batch.num_absorbed,
             workspace=self._workspace,
         )
-        self._lacks_scales = False
-        logits = self.model.step(inputs.on(self.model.device), metadata, self.cache, logits_at)
-        return inputs, Computed(metadata, None, inputs.logits_at), logits
+        token_ids = inputs.on(self.model.device)
+        if size is None:
+            return self.model.hidden(token_ids, metadata, self.cache), metadata
+        assert self._mixed is not None
+        return self._mixed.run(size, token_ids, metadata), metadata
 
     def _decode_width(self, batch: Batch) -> int:
         """Return how many tokens of a request absorbed attention takes at a time: enough for decodes and their drafts,

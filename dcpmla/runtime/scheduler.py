@@ -77,6 +77,8 @@ class Scheduler:
         max_num_seqs: Limit of requests that run at the same time.
         costs: Model of the time that pieces of prompts take, which bounds them where requests decode.
         enable_prefix_caching: Whether full blocks are remembered for requests that begin with the same tokens.
+    Attributes:
+        max_absorbed_tokens: Tokens of the largest step that is one graph, if all its pieces are absorbed.
     Raises:
         ValueError: A limit is below 1, or the cache has fewer states than max_num_seqs.
     """
@@ -99,6 +101,7 @@ class Scheduler:
             )
         self.allocator, self.enable_prefix_caching, self.costs = allocator, enable_prefix_caching, costs
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
+        self.max_absorbed_tokens = 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         # The request that did not fit, and the numbers of free and remembered blocks at that time.
@@ -143,7 +146,7 @@ class Scheduler:
             batch.room_us = self.costs.max_prefill_us
         self._schedule_prefills(batch)
         self._admit(batch, now)
-        batch.arrange(self.costs)
+        batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
 
     def remember(self, request: Request) -> tuple[int, int] | None:

@@ -1,6 +1,5 @@
 """What an engine's decode graphs are made over, and what is said where they cannot be; capturing itself needs a GPU."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +8,11 @@ import torch
 
 from dcpmla.attention.build import StepBuilder
 from dcpmla.cache.latent import LatentCache, LatentPlan
+from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
-from dcpmla.runtime.graph import CannotCapture, DecodeGraph
+from dcpmla.runtime.capture import CannotCapture
+from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.graph_inputs import GraphSize
 from tests.support.hash_model import BLOCK, MESH, HashModel
 
@@ -25,9 +26,13 @@ def make_cache() -> LatentCache:
     return LatentCache(plan, torch.device("cpu"))
 
 
-def make_maker(max_model_len: int, mesh: Any = MESH) -> GraphMaker:
+def make_maker(max_model_len: int, mesh: Any = MESH) -> GraphMaker[DecodeGraph]:
     model: Any = HashModel()
-    return GraphMaker(model, model.decode, torch.tensor(0), DCPConfig(block_size=BLOCK), mesh, 3, max_model_len)
+
+    def new(cache: Cache, steps: StepBuilder, longest: int) -> DecodeGraph:
+        return DecodeGraph(model.decode, torch.tensor(0), cache, steps, mesh, 3, longest)
+
+    return GraphMaker("decode steps", new, model, DCPConfig(block_size=BLOCK), mesh, max_model_len, 3, 0)
 
 
 @pytest.mark.parametrize(("max_model_len", "num_columns"), [(3 * BLOCK - 1, 3), (1000 * BLOCK, NUM_BLOCKS)])
@@ -57,26 +62,3 @@ def test_a_failure_is_said_once(rank: int, monkeypatch: pytest.MonkeyPatch, capl
     assert len(tries) == 1
     words = "decode steps run without CUDA graphs: it waits at model.py:3 (forward), on rank 1"
     assert [record.getMessage() for record in caplog.records] == ([words] if rank == 0 else [])
-
-
-def test_a_capture_that_fails_leaves_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("device", "Stream", "graph_pool_handle", "CUDAGraph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
-    monkeypatch.setattr("dcpmla.runtime.graph.gather_values", lambda reason, *_: [reason])
-    graph: Any = DecodeGraph(
-        HashModel().decode, torch.tensor(0), make_cache(), StepBuilder(DCPConfig(block_size=4), 0), MESH, 3, 20
-    )
-    graph._device, graph._warm_up, graph._host_sync = torch.device("cuda"), lambda *_: None, lambda *_: ""
-    for without_memory, sizes in ((2, [3, 2]), (0, [3, 2, 1])):
-        tried: list[int] = []
-        graph._capture = lambda _, size, *rest, full=without_memory, tried=tried: (
-            tried.append(size.num_reqs) or "no memory" * (size.num_reqs == full)
-        )
-        with pytest.raises(CannotCapture, match="^no memory, on rank 0$") if without_memory else nullcontext():
-            graph.capture()
-        assert tried == sizes
-        assert graph.is_captured == (not without_memory)
-    graph._host_sync = lambda *_: "it waits"
-    with pytest.raises(CannotCapture, match="^it waits, on rank 0$"):
-        graph.capture()
-    assert not graph.is_captured

@@ -174,8 +174,8 @@ def check_loads(
 class OddHashModel(HashModel):
     """Its best token is another one on every rank but the first."""
 
-    def step(self, *args: Any) -> torch.Tensor:
-        return super().step(*args).roll(dist.get_rank(), dims=-1)
+    def hidden(self, *args: Any) -> torch.Tensor:
+        return super().hidden(*args).roll(dist.get_rank(), dims=-1)
 
 
 def serve_odd_logits(prompts: list[list[int]]) -> list[tuple[list[int], str | None]]:
@@ -198,8 +198,8 @@ class FailingModel(HashModel):
         self.faults = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
         self._num_checked = 0
 
-    def step(self, *args: Any) -> torch.Tensor:
-        out = super().step(*args)
+    def hidden(self, *args: Any) -> torch.Tensor:
+        out = super().hidden(*args)
         if len(self.steps) == 3 and dist.get_rank() == 1:
             self.faults[1].fill_(7)
         return out

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.graph import DecodeGraph, error_on_host_sync
+from dcpmla.runtime.capture import error_on_host_sync
+from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams, new_generator, sample
 from tests.support.engines import new_engine
 from tests.support.graph_checks import new_cache, open_model_on

@@ -12,7 +12,8 @@ from torch import Tensor
 from dcpmla.attention.build import StepBuilder
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.graph import CannotCapture, DecodeGraph
+from dcpmla.runtime.capture import CannotCapture
+from dcpmla.runtime.graph import DecodeGraph
 from tests.runtime.test_graph_caches import compare
 from tests.support.graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
 from tests.support.launchers import GENERATE, run_together, torchrun

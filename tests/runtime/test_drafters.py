@@ -107,8 +107,8 @@ def test_requests_that_drafted_are_let_go(with_graph: bool) -> None:
         drafts_always = True
 
     class Repeating(HashModel):
-        def step(self, *arguments: Any) -> Tensor:
-            return super().step(*arguments).zero_()  # always token 0
+        def hidden(self, *arguments: Any) -> Tensor:
+            return super().hidden(*arguments).zero_()  # always token 0
 
     def serve() -> "weakref.ref[Request]":
         request = engine.add([*range(10), 0, 0, 0, 0], SamplingParams(max_new_tokens=20, ignore_eos=True))

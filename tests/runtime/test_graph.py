@@ -5,12 +5,10 @@ Replays are in multigpu/test_graph_gpu.py: they equal bit for bit the padded ste
 """
 
 import dataclasses
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,14 +17,12 @@ from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.config import DCPConfig
-from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.graph import CannotCapture, DecodeGraph, batch_sizes
+from dcpmla.runtime.graph import DecodeGraph, batch_sizes
 from dcpmla.runtime.graph_inputs import GraphInputs, GraphSize
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.runtime.test_engine import Load, loads
 from tests.support.hash_model import BLOCK, MESH, HashModel, make_engine
-from tests.support.ranks import run_ranks
 
 DCP = DCPConfig(block_size=BLOCK)
 MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 5 * BLOCK
@@ -210,57 +206,14 @@ def test_static_memory_takes_no_history_of_gradients() -> None:
     assert not inputs.requires_grad
 
 
-def fails(error: RuntimeError) -> Any:
-    def step(*_: Any) -> Tensor:
-        raise error
-
-    return step
-
-
-def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without memory it ends in order; any other error leaves torch's allocator in a state to stop in."""
-    for context in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, context, lambda *_, **__: nullcontext())
-    numbers: Any = (None, GraphSize(2), None, None)
-    too_much = torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total capacity of\nMuch more"
-    )
-    found = make_graph(fails(too_much))._capture(*numbers)
-    assert found.startswith("CUDA out of memory. Tried to allocate 9 GiB at test_graph.py:")
-    with pytest.raises(
-        RuntimeError,
-        match=r"graph of 2 requests broke off \(--enforce-eager .*: not permitted at test_graph.py:\d+ \(step\)",
-    ):
-        make_graph(fails(RuntimeError("not permitted")))._capture(*numbers)
-
-
-def reasons() -> list[str]:
-    """Give reasons of the last rank alone, then of all but the first, then of none."""
-    graph, rank, found = (
-        DecodeGraph(sums, torch.tensor(0), make_cache(), StepBuilder(DCP, 0), init_mesh(3, 1), 1, 1),
-        dist.get_rank(),
-        [],
-    )
-    for first in (2, 1):
-        with pytest.raises(CannotCapture) as failure:
-            graph._agree(f"no memory for {rank}" if rank >= first else "")
-        found.append(str(failure.value))
-    graph._agree("")
-    return found
-
-
-def test_all_ranks_give_the_first_reason() -> None:
-    assert run_ranks(3, reasons) == [["no memory for 2, on rank 2", "no memory for 1, on rank 1"]] * 3
-
-
 def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine for all its steps, and by the graph for its own."""
     made: list[Tensor] = []
     for module in ("attention.build", "runtime.runner", "runtime.graph_inputs"):
         monkeypatch.setattr(f"dcpmla.{module}.decode_workspace", lambda _: made.append(torch.zeros(1)) or made[-1])
     model, used = HashModel(), []
-    step = model.step
-    model.step = lambda tokens, metadata, *rest: used.append(metadata.decode) or step(tokens, metadata, *rest)  # type: ignore[method-assign]
+    hidden = model.hidden
+    model.hidden = lambda tokens, metadata, cache: used.append(metadata.decode) or hidden(tokens, metadata, cache)  # type: ignore[method-assign]
     engine = make_engine(num_blocks=20, max_num_seqs=3, model=model, with_graph=True)
     engine.add([1, 2, 3], SamplingParams(max_new_tokens=6, ignore_eos=True))
     engine.step()

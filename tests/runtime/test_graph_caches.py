@@ -5,14 +5,11 @@ So what Python decided when it was captured stays decided, and what it read from
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dcpmla import DCPConfig, MLAAttention, init_mesh
 from dcpmla.comm.select import select_exchange
@@ -25,6 +22,7 @@ from tests.integrations.test_quantized_models import save_badly_scaled
 from tests.support.engines import new_engine
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
+from tests.support.recording import capture
 
 MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 64  # so that three requests are padded to four
 PROMPT_LENS = (1, 3, 40)  # the first is a step of one token, which could be taken for a decode
@@ -43,37 +41,6 @@ CASES = {
     ),
     "entries": ("deepseek_v4", {"index_cache_dtype": "fp8"}),
 }
-
-
-class Recording(TorchDispatchMode):
-    """The operators of a step, with the memory that they read and wrote."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
-
-    @torch.inference_mode()
-    def replay(self) -> None:
-        """Run them again, each with its results where they were."""
-        for func, args, kwargs, out in self.calls:
-            for new, old in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(out), strict=True):
-                if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():
-                    old.copy_(new)
-
-
-def capture(graph: DecodeGraph) -> None:
-    """`DecodeGraph.capture` without a GPU: rows of padding alone, the largest batch first, each once to warm up."""
-    graph._padded.clear()
-    for batch in reversed(graph._batches):
-        graph._compute(batch)
-        with Recording() as recording:
-            graph._compute(batch)
-        graph._graphs[batch] = recording  # type: ignore[assignment]
 
 
 def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int], Tensor]]:

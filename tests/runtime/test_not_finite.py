@@ -33,19 +33,17 @@ class BadModel(HashModel):
         super().__init__()
         self.value, self.length = value, length
 
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor | None) -> Tensor:
+    def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         assert int(token_ids.min()) >= 0, "an embedding has no row -1"
-        logits_at = torch.arange(len(token_ids)) if logits_at is None else logits_at
-        logits = super().step(token_ids, metadata, cache, logits_at)
+        logits = super().hidden(token_ids, metadata, cache)
         mine = metadata.slot_mapping >= 0
         cache.layers[0].view(-1, 2)[metadata.slot_mapping[mine]] = torch.stack([token_ids, metadata.positions], -1)[
             mine
         ].float()
         ends = self._sequences(token_ids, metadata, cache.layers[0].view(-1, 2))
-        for row, at in enumerate(logits_at.tolist()):
-            sequence = ends.get(at, ([], 0))[0]
+        for at, (sequence, _) in ends.items():
             if sequence[:1] == [BAD] and len(sequence) >= self.length:
-                logits[row, 3:] = self.value
+                logits[at, 3:] = self.value
         return logits
 
 
@@ -72,12 +70,9 @@ def test_a_bad_token_of_a_scored_prompt_ends_the_request() -> None:
     """The logits after the prompt are fine, those inside it are not, in a step before the last one."""
 
     class BadInside(HashModel):
-        def step(
-            self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor | None
-        ) -> Tensor:
-            logits = super().step(token_ids, metadata, cache, logits_at)
-            at = torch.arange(len(token_ids)) if logits_at is None else logits_at
-            logits[(metadata.positions[at] == 2) & (token_ids[at] == BAD)] = torch.nan
+        def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+            logits = super().hidden(token_ids, metadata, cache)
+            logits[(metadata.positions == 2) & (token_ids == BAD)] = torch.nan
             return logits
 
     engine = make_engine(60, max_num_batched_tokens=4, model=BadInside())

@@ -26,13 +26,16 @@ class TableModel(HashModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_scored = 0  # most logits of a step beyond one for each request
+        self.num_scored = self.num_requests = 0  # most logits of a step beyond one for each request; requests
 
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor | None) -> Tensor:
-        num_requests = metadata.num_decode_tokens
-        num_requests += 0 if metadata.prefill is None else len(metadata.prefill.queries.start) - 1
-        self.num_scored = max(self.num_scored, 0 if logits_at is None else len(logits_at) - num_requests)
-        return TABLE[token_ids if logits_at is None else token_ids[logits_at]]
+    def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+        self.num_requests = metadata.num_decode_tokens
+        self.num_requests += 0 if metadata.prefill is None else len(metadata.prefill.queries.start) - 1
+        return TABLE[token_ids]
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        self.num_scored = max(self.num_scored, len(hidden_states) - self.num_requests)
+        return hidden_states
 
 
 def penalized(logits: Tensor, prompt: list[int], new: list[int], params: SamplingParams) -> Tensor:

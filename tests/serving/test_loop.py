@@ -141,8 +141,8 @@ def test_other_ranks_copy_no_log_probabilities(monkeypatch: pytest.MonkeyPatch) 
 class NotFinite(HashModel):
     """A model whose logits are NaN after a prompt's token 5."""
 
-    def step(self, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
-        logits = super().step(token_ids, *args)
+    def hidden(self, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        logits = super().hidden(token_ids, *args)
         return logits.fill_(torch.nan) if 5 in token_ids else logits
 
 

@@ -20,10 +20,12 @@ from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.step import ContextChunk, StepMetadata
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.config import DCPConfig
+from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.in_flight import InFlightStep
+from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.request import Request
 from tests.support.engines import new_engine
 
@@ -44,25 +46,34 @@ class HashModel:
         self.steps: list[list[int]] = []  # tokens of each piece of each step
         self.faults: list[Tensor] = []
 
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache, logits_at: Tensor | None) -> Tensor:
-        logits_at = torch.arange(len(token_ids)) if logits_at is None else logits_at
+    def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
+        """Return the logits of all tokens."""
+        logits = torch.zeros(len(token_ids), VOCAB_SIZE)
+        metadata.vary(self._compute, token_ids, cache, logits)
+        return logits
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def prepare(self, metadata: StepMetadata) -> StepMetadata:
+        return metadata
+
+    def _compute(self, token_ids: Tensor, cache: LatentCache, logits: Tensor, metadata: StepMetadata) -> None:
+        token_ids = token_ids[: metadata.num_tokens]
         rows = cache.layers[0].view(-1, 2)
         mine = metadata.slot_mapping >= 0
         rows[metadata.slot_mapping[mine]] = torch.stack([token_ids, metadata.positions], -1)[mine].float()
         ends = self._sequences(token_ids, metadata, rows)
         self.steps.append([num_new for _, num_new in ends.values()])
-        logits = torch.zeros(len(logits_at), VOCAB_SIZE)
-        for row, at in enumerate(logits_at.tolist()):
-            if at in ends:  # else a prompt's token that is scored
-                logits[row, next_token(ends[at][0])] = 1
-        return logits
+        for at, (sequence, _) in ends.items():
+            logits[at, next_token(sequence)] = 1
 
     def check(self) -> None:
         pass
 
     def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         """For a decode graph."""
-        return self.step(token_ids, metadata, cache, None)
+        return self.hidden(token_ids, metadata, cache)
 
     def _sequences(self, token_ids: Tensor, metadata: StepMetadata, rows: Tensor) -> dict[int, tuple[list[int], int]]:
         """Row of each decode's token and of each other request's last one -> the sequence up to there, and how many
@@ -74,7 +85,8 @@ class HashModel:
             starts: Sequence[int] = range(0, metadata.num_decode_tokens + 1, decode.max_query_len)
             if decode.query_start_loc is not None:
                 starts = decode.query_start_loc.tolist()
-            for blocks, start, end in zip(decode.block_table, starts, starts[1:], strict=False):
+            table = decode.block_table if decode.request_index is None else decode.block_table[decode.request_index]
+            for blocks, start, end in zip(table, starts, starts[1:], strict=False):
                 slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
                 for index in range(start, end):
                     ends[index] = read(rows[slots[: decode.local_seq_lens[index]]]), 1
@@ -179,6 +191,9 @@ def make_engine(
     tokenizer: Letters | None = None,
     with_graph: bool = False,
     drafter: Drafter | None = None,
+    mixed: bool = False,
+    costs: PieceCosts = TOKEN_COSTS,
+    on_step: Callable[[str], object] = lambda line: None,
 ) -> Engine:
     plan = LatentPlan(
         num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
@@ -201,7 +216,11 @@ def make_engine(
             query_len,
         )
     limits = max_model_len, max_num_batched_tokens, max_num_seqs
-    return new_engine(model, cache, dcp, mesh, *limits, tokenizer=tokenizer, graph=graph, drafter=drafter)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "graph": graph, "drafter": drafter, "on_step": on_step}
+    if mixed:
+        sizes = max_num_batched_tokens, max_num_seqs, max_model_len, costs.tokens_per_request
+        options["mixed_graph"] = MixedGraph(model, cache, StepBuilder(dcp, mesh.dcp_rank), mesh, *sizes)
+    return new_engine(model, cache, dcp, mesh, *limits, costs=costs, **options)
 
 
 def drive(engine: Engine, on_token: Callable[[Request, str], object]) -> list[Request]:

@@ -62,6 +62,10 @@ class CompressedCosts:
         """Return False for each piece."""
         return [False] * len(pieces)
 
+    def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Return False."""
+        return False
+
 
 def layer_reads(config: CompressedConfig, context: int) -> list[LayerReads]:
     """Return the layers' reads over a context; layers with equal reads count together."""

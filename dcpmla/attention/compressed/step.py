@@ -203,7 +203,8 @@ def with_angles(
         kinds: of the layers that it is for; all of the plan's if None.
     """
     compressed = step.get(CompressedMetadata)
-    assert compressed is not None
+    if compressed is None:  # a step whose requests vary (`StepMetadata.vary`)
+        return step
     kinds = dict.fromkeys(compressed.plan.config.layer_kinds if kinds is None else kinds)
     positions, decodes = step.positions, slice(0, step.num_decode_tokens)
     selecting = {kind.ratio for kind in kinds if selects(compressed, kind)}

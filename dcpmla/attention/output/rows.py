@@ -1,6 +1,8 @@
 """Attention's output [T, h V], the input of o_proj, as the parts of a batch give it."""
 
-from typing import Any
+from collections.abc import Callable
+from copy import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,10 +56,29 @@ class OutputRows:
             write_rows_(values, self._end, *self._result())
         self._end += values.shape[0]
 
-    def finish(self) -> Tensor | QuantizedRows:
-        """Return the output; the rows that nobody appended, those of padding, are zeros."""
+    def pad(self) -> None:
+        """Append zeros up to num_rows."""
         if self._end < self._num_rows:
             self.append(torch.zeros(self._num_rows - self._end, self._width, **self._new))
+
+    def reserve(self) -> None:
+        """Allocate the result now, so that its address is known before any part is appended."""
+        self._result()
+
+    def restart(self) -> None:
+        """Let the next part begin at the first row."""
+        self._end = 0
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Return the same output over other tensors, function(result)."""
+        other = copy(self)
+        other._values = None if self._values is None else function(self._values)
+        if self._quant is not None:
+            other._scales = function(self._scales)
+        return other
+
+    def rows(self) -> Tensor | QuantizedRows:
+        """Return the output [num_rows, h V]."""
         assert self._values is not None
         return self._values if self._quant is None else QuantizedRows(self._values, self._scales)
 

@@ -1,0 +1,141 @@
+"""Steps with pieces of prompts, padded as graphs take them, against the same steps without graphs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step import StepRequests
+from dcpmla.config import DCPConfig
+from dcpmla.runtime.mixed_graph import MixedGraph, MixedSize, absorbed_sizes, token_sizes
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.hash_model import BLOCK, EOS, MESH, HashDrafter, HashModel, alone_ignoring_eos, make_engine
+
+
+class RandomCosts:
+    """Costs that let pieces attend either way, by their numbers."""
+
+    max_prefill_us = float("inf")
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.tokens_per_request = seed, 1 + seed % 3
+
+    def piece_us(self, new: int, context: int) -> float:
+        return float(new)
+
+    def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
+        return [hash((self.seed, piece)) % 2 == 0 for piece in pieces]
+
+    def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        return hash((self.seed, *pieces)) % 2 == 0
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=30), min_size=1, max_size=7),
+    budget=st.sampled_from([3, 16, 64]),
+    seed=st.integers(0, 100),
+    num_drafts=st.sampled_from([0, 2]),
+)
+@settings(max_examples=80, deadline=None)
+def test_answers_are_those_without_graphs(prompts: list[list[int]], budget: int, seed: int, num_drafts: int) -> None:
+    drafter = HashDrafter(num_drafts, 0.5, always=True) if num_drafts else None
+    sizes = Sizes()
+    engine = make_engine(60, budget, 4, 60, mixed=True, costs=RandomCosts(seed), drafter=drafter, on_step=sizes)
+    requests = [engine.add(prompt, SamplingParams(max_new_tokens=5, ignore_eos=True)) for prompt in prompts]
+    list(engine.run())
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.token_ids == alone_ignoring_eos(prompt, 5)
+    assert engine.allocator.num_free == 60
+
+
+class Sizes:
+    """Lines of all steps."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_both_kinds_of_graphs_are_used() -> None:
+    sizes = Sizes()
+    for seed in range(6):
+        engine = make_engine(60, 16, 4, 60, mixed=True, costs=RandomCosts(seed), on_step=sizes)
+        for length in (3, 9, 14, 20):
+            engine.add(list(range(length)), SamplingParams(max_new_tokens=4, ignore_eos=True))
+        list(engine.run())
+    used = [line for line in sizes.lines if "graph of" in line]
+    assert any("all absorbed" in line for line in used)
+    assert any("all absorbed" not in line for line in used)
+
+
+@pytest.mark.parametrize("most", [1, 16, 63, 64, 100, 512, 2000, 8192, 30000])
+def test_sizes(most: int) -> None:
+    absorbed, others = absorbed_sizes(most), token_sizes(most)
+    assert absorbed == sorted(set(absorbed))
+    assert others == sorted(set(others))
+    assert (absorbed[-1], others[-1]) == (min(most, 512), min(most, 8192))
+    assert len(absorbed) + len(others) <= 36
+    for size, larger in zip(others, others[1:], strict=False):
+        assert larger < 128 or larger - size <= larger / 2
+
+
+def new_graph(max_num_tokens: int, max_num_seqs: int = 4) -> MixedGraph:
+    engine = make_engine(20)
+    steps = StepBuilder(engine.dcp, 0)
+    return MixedGraph(HashModel(), engine.cache, steps, MESH, max_num_tokens, max_num_seqs, 40, 2)
+
+
+def test_steps_that_are_too_large_have_no_size() -> None:
+    graph = new_graph(100)
+    assert graph.size(33, 2, True) == MixedSize(64, True)
+    assert graph.size(100, 4, False) == MixedSize(100, False)
+    assert graph.size(101, 1, False) is None
+    assert graph.size(10, 5, True) is None
+    with pytest.raises(ValueError, match="query_lens has 17 tokens; at most 16 are allowed"):
+        graph.run_absorbed(
+            MixedSize(16, True), torch.zeros(17, dtype=torch.int64), StepRequests([17], [17], [[0, 1, 2, 3, 4]])
+        )
+
+
+@pytest.mark.parametrize("limit", ["max_num_tokens", "max_num_seqs", "max_model_len"])
+def test_limits_are_at_least_one(limit: str) -> None:
+    limits: dict[str, Any] = {"max_num_tokens": 8, "max_num_seqs": 2, "max_model_len": 40, limit: 0}
+    engine = make_engine(20)
+    with pytest.raises(ValueError, match=f"{limit} is 0"):
+        MixedGraph(HashModel(), engine.cache, StepBuilder(engine.dcp, 0), MESH, **limits, tokens_per_request=1)
+
+
+@given(
+    lens=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=5),
+    width=st.integers(1, 4),
+    padding=st.integers(0, 9),
+    rank=st.integers(0, 1),
+)
+@settings(deadline=None)
+def test_columns_are_those_of_a_step(lens: list[tuple[int, int]], width: int, padding: int, rank: int) -> None:
+    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=BLOCK)
+    steps, query_lens = StepBuilder(dcp, rank), [new for new, _ in lens]
+    seq_lens = [new + context for new, context in lens]
+    tables = [list(range(8 * index, 8 * index + 8)) for index in range(len(lens))]
+    requests, num_tokens = StepRequests(query_lens, seq_lens, tables), sum(query_lens)
+    num_pieces = len(lens) + (num_tokens + padding) // width + 1
+    columns = steps.piece_columns(requests, width, num_tokens + padding, num_pieces)
+    step = steps.build(requests, width, num_decodes=len(lens))
+    assert step.decode is not None
+    assert columns.positions.tolist() == step.positions.tolist() + [0] * padding
+    assert columns.slot_mapping.tolist() == step.slot_mapping.tolist() + [-1] * padding
+    assert columns.local_seq_lens.tolist() == step.decode.local_seq_lens.tolist() + [0] * padding
+    assert columns.seq_lens.tolist() == (step.positions + 1).tolist() + [0] * padding
+    starts = columns.start_loc.tolist()
+    assert starts == sorted(starts)
+    assert (starts[0], starts[-1]) == (0, num_tokens + padding)
+    assert max(end - start for start, end in zip(starts, starts[1:], strict=False)) <= width
+    for start, request in zip(starts, columns.request_index.tolist(), strict=False):
+        if start < num_tokens:
+            assert request == columns.request[start]
