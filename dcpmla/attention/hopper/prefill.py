@@ -5,8 +5,9 @@ values into shared memory by TMA; two groups of four warps, the consumers, atten
 consumer starts the scores of a tile of keys together with the product of the probabilities and values of the tile
 before, and computes the softmax of the one while the tensor cores work on the other.
 
-The last keys come first: they alone have some that a query does not see, so that no later step needs a mask. The rope
-part of a key is the same for all heads and is read where it lies.
+The last keys come first: they alone have some past a request's end or a causal bound, so that no later step compares
+positions. A bit mask excludes single keys of all steps (`mask`). The rope part of a key is the same for all heads and
+is read where it lies.
 """
 
 import torch
@@ -25,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.hopper.compat import aggregate, barrier, reinterpret, tma_load
+from dcpmla.attention.hopper.mask import load_words, open_mask, select_scores
 from dcpmla.attention.hopper.pipeline import LN2, LOG2E, allocate_mbarriers, exp2, stage_of
 from dcpmla.attention.triton import prefill as portable
 
@@ -37,6 +39,7 @@ CONSUMERS = gl.constexpr(256)  # threads of both
 KEYS = gl.constexpr(128)  # of a tile
 NUM_STAGES = gl.constexpr(2)  # of keys and values: what shared memory has room for
 CLEARED = gl.constexpr(16)  # rows that are cleared at a time
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -198,15 +201,24 @@ def _store(group: gl.constexpr, acc, lse, buffer, out_ptr, lse_ptr, num_heads, w
 
 
 @gluon.jit
-def _consume(group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, num_heads, scale_log2, work):
+def _consume(
+    group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, mask_ptr, num_words, num_heads, scale_log2, work
+):
     """Attend from half of the queries."""
     dtype: gl.constexpr = buffers.v.dtype
     acc = gl.zeros([ROWS, VALUE], gl.float32, PRODUCT)
     peak = gl.full([ROWS], -float("inf"), gl.float32, ROW)
     total = gl.zeros([ROWS], gl.float32, ROW)
+    if mask_ptr is not None:
+        peak = gl.full([ROWS], LOWEST, gl.float32, ROW)  # a query may select none of a tile, and -inf - -inf is NaN
+        first, num_rows = work.first_row + group * ROWS, work.num_queries - group * ROWS
+        mask = open_mask(mask_ptr, num_words, first, num_rows, ROWS, KEYS, PRODUCT)
     if work.num_tiles > 0:
         mbarrier.wait(barriers.q_ready, 0)
-        scores = warpgroup_mma_wait(0, deps=[_start_scores(group, buffers, barriers, 0)])
+        scores = _start_scores(group, buffers, barriers, 0)
+        if mask_ptr is not None:
+            words = load_words(mask, work.num_tiles - 1, PRODUCT)
+        scores = warpgroup_mma_wait(0, deps=[scores])
         async_copy.mbarrier_arrive(barriers.k_free.index(0), increment_count=False)
         first_key = (work.num_tiles - 1) * KEYS
         num_seen = gl.full([ROWS], work.num_keys, gl.int32, ROW)
@@ -215,6 +227,8 @@ def _consume(group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, num_heads
             num_seen = gl.minimum(num_seen, query + 1)
         key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCT))
         scores = gl.where(gl.expand_dims(key, 0) < gl.expand_dims(num_seen, 1), scores, -float("inf"))
+        if mask_ptr is not None:
+            scores = select_scores(scores, words, mask)
         probs, factor, peak, total = _softmax(scores, peak, total, scale_log2, dtype)
         mbarrier.wait(barriers.v_ready.index(0), 0)
         if first_key + KEYS > work.num_keys:
@@ -222,8 +236,12 @@ def _consume(group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, num_heads
         for step in range(1, work.num_tiles):
             scores = _start_scores(group, buffers, barriers, step)
             acc = _start_values(probs, buffers, step - 1, acc)
+            if mask_ptr is not None:
+                words = load_words(mask, work.num_tiles - 1 - step, PRODUCT)
             scores = warpgroup_mma_wait(1, deps=[scores])
             async_copy.mbarrier_arrive(barriers.k_free.index(step % NUM_STAGES), increment_count=False)
+            if mask_ptr is not None:
+                scores = select_scores(scores, words, mask)
             next_probs, factor, peak, total = _softmax(scores, peak, total, scale_log2, dtype)
             # For the next step's product. The assembler moves no wait for products up past this one, above the softmax.
             mbarrier.wait(barriers.v_ready.index(step % NUM_STAGES), (step // NUM_STAGES) & 1)
@@ -232,13 +250,15 @@ def _consume(group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, num_heads
             acc = acc * gl.expand_dims(factor, 1)
             probs = next_probs
         acc = warpgroup_mma_wait(0, deps=[_start_values(probs, buffers, work.num_tiles - 1, acc)])
+    if mask_ptr is not None:
+        peak = gl.where(total == 0.0, -float("inf"), peak)
     divisor = gl.where(total == 0.0, 1.0, total)  # without keys: acc 0, total 0, peak -inf
     acc = acc * gl.expand_dims(1.0 / divisor, 1)
     lse = (peak + gl.log2(divisor)) * LN2
     _store(group, acc, lse, buffers.q_nope.index(group), out_ptr, lse_ptr, num_heads, work)
 
 
-@gluon.jit(do_not_specialize=["num_reqs", "num_heads"])
+@gluon.jit(do_not_specialize=["num_reqs", "num_heads", "num_words"])
 def prefill_kernel(
     q_nope_desc,
     q_pe_desc,
@@ -247,10 +267,12 @@ def prefill_kernel(
     v_desc,
     out_ptr,
     lse_ptr,
+    mask_ptr,
     query_start_loc_ptr,
     key_start_loc_ptr,
     num_reqs,
     num_heads,
+    num_words,
     q_stride_head,
     k_stride_head,
     v_stride_head,
@@ -261,6 +283,7 @@ def prefill_kernel(
 
     Args:
         q_nope_desc, .., v_desc: rows [N, columns of all heads].
+        mask_ptr: bits of the keys that each query selects [T, num_words], or None, as num_words.
         q_stride_head, k_stride_head, v_stride_head: columns from one head to the next.
         scale_log2: of the scores, times log2(e).
     """
@@ -285,8 +308,8 @@ def prefill_kernel(
     strides = (q_stride_head, k_stride_head, v_stride_head)
     gl.warp_specialize(
         [
-            (_consume, (0, buffers, barriers, out_ptr, lse_ptr, num_heads, scale_log2, work)),
-            (_consume, (1, buffers, barriers, out_ptr, lse_ptr, num_heads, scale_log2, work)),
+            (_consume, (0, buffers, barriers, out_ptr, lse_ptr, mask_ptr, num_words, num_heads, scale_log2, work)),
+            (_consume, (1, buffers, barriers, out_ptr, lse_ptr, mask_ptr, num_words, num_heads, scale_log2, work)),
             (_produce, (descs, strides, buffers, barriers, work)),
         ],
         [4, 1],
@@ -318,10 +341,12 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
         _describe(call.v, KEYS.value, VALUE.value),
         out,
         lse,
+        call.mask,
         queries.start_loc,
         call.keys.start_loc,
         num_reqs,
         num_heads,
+        None if call.mask is None else call.mask.shape[1],
         q.stride(1),
         call.k_nope.stride(1),
         call.v.stride(1),
