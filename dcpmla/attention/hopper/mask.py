@@ -41,7 +41,7 @@ def load_words(mask, tile, layout: gl.constexpr):
     number = gl.expand_dims(gl.arange(0, num_keys, layout=gl.SliceLayout(0, layout)) // WORD, 0)
     words = gl.zeros([mask.rows.shape[0], num_keys], gl.int32, layout)
     for part in gl.static_range(num_keys // WORD):
-        word = gl.load(mask.rows + gl.minimum(tile * (num_keys // WORD) + part, mask.num_words - 1))
+        word = gl.load(mask.rows + gl.minimum(gl.maximum(tile, 0) * (num_keys // WORD) + part, mask.num_words - 1))
         words = gl.where(number == part, gl.expand_dims(word, 1), words)
     return words
 

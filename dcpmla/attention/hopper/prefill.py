@@ -214,11 +214,10 @@ def _consume(
         first, num_rows = work.first_row + group * ROWS, work.num_queries - group * ROWS
         mask = open_mask(mask_ptr, num_words, first, num_rows, ROWS, KEYS, PRODUCT)
     if work.num_tiles > 0:
-        mbarrier.wait(barriers.q_ready, 0)
-        scores = _start_scores(group, buffers, barriers, 0)
         if mask_ptr is not None:
             words = load_words(mask, work.num_tiles - 1, PRODUCT)
-        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.wait(barriers.q_ready, 0)
+        scores = warpgroup_mma_wait(0, deps=[_start_scores(group, buffers, barriers, 0)])
         async_copy.mbarrier_arrive(barriers.k_free.index(0), increment_count=False)
         first_key = (work.num_tiles - 1) * KEYS
         num_seen = gl.full([ROWS], work.num_keys, gl.int32, ROW)
@@ -229,6 +228,7 @@ def _consume(
         scores = gl.where(gl.expand_dims(key, 0) < gl.expand_dims(num_seen, 1), scores, -float("inf"))
         if mask_ptr is not None:
             scores = select_scores(scores, words, mask)
+            words = load_words(mask, work.num_tiles - 2, PRODUCT)
         probs, factor, peak, total = _softmax(scores, peak, total, scale_log2, dtype)
         mbarrier.wait(barriers.v_ready.index(0), 0)
         if first_key + KEYS > work.num_keys:
@@ -236,12 +236,11 @@ def _consume(
         for step in range(1, work.num_tiles):
             scores = _start_scores(group, buffers, barriers, step)
             acc = _start_values(probs, buffers, step - 1, acc)
-            if mask_ptr is not None:
-                words = load_words(mask, work.num_tiles - 1 - step, PRODUCT)
             scores = warpgroup_mma_wait(1, deps=[scores])
             async_copy.mbarrier_arrive(barriers.k_free.index(step % NUM_STAGES), increment_count=False)
             if mask_ptr is not None:
                 scores = select_scores(scores, words, mask)
+                words = load_words(mask, work.num_tiles - 2 - step, PRODUCT)
             next_probs, factor, peak, total = _softmax(scores, peak, total, scale_log2, dtype)
             # For the next step's product. The assembler moves no wait for products up past this one, above the softmax.
             mbarrier.wait(barriers.v_ready.index(step % NUM_STAGES), (step // NUM_STAGES) & 1)
