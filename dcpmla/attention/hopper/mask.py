@@ -1,7 +1,8 @@
 """The mask of selected keys in a consumer's registers; `attention/sparse/mask.py` specifies its words.
 
-A thread loads the words of its own rows of scores, four for a tile of 128 keys, while the tensor cores compute the
-scores. Which of the words a score takes is known at compile time, so that a score costs one test and one selection.
+Each thread loads the words of its own rows of scores, four a row for a tile of 128 keys. The compiler knows which word
+holds a score's bit, and a thread has eight different bits, which stay in registers: a score takes one test and one
+selection.
 """
 
 from triton.experimental import gluon
@@ -14,20 +15,20 @@ WORD = gl.constexpr(32)  # bits of a word
 
 @aggregate
 class Mask:
-    """The words of a consumer's queries, and the bit of each column of a tile in its word."""
+    """Words of a consumer's queries, and the bit of each key of a tile in its word."""
 
     rows: gl.tensor  # pointers [rows] to each query's first word
-    num_words: gl.tensor  # of a query
+    num_words: gl.tensor  # words per query
     bits: gl.tensor  # [keys of a tile]
 
 
 @gluon.jit
 def open_mask(mask_ptr, num_words, first_row, num_rows, ROWS: gl.constexpr, KEYS: gl.constexpr, layout: gl.constexpr):
-    """Return the `Mask` of a tile of scores [ROWS, KEYS]. Rows from num_rows on repeat the last one before them.
+    """Return the `Mask` of scores [ROWS, KEYS]. Rows from num_rows on have the words of the row before them.
 
     Args:
         mask_ptr: Words of all queries [T, num_words].
-        first_row: Query in T of the tile's first row.
+        first_row: Query in T that the first row belongs to.
     """
     row = gl.minimum(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), num_rows - 1)
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
@@ -36,7 +37,10 @@ def open_mask(mask_ptr, num_words, first_row, num_rows, ROWS: gl.constexpr, KEYS
 
 @gluon.jit
 def load_words(mask, tile, layout: gl.constexpr):
-    """Load the words of a tile of keys, each beside the scores whose bits it holds: [rows, keys of a tile]."""
+    """Load the words of a tile of keys as [rows, keys of a tile]: for each score, the word that holds its bit.
+
+    A negative tile, which a load ahead of the last tile asks for, is taken for the first one.
+    """
     num_keys: gl.constexpr = mask.bits.shape[0]
     number = gl.expand_dims(gl.arange(0, num_keys, layout=gl.SliceLayout(0, layout)) // WORD, 0)
     words = gl.zeros([mask.rows.shape[0], num_keys], gl.int32, layout)
@@ -48,9 +52,9 @@ def load_words(mask, tile, layout: gl.constexpr):
 
 @gluon.jit
 def select_scores(scores, words, mask):
-    """Return the scores of selected keys, -inf for others.
+    """Replace the scores of keys that are not selected by -inf.
 
-    One piece of assembly tests and selects, because LLVM would pack the tests' results into words and unpack them.
+    The test and the selection are one piece of assembly: LLVM would pack the results of tests into words.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 p, bit, 0; selp.f32 $0, $1, 0fFF800000, p; }",

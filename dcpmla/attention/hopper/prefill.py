@@ -5,9 +5,9 @@ values into shared memory by TMA; two groups of four warps, the consumers, atten
 consumer starts the scores of a tile of keys together with the product of the probabilities and values of the tile
 before, and computes the softmax of the one while the tensor cores work on the other.
 
-The last keys come first: they alone have some past a request's end or a causal bound, so that no later step compares
-positions. A bit mask excludes single keys of all steps (`mask`). The rope part of a key is the same for all heads and
-is read where it lies.
+The last keys come first: only their tile has keys past a request's end or a causal bound, so that no later step
+compares positions. A bit mask of selected keys applies to every tile (`mask`); its words are loaded one tile ahead. The
+rope part of a key is the same for all heads and is read in place.
 """
 
 import torch
@@ -33,13 +33,13 @@ from dcpmla.attention.triton import prefill as portable
 find_tile = gluon.jit(portable.find_tile.fn)
 
 NOPE, ROPE, VALUE = gl.constexpr(128), gl.constexpr(64), gl.constexpr(128)
-QUERIES = gl.constexpr(128)  # of a tile
+QUERIES = gl.constexpr(128)  # queries per tile
 ROWS = gl.constexpr(64)  # queries of a consumer
-CONSUMERS = gl.constexpr(256)  # threads of both
-KEYS = gl.constexpr(128)  # of a tile
-NUM_STAGES = gl.constexpr(2)  # of keys and values: what shared memory has room for
-CLEARED = gl.constexpr(16)  # rows that are cleared at a time
-LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32
+CONSUMERS = gl.constexpr(256)  # threads of both consumers
+KEYS = gl.constexpr(128)  # keys per tile
+NUM_STAGES = gl.constexpr(2)  # stages of keys and values: shared memory has room for no more
+CLEARED = gl.constexpr(16)  # rows cleared at a time
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # the least finite float32
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -75,13 +75,13 @@ class Barriers:
 
 @aggregate
 class Work:
-    """A program's queries and the keys that any of them sees. Both may be none."""
+    """A program's queries and the keys that any of its queries sees. Both may be none."""
 
     head: gl.tensor
-    first_row: gl.tensor  # of the queries in q
-    num_queries: gl.tensor  # from there on; no more than QUERIES are this program's
-    first_query: gl.tensor  # in its request
-    key_start: gl.tensor  # of the keys in k_nope, k_pe and v
+    first_row: gl.tensor  # row of the first query in q
+    num_queries: gl.tensor  # queries of the request from there on; a program takes at most QUERIES
+    first_query: gl.tensor  # index of the first query in its request
+    key_start: gl.tensor  # row of the first key in k_nope, k_pe and v
     num_keys: gl.tensor
     num_tiles: gl.tensor
     is_causal: gl.constexpr
@@ -281,10 +281,10 @@ def prefill_kernel(
     """Compute one tile of queries of one head. The grid is (heads side by side, tiles, groups of heads).
 
     Args:
-        q_nope_desc, .., v_desc: rows [N, columns of all heads].
-        mask_ptr: bits of the keys that each query selects [T, num_words], or None, as num_words.
-        q_stride_head, k_stride_head, v_stride_head: columns from one head to the next.
-        scale_log2: of the scores, times log2(e).
+        q_nope_desc, .., v_desc: Rows [N, columns of all heads].
+        mask_ptr: Words of the mask [T, num_words]; both are None without a mask.
+        q_stride_head, k_stride_head, v_stride_head: Columns from one head to the next.
+        scale_log2: Softmax scale times log2(e).
     """
     dtype: gl.constexpr = v_desc.dtype
     buffers = Buffers(
