@@ -234,7 +234,8 @@ def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool) ->
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from dcpmla.attention.hopper.prefill import KEYS, NOPE, ROPE, ROWS, TILE, VALUE, prefill_kernel
+    from dcpmla.attention.hopper.prefill import prefill_kernel
+    from dcpmla.attention.hopper.prefill_pipeline import KEYS, NOPE, ROPE, ROWS, TILE, VALUE
 
     def tiles(num_rows: Any, num_columns: Any) -> str:
         return f"tensordesc<{dtype}[{num_rows.value}, {num_columns.value}],{TILE.value}>"

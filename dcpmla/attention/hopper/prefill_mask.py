@@ -9,43 +9,44 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dcpmla.attention.hopper.compat import aggregate
+from dcpmla.attention.hopper.prefill_pipeline import KEYS, PRODUCT, ROW, ROWS
 
 WORD = gl.constexpr(32)  # bits of a word
+COLUMN = gl.constexpr(gl.SliceLayout(0, PRODUCT.value))
 
 
 @aggregate
 class Mask:
     """Words of a consumer's queries, and the bit of each key of a tile in its word."""
 
-    rows: gl.tensor  # pointers [rows] to each query's first word
+    rows: gl.tensor  # pointers [ROWS] to each query's first word
     num_words: gl.tensor  # words per query
-    bits: gl.tensor  # [keys of a tile]
+    bits: gl.tensor  # [KEYS]
 
 
 @gluon.jit
-def open_mask(mask_ptr, num_words, first_row, num_rows, ROWS: gl.constexpr, KEYS: gl.constexpr, layout: gl.constexpr):
+def open_mask(mask_ptr, num_words, first_row, num_rows):
     """Return the `Mask` of scores [ROWS, KEYS]. Rows from num_rows on have the words of the row before them.
 
     Args:
         mask_ptr: Words of all queries [T, num_words].
         first_row: Query in T that the first row belongs to.
     """
-    row = gl.minimum(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), num_rows - 1)
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
+    row = gl.minimum(gl.arange(0, ROWS, layout=ROW), num_rows - 1)
+    key = gl.arange(0, KEYS, layout=COLUMN)
     return Mask(mask_ptr + (first_row + row).to(gl.int64) * num_words, num_words, 1 << (key % WORD))
 
 
 @gluon.jit
-def load_words(mask, tile, layout: gl.constexpr):
-    """Load the words of a tile of keys as [rows, keys of a tile]: for each score, the word that holds its bit.
+def load_words(mask, tile):
+    """Load the words of a tile of keys as [ROWS, KEYS]: for each score, the word that holds its bit.
 
-    A negative tile, which a load ahead of the last tile asks for, is taken for the first one.
+    A negative tile counts as the first one: the consumer loads one tile more than it uses.
     """
-    num_keys: gl.constexpr = mask.bits.shape[0]
-    number = gl.expand_dims(gl.arange(0, num_keys, layout=gl.SliceLayout(0, layout)) // WORD, 0)
-    words = gl.zeros([mask.rows.shape[0], num_keys], gl.int32, layout)
-    for part in gl.static_range(num_keys // WORD):
-        word = gl.load(mask.rows + gl.minimum(gl.maximum(tile, 0) * (num_keys // WORD) + part, mask.num_words - 1))
+    number = gl.expand_dims(gl.arange(0, KEYS, layout=COLUMN) // WORD, 0)
+    words = gl.zeros([ROWS, KEYS], gl.int32, PRODUCT)
+    for part in gl.static_range(KEYS // WORD):
+        word = gl.load(mask.rows + gl.minimum(gl.maximum(tile, 0) * (KEYS // WORD) + part, mask.num_words - 1))
         words = gl.where(number == part, gl.expand_dims(word, 1), words)
     return words
 
