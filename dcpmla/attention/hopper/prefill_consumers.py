@@ -54,7 +54,7 @@ def _softmax(scores, peak, total, scale_log2, dtype: gl.constexpr):
 def _clear_past(values, num_keys):
     """Zero the rows of values [KEYS, VALUE] past the last key: they may hold NaN, and 0 x NaN is NaN.
 
-    Both consumers do so: a row that one of them rewrites keeps its values or becomes zero, so the other may read it.
+    Both consumers do so: a row that either rewrites keeps its values or becomes zero, so the other may read it.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     num_parts: gl.constexpr = KEYS // CLEARED
