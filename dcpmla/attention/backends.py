@@ -197,8 +197,6 @@ def _hopper_prefill_obstacle(call: PrefillCall) -> str:
     q, k_nope, k_pe, v = call.q, call.k_nope, call.k_pe, call.v
     if obstacle := _half_on_gpu_obstacle(q, (9, 0)) or _hopper_gpu_obstacle(q):
         return obstacle
-    if call.mask is not None:
-        return "it takes no mask of selected tokens"
     dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
     if dims != (128, 64, 128):
         return f"heads are {dims[0]} + {dims[1]} and {dims[2]} wide, not 128 + 64 and 128"

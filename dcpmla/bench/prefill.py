@@ -1,11 +1,11 @@
 """Measure prefill kernels on one device: a chunk of new tokens over itself (causal) and over cached contexts, with
-every backend.
+every backend, over all keys and under masks of selected ones.
 """
 
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
 from dcpmla.attention.calls import PrefillCall, Segments, join_keys
+from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
 from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, leave_out
@@ -22,20 +23,25 @@ from dcpmla.cli.options import positive, positive_list
 
 _DIMS = (128, 64, 128)  # nope, rope and value widths of a head: DeepSeek V2 and V3, Kimi-K2
 _SCALE = (_DIMS[0] + _DIMS[1]) ** -0.5
-_CACHE_BYTES = 1 << 27  # inputs rotate until so many bytes lie between two uses of the same ones: no GPU's L2 is larger
-_SAMPLE_SECONDS = 1.0  # that the samples of one kernel may take
-_FEWEST_CALLS = 4  # of a sample on a GPU
+_CACHE_BYTES = 1 << 27  # bytes between two uses of the same inputs, which rotate: no GPU's L2 is larger
+_SAMPLE_SECONDS = 1.0  # time for the samples of one kernel
+_FEWEST_CALLS = 4  # calls of a sample on a GPU
 _CHECKED_ROWS = 32  # queries of two heads, compared with float64
 _LARGEST_ERROR = 0.02  # of out or lse: bfloat16 stays below 0.005; a larger one means that something else was computed
 
 
 @dataclass(frozen=True)
 class PrefillCase:
-    """New tokens over themselves where context is 0, else over so many cached tokens."""
+    """New tokens over themselves where context is 0, else over so many cached tokens.
+
+    Attributes:
+        topk: Number of keys that each token selects under a mask; None for all keys without a mask.
+    """
 
     heads: int
     tokens: int
     context: int
+    topk: int | None
 
     @property
     def causal(self) -> bool:
@@ -47,16 +53,17 @@ class PrefillCase:
 
     @property
     def flops(self) -> int:
-        """Operations of both matrix products, over the pairs that the causal bound leaves."""
+        """Operations of both matrix products, over the pairs that the causal bound leaves, selected or not."""
         pairs = self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens * self.context
         return 2 * self.heads * sum(_DIMS) * pairs
 
     def __str__(self) -> str:
-        return f"{self.tokens:,} new tokens over " + (f"{self.context:,}" if self.context else "themselves")
+        keys = f"{self.context:,}" if self.context else "themselves"
+        return f"{self.tokens:,} new tokens over {keys}" + (f", top {self.topk:,}" if self.topk else "")
 
 
 class PrefillInputs:
-    """Sets of random (q, k_nope, k_pe, v) of a case, keys and values as views of one up-projection."""
+    """Sets of random (q, k_nope, k_pe, v) of a case, keys and values as views of one up-projection, and their mask."""
 
     def __init__(self, case: PrefillCase, dtype: torch.dtype, device: torch.device) -> None:
         nope, rope, value = _DIMS
@@ -72,10 +79,27 @@ class PrefillInputs:
         num_values = case.heads * (case.tokens * (nope + rope) + case.num_keys * (nope + value))
         num_sets = -(-_CACHE_BYTES // (num_values * dtype.itemsize)) if device.type == "cuda" else 1
         self.sets = [new_set() for _ in range(num_sets)]
+        self.mask = None if case.topk is None else self._select(case.topk, device)
+
+    def _select(self, topk: int, device: torch.device) -> Tensor:
+        """Return a mask of topk keys of each token, or of all that it sees if these are fewer: one key at random of
+        each of topk ranges of nearly equal length.
+        """
+        case, number = self.case, torch.arange(topk, device=device)
+        num_seen = torch.full((case.tokens, 1), case.num_keys, device=device)
+        if case.causal:
+            num_seen = torch.arange(1, case.tokens + 1, device=device)[:, None]
+        first, end = number * num_seen // topk, (number + 1) * num_seen // topk
+        offset = (torch.rand(case.tokens, topk, device=device) * (end - first)).long()
+        # A range without keys, of a token that sees fewer than topk, selects nothing.
+        positions = (first + offset).masked_fill(first == end, -1).to(torch.int32)
+        start_loc = self.queries.start_loc
+        return selection_mask(positions, start_loc, start_loc[:1], case.num_keys)  # the first key has position 0
 
     def call(self, index: int) -> PrefillCall:
         """Return the call over set index % num_sets."""
-        return PrefillCall(*self.sets[index % len(self.sets)], self.queries, self.keys, _SCALE, self.case.causal)
+        tensors = self.sets[index % len(self.sets)]
+        return PrefillCall(*tensors, self.queries, self.keys, _SCALE, self.case.causal, self.mask)
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
         """Return the errors of set 0's result against float64, at some queries of the first and the last head: of out
@@ -89,6 +113,9 @@ class PrefillInputs:
         if self.case.causal:
             is_later = torch.arange(self.case.num_keys, device=out.device) > rows[:, None]
             scores = scores.masked_fill(is_later[:, None], -torch.inf)
+        if self.mask is not None:
+            is_selected = unpack_mask(self.mask[rows], self.case.num_keys)
+            scores = scores.masked_fill(~is_selected[:, None], -torch.inf)
         wanted = torch.einsum("ths,shd->thd", scores.softmax(-1), values)
         error = (out[rows][:, heads] - wanted).norm() / wanted.norm()
         lse_error = (lse[rows][:, heads] - scores.logsumexp(-1)).abs().max()
@@ -108,15 +135,21 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("--heads", type=positive, default=16, metavar="H", help="of one rank: 16 are DeepSeek-V3's with -tp 8")
+        heads = "heads of one rank: 16 are DeepSeek-V3's with -tp 8"
+        add("--heads", type=positive, default=16, metavar="H", help=heads)
         tokens = "2048,4096,8192,16384"
         add("--tokens", type=positive_list, default=tokens, metavar="T,...", help="new tokens of the request")
         add("--context", type=positive_list, default="8192,32768,131072", metavar="S,...", help="its cached tokens")
+        topk = "keys that each new token selects: more keys than that are measured under a mask as well"
+        add("--topk", type=positive, metavar="K", help=topk)
 
     def cases(self) -> Iterator[PrefillCase]:
         for tokens in self.args.tokens:
             for context in (0, *self.args.context):
-                yield PrefillCase(self.args.heads, tokens, context)
+                case = PrefillCase(self.args.heads, tokens, context, topk=None)
+                yield case
+                if self.args.topk is not None and case.num_keys > self.args.topk:
+                    yield replace(case, topk=self.args.topk)
 
     def inputs(self, case: PrefillCase) -> PrefillInputs:
         return PrefillInputs(case, self.dtype, self.device)
@@ -143,6 +176,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
             "heads": case.heads,
             "tokens": case.tokens,
             "context": case.context,
+            "topk": case.topk,
             "causal": case.causal,
             "dtype": dtype_name(self.dtype),
             "num_sets": len(inputs.sets),
@@ -170,17 +204,18 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
 
 
 def _line(row: Row) -> str:
-    case = PrefillCase(row["heads"], row["tokens"], row["context"])
+    case = PrefillCase(row["heads"], row["tokens"], row["context"], row["topk"])
     is_right = all(row[key] is not None and row[key] <= _LARGEST_ERROR for key in ("error", "lse_error"))
     time = f"{row['median_us']:>12,.1f} us {row['tflops']:>8,.1f} TFLOP/s   first call {row['first_call_ms']:>8,.1f} ms"
     errors = f"error {row['error']} of lse {row['lse_error']}{'' if is_right else '   WRONG'}"
-    return f"{case!s:<38} {row['kernel']:<10} {time}   {errors}"
+    return f"{case!s:<49} {row['kernel']:<10} {time}   {errors}"
 
 
 def _plot_lines(axes: Any, rows: Sequence[Row], over: str, label: str) -> None:
-    for kernel in dict.fromkeys(row["kernel"] for row in rows):
-        points = select(rows, kernel=kernel)
-        axes.plot([row[over] for row in points], [row["tflops"] for row in points], "o-", label=kernel)
+    for kernel, topk in dict.fromkeys((row["kernel"], row["topk"]) for row in rows):
+        points = select(rows, kernel=kernel, topk=topk)
+        name = kernel if topk is None else f"{kernel}, top {topk:,}"
+        axes.plot([row[over] for row in points], [row["tflops"] for row in points], "o-", label=name)
     axes.set_xscale("log", base=2)
     axes.set_xlabel(label)
     axes.set_ylabel("TFLOP/s")

@@ -224,21 +224,31 @@ def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: boo
     assert compiled.metadata.shared <= HOPPER_SHARED_MEMORY
 
 
-def test_the_hopper_kernel_compiles() -> None:
-    """The softmax of a tile lies before the wait for the product of the values of the tile before."""
+@pytest.mark.parametrize(
+    ("dtype", "causal", "has_mask"),
+    [("bf16", True, False), ("bf16", False, True), ("fp16", False, False), ("fp16", True, True)],
+)
+def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool) -> None:
+    """The softmax of a tile precedes the wait for the product of the values of the tile before. Before the softmax each
+    score is tested by itself, and each thread loads the words of its two rows for the next tile.
+    """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from dcpmla.attention.hopper.prefill import KEYS, NOPE, ROPE, ROWS, TILE, VALUE, prefill_kernel
+    from dcpmla.attention.hopper.prefill import prefill_kernel
+    from dcpmla.attention.hopper.prefill_pipeline import KEYS, NOPE, ROPE, ROWS, TILE, VALUE
 
     def tiles(num_rows: Any, num_columns: Any) -> str:
-        return f"tensordesc<bf16[{num_rows.value}, {num_columns.value}],{TILE.value}>"
+        return f"tensordesc<{dtype}[{num_rows.value}, {num_columns.value}],{TILE.value}>"
 
     types = {"q_nope_desc": tiles(ROWS, NOPE), "q_pe_desc": tiles(ROWS, ROPE), "v_desc": tiles(KEYS, VALUE)}
-    types |= {"k_nope_desc": tiles(KEYS, NOPE), "k_pe_desc": tiles(KEYS, ROPE), "out_ptr": "*bf16"}
+    types |= {"k_nope_desc": tiles(KEYS, NOPE), "k_pe_desc": tiles(KEYS, ROPE), "out_ptr": f"*{dtype}"}
     types |= {"lse_ptr": "*fp32", "query_start_loc_ptr": "*i32", "key_start_loc_ptr": "*i32", "scale_log2": "fp32"}
-    ptx, said = test_decode_compile.compile_for_hopper(
-        prefill_kernel, GluonASTSource, types, {"IS_CAUSAL": True}, num_warps=4
-    )
+    constants: dict[str, Any] = {"IS_CAUSAL": causal}
+    if has_mask:
+        types["mask_ptr"] = "*i32"
+    else:
+        constants |= {"mask_ptr": None, "num_words": None}
+    ptx, said = test_decode_compile.compile_for_hopper(prefill_kernel, GluonASTSource, types, constants, num_warps=4)
     assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert "0 bytes spill stores" in said
@@ -246,6 +256,8 @@ def test_the_hopper_kernel_compiles() -> None:
     loop = ptx[ptx.index("wgmma.wait_group.sync.aligned 1") :]
     softmax = loop[: loop.index("wgmma.wait_group.sync.aligned 0")]
     assert softmax.count("ex2.approx") >= 64
+    assert softmax.count("selp.f32") == (64 if has_mask else 0)
+    assert softmax.count("ld.global") == (8 if has_mask else 0)
     assert "mbarrier.try_wait" in softmax[softmax.rindex("ex2.approx") :]  # past which the assembler moves no wait
 
 

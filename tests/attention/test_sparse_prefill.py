@@ -21,10 +21,11 @@ from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.rows import write_latents
 from dcpmla.comm.exchange import LocalExchange
-from tests.attention.test_prefill_kernel import compile_for_hopper, poisoned, segments
+from tests.attention.test_prefill_backends import DEEPSEEK, LARGER_CASES, find_kernel
+from tests.attention.test_prefill_kernel import Case, compile_for_hopper, poisoned, segments
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
 from tests.attention.test_reference_prefill import AllRanks
-from tests.support.backends import prefill_call
+from tests.support.backends import as_kernel, prefill_call
 from tests.support.shared_memory import run_interpreted
 from tests.test_ownership import deal_slots
 
@@ -99,9 +100,7 @@ def check_mask_kernel(device: str) -> None:
 
 # ---- kernels under a mask
 
-Case = tuple[
-    list[int], list[int] | None, int, tuple[int, int, int]
-]  # query_lens, key_lens (None: causal), heads, (P, R, V)
+MASKED_BACKENDS = ("hopper", "triton")
 CASES: dict[str, Case] = {
     "causal": ([37, 1, 150], None, 2, (32, 16, 32)),
     "context": ([5, 70, 33], [64, 1, 300], 2, (32, 16, 32)),
@@ -112,20 +111,23 @@ CASES: dict[str, Case] = {
 
 
 def draw_mask(num_tokens: int, num_keys: int) -> Tensor:
-    """Return rows of all bits, none, one, few, and of a run far after the first key: tiles before it are empty."""
+    """Return rows of all bits, none, one, few, and of few among the last or the first keys: tiles before or after them
+    are empty.
+    """
     bits = torch.rand(num_tokens, num_keys, generator=torch.Generator().manual_seed(2)) < 0.1
     bits[1::7], bits[2::7], bits[3::7] = True, False, False
     bits[3::7, num_keys // 2] = True
     bits[4::7, : num_keys - num_keys // 4] = False
+    bits[5::7, num_keys // 4 :] = False
     padded = torch.nn.functional.pad(bits, (0, -num_keys % 32)).unflatten(1, (-1, 32))
     return (padded.long() << torch.arange(32)).sum(-1).to(torch.int32)
 
 
 def check_masked(
-    prefill: Callable[[PrefillCall], tuple[Tensor, Tensor]], case: str, dtype: torch.dtype, device: str
+    prefill: Callable[[PrefillCall], tuple[Tensor, Tensor]], case: Case, dtype: torch.dtype, device: str
 ) -> None:
     """Compare a backend's (out, lse) with float64, among rows of NaN."""
-    query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = CASES[case]
+    query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = case
     queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
     generator = torch.Generator().manual_seed(0)
     num_tokens, num_keys = queries.start[-1], keys.start[-1]
@@ -150,11 +152,11 @@ def check_in_the_interpreter() -> None:
     from dcpmla.attention.triton import prefill as kernels
 
     check_mask_kernel("cpu")
-    for case in CASES:
+    for case in CASES.values():
         check_masked(kernels.run, case, torch.float16, "cpu")
     for tiling in kernels.TILINGS[1:]:  # half a word of keys, one, two
         kernels.TILINGS = (tiling,)
-        check_masked(kernels.run, "causal", torch.float16, "cpu")
+        check_masked(kernels.run, CASES["causal"], torch.float16, "cpu")
 
 
 def test_in_the_interpreter() -> None:
@@ -170,17 +172,18 @@ def test_mask_kernel_compiles_for_hopper() -> None:
 
 
 def test_a_mask_passes_over_kernels_that_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU where all kernels of prefill could run."""
-    for name in ("_half_on_gpu_obstacle", "_hopper_gpu_obstacle", "_missing_flashinfer"):
+    """On a GPU where all kernels of prefill could run, and on one that is no Hopper."""
+    for name in ("_half_on_gpu_obstacle", "_missing_flashinfer"):
         monkeypatch.setattr(backends, name, lambda *_: "")
     rows = torch.empty(1, 1, 192), torch.empty(1, 64), torch.empty(1, 1, 128)
     masks = None, torch.zeros(1, 1, dtype=torch.int32)
-    chosen = [select_backend(PREFILL_BACKENDS, prefill_call(*rows, mask)).name for mask in masks]
-    assert chosen == ["hopper", "triton"]
+    for obstacle, expected in (("", ["hopper", "hopper"]), ("no Hopper", ["flashinfer", "triton"])):
+        monkeypatch.setattr(backends, "_hopper_gpu_obstacle", lambda *_, obstacle=obstacle: obstacle)
+        assert [select_backend(PREFILL_BACKENDS, prefill_call(*rows, mask)).name for mask in masks] == expected
 
 
 def check_operators(device: str, dtype: torch.dtype) -> None:
-    """`torch.library.opcheck`: schema, and shapes that tracing is told."""
+    """Check schema and the shapes of tracing: `torch.library.opcheck`."""
     lens, generator = segments([3, 1], device), torch.Generator().manual_seed(0)
     positions = select([8, 9, 10, 4], 5).to(device)
     torch.library.opcheck(
@@ -282,14 +285,51 @@ def test_positions_of_other_tokens() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", CASES)
-def test_masked_kernel_on_a_gpu(case: str, dtype: torch.dtype) -> None:
-    nope, rope, v_head_dim = CASES[case][3]
-    q, k_pe, v = (torch.empty(1, 1, dim, dtype=dtype, device="cuda") for dim in (nope + rope, rope, v_head_dim))
-    mask = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
-    backend = select_backend(PREFILL_BACKENDS, prefill_call(q, k_pe[0], v, mask))
-    assert backend.name == "triton"
-    check_masked(backend.run, case, dtype, "cuda")
+@pytest.mark.parametrize("case", CASES | LARGER_CASES)
+@pytest.mark.parametrize("name", MASKED_BACKENDS)
+def test_masked_kernel_on_a_gpu(name: str, case: str, dtype: torch.dtype) -> None:
+    lens_and_dims = (CASES | LARGER_CASES)[case]
+    check_masked(find_kernel(name, lens_and_dims[3], dtype), lens_and_dims, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKED_BACKENDS)
+def test_a_mask_of_all_keys_on_a_gpu(name: str) -> None:
+    """The same result as without a mask, although bits past a request's keys are set."""
+    mha_prefill = as_kernel(find_kernel(name, DEEPSEEK, torch.bfloat16), PrefillCall)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    for query_lens, key_lens in (([300, 1, 129], [300, 1, 129]), ([300, 1, 129], [64, 0, 777])):
+        queries, keys = segments(query_lens, "cuda"), segments(key_lens, "cuda")
+        num_tokens, num_keys = queries.start[-1], keys.start[-1]
+        call = rows(num_tokens, 5, 192), rows(num_keys, 5, 128), rows(num_keys, 64), rows(num_keys, 5, 128)
+        mask = torch.full((num_tokens, -(-max(key_lens) // 32)), -1, dtype=torch.int32, device="cuda")
+        sizes = queries, keys, SCALE, query_lens == key_lens
+        (out, lse), (expected, expected_lse) = mha_prefill(*call, *sizes, mask), mha_prefill(*call, *sizes)
+        torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-2)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKED_BACKENDS)
+def test_masks_past_2_31_words(name: str) -> None:
+    """Rows of a mask whose offset in words takes more than 32 bits."""
+    mha_prefill = as_kernel(find_kernel(name, DEEPSEEK, torch.bfloat16), PrefillCall)
+    num_tokens, num_keys = 65_600, 200
+    mask = torch.zeros(num_tokens, 32_800, device="cuda", dtype=torch.int32)  # 8.6 GB
+    mask[-1, 5] = 1 << 7
+    kv = torch.randn(num_keys, 1, 256, device="cuda", dtype=torch.bfloat16)
+    k_pe = torch.randn(num_keys, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(num_tokens, 1, 192, device="cuda", dtype=torch.bfloat16)
+    queries, keys = segments([num_tokens], "cuda"), segments([num_keys], "cuda")
+    out, lse = mha_prefill(q, kv[..., :128], k_pe, kv[..., 128:], queries, keys, SCALE, False, mask)
+    assert torch.equal(out[-1], kv[5 * 32 + 7, :, 128:])
+    assert lse[-1].isfinite().all()
+    assert not out[:-1].any()
+    assert (lse[:-1] == -torch.inf).all()
 
 
 @pytest.mark.gpu
@@ -321,8 +361,8 @@ def test_dcp_mla_prefill_over_selected_positions_on_a_gpu(workspace: int, dims: 
     assert prefill is not None
 
     def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        what = [tensor.to(dtype) for tensor in inputs]
-        out, lse = dcp_mla_prefill(*what, prefill, (nope + rope) ** -0.5, LocalExchange(), positions=positions)
+        cast = [tensor.to(dtype) for tensor in inputs]
+        out, lse = dcp_mla_prefill(*cast, prefill, (nope + rope) ** -0.5, LocalExchange(), positions=positions)
         return out.double(), lse
 
     (out, lse), (wanted, wanted_lse) = run(torch.bfloat16), run(torch.float64)

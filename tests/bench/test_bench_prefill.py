@@ -13,6 +13,7 @@ from torch import Tensor
 from dcpmla.__main__ import main
 from dcpmla.attention.backends import PREFILL_BACKENDS, Backend, find_backend
 from dcpmla.attention.calls import PrefillCall
+from dcpmla.attention.sparse.mask import unpack_mask
 from dcpmla.bench import prefill as bench_prefill
 from tests.support.launchers import run_together
 
@@ -39,6 +40,34 @@ def test_a_row_for_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "8 new tokens over 50" in printed
     assert "WRONG" not in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_under_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """After each case with more keys than are selected; a backend that ignores the mask is wrong."""
+    right = find_backend(PREFILL_BACKENDS, "torch")
+    ignoring = replace(right, name="ignoring", run=lambda call: right.run(replace(call, mask=None)))
+    monkeypatch.setattr(bench_prefill, "PREFILL_BACKENDS", (right, ignoring))
+    out, plot = tmp_path / "prefill.json", tmp_path / "prefill.png"
+    options = ["--tokens", "33", "--context", "20,50", "--topk", "20", "--json", str(out), "--plot", str(plot)]
+    assert main([*TINY, *options]) == 0
+    rows = [row for row in json.loads(out.read_text())["rows"] if row["kernel"] == "torch"]
+    cases = [(row["context"], row["topk"]) for row in rows]
+    assert cases == [(0, None), (0, 20), (20, None), (50, None), (50, 20)]
+    assert all(0 < row["error"] < 1e-5 and row["lse_error"] < 1e-4 for row in rows)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "TFLOP/s" in line]
+    assert [" WRONG" in line for line in lines] == ["ignoring" in line and "top 20" in line for line in lines]
+    assert plot.exists()
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(30, 0), (7, 64)])
+def test_a_token_selects_topk_keys_or_all_that_it_sees(tokens: int, context: int) -> None:
+    case = bench_prefill.PrefillCase(1, tokens, context, topk=12)
+    mask = bench_prefill.PrefillInputs(case, torch.float32, torch.device("cpu")).mask
+    assert mask is not None
+    bits = unpack_mask(mask, case.num_keys)
+    assert bits.sum(1).tolist() == [min(12, token + 1) if context == 0 else 12 for token in range(tokens)]
+    if context == 0:
+        assert torch.equal(bits, bits.tril())
 
 
 def backend(name: str, change: Any) -> Backend[PrefillCall]:
@@ -80,11 +109,11 @@ def test_a_wrong_backend_is_seen_and_a_failing_one_left_out(
 def test_backends_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # GPUs may be seen again
     out = tmp_path / "prefill.json"
-    sizes = ["--tokens", "256,2048", "--context", "4096"]
+    sizes = ["--tokens", "256,2048", "--context", "4096", "--topk", "1000"]
     run_together([([sys.executable, "-m", "dcpmla", "bench", "prefill", *sizes, "--json", out], {})])
     rows = json.loads(out.read_text())["rows"]
     backends = [row["kernel"] for row in rows]
-    assert [backends.count(name) for name in ("triton", "torch")] == [4, 4]
+    assert [backends.count(name) for name in ("triton", "torch")] == [7, 7]
     for row in rows:
         assert row["in_graph"]
         assert row["error"] < 0.01

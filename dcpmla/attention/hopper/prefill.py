@@ -5,8 +5,7 @@ values into shared memory by TMA; two groups of four warps, the consumers, atten
 consumer starts the scores of a tile of keys together with the product of the probabilities and values of the tile
 before, and computes the softmax of the one while the tensor cores work on the other.
 
-The last keys come first: they alone have some that a query does not see, so that no later step needs a mask. The rope
-part of a key is the same for all heads and is read where it lies.
+A mask of selected keys applies to every tile (`prefill_mask`). Without a mask nothing of it is compiled.
 """
 
 import torch
@@ -14,231 +13,30 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.hopper.compat import aggregate, barrier, reinterpret, tma_load
-from dcpmla.attention.hopper.pipeline import LN2, LOG2E, allocate_mbarriers, exp2, stage_of
-from dcpmla.attention.triton import prefill as portable
-
-find_tile = gluon.jit(portable.find_tile.fn)
-
-NOPE, ROPE, VALUE = gl.constexpr(128), gl.constexpr(64), gl.constexpr(128)
-QUERIES = gl.constexpr(128)  # of a tile
-ROWS = gl.constexpr(64)  # queries of a consumer
-CONSUMERS = gl.constexpr(256)  # threads of both
-KEYS = gl.constexpr(128)  # of a tile
-NUM_STAGES = gl.constexpr(2)  # of keys and values: what shared memory has room for
-CLEARED = gl.constexpr(16)  # rows that are cleared at a time
-
-TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 2))
-ROW = gl.constexpr(gl.SliceLayout(1, PRODUCT.value))
-
-
-@aggregate
-class Buffers:
-    """Tiles in shared memory."""
-
-    q_nope: gl.shared_memory_descriptor  # [2, ROWS, NOPE], later the output
-    q_pe: gl.shared_memory_descriptor  # [2, ROWS, ROPE]
-    k_nope: gl.shared_memory_descriptor  # [stages, KEYS, NOPE]
-    k_pe: gl.shared_memory_descriptor  # [stages, KEYS, ROPE]
-    v: gl.shared_memory_descriptor  # [stages, KEYS, VALUE]
+from dcpmla.attention.hopper.pipeline import LOG2E, allocate_mbarriers
+from dcpmla.attention.hopper.prefill_consumers import consume
+from dcpmla.attention.hopper.prefill_pipeline import (
+    CONSUMERS,
+    KEYS,
+    NOPE,
+    NUM_STAGES,
+    QUERIES,
+    ROPE,
+    ROWS,
+    TILE,
+    VALUE,
+    Barriers,
+    Buffers,
+    find_work,
+    produce,
+)
 
 
-@aggregate
-class Barriers:
-    """mbarriers for the tiles of `Buffers`: filled, and free again.
-
-    Each thread of the consumers frees a stage by itself. One thread for all would have to wait for a barrier of its
-    warps first, which takes up to 3 % of the kernel's time.
-    """
-
-    q_ready: gl.shared_memory_descriptor
-    k_ready: gl.shared_memory_descriptor  # [stages]
-    k_free: gl.shared_memory_descriptor
-    v_ready: gl.shared_memory_descriptor
-    v_free: gl.shared_memory_descriptor
-
-
-@aggregate
-class Work:
-    """A program's queries and the keys that any of them sees. Both may be none."""
-
-    head: gl.tensor
-    first_row: gl.tensor  # of the queries in q
-    num_queries: gl.tensor  # from there on; no more than QUERIES are this program's
-    first_query: gl.tensor  # in its request
-    key_start: gl.tensor  # of the keys in k_nope, k_pe and v
-    num_keys: gl.tensor
-    num_tiles: gl.tensor
-    is_causal: gl.constexpr
-
-
-@gluon.jit
-def _find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CAUSAL: gl.constexpr):
-    """Return the program's `Work`. A request's last tile, which sees the most keys under a causal bound, runs first."""
-    head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
-    program = gl.num_programs(1) - 1 - gl.program_id(1)
-    request, tile = find_tile(query_start_loc_ptr, num_reqs, program, QUERIES)
-    first_query = tile * QUERIES
-    first_row = gl.load(query_start_loc_ptr + request) + first_query
-    num_queries = gl.where(head < num_heads, gl.load(query_start_loc_ptr + request + 1) - first_row, 0)
-    key_start = gl.load(key_start_loc_ptr + request)
-    num_keys = gl.where(num_queries > 0, gl.load(key_start_loc_ptr + request + 1) - key_start, 0)
-    if IS_CAUSAL:
-        num_keys = gl.minimum(num_keys, first_query + QUERIES)
-    num_tiles = gl.cdiv(num_keys, KEYS)
-    return Work(head, first_row, num_queries, first_query, key_start, num_keys, num_tiles, IS_CAUSAL)
-
-
-@gluon.jit
-def _produce(descs, strides, buffers, barriers, work):
-    """Copy the queries, then the tiles of keys and values, the last ones first, in the order of their use."""
-    q_nope_desc, q_pe_desc, k_nope_desc, k_pe_desc, v_desc = descs
-    q_stride_head, k_stride_head, v_stride_head = strides
-    if work.num_tiles > 0:
-        mbarrier.expect(barriers.q_ready, QUERIES * (NOPE + ROPE) * 2)
-        for group in gl.static_range(2):
-            row, column = work.first_row + group * ROWS, work.head * q_stride_head
-            tma_load(q_nope_desc, [row, column], barriers.q_ready, buffers.q_nope.index(group))
-            tma_load(q_pe_desc, [row, column + NOPE], barriers.q_ready, buffers.q_pe.index(group))
-        for step in range(0, work.num_tiles + 1):
-            if step < work.num_tiles:
-                stage, phase = step % NUM_STAGES, (step // NUM_STAGES) & 1
-                row = work.key_start + (work.num_tiles - 1 - step) * KEYS
-                mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
-                ready = barriers.k_ready.index(stage)
-                mbarrier.expect(ready, KEYS * (NOPE + ROPE) * 2)
-                tma_load(k_nope_desc, [row, work.head * k_stride_head], ready, buffers.k_nope.index(stage))
-                tma_load(k_pe_desc, [row, 0], ready, buffers.k_pe.index(stage))
-            if step > 0:  # the values of the tile before, as the consumers multiply them
-                stage, phase = (step - 1) % NUM_STAGES, ((step - 1) // NUM_STAGES) & 1
-                row = work.key_start + (work.num_tiles - step) * KEYS
-                mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
-                ready = barriers.v_ready.index(stage)
-                mbarrier.expect(ready, KEYS * VALUE * 2)
-                tma_load(v_desc, [row, work.head * v_stride_head], ready, buffers.v.index(stage))
-
-
-@gluon.jit
-def _start_scores(group: gl.constexpr, buffers, barriers, step):
-    """Start the queries' products with a tile of keys, asynchronous; return the scores in the making."""
-    stage = step % NUM_STAGES
-    mbarrier.wait(barriers.k_ready.index(stage), (step // NUM_STAGES) & 1)
-    scores = gl.zeros([ROWS, KEYS], gl.float32, PRODUCT)
-    nope, rope = stage_of(buffers.k_nope, stage).permute((1, 0)), stage_of(buffers.k_pe, stage).permute((1, 0))
-    scores = warpgroup_mma(stage_of(buffers.q_nope, group), nope, scores, is_async=True)
-    return warpgroup_mma(stage_of(buffers.q_pe, group), rope, scores, is_async=True)
-
-
-@gluon.jit
-def _start_values(probs, buffers, step, acc):
-    """Start adding a tile's probabilities times its values to acc, asynchronous; return acc in the making."""
-    return warpgroup_mma(probs, stage_of(buffers.v, step % NUM_STAGES), acc, is_async=True)
-
-
-@gluon.jit
-def _softmax(scores, peak, total, scale_log2, dtype: gl.constexpr):
-    """Take a tile's step of the online softmax, base 2.
-
-    Returns the probabilities as an operand, the factor of what was summed before, and the new peak and total.
-    """
-    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
-    probs = exp2(scores * scale_log2 - gl.expand_dims(new_peak, 1))
-    factor = exp2(peak - new_peak)
-    total = total * factor + gl.sum(probs, 1)
-    return gl.convert_layout(probs.to(dtype), WEIGHTS), factor, new_peak, total
-
-
-@gluon.jit
-def _clear_past(values, num_keys):
-    """Zero the rows of values [KEYS, VALUE] past the last key: they may hold NaN, and 0 x NaN is NaN.
-
-    Each consumer does so for itself: what the other one reads meanwhile is the same or zero already.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    num_parts: gl.constexpr = KEYS // CLEARED
-    # A half has 64 columns, the width of a swizzle.
-    parts = reinterpret(values, values.dtype, [2 * num_parts, CLEARED, VALUE // 2], TILE)
-    for part in range(num_keys // CLEARED, num_parts):
-        row = part * CLEARED + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, layout))
-        for half in gl.static_range(2):
-            rows = parts.index(half * num_parts + part)
-            rows.store(gl.where(gl.expand_dims(row, 1) < num_keys, rows.load(layout), 0.0))
-    fence_async_shared()
-    barrier()
-
-
-@gluon.jit
-def _store(group: gl.constexpr, acc, lse, buffer, out_ptr, lse_ptr, num_heads, work):
-    """Store a consumer's rows of the output, through shared memory: so a warp writes whole rows."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    barrier()  # the buffer holds queries, which other warps' products may still read
-    buffer.store(acc.to(buffer.dtype))
-    barrier()
-    first_row = work.first_row + group * ROWS
-    num_rows = work.num_queries - group * ROWS
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, VALUE, layout=gl.SliceLayout(0, layout))
-    at = (first_row + row).to(gl.int64) * num_heads + work.head
-    at = out_ptr + gl.expand_dims(at, 1) * VALUE + gl.expand_dims(column, 0)
-    gl.store(at, buffer.load(layout), mask=gl.expand_dims(row < num_rows, 1))
-    row = gl.arange(0, ROWS, layout=ROW)
-    gl.store(lse_ptr + (first_row + row).to(gl.int64) * num_heads + work.head, lse, mask=row < num_rows)
-
-
-@gluon.jit
-def _consume(group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, num_heads, scale_log2, work):
-    """Attend from half of the queries."""
-    dtype: gl.constexpr = buffers.v.dtype
-    acc = gl.zeros([ROWS, VALUE], gl.float32, PRODUCT)
-    peak = gl.full([ROWS], -float("inf"), gl.float32, ROW)
-    total = gl.zeros([ROWS], gl.float32, ROW)
-    if work.num_tiles > 0:
-        mbarrier.wait(barriers.q_ready, 0)
-        scores = warpgroup_mma_wait(0, deps=[_start_scores(group, buffers, barriers, 0)])
-        async_copy.mbarrier_arrive(barriers.k_free.index(0), increment_count=False)
-        first_key = (work.num_tiles - 1) * KEYS
-        num_seen = gl.full([ROWS], work.num_keys, gl.int32, ROW)
-        if work.is_causal:
-            query = work.first_query + group * ROWS + gl.arange(0, ROWS, layout=ROW)
-            num_seen = gl.minimum(num_seen, query + 1)
-        key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCT))
-        scores = gl.where(gl.expand_dims(key, 0) < gl.expand_dims(num_seen, 1), scores, -float("inf"))
-        probs, factor, peak, total = _softmax(scores, peak, total, scale_log2, dtype)
-        mbarrier.wait(barriers.v_ready.index(0), 0)
-        if first_key + KEYS > work.num_keys:
-            _clear_past(buffers.v.index(0), work.num_keys - first_key)
-        for step in range(1, work.num_tiles):
-            scores = _start_scores(group, buffers, barriers, step)
-            acc = _start_values(probs, buffers, step - 1, acc)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-            async_copy.mbarrier_arrive(barriers.k_free.index(step % NUM_STAGES), increment_count=False)
-            next_probs, factor, peak, total = _softmax(scores, peak, total, scale_log2, dtype)
-            # For the next step's product. The assembler moves no wait for products up past this one, above the softmax.
-            mbarrier.wait(barriers.v_ready.index(step % NUM_STAGES), (step // NUM_STAGES) & 1)
-            acc, probs = warpgroup_mma_wait(0, deps=[acc, probs])
-            async_copy.mbarrier_arrive(barriers.v_free.index((step - 1) % NUM_STAGES), increment_count=False)
-            acc = acc * gl.expand_dims(factor, 1)
-            probs = next_probs
-        acc = warpgroup_mma_wait(0, deps=[_start_values(probs, buffers, work.num_tiles - 1, acc)])
-    divisor = gl.where(total == 0.0, 1.0, total)  # without keys: acc 0, total 0, peak -inf
-    acc = acc * gl.expand_dims(1.0 / divisor, 1)
-    lse = (peak + gl.log2(divisor)) * LN2
-    _store(group, acc, lse, buffers.q_nope.index(group), out_ptr, lse_ptr, num_heads, work)
-
-
-@gluon.jit(do_not_specialize=["num_reqs", "num_heads"])
+@gluon.jit(do_not_specialize=["num_reqs", "num_heads", "num_words"])
 def prefill_kernel(
     q_nope_desc,
     q_pe_desc,
@@ -247,10 +45,12 @@ def prefill_kernel(
     v_desc,
     out_ptr,
     lse_ptr,
+    mask_ptr,
     query_start_loc_ptr,
     key_start_loc_ptr,
     num_reqs,
     num_heads,
+    num_words,
     q_stride_head,
     k_stride_head,
     v_stride_head,
@@ -260,9 +60,10 @@ def prefill_kernel(
     """Compute one tile of queries of one head. The grid is (heads side by side, tiles, groups of heads).
 
     Args:
-        q_nope_desc, .., v_desc: rows [N, columns of all heads].
-        q_stride_head, k_stride_head, v_stride_head: columns from one head to the next.
-        scale_log2: of the scores, times log2(e).
+        q_nope_desc, .., v_desc: Rows [N, columns of all heads].
+        mask_ptr: Words of the mask [T, num_words]; both are None without a mask.
+        q_stride_head, k_stride_head, v_stride_head: Columns from one head to the next.
+        scale_log2: Softmax scale times log2(e).
     """
     dtype: gl.constexpr = v_desc.dtype
     buffers = Buffers(
@@ -280,14 +81,14 @@ def prefill_kernel(
         allocate_mbarriers(NUM_STAGES, CONSUMERS),
     )
     fence_async_shared()
-    work = _find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CAUSAL)
+    work = find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CAUSAL)
     descs = (q_nope_desc, q_pe_desc, k_nope_desc, k_pe_desc, v_desc)
     strides = (q_stride_head, k_stride_head, v_stride_head)
     gl.warp_specialize(
         [
-            (_consume, (0, buffers, barriers, out_ptr, lse_ptr, num_heads, scale_log2, work)),
-            (_consume, (1, buffers, barriers, out_ptr, lse_ptr, num_heads, scale_log2, work)),
-            (_produce, (descs, strides, buffers, barriers, work)),
+            (consume, (0, buffers, barriers, out_ptr, lse_ptr, mask_ptr, num_words, num_heads, scale_log2, work)),
+            (consume, (1, buffers, barriers, out_ptr, lse_ptr, mask_ptr, num_words, num_heads, scale_log2, work)),
+            (produce, (descs, strides, buffers, barriers, work)),
         ],
         [4, 1],
         [240, 24],
@@ -307,7 +108,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
         return out, lse
     num_reqs = len(queries.start_loc) - 1
     # Programs that read the same keys are neighbours, which takes up to 5 % less time where power is the limit. Under
-    # a causal bound those of the last head alone would leave multiprocessors idle.
+    # a causal bound programs of the last head alone would leave multiprocessors idle.
     side_by_side = 2 if call.causal else 1
     grid = side_by_side, num_tokens // QUERIES.value + num_reqs, triton.cdiv(num_heads, side_by_side)
     prefill_kernel[grid](
@@ -318,10 +119,12 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
         _describe(call.v, KEYS.value, VALUE.value),
         out,
         lse,
+        call.mask,
         queries.start_loc,
         call.keys.start_loc,
         num_reqs,
         num_heads,
+        None if call.mask is None else call.mask.shape[1],
         q.stride(1),
         call.k_nope.stride(1),
         call.v.stride(1),
