@@ -222,6 +222,7 @@ def test_public_names() -> None:
         "LatentCache",
         "MLAAttention",
         "MLAConfig",
+        "Placement",
         "SamplingParams",
         "StepBuilder",
         "StepMetadata",

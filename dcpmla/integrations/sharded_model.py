@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.kind import AttentionKind
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import Cache
-from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.block import VocabHead
 
@@ -46,7 +46,8 @@ class ShardedModel:
         hidden_states: Decoder; step and cache are None where only memory is claimed.
         head: Function of normalized hidden states [n, hidden] that returns logits [n, vocab] float32.
         rotary: Rotary embedding of transformers.
-        exchange, reduce: Exchanges of the layers.
+        placement: Placement of the layers.
+        reduce: Sums over the TP ranks.
         mtp: MTP module; None for a model that does not draft with it.
     Attributes:
         attention: Attention of all layers.
@@ -60,19 +61,17 @@ class ShardedModel:
         head: VocabHead,
         rotary: Any,
         attention: AttentionKind,
-        exchange: Exchange,
+        placement: Placement,
         reduce: Reduce,
         eos_token_ids: frozenset[int],
-        dtype: torch.dtype,
-        device: torch.device,
         mtp: MtpModule | None = None,
     ) -> None:
         self._mtp = mtp
-        self.hidden_rows = torch.empty(0, device=device)
+        self.dtype, self.device = placement.dtype, torch.device(placement.device)
+        self.hidden_rows = torch.empty(0, device=self.device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
-        self._exchanges = exchange, reduce
-        self.attention = attention
-        self.eos_token_ids, self.vocab_size, self.dtype, self.device = eos_token_ids, head.vocab_size, dtype, device
+        self._exchanges = placement.exchange, reduce
+        self.attention, self.eos_token_ids, self.vocab_size = attention, eos_token_ids, head.vocab_size
 
     @torch.inference_mode()
     def step(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache, logits_at: Tensor | None) -> Tensor:

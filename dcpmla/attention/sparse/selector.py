@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
-from dcpmla.comm.exchange import Exchange
-from dcpmla.config import DCPConfig, IndexerConfig
+from dcpmla.config import IndexerConfig
 
 _WORKSPACE_BYTES = 128 << 20  # bound of scores, and of all ranks' candidates
 
@@ -22,16 +22,15 @@ class TokenSelector:
 
     Args:
         config: Sizes of the indexer.
-        dcp: Layout and format of the index cache.
-        dcp_rank: Rank in the DCP group.
-        exchange: Exchange of the layer.
+        placement: Placement of the layer.
     Raises:
         ValueError: The Hadamard transform is asked for, and the width is not a power of two.
     """
 
-    def __init__(self, config: IndexerConfig, dcp: DCPConfig, dcp_rank: int, exchange: Exchange) -> None:
-        self.config, self.dcp, self.dcp_rank, self.exchange = config, dcp, dcp_rank, exchange
-        if dcp.index_hadamard and config.head_dim & (config.head_dim - 1):
+    def __init__(self, config: IndexerConfig, placement: Placement) -> None:
+        self.config, self.dcp, self.exchange = config, placement.dcp, placement.exchange
+        self.dcp_rank = placement.mesh.dcp_rank
+        if self.dcp.index_hadamard and config.head_dim & (config.head_dim - 1):
             raise ValueError(
                 f"index_hadamard (--index-hadamard) takes a power of two; the indexer's head_dim is {config.head_dim}"
             )
