@@ -177,8 +177,8 @@ class MLAAttention(AttentionWeights):
         widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
         q, k_nope, v = (new(0, self.num_heads, width) for width in widths)
         rows = Segments((0, 0), new(0, dtype=torch.int32))
-        k_pe, how = new(0, config.qk_rope_head_dim), (config.scale, False, None, self.dcp.prefill_backend)
-        call = PrefillCall(q, k_nope, k_pe, v, rows, rows, *how)
+        k_pe = new(0, config.qk_rope_head_dim)
+        call = PrefillCall(q, k_nope, k_pe, v, rows, rows, config.scale, False, None, self.dcp.prefill_backend)
         joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys
         held = [
             new(num_keys, self.num_heads, config.qk_nope_head_dim + config.v_head_dim),
@@ -263,8 +263,8 @@ class MLAAttention(AttentionWeights):
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler traces no loop
             self._attend_absorbed(tokens, kv_cache, decode, output)
             return
-        for some, part in decode.parts(max_tokens):
-            self._attend_absorbed(tokens.rows(some), kv_cache, part, output)
+        for rows, part in decode.parts(max_tokens):
+            self._attend_absorbed(tokens.rows(rows), kv_cache, part, output)
 
     def _prefill(
         self, tokens: _Tokens, latents: Tensor, kv_cache: Tensor, prefill: PrefillMetadata, output: OutputRows

@@ -1,4 +1,4 @@
-"""The place of an attention layer: the ranks that share its heads and its cache, and its parameters' device."""
+"""The placement of attention layers: their layout, the ranks that share them, the device of their parameters."""
 
 from dataclasses import dataclass
 from typing import Any

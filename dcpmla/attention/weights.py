@@ -20,9 +20,9 @@ class HeldHeads:
     """Neighbouring heads that one rank's weight covers, in TP order: its own, or those of its whole DCP group.
 
     Attributes:
-        first: the first of them, counted over the model's heads.
-        count: how many they are.
-        own: those among them whose values this rank hands to o_proj.
+        first: Number of the first head in the model.
+        count: Number of heads.
+        own: Heads of this rank's o_proj, counted from the first.
     """
 
     first: int

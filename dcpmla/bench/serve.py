@@ -20,7 +20,8 @@ from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.latent import num_blocks
-from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed
+from dcpmla.cli.engine_arguments import add_engine_arguments
+from dcpmla.cli.options import build_engine, dcp_config, positive, positive_list, seed
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.job.bootstrap import Ranks
@@ -82,8 +83,8 @@ class Serve(Benchmark[DCPConfig, None]):
             check_layout(files, dcp)
         longest = max(args.input_lens), max(args.output_lens)
         if sum(longest) > files.max_model_len:
-            given = f"--input-lens has {longest[0]} and --output-lens {longest[1]}, together {sum(longest)} tokens"
-            raise ValueError(f"{given}; with --max-model-len {files.max_model_len} at most that many are served")
+            sizes = f"--input-lens has {longest[0]} and --output-lens {longest[1]}, together {sum(longest)} tokens"
+            raise ValueError(f"{sizes}; with --max-model-len {files.max_model_len} at most that many are served")
         if args.url is not None and find_spec("h11") is None:
             raise ValueError("url (--url) needs the extra serve: pip install 'dcpmla[serve]'")
         if args.url is not None and (not args.url.startswith("http://") or args.plot):

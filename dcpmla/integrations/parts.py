@@ -26,7 +26,7 @@ class Parts:
     Attributes:
         model: Model of transformers, without weights.
         weights: Weights of the whole checkpoint.
-        placement: Ranks of the model, device of its parameters, and dtype of what is not kept quantized.
+        placement: Ranks of the model, device of its parameters, and dtype of parameters that are not quantized.
         spreads_experts: Whether each rank has its share of the experts whole, instead of a slice of every one.
         expert_dtype: "auto" or "fp8" (`load_experts`).
         routing: Choice of experts.
@@ -67,7 +67,7 @@ class Parts:
         vocab_size, hidden_size = self.model.lm_head.weight.shape
         name = "lm_head.weight" if "lm_head.weight" in self.weights else "model.embed_tokens.weight"
         mesh, new = self.placement.mesh, self.placement.factory_kwargs
-        is_cut = vocab_size % mesh.tp_size == 0  # all ranks' logits are gathered, so there are as many of each
+        is_cut = vocab_size % mesh.tp_size == 0  # the gather of logits takes the same number from each rank
         rows = cut(vocab_size, mesh.tp_rank, mesh.tp_size) if is_cut else slice(0, vocab_size)
         linear = Linear(hidden_size, rows.stop - rows.start, **new)
         linear.load(read_linear(self.weights, name, (vocab_size, hidden_size), rows=rows))

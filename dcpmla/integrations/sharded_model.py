@@ -52,7 +52,7 @@ class ShardedModel:
     Attributes:
         attention: Attention of all layers.
         hidden_rows: [N, width] hidden states of the last step, kept for the MTP module; empty without one.
-        eos_token_ids, vocab_size, dtype, device: of the model.
+        eos_token_ids, vocab_size, dtype, device: Values of the model.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ShardedModel:
         Args:
             hidden_states: [n k, width], k rows a request; the first is the module's at the last token that it has
                 computed, the others are not looked at.
-            metadata: of n requests' k tokens, that last one and k - 1 drafts.
+            metadata: Step of n requests with k tokens each, that last one and k - 1 drafts.
         Returns:
             [n k] int64, request after request.
         """

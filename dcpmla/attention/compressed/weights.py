@@ -41,11 +41,11 @@ class CompressedWeights(nn.Module):
     """Parameters of `CompressedAttention`, which documents arguments and errors.
 
     Attributes:
-        down_proj: all that is projected from hidden states, in this order: query latent and shared row together,
-            values and gates of entries, the same of index keys, weights of the indexer's heads (`down_widths`). All but
-            the first two are published in bfloat16, so those are dequantized beside them.
-        index_q_proj: the indexer's queries; their rotated columns come first, as in its keys.
-        o_a_proj: of each group of heads, from heads of a group x D to o_lora_rank.
+        down_proj: Projection of hidden states to, in this order, query latent and shared row together, values and gates
+            of entries, values and gates of index keys, weights of the indexer's heads (`down_widths`). Checkpoints
+            quantize only the query latent and the shared row, whose weights are dequantized to join the others.
+        index_q_proj: Projection to the indexer's queries; their rotated columns come first, as in its keys.
+        o_a_proj: Projection of each group of heads, from heads of a group x D to o_lora_rank.
     """
 
     def __init__(
